@@ -1,0 +1,3 @@
+"""Offline batch inference on SGLang."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""OpenAI batch semantics: objects, statuses, limits, lines. No SGLang, no torch."""

@@ -1,0 +1,75 @@
+"""Settings of an offline batch, validated once, at the edge.
+
+The JSON of ``--offline-batch-config`` and the options of ``sglang-batch run``
+both end as one :class:`OfflineBatchConfig`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from .errors import ConfigError
+
+POLICIES = ("dfs", "fcfs")
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineBatchConfig:
+    """How a job is planned and fed.
+
+    policy: order in which requests are sent to the engine. ``dfs`` sorts by
+        prompt tokens, so requests that share a prefix follow one another;
+        ``fcfs`` keeps the order of the input.
+    max_inflight: requests inside the engine at a time. None lets the engine say:
+        enough to keep it full, few enough to keep its queue short.
+    render_lookahead: requests rendered (template and tokenizer) ahead of their
+        turn, in threads.
+    """
+
+    policy: str = "dfs"
+    max_inflight: int | None = None
+    render_lookahead: int = 8
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(
+                f"policy={self.policy!r} is not known; choose one of {', '.join(POLICIES)}."
+            )
+        for name in ("max_inflight", "render_lookahead"):
+            value = getattr(self, name)
+            if value is None and name == "max_inflight":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(
+                    f"{name}={value!r} must be a whole number of 1 or more."
+                )
+
+    @classmethod
+    def from_json(cls, text: str | None) -> OfflineBatchConfig:
+        """Parse the value of ``--offline-batch-config``.
+
+        Raises:
+            ConfigError: not a JSON object, an unknown key, or a value out of range.
+        """
+        if not text:
+            return cls()
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"--offline-batch-config is not valid JSON ({error}): {text!r}"
+            ) from None
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"--offline-batch-config must be a JSON object, got {text!r}"
+            )
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                raise ConfigError(
+                    f"--offline-batch-config has no setting {key!r}; "
+                    f"it knows {', '.join(known)}."
+                )
+        return cls(**values)

@@ -1,0 +1,58 @@
+"""The narrow face of an inference engine, as a job sees it.
+
+:class:`sglang_batch.srt.engine.SGLangEngine` implements it over SGLang. Everything
+above this line runs and is tested without SGLang.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from .request import BatchRequestInput, RequestOutput
+
+# SGLang's native endpoint: what frontend programs send. Not for batch files.
+GENERATE_URL = "/generate"
+
+
+class PreparedRequest(Protocol):
+    """A request rendered for the engine: template applied, ready to be sent."""
+
+    @property
+    def input_ids(self) -> list[int] | None:
+        """Prompt token ids, when they were asked for.
+
+        Of a request with several prompts, those of the first.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """Renders requests and executes them. Both calls may run concurrently."""
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The models served; the first is the one to name in messages."""
+        ...
+
+    @property
+    def default_max_inflight(self) -> int:
+        """How many requests keep this engine full without a long queue."""
+        ...
+
+    async def prepare(
+        self, request: BatchRequestInput, rid: str, *, tokenize: bool
+    ) -> PreparedRequest | RequestOutput:
+        """Render one request.
+
+        Args:
+            rid: our id for it, unique in the engine.
+            tokenize: whether ``input_ids`` are wanted, for planning.
+
+        Returns:
+            The prepared request, or the error answer if it cannot be served.
+        """
+        ...
+
+    async def execute(self, prepared: Any) -> RequestOutput:
+        """Run a prepared request to its end. Cancelling the call aborts it."""
+        ...

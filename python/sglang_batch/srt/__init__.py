@@ -1,0 +1,1 @@
+"""The SGLang edge: the only room that imports ``sglang`` and ``torch``."""

@@ -1,0 +1,74 @@
+"""Our routes and the batch runner on SGLang's HTTP server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+from fastapi import FastAPI
+from sglang.srt.entrypoints import http_server
+from sglang.srt.managers.multi_tokenizer_mixin import get_main_process_id
+
+from ..config import OfflineBatchConfig
+from ..errors import SGLangBatchError
+from ..routes import router
+from ..service import BatchService
+from ..store.batch_store import BatchStore
+from .engine import SGLangEngine
+
+logger = logging.getLogger(__name__)
+
+
+def attach_to_server(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """BEFORE hook on SGLang's ``_setup_and_run_http_server``.
+
+    The engine's processes are up and the app has not been started yet. With several
+    tokenizer workers the app runs in processes of its own, see :mod:`.app`.
+    """
+    if getattr(server_args, "offline_batch", False):
+        attach(http_server.app)
+
+
+def attach(app: FastAPI) -> None:
+    """Add the routes, and the batch service to the app's start and end."""
+    app.include_router(router)
+    stock_lifespan = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
+        async with stock_lifespan(app) as state:
+            try:
+                service = await _start_service()
+            except SGLangBatchError as error:
+                logger.error("error: %s", error)
+                raise
+            app.state.offline_batch_service = service
+            try:
+                yield state
+            finally:
+                await service.stop()
+                service.store.close()
+
+    app.router.lifespan_context = lifespan
+
+
+async def _start_service() -> BatchService:
+    state = http_server.get_global_state()
+    server_args = state.tokenizer_manager.server_args
+    engine = SGLangEngine(state.tokenizer_manager, state.template_manager)
+    await engine.connect()
+    directory = Path(
+        server_args.offline_batch_dir or platformdirs.user_data_path("sglang-batch")
+    )
+    service = BatchService(
+        BatchStore(directory),
+        OfflineBatchConfig.from_json(server_args.offline_batch_config),
+        server_name=f"pid {get_main_process_id()}",
+    )
+    await service.start(engine, closing=lambda: engine.closing)
+    logger.info("Offline batches: /v1/files and /v1/batches, kept in %s", directory)
+    return service

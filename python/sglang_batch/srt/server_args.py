@@ -1,0 +1,109 @@
+"""The flag: ``--offline-batch`` and its companions on SGLang's server arguments.
+
+With the flag, SGLang's argument record is an :class:`OfflineServerArgs`; without
+it, it stays the stock class. The record is pickled to every process SGLang
+starts, and un-pickling one is how a child process learns that it belongs to an
+offline server, before any plugin is loaded there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import sglang.srt.server_args as stock
+
+from ..config import OfflineBatchConfig
+from ..errors import ConfigError, SGLangBatchError
+
+FLAG = "offline_batch"
+COMPANIONS = ("offline_batch_config", "offline_batch_dir")
+
+
+class OfflineServerArgs(stock.ServerArgs):  # type: ignore[misc]
+    """SGLang's server arguments plus ours; exists only in offline mode."""
+
+    # SGLang groups fields by namespace: get_context().config_bag("offline").
+    _NS_PATH = "offline"
+
+    offline_batch: bool = False
+    offline_batch_config: str | None = None
+    offline_batch_dir: str | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _rebuild_stock, args = super().__reduce__()
+        return rebuild, args
+
+    @property
+    def offline_config(self) -> OfflineBatchConfig:
+        return OfflineBatchConfig.from_json(self.offline_batch_config)
+
+
+def rebuild(
+    cls: type, fields: dict[str, Any], bookkeeping: dict[str, Any]
+) -> OfflineServerArgs:
+    """Un-pickle a record in a child process, and make that process an offline one."""
+    from . import plugin
+
+    plugin.enter_offline_child()
+    record: OfflineServerArgs = stock._rebuild_server_args(cls, fields, bookkeeping)
+    return record
+
+
+def add_cli_args(result: Any, parser: argparse.ArgumentParser) -> None:
+    """AFTER hook on ``ServerArgs.add_cli_args``: the flags, for parser and --help."""
+    group = parser.add_argument_group("offline batch (sglang-batch)")
+    group.add_argument(
+        "--offline-batch",
+        action="store_true",
+        help="Serve batch jobs: adds /v1/files and /v1/batches, and runs each batch "
+        "in the order that shares most prefixes.",
+    )
+    group.add_argument(
+        "--offline-batch-config",
+        metavar="JSON",
+        help="Settings of offline batches as a JSON object, for example "
+        '\'{"policy": "dfs", "max_inflight": 2048}\'.',
+    )
+    group.add_argument(
+        "--offline-batch-dir",
+        metavar="DIR",
+        help="Directory for uploaded files, batch state and results. "
+        "Default: sglang-batch in the user's data directory.",
+    )
+
+
+def from_cli_args(original: Any, cls: type, args: argparse.Namespace) -> Any:
+    """AROUND hook on ``ServerArgs.from_cli_args``: pick the record's class."""
+    if getattr(args, FLAG, False):
+        try:
+            _activate(vars(args))
+        except SGLangBatchError as error:
+            raise SystemExit(f"error: {error}") from error
+        return original(OfflineServerArgs, args)
+    for name in COMPANIONS:
+        if getattr(args, name, None) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise SystemExit(f"error: {flag} needs --offline-batch.")
+    return original(cls, args)
+
+
+def make_server_args(**kwargs: Any) -> Any:
+    """What ``sglang.Engine(**kwargs)`` builds its arguments with."""
+    if kwargs.get(FLAG, False):
+        if isinstance(kwargs.get("offline_batch_config"), dict):
+            kwargs["offline_batch_config"] = json.dumps(kwargs["offline_batch_config"])
+        _activate(kwargs)
+        return OfflineServerArgs(**kwargs)
+    for name in (FLAG, *COMPANIONS):
+        if kwargs.pop(name, None):
+            raise ConfigError(f"{name} needs offline_batch=True.")
+    return stock.ServerArgs(**kwargs)
+
+
+def _activate(values: dict[str, Any]) -> None:
+    from . import plugin
+
+    OfflineBatchConfig.from_json(values.get("offline_batch_config"))
+    plugin.enter_offline_main()

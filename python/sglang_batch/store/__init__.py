@@ -1,0 +1,1 @@
+"""Durable state: results in append-only files, everything else in SQLite."""

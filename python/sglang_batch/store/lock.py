@@ -1,0 +1,40 @@
+"""One process at a time: an advisory lock on a file, released when its holder dies."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+
+class FileLock:
+    """An exclusive ``flock``; the file says who holds it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+
+    def acquire(self, owner: str) -> str | None:
+        """Take the lock without waiting.
+
+        Returns:
+            None when it is held now, else what the present holder calls itself.
+        """
+        if self._fd is not None:
+            return None
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(fd, 256).decode(errors="replace")
+            os.close(fd)
+            return holder or "another process"
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, owner.encode(), 0)
+        self._fd = fd
+        return None
+
+    def release(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None

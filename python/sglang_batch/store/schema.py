@@ -1,0 +1,74 @@
+"""The database's tables, as numbered migrations that are applied once each."""
+
+from __future__ import annotations
+
+import sqlite3
+
+
+def m001_files_and_batches(db: sqlite3.Connection) -> None:
+    """Files as clients see them; batches with every field of the OpenAI object."""
+    db.execute(
+        """
+        CREATE TABLE files (
+            seq INTEGER PRIMARY KEY AUTOINCREMENT,
+            id TEXT NOT NULL UNIQUE,
+            purpose TEXT NOT NULL,
+            filename TEXT NOT NULL,
+            bytes INTEGER NOT NULL,
+            created_at INTEGER NOT NULL,
+            expires_at INTEGER
+        )
+        """
+    )
+    db.execute(
+        """
+        CREATE TABLE batches (
+            seq INTEGER PRIMARY KEY AUTOINCREMENT,
+            id TEXT NOT NULL UNIQUE,
+            status TEXT NOT NULL,
+            endpoint TEXT NOT NULL,
+            input_file_id TEXT NOT NULL,
+            completion_window TEXT NOT NULL,
+            created_at INTEGER NOT NULL,
+            expires_at INTEGER NOT NULL,
+            metadata TEXT,
+            model TEXT,
+            errors TEXT,
+            output_file_id TEXT,
+            error_file_id TEXT,
+            in_progress_at INTEGER,
+            finalizing_at INTEGER,
+            completed_at INTEGER,
+            failed_at INTEGER,
+            cancelling_at INTEGER,
+            cancelled_at INTEGER,
+            total INTEGER NOT NULL DEFAULT 0,
+            completed INTEGER NOT NULL DEFAULT 0,
+            failed INTEGER NOT NULL DEFAULT 0,
+            input_tokens INTEGER NOT NULL DEFAULT 0,
+            cached_tokens INTEGER NOT NULL DEFAULT 0,
+            output_tokens INTEGER NOT NULL DEFAULT 0,
+            reasoning_tokens INTEGER NOT NULL DEFAULT 0
+        )
+        """
+    )
+    db.execute("CREATE INDEX batches_by_status ON batches (status)")
+
+
+MIGRATIONS = (m001_files_and_batches,)
+
+
+def migrate(db: sqlite3.Connection) -> None:
+    """Bring a database, new or old, to the newest schema."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        db.execute("CREATE TABLE IF NOT EXISTS migrations (name TEXT PRIMARY KEY)")
+        done = {name for (name,) in db.execute("SELECT name FROM migrations")}
+        for migration in MIGRATIONS:
+            if migration.__name__ not in done:
+                migration(db)
+                db.execute("INSERT INTO migrations VALUES (?)", (migration.__name__,))
+        db.execute("COMMIT")
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise

@@ -8,6 +8,7 @@ does with its own.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -16,12 +17,15 @@ from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 
 from .batch_api import protocol as api
 from .engine import GENERATE_URL
 from .errors import ApiError
 from .request import BatchRequestInput
 from .service import BatchService, batch_object, file_object, new_id, now
+
+logger = logging.getLogger(__name__)
 
 WAVE_PATH = "/offline_batch/wave"
 MAX_BATCH_PAGE = 100
@@ -46,6 +50,11 @@ class OpenAIRoute(APIRoute):
                 param = str(first["loc"][-1])
                 message = f"Invalid value for '{param}': {first['msg']}."
                 return _error_response(ApiError(400, message, param=param))
+            except HTTPException as error:  # such as a form that cannot be parsed
+                return _error_response(ApiError(error.status_code, str(error.detail)))
+            except Exception:
+                logger.exception("%s %s failed", request.method, request.url.path)
+                return _error_response(ApiError(500, "Internal server error."))
 
         return handle_with_nested_errors
 
@@ -289,7 +298,7 @@ async def run_wave(request: Request) -> StreamingResponse:
 async def _json_object(request: Request) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(await request.body())
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"The body is not valid JSON: {error}.") from None
     if not isinstance(body, dict):
         raise ApiError(400, "The body must be a JSON object.")

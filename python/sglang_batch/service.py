@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 # How often the runner looks for new batches and cancellations, and writes counts.
 POLL_S = 0.5
+# How long a server that starts waits for another one to let go of the store.
+LOCK_PATIENCE_S = 1.0
 CANCELLED_MESSAGE = "This request was not executed because the batch was cancelled."
 
 
@@ -99,8 +101,15 @@ class BatchService:
         """
         self._engine = engine
         self._closing = closing
-        holder = self._lock.acquire(self._server_name)
-        if holder is not None and holder != self._server_name:
+        deadline = time.monotonic() + LOCK_PATIENCE_S
+        while (holder := self._lock.acquire(self._server_name)) not in (
+            None,
+            self._server_name,
+        ):
+            # A process of this very server may hold it and not have said so yet.
+            if time.monotonic() < deadline:
+                await asyncio.sleep(LOCK_PATIENCE_S / 10)
+                continue
             raise StoreError(
                 f"{self.store.directory} is in use by another server ({holder}); "
                 "give each server its own --offline-batch-dir."
@@ -205,16 +214,21 @@ class BatchService:
 
     async def _run_batches(self) -> None:
         while True:
-            if self._lock.acquire(self._server_name) is None:
-                self._look_for_work()
+            try:
+                if self._lock.acquire(self._server_name) is None:
+                    self._look_for_work()
+            except Exception:
+                # A busy database, say. Other batches must not stand still for it.
+                logger.exception("Looking for batches failed; trying again")
             await asyncio.sleep(POLL_S)
 
     def _look_for_work(self) -> None:
+        closing = self._closing()
         for row in self.store.batches_in(api.ACTIVE_STATUSES):
             batch_id = row["id"]
-            if row["status"] == api.CANCELLING and batch_id in self._stops:
+            if batch_id in self._stops and (closing or row["status"] == api.CANCELLING):
                 self._stops[batch_id].set()
-            if batch_id not in self._tasks and not self._closing():
+            if batch_id not in self._tasks and not closing:
                 self._stops[batch_id] = asyncio.Event()
                 self._tasks[batch_id] = asyncio.create_task(self._process(batch_id))
 
@@ -238,19 +252,30 @@ class BatchService:
             {"code": e.code, "line": e.line, "message": e.message, "param": e.param}
             for e in errors
         ]
-        self.store.transition(
+        listed = json.dumps({"object": "list", "data": data})
+        # Who was told that a batch is being cancelled never sees it fail.
+        if not self.store.transition(
             batch_id,
-            api.ACTIVE_STATUSES,
-            api.FAILED,
-            failed_at=now(),
-            errors=json.dumps({"object": "list", "data": data}),
-        )
+            (api.CANCELLING,),
+            api.CANCELLED,
+            cancelled_at=now(),
+            errors=listed,
+        ):
+            self.store.transition(
+                batch_id,
+                api.ACTIVE_STATUSES,
+                api.FAILED,
+                failed_at=now(),
+                errors=listed,
+            )
         self._clean_up(batch_id)
 
     async def _validate(self, batch_id: str) -> None:
         row = self._row(batch_id)
         if row["status"] not in (api.VALIDATING, api.CANCELLING):
             return
+        if row["status"] == api.CANCELLING and row["total"]:
+            return  # cancelled after it was found valid, by an earlier server
         result = await asyncio.to_thread(self._validate_input, row)
         if isinstance(result, list):
             self._fail(batch_id, result)
@@ -267,13 +292,21 @@ class BatchService:
         """Check the input as a file of our own, which outlives the client's."""
         source = self.store.file_path(row["input_file_id"])
         copy = self._input_path(row["id"])
+        missing = LineError(
+            "invalid_request",
+            f"Cannot find file {row['input_file_id']}.",
+            None,
+            "file_id",
+        )
         copy.parent.mkdir(exist_ok=True)
-        copy.unlink(missing_ok=True)
-        try:
-            os.link(source, copy)
-        except FileNotFoundError:
-            message = f"Cannot find file {row['input_file_id']}."
-            return [LineError("invalid_request", message, None, "file_id")]
+        if not copy.exists():
+            # The id is a client's: a path only if it names a file of the store.
+            if self.store.get_file(row["input_file_id"]) is None:
+                return [missing]
+            try:
+                os.link(source, copy)
+            except FileNotFoundError:
+                return [missing]
         rules = LineRules(endpoint=row["endpoint"], models=self.engine.model_names)
         return validate(copy, rules)
 
@@ -289,7 +322,7 @@ class BatchService:
         log = ResultLog(self.store.work_dir(batch_id) / "results.jsonl", len(requests))
         with requests.closing():
             try:
-                if row["status"] == api.IN_PROGRESS:
+                if row["status"] != api.CANCELLING and len(log.unfinished()):
                     await self._run_job(batch_id, requests, log)
                 await self._finish(batch_id, requests, log)
             finally:
@@ -341,6 +374,8 @@ class BatchService:
         """Write the result files and move the batch to its final status."""
         if self._closing() and log.num_done < len(requests):
             return
+        # The status must not survive a power cut that the results do not.
+        await asyncio.to_thread(log.commit)
         self.store.transition(
             batch_id, (api.IN_PROGRESS,), api.FINALIZING, finalizing_at=now()
         )

@@ -34,7 +34,7 @@ def decode_envelope(line: bytes) -> dict[str, Any]:
     """
     try:
         envelope = _decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _decode_lenient(line)
     found = {}
     for key in REQUIRED_KEYS:
@@ -44,17 +44,29 @@ def decode_envelope(line: bytes) -> dict[str, Any]:
     return found
 
 
-def _decode_lenient(line: bytes) -> dict[str, Any]:
-    # NaN and Infinity are not JSON, but Python writes them and Python reads them.
+def loads_lenient(data: bytes) -> Any:
+    """Parse JSON as Python writes it: NaN, Infinity and numbers of any size too.
+
+    Raises:
+        ValueError: not JSON in UTF-8, or nested too deep.
+    """
     try:
-        value = json.loads(line)
+        # Given bytes, json would guess at UTF-16 and let lone surrogates through.
+        return json.loads(data.decode())
+    except RecursionError:
+        raise ValueError("the JSON is nested too deep") from None
+
+
+def _decode_lenient(line: bytes) -> dict[str, Any]:
+    try:
+        value = loads_lenient(line)
+        if not isinstance(value, dict):
+            raise InvalidLine
+        found = {key: value[key] for key in REQUIRED_KEYS if key in value}
+        if "body" in found:
+            found["body"] = json.dumps(found["body"]).encode()
     except (ValueError, RecursionError):
         raise InvalidLine from None
-    if not isinstance(value, dict):
-        raise InvalidLine
-    found = {key: value[key] for key in REQUIRED_KEYS if key in value}
-    if "body" in found:
-        found["body"] = json.dumps(found["body"]).encode()
     return found
 
 

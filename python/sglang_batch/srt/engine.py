@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from fastapi import HTTPException, Response
 from pydantic import BaseModel, ValidationError
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from ..batch_api.lines import loads_lenient
 from ..batch_api.protocol import error_body
 from ..engine import GENERATE_URL
 from ..errors import EngineError
@@ -143,8 +143,7 @@ def _parse_body(body: bytes) -> dict[str, Any]:
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:
-        # Python also reads NaN and integers beyond 64 bits.
-        value = json.loads(body)
+        value = loads_lenient(body)
     if not isinstance(value, dict):
         raise ValueError("The body of a request must be a JSON object.")
     return value

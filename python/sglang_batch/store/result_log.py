@@ -76,7 +76,10 @@ class ResultLog:
         )
         record = _Record(index, ok, counts, msgspec.Raw(line))
         data = _encoder.encode(record) + b"\n"
-        written = os.pwrite(self._fd, data, self._end)
+        try:
+            written = os.pwrite(self._fd, data, self._end)
+        except OSError as error:
+            raise StoreError(f"{self.path}: {error.strerror}") from error
         if written != len(data):
             os.ftruncate(self._fd, self._end)
             raise StoreError(

@@ -1,0 +1,47 @@
+# Two commands do everything, set-up included: `make demo` and `make test`.
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# The demo model is so small that a second thread only gets in the way.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: env demo demo-embeddings test lint types unit format constraints clean
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	PYTHON=$(PYTHON) VENV=$(VENV) .ci/make-env
+	touch $@
+
+demo: env
+	$(BIN)/python benchmark/demo.py
+
+demo-embeddings: env
+	$(BIN)/python benchmark/demo_embeddings.py
+
+test: lint types unit
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: env
+	$(BIN)/mypy
+
+unit: env
+	$(BIN)/pytest
+
+format: env
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Pin what an unconstrained install gives today.
+constraints:
+	PYTHON=$(PYTHON) .ci/make-constraints > constraints.txt.new
+	mv constraints.txt.new constraints.txt
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,5 @@
+"""``python -m sglang_batch`` is ``sglang-batch``."""
+
+from .cli import command
+
+command()

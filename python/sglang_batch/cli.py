@@ -1,0 +1,153 @@
+"""The command ``sglang-batch``. Heavy imports happen inside each command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import __version__
+from .config import POLICIES
+from .errors import ConfigError, InputError, SGLangBatchError
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+
+_RUN_EPILOG = """\
+Every other option is passed to SGLang as it is: see `sglang serve --help`.
+
+exit status:
+  0  every request was answered
+  1  the engine or the disk failed; the same command continues the job
+  2  the input or an option cannot be used; nothing ran
+  3  the job is complete, some requests were answered with an error
+  130  interrupted; the same command continues the job
+
+example:
+  sglang-batch run -i requests.jsonl -o answers.jsonl \\
+      --model-path meta-llama/Llama-3.1-8B-Instruct --tp 2
+"""
+
+
+def command() -> None:
+    """The console script.
+
+    Ends the process without Python's exit handlers once an engine ran in it:
+    SGLang has ended its helper processes by then, and libraries that clean up
+    through those would print tracebacks after the results.
+    """
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "sglang" in sys.modules:
+        os._exit(status)
+    sys.exit(status)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.command != "run":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        return int(options.run(options, rest))
+    except (ConfigError, InputError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except SGLangBatchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sglang-batch",
+        description="Offline batch inference on SGLang.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    run = commands.add_parser(
+        "run",
+        help="answer a file of requests, in process, without a server",
+        description="Answer a JSONL file of OpenAI batch requests (or of `vllm "
+        "run-batch`). Started again with the same arguments, it continues.",
+        epilog=_RUN_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    run.add_argument("-i", "--input-file", type=Path, required=True, metavar="FILE")
+    run.add_argument("-o", "--output-file", type=Path, required=True, metavar="FILE")
+    run.add_argument(
+        "--error-file",
+        type=Path,
+        metavar="FILE",
+        help="write lines answered with an error here instead of to the output",
+    )
+    run.add_argument(
+        "--policy",
+        choices=POLICIES,
+        help="order in which requests are sent: dfs keeps those that share a prefix "
+        "together (default), fcfs keeps the order of the file",
+    )
+    run.add_argument(
+        "--max-inflight",
+        type=int,
+        metavar="N",
+        help="requests inside the engine at a time (default: the engine's own)",
+    )
+    run.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="forget an earlier run with this output and start again",
+    )
+    run.set_defaults(run=_run)
+
+    demo = commands.add_parser(
+        "demo-model",
+        help="write a small random-weight model to try things with",
+        description="Write a random-weight Llama checkpoint with a byte-level "
+        "tokenizer and a chat template. Its answers mean nothing.",
+    )
+    demo.add_argument("directory", type=Path)
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--layers", type=int, default=2)
+    demo.add_argument("--hidden-size", type=int, default=64)
+    demo.add_argument("--context-length", type=int, default=2048)
+    demo.set_defaults(run=_demo_model)
+    return parser
+
+
+def _run(options: argparse.Namespace, rest: list[str]) -> int:
+    from .run import RunOptions, run
+
+    return run(
+        RunOptions(
+            input_file=options.input_file,
+            output_file=options.output_file,
+            error_file=options.error_file,
+            overwrite=options.overwrite,
+            policy=options.policy,
+            max_inflight=options.max_inflight,
+            server_argv=rest,
+        )
+    )
+
+
+def _demo_model(options: argparse.Namespace, rest: list[str]) -> int:
+    from .demo_model import write_demo_model
+
+    write_demo_model(
+        options.directory,
+        seed=options.seed,
+        num_layers=options.layers,
+        hidden_size=options.hidden_size,
+        context_len=options.context_length,
+    )
+    print(f"wrote a demo model to {options.directory}")
+    return 0

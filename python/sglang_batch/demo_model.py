@@ -1,0 +1,285 @@
+"""A small random-weight Llama with a byte-level tokenizer, written to a folder.
+
+It answers nothing sensible, but both SGLang and transformers load it offline, in
+seconds, on any machine: enough to try a batch, and to compare two ways of running
+the same requests token for token.
+
+Weights are drawn with numpy, not torch, so the same arguments give the same bytes
+whatever the vector units of the machine and no global random state is touched.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SPECIAL_TOKENS = (
+    "<|bos|>",
+    "<|eos|>",
+    "<|pad|>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|tool|>",
+    "<|end|>",
+)
+"""In id order, from 256 on; below that, an id is the value of the byte it is."""
+
+SPECIAL_IDS = {token: 256 + i for i, token in enumerate(SPECIAL_TOKENS)}
+VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+
+CHAT_TEMPLATE = """\
+{{- bos_token -}}
+{%- if tools -%}
+{{- '<|system|>' + (tools | tojson) + '<|end|>' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{%- set role = 'system' if message.role == 'developer' else message.role -%}
+{%- if role not in ['system', 'user', 'assistant', 'tool'] -%}
+{{- raise_exception("unknown role '" ~ message.role ~ "'; use system, developer, \
+user, assistant or tool") -}}
+{%- endif -%}
+{{- '<|' + role + '|>' + (message.content or '') -}}
+{%- if message.tool_calls -%}{{- message.tool_calls | tojson -}}{%- endif -%}
+{{- '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""
+
+_MARK = "sglang_batch_demo_model"  # the key in config.json that says we wrote it
+
+# Every matrix reads an RMS-normalised vector, so a scale holds at any size.
+# Attention scores of this spread put the weight on a few positions out of a
+# thousand: flatter, and the next token depends on little but the last one, so
+# greedy decoding runs into a short loop; sharper, and rounding errors grow.
+_SCORE_STD = 4.0
+# What all layers together add to the residual stream's variance, which starts at 1.
+_ATTENTION_VARIANCE = 3.0
+_MLP_VARIANCE = 1.0
+# RMS of silu(x) * y for independent standard normal x and y.
+_SWIGLU_RMS = 0.596
+_LOGIT_STD = 4.0
+# Llama has no output bias, so channel 0 of the residual stream carries a constant
+# that no layer writes to, about 1 after the last norm, and the head reads it as one.
+# It keeps answers to printable ASCII. The end token's logit is the bias alone: it
+# wins where no character stands out, which is about one step in a hundred for any
+# seed; a random row would be the first token of every answer for some seeds.
+_UNWANTED_LOGIT = -6.0 * _LOGIT_STD
+_END_LOGIT = 1.7 * _LOGIT_STD
+
+
+def write_demo_model(
+    path: str | Path,
+    *,
+    seed: int = 0,
+    num_layers: int = 2,
+    hidden_size: int = 64,
+    intermediate_size: int | None = None,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    context_len: int = 2048,
+) -> None:
+    """Write the checkpoint, its tokenizer and its generation config to a folder.
+
+    The same arguments give the same bytes. A demo model already there is replaced.
+
+    Args:
+        path: the folder; made, with its parents, where missing.
+        seed: of the weights, 0 or more.
+        num_layers: decoder layers.
+        hidden_size: channels of the residual stream; a multiple of ``num_heads``.
+        intermediate_size: channels inside the MLP; twice ``hidden_size`` if None.
+        num_heads: query heads; a multiple of ``num_kv_heads``.
+        num_kv_heads: key and value heads.
+        head_dim: channels of one head; even.
+        context_len: tokens of prompt and answer together; a token is one byte.
+
+    Raises:
+        ValueError: sizes that make no Llama.
+        FileExistsError: something other than a demo model is at ``path``.
+    """
+    sizes = {
+        "num_layers": num_layers,
+        "hidden_size": hidden_size,
+        "intermediate_size": (
+            2 * hidden_size if intermediate_size is None else intermediate_size
+        ),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "context_len": context_len,
+    }
+    _check_sizes(seed, sizes)
+    folder = Path(path)
+    _check_folder(folder)
+
+    from safetensors.numpy import save
+
+    folder.mkdir(parents=True, exist_ok=True)
+    _save_configs(folder, sizes)
+    _save_tokenizer(folder, context_len)
+    weights = save(
+        _weights(np.random.default_rng(seed), sizes),
+        metadata={"format": "pt"},  # transformers refuses a file without it
+    )
+    (folder / "model.safetensors").write_bytes(weights)
+
+
+def _check_sizes(seed: int, sizes: dict[str, int]) -> None:
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; give 0 or more")
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}; give 1 or more")
+    for whole, part in (("hidden_size", "num_heads"), ("num_heads", "num_kv_heads")):
+        if sizes[whole] % sizes[part]:
+            raise ValueError(
+                f"{whole} is {sizes[whole]}, not a multiple of {part}, which is "
+                f"{sizes[part]}; change either"
+            )
+    if sizes["head_dim"] % 2:
+        raise ValueError(
+            f"head_dim is {sizes['head_dim']}; rotary positions need an even number"
+        )
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file; name a folder for the demo model")
+    if not any(folder.iterdir()):
+        return
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        ours = bool(config.get(_MARK))
+    except (OSError, ValueError, AttributeError):
+        ours = False
+    if not ours:
+        raise FileExistsError(
+            f"{folder} is not empty and holds no earlier demo model; "
+            "name a new or empty folder, or remove this one first"
+        )
+
+
+def _save_configs(folder: Path, sizes: dict[str, int]) -> None:
+    from transformers import GenerationConfig, LlamaConfig
+
+    token_ids = {
+        "bos_token_id": SPECIAL_IDS["<|bos|>"],
+        "eos_token_id": SPECIAL_IDS["<|end|>"],
+        "pad_token_id": SPECIAL_IDS["<|pad|>"],
+    }
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=VOCAB_SIZE,
+        hidden_size=sizes["hidden_size"],
+        intermediate_size=sizes["intermediate_size"],
+        num_hidden_layers=sizes["num_layers"],
+        num_attention_heads=sizes["num_heads"],
+        num_key_value_heads=sizes["num_kv_heads"],
+        head_dim=sizes["head_dim"],
+        max_position_embeddings=sizes["context_len"],
+        tie_word_embeddings=False,
+        dtype="float32",
+        **{_MARK: True},
+        **token_ids,
+    ).save_pretrained(folder)
+    GenerationConfig(**token_ids).save_pretrained(folder)
+
+
+def _save_tokenizer(folder: Path, context_len: int) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    PreTrainedTokenizerFast(
+        tokenizer_object=_byte_tokenizer(),
+        bos_token="<|bos|>",
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=[
+            t for t in SPECIAL_TOKENS if t not in ("<|bos|>", "<|end|>", "<|pad|>")
+        ],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=context_len,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(folder)
+
+
+def _byte_tokenizer() -> Tokenizer:
+    """One token per byte of UTF-8: a BPE of the 256 byte symbols with no merges."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = Tokenizer(models.BPE(vocab=_byte_symbols(), merges=[]))
+    tokenizer.pre_tokenizer = byte_level
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
+    return tokenizer
+
+
+def _byte_symbols() -> dict[str, int]:
+    """The printable character that byte-level BPE writes for each byte, to its value.
+
+    A byte that is a visible Latin-1 character stands for itself; the others take
+    the characters from U+0100 on, in order.
+    """
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    symbols = {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
+    symbols |= {chr(byte): byte for byte in visible}
+    return dict(sorted(symbols.items(), key=lambda item: item[1]))
+
+
+def _weights(
+    rng: np.random.Generator, sizes: dict[str, int]
+) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
+    """Tensor name to float32 array, ``[out, in]`` for a matrix."""
+    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    query = sizes["num_heads"] * sizes["head_dim"]
+    key = sizes["num_kv_heads"] * sizes["head_dim"]
+
+    def matrix(out: int, into: int, gain: float) -> np.ndarray:
+        scale = np.float32(gain / np.sqrt(into))
+        return rng.standard_normal((out, into), dtype=np.float32) * scale
+
+    def branch(into: int, gain: float) -> np.ndarray:
+        weight = matrix(hidden, into, gain)
+        weight[0] = 0.0
+        return weight
+
+    ones = np.ones(hidden, dtype=np.float32)
+    attention_rms = np.sqrt(_ATTENTION_VARIANCE / sizes["num_layers"])
+    mlp_rms = np.sqrt(_MLP_VARIANCE / sizes["num_layers"])
+    score_gain = np.sqrt(_SCORE_STD)
+    embedding = rng.standard_normal((VOCAB_SIZE, hidden), dtype=np.float32)
+    embedding[:, 0] = np.sqrt(1.0 + _ATTENTION_VARIANCE + _MLP_VARIANCE)
+    tensors = {"model.embed_tokens.weight": embedding}
+    for layer in range(sizes["num_layers"]):
+        prefix = f"model.layers.{layer}"
+        tensors |= {
+            f"{prefix}.input_layernorm.weight": ones.copy(),
+            f"{prefix}.self_attn.q_proj.weight": matrix(query, hidden, score_gain),
+            f"{prefix}.self_attn.k_proj.weight": matrix(key, hidden, score_gain),
+            f"{prefix}.self_attn.v_proj.weight": matrix(key, hidden, 1.0),
+            f"{prefix}.self_attn.o_proj.weight": branch(query, attention_rms),
+            f"{prefix}.post_attention_layernorm.weight": ones.copy(),
+            f"{prefix}.mlp.gate_proj.weight": matrix(inner, hidden, 1.0),
+            f"{prefix}.mlp.up_proj.weight": matrix(inner, hidden, 1.0),
+            f"{prefix}.mlp.down_proj.weight": branch(inner, mlp_rms / _SWIGLU_RMS),
+        }
+    head = matrix(VOCAB_SIZE, hidden, _LOGIT_STD)
+    head[:, 0] = _UNWANTED_LOGIT
+    head[0x20:0x7F, 0] = 0.0
+    end = SPECIAL_IDS["<|end|>"]
+    head[end] = 0.0
+    head[end, 0] = _END_LOGIT
+    return tensors | {"model.norm.weight": ones, "lm_head.weight": head}

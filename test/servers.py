@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 START_TIMEOUT_S = 300
@@ -45,12 +45,16 @@ class Server:
 
 @contextmanager
 def server(
-    model: Path, *args: str, log_dir: Path, env: dict[str, str] | None = None
+    model: Path,
+    *args: str,
+    log_dir: Path,
+    python: str = sys.executable,
+    env: dict[str, str] | None = None,
 ) -> Iterator[Server]:
     """Run ``python -m sglang.launch_server`` until the block ends."""
     port = free_port()
     command = [
-        sys.executable,
+        python,
         "-m",
         "sglang.launch_server",
         f"--model-path={model}",
@@ -92,10 +96,8 @@ def wait_until_ready(running: Server) -> None:
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
     """SIGKILL a process started in a session of its own, with all its children."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

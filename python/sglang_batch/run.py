@@ -106,7 +106,7 @@ def run(options: RunOptions) -> int:
                 )
                 return EXIT_INTERRUPTED
         else:
-            summary = Summary.of(state.log, seconds=0.0)
+            summary = Summary.of_log(state.log, seconds=0.0)
         state.finish(options, summary)
         return _report(summary)
 
@@ -269,10 +269,10 @@ async def _run_job(
             log.commit()
     if len(log.unfinished()):
         return None
-    return Summary.of(
+    return Summary.of_log(
         log,
-        seconds=time.monotonic() - started,
-        optimal_prefix_sharing_ratio=job.optimal_prefix_sharing_ratio,
+        time.monotonic() - started,
+        optimal_cached_share=job.optimal_prefix_sharing_ratio,
     )
 
 

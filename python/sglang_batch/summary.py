@@ -32,26 +32,48 @@ class Summary:
     optimal_cached_share: float | None = None
 
     @classmethod
-    def of(
+    def of_counts(
         cls,
-        log: ResultLog,
+        *,
+        completed: int,
+        failed: int,
+        prompt_tokens: int,
+        cached_tokens: int,
+        output_tokens: int,
         seconds: float,
-        optimal_prefix_sharing_ratio: float | None = None,
+        optimal_cached_share: float | None = None,
     ) -> Summary:
-        usage = log.usage
-        tokens = usage.input_tokens + usage.output_tokens
+        """The summary of a job whose counts are known; rates follow from them."""
+        tokens = prompt_tokens + output_tokens
         return cls(
-            completed=log.num_completed,
-            failed=log.num_failed,
-            prompt_tokens=usage.input_tokens,
-            cached_tokens=usage.cached_tokens,
-            output_tokens=usage.output_tokens,
+            completed=completed,
+            failed=failed,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            output_tokens=output_tokens,
             seconds=round(seconds, 3),
             tokens_per_second=round(tokens / seconds, 1) if seconds else 0.0,
-            cached_share=round(usage.cache_hit_rate, 4),
-            optimal_cached_share=None
-            if optimal_prefix_sharing_ratio is None
-            else round(optimal_prefix_sharing_ratio, 4),
+            cached_share=round(cached_tokens / prompt_tokens, 4)
+            if prompt_tokens
+            else 0.0,
+            optimal_cached_share=optimal_cached_share
+            if optimal_cached_share is None
+            else round(optimal_cached_share, 4),
+        )
+
+    @classmethod
+    def of_log(
+        cls, log: ResultLog, seconds: float, optimal_cached_share: float | None = None
+    ) -> Summary:
+        """The summary of a job whose results are in a log."""
+        return cls.of_counts(
+            completed=log.num_completed,
+            failed=log.num_failed,
+            prompt_tokens=log.usage.input_tokens,
+            cached_tokens=log.usage.cached_tokens,
+            output_tokens=log.usage.output_tokens,
+            seconds=seconds,
+            optimal_cached_share=optimal_cached_share,
         )
 
     def as_dict(self) -> dict[str, Any]:

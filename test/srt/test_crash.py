@@ -1,0 +1,129 @@
+"""SIGKILL in the middle of a batch loses nothing and repeats nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from batches import client, jsonl, line, results, submit, wait
+from prompts import questions
+from servers import SERVER_ARGS, kill_group, server
+
+NUM_LINES = 400
+MAX_INFLIGHT = 16
+CONFIG = json.dumps({"max_inflight": MAX_INFLIGHT})
+
+
+def input_lines() -> list[dict[str, Any]]:
+    return [
+        line(
+            f"line-{i}",
+            {"messages": [{"role": "user", "content": question}], "max_tokens": 24},
+        )
+        for i, question in enumerate(questions(NUM_LINES))
+    ]
+
+
+def finished_lines(log: Path) -> dict[str, Any]:
+    """The result lines of a log of finished requests, by custom_id."""
+    if not log.exists():
+        return {}
+    whole = log.read_bytes().split(b"\n")[:-1]
+    lines = [json.loads(record)[3] for record in whole]
+    return {item["custom_id"]: item for item in lines}
+
+
+def wait_for_results(log: Path, count: int) -> None:
+    deadline = time.monotonic() + 240
+    while len(finished_lines(log)) < count:
+        assert time.monotonic() < deadline, f"{log} stays under {count} results"
+        time.sleep(0.02)
+
+
+def assert_once_each(found: list[dict[str, Any]], before: dict[str, Any]) -> None:
+    """Every line answered once, those finished before the crash left untouched."""
+    ids = [item["custom_id"] for item in found]
+    assert ids == [f"line-{i}" for i in range(NUM_LINES)]
+    by_id = {item["custom_id"]: item for item in found}
+    assert all(by_id[custom_id] == item for custom_id, item in before.items())
+    assert all(item["response"]["status_code"] == 200 for item in found)
+
+
+def test_server_killed_in_a_batch_finishes_it_when_started_again(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "batches"
+    args = (
+        "--offline-batch",
+        f"--offline-batch-dir={store}",
+        f"--offline-batch-config={CONFIG}",
+    )
+    with server(demo_model, *args, log_dir=tmp_path) as running:
+        api = client(running.url)
+        batch_id = submit(api, jsonl(input_lines())).id
+        log = store / "batches" / batch_id / "results.jsonl"
+        wait_for_results(log, NUM_LINES // 4)
+        running.kill()
+    before = finished_lines(log)
+    assert NUM_LINES // 4 <= len(before) < NUM_LINES, "the kill came too late"
+
+    with server(demo_model, *args, log_dir=tmp_path) as running:
+        api = client(running.url)
+        batch = wait(api, batch_id)
+        assert batch.status == "completed"
+        assert batch.request_counts is not None
+        assert batch.request_counts.completed == NUM_LINES
+        assert_once_each(results(api, batch.output_file_id), before)
+        assert batch.error_file_id is None
+
+
+def test_run_killed_continues_when_started_again(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(jsonl(input_lines()))
+    command = [
+        *(sys.executable, "-m", "sglang_batch", "run"),
+        *("-i", str(source), "-o", str(output), "--max-inflight", str(MAX_INFLIGHT)),
+        *("--model-path", str(demo_model), *SERVER_ARGS),
+    ]
+    first = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    log = tmp_path / "out.jsonl.job" / "results.jsonl"
+    try:
+        wait_for_results(log, NUM_LINES // 4)
+    finally:
+        kill_group(first)
+    before = finished_lines(log)
+    assert NUM_LINES // 4 <= len(before) < NUM_LINES, "the kill came too late"
+    assert not output.exists()
+
+    changed = source.read_bytes().replace(b"Why?", b"How?")
+    source.write_bytes(changed)
+    refused = run(command)
+    assert refused.returncode == 2
+    assert "was begun with another input file" in refused.stderr
+    assert finished_lines(log) == before
+
+    source.write_bytes(jsonl(input_lines()))
+    again = run(command)
+    assert again.returncode == 0, again.stderr[-4000:]
+    found = [json.loads(item) for item in output.read_text().splitlines()]
+    assert_once_each(found, before)
+    assert json.loads(again.stdout.splitlines()[-1])["completed"] == NUM_LINES
+
+    idle = run(command)
+    assert idle.returncode == 0
+    assert "nothing to do" in idle.stderr
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)

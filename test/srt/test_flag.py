@@ -1,0 +1,154 @@
+"""``--offline-batch`` reaches every process; what cannot work fails at the start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batches import client, jsonl, line, results, submit, wait
+from prompts import MAX_TOKENS, Case
+from servers import Server, server
+
+CONFIG = '{"policy": "fcfs", "max_inflight": 77}'
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return json.load(answer)
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+
+
+def launch(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sglang.launch_server", *args]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def assert_answers(running: Server, cases: list[Case]) -> None:
+    api = client(running.url)
+    lines = [
+        line(
+            case.custom_id,
+            {
+                "messages": case.messages,
+                "max_tokens": MAX_TOKENS,
+                "return_token_ids": True,
+            },
+        )
+        for case in cases
+    ]
+    batch = wait(api, submit(api, jsonl(lines)).id)
+    found = [
+        result["response"]["body"]["choices"][0]["response_token_ids"]
+        for result in results(api, batch.output_file_id)
+    ]
+    assert found == [case.output_ids for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("args", "num_schedulers", "num_dp_ranks"),
+    [
+        pytest.param(["--dp=2", "--tokenizer-worker-num=2"], 2, 2, id="dp2-workers2"),
+        pytest.param(["--tp=2"], 2, 1, id="tp2"),
+    ],
+)
+def test_flag_reaches_every_scheduler(
+    demo_model: Path,
+    tmp_path: Path,
+    cases: list[Case],
+    args: list[str],
+    num_schedulers: int,
+    num_dp_ranks: int,
+) -> None:
+    with server(
+        demo_model,
+        "--offline-batch",
+        f"--offline-batch-dir={tmp_path / 'batches'}",
+        f"--offline-batch-config={CONFIG}",
+        *args,
+        log_dir=tmp_path,
+        # On a CPU, SGLang wants to be told which cores each rank may use.
+        env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+    ) as running:
+        ready = [
+            entry
+            for entry in running.log.splitlines()
+            if "Offline batch scheduler ready" in entry
+        ]
+        assert len(ready) == num_schedulers, running.log[-3000:]
+        assert all("max_inflight=77" in entry for entry in ready)
+        info = get(f"{running.url}/server_info")
+        assert info["offline_batch"] is True
+        states = info["internal_states"]
+        assert len(states) == num_dp_ranks
+        assert all("max_inflight=77" in state["offline_batch"] for state in states)
+        assert_answers(running, cases[:16])
+
+
+def test_flags_are_in_both_helps() -> None:
+    flags = ("--offline-batch", "--offline-batch-config", "--offline-batch-dir")
+    serve = Path(sys.executable).with_name("sglang")
+    for command in (
+        [str(serve), "serve", "--help"],
+        [sys.executable, "-m", "sglang.launch_server", "--help"],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert all(flag in done.stdout for flag in flags), command
+
+
+def test_unsupported_sglang_is_refused_in_one_sentence() -> None:
+    pretend = "import sglang.version; sglang.version.__version__ = '0.4.0'; "
+    for code in (
+        "import runpy, sys; sys.argv = ['x', '--offline-batch', '--model-path', 'm']; "
+        "runpy.run_module('sglang.launch_server', run_name='__main__')",
+        "import sglang; sglang.Engine(model_path='m', offline_batch=True)",
+    ):
+        done = run_python(pretend + code)
+        assert done.returncode != 0
+        last = done.stderr.strip().splitlines()[-1]
+        assert "extends sglang 0.5.23, but sglang 0.4.0 is installed" in last
+
+
+def test_hook_that_did_not_take_is_refused_in_one_sentence() -> None:
+    done = run_python(
+        "import runpy, sys; sys.argv = ['x', '--offline-batch', '--model-path', 'm']; "
+        "import sglang_batch.srt.plugin as plugin; "
+        "plugin.SERVER_HOOKS = ('sglang.srt.entrypoints.http_server.gone',); "
+        "runpy.run_module('sglang.launch_server', run_name='__main__')"
+    )
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: --offline-batch: the hook on ")
+    assert "did not take effect" in last
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["--offline-batch", "--offline-batch-config={"], "is not valid JSON"),
+        (
+            ["--offline-batch", '--offline-batch-config={"polcy": 1}'],
+            "has no setting 'polcy'; it knows policy, ",
+        ),
+        (
+            ["--offline-batch", '--offline-batch-config={"policy": "best"}'],
+            "policy='best' is not known; choose one of ",
+        ),
+        (["--offline-batch-dir=/tmp"], "--offline-batch-dir needs --offline-batch."),
+    ],
+)
+def test_bad_setting_is_refused_in_one_sentence(args: list[str], reason: str) -> None:
+    done = launch("--model-path=m", *args)
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ") and reason in last

@@ -68,7 +68,6 @@ def follow(api: OpenAI, batch_id: str) -> Batch:
             if counts is not None and counts.total:
                 bar.total = counts.total
                 bar.update(counts.completed + counts.failed - bar.n)
-            bar.refresh()
             if batch.status in ("completed", "failed", "cancelled", "expired"):
                 return batch
             time.sleep(POLL_S)

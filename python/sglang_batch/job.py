@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .config import OfflineBatchConfig
 from .engine import Engine, PreparedRequest
@@ -27,6 +28,7 @@ from .store.token_spool import TokenSpool
 
 logger = logging.getLogger(__name__)
 
+Indices = Sequence[int] | NDArray[np.int64]
 Rendered = tuple[BatchRequestInput, PreparedRequest | RequestOutput]
 Sink = Callable[[BatchRequestInput, RequestOutput], None]
 
@@ -53,7 +55,7 @@ class Job:
         self,
         job_id: str,
         requests: Requests,
-        todo: Sequence[int],
+        todo: Indices,
         engine: Engine,
         config: OfflineBatchConfig,
         sink: Sink,
@@ -97,7 +99,7 @@ class Job:
 
     async def _run(self) -> None:
         if self._config.policy == "fcfs":
-            order: Sequence[int] = self._todo
+            order: Indices = self._todo
         else:
             order = await self._plan()
         await self._feed(order)
@@ -138,7 +140,7 @@ class Job:
         )
         return list(np.asarray(planned, dtype=np.int64)[order])
 
-    async def _feed(self, order: Sequence[int]) -> None:
+    async def _feed(self, order: Indices) -> None:
         """Send requests in order, a bounded number of them at a time."""
         window = self._config.max_inflight or self._engine.default_max_inflight
         free = asyncio.Semaphore(window)
@@ -169,7 +171,7 @@ class Job:
             free.release()
 
     async def _render(
-        self, indices: Sequence[int], *, tokenize: bool
+        self, indices: Indices, *, tokenize: bool
     ) -> AsyncGenerator[Rendered]:
         """Rendered requests in the order of ``indices``, some ahead of their turn."""
         ahead: deque[

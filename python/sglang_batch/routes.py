@@ -17,6 +17,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
+from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
 from .batch_api import protocol as api
@@ -96,9 +97,9 @@ async def create_file(request: Request) -> JSONResponse:
                 param="purpose",
                 code="invalid_value",
             )
-        if not hasattr(file, "read"):
+        if not isinstance(file, UploadFile):
             raise ApiError(400, "Missing required parameter: 'file'.", param="file")
-        filename = getattr(file, "filename", None) or "upload"
+        filename = file.filename or "upload"
         # Clients name an in-memory upload "upload": only another suffix is wrong.
         if purpose == "batch" and "." in filename and not filename.endswith(".jsonl"):
             raise ApiError(400, "Invalid file format for Batch API. Must be .jsonl")
@@ -334,9 +335,8 @@ def _check_metadata(metadata: Any) -> None:
     for key, value in metadata.items():
         param = f"metadata.{key}"
         if not isinstance(value, str):
-            kind = {list: "an array", dict: "an object"}.get(
-                type(value), "another type"
-            )
+            kinds: dict[type, str] = {list: "an array", dict: "an object"}
+            kind = kinds.get(type(value), "another type")
             raise bad(
                 f"Invalid type for '{param}': expected a string, but got {kind} "
                 "instead.",

@@ -21,10 +21,10 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from .batch_api import protocol as api
 from .batch_api.jsonl import BatchFile, LineError, LineRules, validate
@@ -40,6 +40,8 @@ from .store.lock import FileLock
 from .store.result_log import ResultLog
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # How often the runner looks for new batches and cancellations, and writes counts.
 POLL_S = 0.5
@@ -77,7 +79,7 @@ class BatchService:
         self._closing: Callable[[], bool] = lambda: False
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stops: dict[str, asyncio.Event] = {}
-        # One batch runs at a time; the others wait in order of creation.
+        # One batch runs at a time; the others wait in the order they became valid.
         self._run_slot = asyncio.Lock()
         self._runner: asyncio.Task[None] | None = None
 
@@ -188,7 +190,7 @@ class BatchService:
 
     async def run_requests(
         self, job_id: str, requests: list[BatchRequestInput]
-    ) -> AsyncIterator[tuple[BatchRequestInput, RequestOutput]]:
+    ) -> AsyncGenerator[tuple[BatchRequestInput, RequestOutput], None]:
         """Run requests that no file holds; yields each answer as it comes."""
         answers: asyncio.Queue[tuple[BatchRequestInput, RequestOutput] | None] = (
             asyncio.Queue()
@@ -356,7 +358,7 @@ class BatchService:
     async def _keep_counts(self, batch_id: str, log: ResultLog) -> None:
         while True:
             await asyncio.sleep(POLL_S)
-            await asyncio.to_thread(log.commit)
+            await _in_thread(log.commit)
             self._write_counts(batch_id, log)
 
     def _write_counts(self, batch_id: str, log: ResultLog) -> None:
@@ -375,12 +377,12 @@ class BatchService:
         if self._closing() and log.num_done < len(requests):
             return
         # The status must not survive a power cut that the results do not.
-        await asyncio.to_thread(log.commit)
+        await _in_thread(log.commit)
         self.store.transition(
             batch_id, (api.IN_PROGRESS,), api.FINALIZING, finalizing_at=now()
         )
         cancelling = self._row(batch_id)["status"] == api.CANCELLING
-        file_ids = await asyncio.to_thread(self._write_results, batch_id, requests, log)
+        file_ids = await _in_thread(self._write_results, batch_id, requests, log)
         with self.store.atomic():
             self._write_counts(batch_id, log)
             for name, file_id in file_ids.items():
@@ -409,9 +411,11 @@ class BatchService:
                 requests[index], batch_id, "batch_cancelled", CANCELLED_MESSAGE
             )
 
+        # The same ids each time: a server that dies here leaves no files that nobody
+        # knows, the next one writes them again.
         ids: dict[str, str | None] = {
-            "output": new_id("file-"),
-            "error": new_id("file-"),
+            name: f"file-{name}-{batch_id.removeprefix('batch_')}"
+            for name in ("output", "error")
         }
         paths = {name: self.store.file_path(str(ids[name])) for name in ids}
         with (
@@ -437,6 +441,19 @@ class BatchService:
 
     def _clean_up(self, batch_id: str) -> None:
         shutil.rmtree(self.store.work_dir(batch_id), ignore_errors=True)
+
+
+async def _in_thread(function: Callable[..., T], *args: Any) -> T:
+    """Like ``asyncio.to_thread``, but over no sooner than the thread, even if cancelled.
+
+    By then the files it works on may be closed, and the store another server's.
+    """
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        raise
 
 
 def batch_object(row: Row) -> dict[str, Any]:
@@ -468,6 +485,6 @@ def file_object(row: Row) -> dict[str, Any]:
     """A file as the API shows it."""
     from openai.types import FileObject
 
-    fields = {key: row[key] for key in FileObject.model_fields if key in row}
-    fields |= {"object": "file", "status": "processed"}
-    return FileObject.model_validate(fields).model_dump(mode="json")
+    # Not validated: the client's type leaves out a purpose that its uploads may have.
+    fields = {key: row.get(key) for key in FileObject.model_fields}
+    return fields | {"object": "file", "status": "processed"}

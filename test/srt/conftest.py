@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from prompts import Case, reference
 from servers import Server, server
+
+# Importing SGLang warns of what it cannot do without an accelerator, and its
+# dependencies of one another: import it all once, before warnings become errors.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import sglang.srt.entrypoints.engine
+    import sglang.srt.entrypoints.http_server  # noqa: F401
 
 NUM_CASES = 60
 

@@ -23,6 +23,7 @@ FLAG_HOOKS = (
     "sglang.srt.server_args.ServerArgs.from_cli_args",
 )
 SERVER_HOOKS = ("sglang.srt.entrypoints.http_server._setup_and_run_http_server",)
+POOLING_HOOKS = ("sglang.srt.configs.model_config.ModelConfig.__init__",)
 SCHEDULER_HOOKS = ("sglang.srt.managers.scheduler.Scheduler",)
 
 # This process un-pickled an OfflineServerArgs: it belongs to an offline server.
@@ -75,15 +76,16 @@ def enter_offline_main() -> None:
     global _offline_main
     compat.check_version()
     if not _offline_main:
-        from . import defaults, server
+        from . import defaults, pooling, server
 
         defaults.register()
+        pooling.register_config_hook()
         HookRegistry.register(SERVER_HOOKS[0], server.attach_to_server, HookType.BEFORE)
         HookRegistry.apply_hooks()
         # Tokenizer workers import the app by this path, in processes of their own.
         os.environ["SGLANG_HTTP_SERVER_APP_PATH"] = "sglang_batch.srt.app:app"
         _offline_main = True
-    compat.check_hooks_took(FLAG_HOOKS + SERVER_HOOKS)
+    compat.check_hooks_took(FLAG_HOOKS + SERVER_HOOKS + POOLING_HOOKS)
 
 
 def enter_offline_child() -> None:
@@ -97,6 +99,9 @@ def _hook_scheduler() -> None:
     # would cost seconds and memory; the module is there where one does.
     if "sglang.srt.managers.scheduler" not in sys.modules:
         return
+    from . import pooling
     from .scheduler import OfflineScheduler
 
+    pooling.register_config_hook()
+    pooling.register_pooler_hook()
     HookRegistry.register(SCHEDULER_HOOKS[0], OfflineScheduler, HookType.REPLACE)

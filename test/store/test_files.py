@@ -1,0 +1,141 @@
+"""Atomic writes, the token spool, and a lock that two processes fight for."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_batch.store.files import atomic_write
+from sglang_batch.store.lock import FileLock
+from sglang_batch.store.token_spool import TokenSpool
+
+# Atomic writes ------------------------------------------------------------------
+
+
+def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with atomic_write(path) as file:
+        file.write(b"half")
+        file.flush()
+        assert not path.exists()
+        file.write(b" and half")
+    assert path.read_bytes() == b"half and half"
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(error), atomic_write(path) as file:
+        file.write(b"new")
+        raise error
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_new_file_replaces_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old and long")
+    with open(path, "rb") as reader, atomic_write(path) as file:
+        file.write(b"new")
+        assert reader.read() == b"old and long"
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# The lock -----------------------------------------------------------------------
+
+HOLDER = """
+import sys
+from pathlib import Path
+from sglang_batch.store.lock import FileLock
+lock = FileLock(Path(sys.argv[1]))
+assert lock.acquire("the first") is None
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def holding_process(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock until its input ends or it is killed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_lock_is_held_by_one_process_until_it_is_killed(tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / "lock")
+    with holding_process(tmp_path / "lock") as process:
+        assert lock.acquire("the second") == "the first"
+        assert lock.acquire("the second") == "the first"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert lock.acquire("the second") is None
+    lock.release()
+
+
+def test_a_released_lock_is_free(tmp_path: Path) -> None:
+    first, second = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
+    assert first.acquire("a process with a long name") is None
+    assert first.acquire("a process with a long name") is None
+    assert second.acquire("b") == "a process with a long name"
+    first.release()
+    first.release()
+    assert second.acquire("b") is None
+    assert first.acquire("a") == "b"  # nothing is left of the longer name
+    second.release()
+
+
+# The token spool ----------------------------------------------------------------
+
+
+def test_the_spool_gives_back_every_prompt(tmp_path: Path) -> None:
+    prompts = [[1, 2, 3], [], [2**31 - 1], list(range(5000)), []]
+    with TokenSpool(tmp_path / "tokens") as spool:
+        for prompt in prompts:
+            spool.append(prompt)
+        tokens, offsets = spool.arrays()
+        assert tokens.dtype == np.dtype(np.int32)
+        assert offsets.dtype == np.dtype(np.int64)
+        read = [tokens[start:end].tolist() for start, end in pairwise(offsets)]
+    assert read == prompts
+    assert not (tmp_path / "tokens").exists()
+
+
+@pytest.mark.parametrize("num_prompts", [0, 3])
+def test_a_spool_without_tokens_is_empty_arrays(
+    tmp_path: Path, num_prompts: int
+) -> None:
+    with TokenSpool(tmp_path / "tokens") as spool:
+        for _ in range(num_prompts):
+            spool.append([])
+        tokens, offsets = spool.arrays()
+    assert tokens.tolist() == []
+    assert offsets.tolist() == [0] * (num_prompts + 1)
+
+
+def test_the_spool_goes_when_its_block_fails(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), TokenSpool(tmp_path / "tokens") as spool:
+        spool.append([1])
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []

@@ -164,7 +164,7 @@ class FakeEngine:
         self.num_prepared = 0
         self._rejected = set(rejected)
         self._failing = failing or {}
-        self._raising = raising or {}
+        self.raising = raising or {}
         self._gates: dict[str, asyncio.Event] = {}
         self._changed = asyncio.Event()
 
@@ -223,8 +223,8 @@ class FakeEngine:
         finally:
             self.running.discard(custom_id)
             self._note()
-        if custom_id in self._raising:
-            raise self._raising[custom_id]
+        if custom_id in self.raising:
+            raise self.raising[custom_id]
         self.answered.append(custom_id)
         self._note()
         return self._answer(prepared)

@@ -28,7 +28,7 @@ from fastapi.testclient import TestClient
 from openai import OpenAI
 from openai.types import Batch, FileObject
 
-from sglang_batch import service as service_module
+from sglang_batch import runner as runner_module
 from sglang_batch.batch_api.protocol import FILE_PURPOSES
 from sglang_batch.routes import WAVE_PATH, router
 from sglang_batch.service import BatchService
@@ -116,7 +116,7 @@ def serving(directory: Path) -> Iterator[Server]:
         pytest.MonkeyPatch.context() as monkeypatch,
         TestClient(app, raise_server_exceptions=False) as http,
     ):
-        monkeypatch.setattr(service_module, "POLL_S", 0.002)
+        monkeypatch.setattr(runner_module, "POLL_S", 0.002)
         yield Server(http, app, engine)
 
 

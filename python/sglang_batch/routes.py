@@ -21,10 +21,12 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
 from .batch_api import protocol as api
+from .batch_api.objects import batch_object, file_object
 from .engine import GENERATE_URL
 from .errors import ApiError
 from .request import BatchRequestInput
-from .service import BatchService, batch_object, file_object, new_id, now
+from .service import BatchService, new_id
+from .store.batch_store import now
 
 logger = logging.getLogger(__name__)
 
@@ -113,14 +115,16 @@ async def create_file(request: Request) -> JSONResponse:
 def _expires_at(seconds: Any) -> int | None:
     if seconds is None:
         return None
-    if not str(seconds).isdecimal() or not 3600 <= int(seconds) <= 2_592_000:
+    digits = str(seconds)
+    usable = digits.isdecimal() and len(digits) <= 7
+    if not usable or not 3600 <= int(digits) <= 2_592_000:
         raise ApiError(
             400,
             f"Invalid value for 'expires_after.seconds': {seconds!r}. "
             "Expected a whole number from 3600 to 2592000.",
             param="expires_after.seconds",
         )
-    return now() + int(seconds)
+    return now() + int(digits)
 
 
 @router.get("/v1/files")
@@ -214,8 +218,12 @@ async def create_batch(request: Request) -> JSONResponse:
             "a batch needs a file uploaded with purpose 'batch'.",
             param="input_file_id",
         )
-    row = service.create_batch(
-        body["input_file_id"], body["endpoint"], body["completion_window"], metadata
+    row = await asyncio.to_thread(
+        service.create_batch,
+        body["input_file_id"],
+        body["endpoint"],
+        body["completion_window"],
+        metadata,
     )
     return JSONResponse(batch_object(row))
 

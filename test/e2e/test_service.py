@@ -36,10 +36,11 @@ from builders import (
     until_over,
 )
 
-from sglang_batch import service as service_module
+from sglang_batch import runner as runner_module
 from sglang_batch.batch_api import protocol as api
+from sglang_batch.batch_api.objects import batch_object
 from sglang_batch.errors import StoreError
-from sglang_batch.service import BatchService, batch_object
+from sglang_batch.service import BatchService
 from sglang_batch.store.batch_store import Row
 from sglang_batch.store.lock import FileLock
 
@@ -51,8 +52,9 @@ UNRUN = {
 
 @pytest.fixture(autouse=True)
 def quick_polling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "POLL_S", 0.002)
-    monkeypatch.setattr(service_module, "LOCK_PATIENCE_S", 0.05)
+    monkeypatch.setattr(runner_module, "POLL_S", 0.002)
+    monkeypatch.setattr(runner_module, "LOCK_PATIENCE_S", 0.05)
+    monkeypatch.setattr(runner_module, "RETRY_AFTER_S", 0.01)
 
 
 def ids_of(indices: Iterable[int]) -> list[str]:
@@ -261,6 +263,41 @@ def test_an_engine_that_breaks_fails_its_batch_and_not_the_next(tmp_path: Path) 
     run(scenario())
 
 
+def test_an_engine_that_breaks_once_loses_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(raising={"r2": ConnectionError("out of memory")})
+        async with running_service(tmp_path, engine) as service:
+            batch_id = submit(service, make_lines(4))
+            while engine.executed.count("r2") == 0:
+                await asyncio.sleep(0)
+            engine.raising.clear()
+            row = await until_over(service, batch_id)
+            assert row["status"] == api.COMPLETED
+            outputs, errors = check_results(service, row)
+            assert custom_ids(outputs) == ids_of(range(4))
+            assert errors == []
+
+    run(scenario())
+
+
+def test_an_engine_that_stays_broken_leaves_what_was_finished_on_disk(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(raising={"r2": ConnectionError("out of memory")})
+        async with running_service(
+            tmp_path, engine, policy="fcfs", max_inflight=1
+        ) as service:
+            batch_id = submit(service, make_lines(4))
+            row = await until_over(service, batch_id)
+            assert row["status"] == api.FAILED
+            assert engine.executed.count("r0") == engine.executed.count("r1") == 1
+            log = service.store.work_dir(batch_id) / "results.jsonl"
+            assert len(parse_lines(log.read_bytes())) == 2
+
+    run(scenario())
+
+
 def test_a_store_that_is_busy_once_does_not_stop_the_runner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,9 +401,9 @@ def test_a_batch_cancelled_in_the_queue_never_reaches_the_engine(
             second = submit(service, make_lines(3))
             await engine.until_stalled(0, 1)
             service.cancel_batch(second)
+            row = await until_over(service, second)  # while the first still runs
             engine.release()
             assert (await until_over(service, first))["status"] == api.COMPLETED
-            row = await until_over(service, second)
             outputs, errors = check_results(service, row)
             assert row["status"] == api.CANCELLED
             assert counts_of(row) == (3, 0, 0)
@@ -474,9 +511,9 @@ SERVER_TO_KILL = """
 import asyncio, sys
 from pathlib import Path
 from builders import FakeEngine, running_service
-from sglang_batch import service
+from sglang_batch import runner
 
-service.POLL_S = 0.002
+runner.POLL_S = 0.002
 
 
 async def main():
@@ -586,7 +623,7 @@ def test_a_server_that_died_after_writing_the_results_leaves_no_stray_files(
             raise asyncio.CancelledError
 
         async with running_service(tmp_path, FakeEngine(failing={"r1": 400})) as first:
-            monkeypatch.setattr(first, "_record_file", die)
+            monkeypatch.setattr(first.store, "record_file", die)
             batch_id = submit_through(tmp_path, make_lines(3))
             await dead.wait()
             assert len(leftovers(first)) == 2
@@ -604,14 +641,15 @@ def test_stopping_waits_for_results_being_written_before_it_lets_go_of_the_store
     async def scenario() -> None:
         writing, go_on = threading.Event(), threading.Event()
         async with running_service(tmp_path) as service:
-            write_results = service._write_results
+            assert service.runner is not None
+            write_results = service.runner._write_results
 
             def slow(*args: Any) -> Any:
                 writing.set()
                 assert go_on.wait(PATIENCE_S)
                 return write_results(*args)
 
-            monkeypatch.setattr(service, "_write_results", slow)
+            monkeypatch.setattr(service.runner, "_write_results", slow)
             batch_id = submit(service, make_lines(3))
             await asyncio.to_thread(writing.wait, PATIENCE_S)
             stopping = asyncio.ensure_future(service.stop())
@@ -637,7 +675,7 @@ def test_results_are_on_disk_before_a_batch_is_finalizing(
         "fdatasync",
         lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").read_bytes()),
     )
-    monkeypatch.setattr(service_module, "POLL_S", 0.05)
+    monkeypatch.setattr(runner_module, "POLL_S", 0.05)
 
     async def scenario() -> None:
         async with running_service(tmp_path) as service:
@@ -707,7 +745,7 @@ def test_a_second_server_on_a_directory_is_refused_by_the_first_ones_name(
 def test_a_server_waits_for_the_one_before_it_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service_module, "LOCK_PATIENCE_S", 5.0)
+    monkeypatch.setattr(runner_module, "LOCK_PATIENCE_S", 5.0)
 
     async def scenario() -> None:
         async with running_service(tmp_path, server_name="pid 1"):
@@ -813,7 +851,7 @@ def test_an_engine_that_breaks_breaks_the_wave(tmp_path: Path) -> None:
 def test_a_service_that_was_not_started_has_no_engine(tmp_path: Path) -> None:
     service = make_service(tmp_path)
     with pytest.raises(StoreError, match="has not been started"):
-        _ = service.engine
+        asyncio.run(anext(service.run_requests("wave_0", [])))
     service.store.close()
 
 

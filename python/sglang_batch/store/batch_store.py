@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,11 @@ from ..errors import StoreError
 from .schema import migrate
 
 Row = dict[str, Any]
+
+
+def now() -> int:
+    """Unix time in whole seconds, as the API gives it."""
+    return int(time.time())
 
 
 class BatchStore:
@@ -88,6 +94,21 @@ class BatchStore:
     def add_file(self, row: Row) -> None:
         """Record a file whose contents are in place at :meth:`file_path`."""
         self._insert("files", row)
+
+    def record_file(
+        self, file_id: str, filename: str, purpose: str, expires_at: int | None
+    ) -> Row:
+        """Make the contents at :meth:`file_path` a file of the API; returns its row."""
+        row = {
+            "id": file_id,
+            "purpose": purpose,
+            "filename": filename,
+            "bytes": self.file_path(file_id).stat().st_size,
+            "created_at": now(),
+            "expires_at": expires_at,
+        }
+        self.add_file(row)
+        return row
 
     def get_file(self, file_id: str) -> Row | None:
         return self._get("files", file_id)

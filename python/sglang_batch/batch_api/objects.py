@@ -1,0 +1,40 @@
+"""Files and batches as the API shows them, from the rows that the store keeps."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from openai.types import Batch, FileObject
+
+Row = dict[str, Any]
+
+
+def batch_object(row: Row) -> dict[str, Any]:
+    """A batch as the API shows it; every nullable key is there, as at OpenAI."""
+    fields = {
+        key: row[key]
+        for key in Batch.model_fields
+        if key in row and key not in ("metadata", "errors")
+    }
+    for key in ("metadata", "errors"):
+        fields[key] = json.loads(row[key]) if row[key] else None
+    fields["object"] = "batch"
+    fields["request_counts"] = {
+        key: row[key] for key in ("total", "completed", "failed")
+    }
+    fields["usage"] = {
+        "input_tokens": row["input_tokens"],
+        "input_tokens_details": {"cached_tokens": row["cached_tokens"]},
+        "output_tokens": row["output_tokens"],
+        "output_tokens_details": {"reasoning_tokens": row["reasoning_tokens"]},
+        "total_tokens": row["input_tokens"] + row["output_tokens"],
+    }
+    return Batch.model_validate(fields).model_dump(mode="json")
+
+
+def file_object(row: Row) -> dict[str, Any]:
+    """A file as the API shows it."""
+    # Not validated: the client's type leaves out a purpose that its uploads may have.
+    fields = {key: row.get(key) for key in FileObject.model_fields}
+    return fields | {"object": "file", "status": "processed"}

@@ -38,13 +38,14 @@ load_plugins()
 import sglang.srt.entrypoints.http_server as http_server
 import sglang.srt.managers.scheduler as scheduler
 from sglang.srt.arg_groups.resolution_hooks import _HOOKS
+from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import prepare_server_args
 args = prepare_server_args(["--model-path", sys.argv[1]])
 print(json.dumps({
     "args": type(args).__module__ + "." + type(args).__qualname__,
     "scheduler": scheduler.Scheduler.__module__,
-    "lifespan": http_server.app.router.lifespan_context.__module__,
+    "engine_args": type(Engine.server_args_class(model_path="m")).__module__,
     "routes": sorted(getattr(r, "path", "") for r in http_server.app.routes),
     "steps": [f.__module__ for fs in _HOOKS.values() for f in fs],
     "hooks": sorted(
@@ -96,7 +97,7 @@ def test_only_the_flag_itself_is_hooked(demo_model: Path) -> None:
     ]
     assert found["args"] == "sglang.srt.server_args.ServerArgs"
     assert found["scheduler"] == "sglang.srt.managers.scheduler"
-    assert found["lifespan"] == "sglang.srt.entrypoints.http_server"
+    assert found["engine_args"] == "sglang.srt.server_args"
     assert not any("batch" in path or "files" in path for path in found["routes"])
     assert not any(step.startswith("sglang_batch") for step in found["steps"])
 

@@ -124,10 +124,7 @@ class Job:
                         planned.append(request.index)
             tokens, offsets = spool.arrays()
             order, ratio = await asyncio.to_thread(
-                lambda: (
-                    make_order(tokens, offsets, self._config.policy),
-                    optimal_prefix_sharing_ratio(tokens, offsets),
-                )
+                _order_and_sharing, tokens, offsets, self._config.policy
             )
         self.optimal_prefix_sharing_ratio = ratio
         logger.info(
@@ -192,3 +189,11 @@ class Job:
         finally:
             for _, task in ahead:
                 task.cancel()
+
+
+def _order_and_sharing(
+    tokens: NDArray[np.int32], offsets: NDArray[np.int64], policy: str
+) -> tuple[NDArray[np.int64], float]:
+    order = make_order(tokens, offsets, policy)
+    dfs_order = order if policy == "dfs" else None
+    return order, optimal_prefix_sharing_ratio(tokens, offsets, dfs_order)

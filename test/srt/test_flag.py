@@ -137,6 +137,7 @@ BAD_SETTINGS = (
         ["--offline-batch", '--offline-batch-config={"policy": "best"}'],
         "policy='best' is not known; choose one of ",
     ),
+    (["--offline-batch", "--use-ray"], "does not work with --use-ray"),
     (["--offline-batch-dir=/tmp"], "--offline-batch-dir needs --offline-batch."),
 )
 

@@ -40,17 +40,19 @@ def make_order(tokens: Tokens, offsets: Offsets, policy: str) -> Order:
     return np.array(sorted(range(num_requests), key=keys.__getitem__), dtype=np.int64)
 
 
-def optimal_prefix_sharing_ratio(tokens: Tokens, offsets: Offsets) -> float:
+def optimal_prefix_sharing_ratio(
+    tokens: Tokens, offsets: Offsets, dfs_order: Order | None = None
+) -> float:
     """Share of all prompt tokens that an unbounded prefix cache would save, 0..1.
 
     One minus the tokens of the prefix tree over the tokens of all prompts. In
     depth-first order each prompt adds to the tree what it does not share with its
-    predecessor.
+    predecessor. ``dfs_order`` is that order, where the caller has it already.
     """
     num_tokens = int(offsets[-1])
     if num_tokens == 0:
         return 0.0
-    order = make_order(tokens, offsets, "dfs")
+    order = make_order(tokens, offsets, "dfs") if dfs_order is None else dfs_order
     shared = 0
     previous = tokens[:0]
     for i in order:

@@ -7,8 +7,6 @@ from typing import Any
 from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
-from ..errors import ConfigError
-
 
 def register() -> None:
     """Add our step to SGLang's resolution of arguments (main process, once)."""
@@ -21,9 +19,3 @@ def _resolve(server_args: Any, previous: Any) -> None:
         return
     # Answers carry cached token counts, as OpenAI's do, and progress shows them.
     declare_resolution(server_args, "offline_batch", enable_cache_report=True)
-    for flag in ("grpc_mode", "smg_grpc_mode", "encoder_only", "use_ray"):
-        if getattr(server_args, flag, False):
-            raise ConfigError(
-                f"--offline-batch does not work with --{flag.replace('_', '-')} yet; "
-                "remove one of the two."
-            )

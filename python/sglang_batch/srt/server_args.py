@@ -13,12 +13,15 @@ import json
 from typing import Any
 
 import sglang.srt.server_args as stock
+from sglang.srt.environ import envs
 
 from ..config import OfflineBatchConfig
 from ..errors import ConfigError, SGLangBatchError
 
 FLAG = "offline_batch"
 COMPANIONS = ("offline_batch_config", "offline_batch_dir")
+# Ways to run SGLang in which its HTTP server or its processes are not the usual ones.
+UNSUPPORTED = ("grpc_mode", "smg_grpc_mode", "encoder_only", "use_ray")
 
 
 class OfflineServerArgs(stock.ServerArgs):  # type: ignore[misc]
@@ -106,4 +109,12 @@ def _activate(values: dict[str, Any]) -> None:
     from . import plugin
 
     OfflineBatchConfig.from_json(values.get("offline_batch_config"))
+    for name in UNSUPPORTED:
+        if values.get(name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"--offline-batch does not work with {flag}; drop one.")
+    if envs.SGLANG_RUST_SERVER.get():
+        raise ConfigError(
+            "--offline-batch needs SGLang's Python server; unset SGLANG_RUST_SERVER."
+        )
     plugin.enter_offline_main()

@@ -89,9 +89,9 @@ def test_programs_answer_as_transformers(
     from sglang_batch.lang import BatchBackend
 
     @sgl.function
-    def answer(state: Any, prompt: str) -> None:
-        state += prompt
-        state += sgl.gen(
+    def answer(s: Any, prompt: str) -> None:
+        s += prompt
+        s += sgl.gen(
             "answer", max_tokens=MAX_TOKENS, temperature=0, return_logprob=True
         )
 

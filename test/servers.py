@@ -21,6 +21,8 @@ SERVER_ARGS = (
     "--mem-fraction-static=0.3",
     "--max-total-tokens=20000",
     "--served-model-name=demo",
+    # An idle scheduler spins, and would take a core from the next test.
+    "--sleep-on-idle",
 )
 
 

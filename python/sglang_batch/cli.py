@@ -74,6 +74,8 @@ def _parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser(
         "run",
+        usage="sglang-batch run -i FILE -o FILE --model-path MODEL [options] "
+        "[SGLang's server options]",
         help="answer a file of requests, in process, without a server",
         description="Answer a JSONL file of OpenAI batch requests (or of `vllm "
         "run-batch`). Started again with the same arguments, it continues.",
@@ -142,12 +144,15 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
 def _demo_model(options: argparse.Namespace, rest: list[str]) -> int:
     from .demo_model import write_demo_model
 
-    write_demo_model(
-        options.directory,
-        seed=options.seed,
-        num_layers=options.layers,
-        hidden_size=options.hidden_size,
-        context_len=options.context_length,
-    )
+    try:
+        write_demo_model(
+            options.directory,
+            seed=options.seed,
+            num_layers=options.layers,
+            hidden_size=options.hidden_size,
+            context_len=options.context_length,
+        )
+    except (FileExistsError, ValueError) as error:
+        raise ConfigError(str(error)) from error
     print(f"wrote a demo model to {options.directory}")
     return 0

@@ -37,8 +37,9 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Leave without tearing the interpreter down, once SGLang was imported.
 
-    Its native libraries sometimes crash in the teardown, after the last test and the
-    summary, and would turn the exit status of a green run into that of a crash.
+    sentencepiece, which SGLang brings, warns while the interpreter ends; under filters
+    that make warnings errors it crashes there, after the summary, and would turn the
+    exit status of a green run into that of a crash.
     """
     status = config.stash.get(_EXIT_STATUS, None)
     if status is not None and "sglang.srt" in sys.modules:

@@ -30,7 +30,8 @@ from openai.types import Batch, FileObject
 
 from sglang_batch import runner as runner_module
 from sglang_batch.batch_api.protocol import FILE_PURPOSES
-from sglang_batch.routes import WAVE_PATH, router
+from sglang_batch.engine import WAVE_PATH
+from sglang_batch.routes import router
 from sglang_batch.service import BatchService
 
 ENDED = ("completed", "failed", "cancelled", "expired")

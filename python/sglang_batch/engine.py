@@ -12,6 +12,8 @@ from .request import BatchRequestInput, RequestOutput
 
 # SGLang's native endpoint: what frontend programs send. Not for batch files.
 GENERATE_URL = "/generate"
+# Where an offline server takes them, a list at a time.
+WAVE_PATH = "/offline_batch/wave"
 
 
 class PreparedRequest(Protocol):

@@ -98,7 +98,8 @@ class Job:
         return None
 
     async def _run(self) -> None:
-        if self._config.policy == "fcfs":
+        # A single request has no order to find.
+        if self._config.policy == "fcfs" or len(self._todo) < 2:
             order: Indices = self._todo
         else:
             order = await self._plan()

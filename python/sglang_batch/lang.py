@@ -24,9 +24,9 @@ from sglang.lang.chat_template import get_chat_template, get_chat_template_by_mo
 from sglang.lang.global_config import global_config
 from sglang.utils import http_request
 
+from .engine import WAVE_PATH
 from .errors import ConfigError, EngineError
-from .programs import run_programs
-from .routes import WAVE_PATH
+from .program_run import run_programs
 from .wave_client import EngineTransport, HttpTransport, RequestError, WaveClient
 
 __all__ = ["BatchBackend", "RequestError"]

@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 
 from .batch_api import protocol as api
 from .batch_api.objects import batch_object, file_object
-from .engine import GENERATE_URL
+from .engine import GENERATE_URL, WAVE_PATH
 from .errors import ApiError
 from .request import BatchRequestInput
 from .service import BatchService, new_id
@@ -30,7 +30,6 @@ from .store.batch_store import now
 
 logger = logging.getLogger(__name__)
 
-WAVE_PATH = "/offline_batch/wave"
 MAX_BATCH_PAGE = 100
 MAX_FILE_PAGE = 10_000
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -35,6 +36,10 @@ Answer = Callable[[int, int, bytes], None]
 
 class Transport(Protocol):
     """Takes waves to an engine."""
+
+    def check_caller(self) -> None:
+        """Raise EngineError if the current thread must not wait for an answer."""
+        ...
 
     def open_loop(self) -> asyncio.AbstractEventLoop:
         """The event loop that ``send`` belongs on."""
@@ -61,10 +66,36 @@ class Run:
 
     def __init__(self) -> None:
         self.stop_reason: str | None = None
+        self._stopped_at = 0.0
+        self._on_stop: Callable[[], None] | None = None
 
-    def enter(self) -> None:
-        """Make the current thread one that executes programs of this run."""
-        _caller.set((self, threading.get_ident()))
+    def enter(self, *, program: bool) -> None:
+        """Count the current thread to this run.
+
+        Args:
+            program: whether it executes programs.
+        """
+        _caller.set((self, threading.get_ident() if program else 0))
+
+    def on_stop(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called at the stop, at once if that was before."""
+        self._on_stop = callback
+        if self.stop_reason is not None:
+            callback()
+
+    def stop(self, reason: str) -> None:
+        """Stop the run; once is enough, more do no harm."""
+        self._stopped_at = time.monotonic()
+        self.stop_reason = reason
+        if self._on_stop is not None:
+            self._on_stop()
+
+    def stopped_for(self, seconds: float) -> bool:
+        """Whether the run was stopped that long ago."""
+        return (
+            self.stop_reason is not None
+            and time.monotonic() - self._stopped_at > seconds
+        )
 
 
 # Threads that a program starts for its forks inherit this, so they belong to the same

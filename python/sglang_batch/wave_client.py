@@ -19,11 +19,10 @@ import msgspec
 import orjson
 
 from .config import OfflineBatchConfig
-from .engine import GENERATE_URL
+from .engine import GENERATE_URL, WAVE_PATH
 from .errors import ApiError, ConfigError, EngineError, InputError
 from .job import Job
 from .request import BatchRequestInput
-from .routes import WAVE_PATH
 from .wave import Answer, Call, Transport, WaveLane
 
 CONNECT_TIMEOUT_S = 60
@@ -55,6 +54,10 @@ class WaveClient:
         # Sizes of the latest waves, in order: what the engine got to see at once.
         self.wave_sizes: deque[int] = deque(maxlen=KEPT_WAVE_SIZES)
 
+    def check_caller(self) -> None:
+        """Raise EngineError if the current thread must not wait for an answer."""
+        self._transport.check_caller()
+
     def submit(self, body: dict[str, Any]) -> Any:
         """Run one native ``/generate`` body; blocks until its answer is there.
 
@@ -72,6 +75,7 @@ class WaveClient:
             ) from None
         if call.stop_reason is not None:
             raise EngineError(call.stop_reason)
+        self.check_caller()
         with self.lane() as lane:
             status, answer = lane.ask(call)
         if status >= 400:
@@ -123,6 +127,9 @@ class HttpTransport:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._tls = ssl.create_default_context(cafile=verify) if verify else True
         self._session: aiohttp.ClientSession | None = None
+
+    def check_caller(self) -> None:
+        """Any thread may wait."""
 
     def open_loop(self) -> asyncio.AbstractEventLoop:
         return asyncio.new_event_loop()
@@ -219,12 +226,14 @@ class EngineTransport:
         if threading.current_thread() is threading.main_thread():
             _hear_signals(engine.tokenizer_manager, self._loop)
 
-    def open_loop(self) -> asyncio.AbstractEventLoop:
+    def check_caller(self) -> None:
         if _running_loop() is self._loop:
             raise EngineError(
                 "programs cannot run from a coroutine on the engine's own event loop, "
                 "which must answer them; call run_batch in asyncio.to_thread(...)."
             )
+
+    def open_loop(self) -> asyncio.AbstractEventLoop:
         return self._loop
 
     def close_loop(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from sglang_batch.cli import main
+from sglang_batch.errors import StoreError
+from sglang_batch.request import Usage
+from sglang_batch.run import RunOptions, _JobState
 
 
 def run(tmp_path: Path, content: bytes, *options: str, output: str = "out") -> int:
@@ -58,6 +62,27 @@ def test_an_output_without_a_directory_is_named(
 ) -> None:
     assert run(tmp_path, b"{}\n", output="none/out.jsonl") == 1
     assert "it has no directory to be in." in capsys.readouterr().err
+
+
+def test_overwriting_spares_a_run_that_is_at_work(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b"{}\n")
+    options = RunOptions(
+        input_file=tmp_path / "in.jsonl",
+        output_file=tmp_path / "out",
+        error_file=None,
+        overwrite=False,
+        policy=None,
+        max_inflight=None,
+        server_argv=[],
+    )
+    again = dataclasses.replace(options, overwrite=True)
+    with _JobState(options, "m", 1) as at_work:
+        at_work.log.put(0, b"{}", ok=True, usage=Usage())
+        with pytest.raises(StoreError, match="is in use by another sglang-batch run"):
+            _JobState(again, "m", 1)
+        assert at_work.log.path.exists()
+    with _JobState(again, "m", 1) as afresh:
+        assert list(afresh.log.unfinished()) == [0]
 
 
 @pytest.mark.parametrize("command", [[], ["run"], ["demo-model"]])

@@ -161,8 +161,7 @@ class _JobState:
         self._record_path = self.directory / "job.json"
         self._lock = FileLock(self.directory / "lock")
         if options.overwrite:
-            shutil.rmtree(self.directory, ignore_errors=True)
-            output.unlink(missing_ok=True)
+            self._forget(output)
         asked = JobRecord(
             input_sha256=_sha256(options.input_file),
             model=model,
@@ -195,11 +194,21 @@ class _JobState:
         # A finished job whose output is gone has nothing left: it starts again.
         return found if output.exists() or not found.complete else asked
 
-    def __enter__(self) -> _JobState:
-        self.directory.mkdir(exist_ok=True)
+    def _forget(self, output: Path) -> None:
+        if self.directory.exists():
+            self._acquire()  # not from under a run that is still at work
+            shutil.rmtree(self.directory)
+            self._lock.release()
+        output.unlink(missing_ok=True)
+
+    def _acquire(self) -> None:
         holder = self._lock.acquire("another sglang-batch run")
         if holder is not None:
             raise StoreError(f"{self.directory} is in use by {holder}.")
+
+    def __enter__(self) -> _JobState:
+        self.directory.mkdir(exist_ok=True)
+        self._acquire()
         self._write_record()
         self.log = ResultLog(self.directory / "results.jsonl", self.record.num_requests)
         return self

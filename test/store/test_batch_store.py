@@ -305,7 +305,7 @@ def test_many_processes_may_open_a_new_store_at_once(tmp_path: Path) -> None:
         return num_batches
 
     with ThreadPoolExecutor(8) as threads:
-        for i in range(5):
+        for i in range(40):
             directory = tmp_path / str(i)
             assert list(threads.map(open_store, [directory] * 8)) == [0] * 8
 

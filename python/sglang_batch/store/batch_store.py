@@ -6,6 +6,7 @@
       batches.sqlite3          what the API says of files and batches
       files/<file id>          contents of uploaded and of result files
       batches/<batch id>/      a batch at work: its input and its results so far
+      open.lock                held while a process opens or closes the database
       lock                     held by the server process that runs the batches
 
 Every change of a batch's status is one transaction that names the statuses it may
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StoreError
+from .lock import in_turn
 from .schema import migrate
 
 Row = dict[str, Any]
@@ -47,16 +49,8 @@ class BatchStore:
         try:
             for name in ("files", "batches"):
                 (directory / name).mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(
-                directory / "batches.sqlite3",
-                isolation_level=None,
-                check_same_thread=False,
-                timeout=30,
-            )
-            self._db.row_factory = sqlite3.Row
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")
-            migrate(self._db)
+            with in_turn(directory / "open.lock"):
+                self._db = self._open(directory / "batches.sqlite3")
         except (OSError, sqlite3.Error) as error:
             raise StoreError(
                 f"cannot keep batches in {directory}: {error}; "
@@ -64,8 +58,24 @@ class BatchStore:
             ) from error
         self._lock = threading.RLock()
 
+    @staticmethod
+    def _open(path: Path) -> sqlite3.Connection:
+        """The database with the newest schema.
+
+        One process at a time: SQLite does not wait for its busy timeout when two
+        connections switch a new database to write-ahead logging at once, it fails.
+        """
+        db = sqlite3.connect(
+            path, isolation_level=None, check_same_thread=False, timeout=30
+        )
+        db.row_factory = sqlite3.Row
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")
+        migrate(db)
+        return db
+
     def close(self) -> None:
-        with self._lock:
+        with self._lock, in_turn(self.directory / "open.lock"):
             self._db.close()
 
     @contextmanager

@@ -1,0 +1,40 @@
+"""What the planner knows of a job before anything ran."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+UNKNOWN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequests:
+    """The requests of a job, by index ``i`` in input order; ``n`` of them.
+
+    tokens: int32 ``[num_tokens]``, all prompts one after the other.
+    offsets: int64 ``[n + 1]``; prompt ``i`` is ``tokens[offsets[i]:offsets[i + 1]]``.
+    max_new_tokens: int32 ``[n]``, the most a request may generate.
+    known_output_len: int32 ``[n]``, tokens that a request will generate, where that is
+        known beforehand (``ignore_eos``, a fixed generation), else ``UNKNOWN``.
+    """
+
+    tokens: Int32s
+    offsets: Int64s
+    max_new_tokens: Int32s
+    known_output_len: Int32s
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def input_len(self) -> Int32s:
+        """Prompt tokens of each request, int32 ``[n]``."""
+        return np.diff(self.offsets).astype(np.int32)

@@ -17,6 +17,9 @@ from typing import Any, TypeVar
 from sglang_batch.batch_api.protocol import ACTIVE_STATUSES, error_body
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.engine import PreparedRequest
+from sglang_batch.planner.cost_model import CostModel
+from sglang_batch.planner.plan import Machine
+from sglang_batch.planner.simulator import EngineLimits
 from sglang_batch.request import BatchRequestInput, RequestOutput, Usage
 from sglang_batch.service import BatchService
 from sglang_batch.store.batch_store import BatchStore, Row
@@ -115,6 +118,12 @@ def make_output(
     return RequestOutput(status_code, "req-1", json.dumps(body).encode(), usage)
 
 
+def make_machine(kv_capacity_tokens: int = 100_000, **limits: Any) -> Machine:
+    """Costs of Llama-3-8B on an A100 as BlendServe has them, without weights' reads."""
+    cost = CostModel(token_time_s=16e9 / 312e12, kv_read_time_s=131_072 / 2.039e12)
+    return Machine(cost, EngineLimits(kv_capacity_tokens, **limits))
+
+
 @dataclass(frozen=True, slots=True)
 class FakePrepared:
     """What :class:`FakeEngine` renders a request to."""
@@ -123,6 +132,8 @@ class FakePrepared:
     rid: str
     text: str
     input_ids: list[int] | None
+    max_new_tokens: int | None = None
+    ignore_eos: bool = False
 
 
 class FakeEngine:
@@ -154,6 +165,7 @@ class FakeEngine:
         raising: dict[str, Exception] | None = None,
     ) -> None:
         self.model_names = model_names
+        self.machine = make_machine()
         self.default_max_inflight = default_max_inflight
         self.executed: list[str] = []
         self.answered: list[str] = []
@@ -202,9 +214,13 @@ class FakeEngine:
         if request.custom_id in self._rejected:
             content = error_body("The prompt cannot be rendered.", param="messages")
             return RequestOutput(400, rid, json.dumps(content).encode())
-        text = _prompt(json.loads(request.body))
+        body = json.loads(request.body)
+        text = _prompt(body)
         input_ids = list(text.encode()) if tokenize else None
-        return FakePrepared(request.custom_id, rid, text, input_ids)
+        most = body.get("max_tokens")
+        return FakePrepared(
+            request.custom_id, rid, text, input_ids, most, body.get("ignore_eos", False)
+        )
 
     async def execute(self, prepared: Any) -> RequestOutput:
         custom_id = prepared.custom_id

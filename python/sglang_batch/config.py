@@ -12,16 +12,29 @@ from dataclasses import dataclass
 
 from .errors import ConfigError
 
-POLICIES = ("dfs", "fcfs")
+# Orders of a job's requests; planner/order.py says what each is.
+POLICIES = (
+    "auto",
+    "dual-scan",
+    "dfs",
+    "dfs-weight",
+    "prefix-groups",
+    "lpt",
+    "lof",
+    "random",
+    "fcfs",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineBatchConfig:
     """How a job is planned and fed.
 
-    policy: order in which requests are sent to the engine. ``dfs`` sorts by
-        prompt tokens, so requests that share a prefix follow one another;
-        ``fcfs`` keeps the order of the input.
+    policy: order in which requests are sent to the engine, one of ``POLICIES``.
+        ``dfs`` sorts by prompt tokens, so requests that share a prefix follow one
+        another; ``fcfs`` keeps the order of the input and plans nothing; ``auto``
+        simulates all orders and takes the fastest.
+    seed: of everything random in planning.
     max_inflight: requests inside the engine at a time. None lets the engine say:
         enough to keep it full, few enough to keep its queue short.
     render_lookahead: requests rendered (template and tokenizer) ahead of their
@@ -29,6 +42,7 @@ class OfflineBatchConfig:
     """
 
     policy: str = "dfs"
+    seed: int = 0
     max_inflight: int | None = None
     render_lookahead: int = 8
 
@@ -36,6 +50,14 @@ class OfflineBatchConfig:
         if self.policy not in POLICIES:
             raise ConfigError(
                 f"policy={self.policy!r} is not known; choose one of {', '.join(POLICIES)}."
+            )
+        if (
+            not isinstance(self.seed, int)
+            or isinstance(self.seed, bool)
+            or self.seed < 0
+        ):
+            raise ConfigError(
+                f"seed={self.seed!r} must be a whole number of 0 or more."
             )
         for name in ("max_inflight", "render_lookahead"):
             value = getattr(self, name)

@@ -6,9 +6,12 @@ above this line runs and is tested without SGLang.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .request import BatchRequestInput, RequestOutput
+
+if TYPE_CHECKING:
+    from .planner.plan import Machine
 
 # SGLang's native endpoint: what frontend programs send. Not for batch files.
 GENERATE_URL = "/generate"
@@ -27,6 +30,16 @@ class PreparedRequest(Protocol):
         """
         ...
 
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The most tokens it may generate; None where only the context limits it."""
+        ...
+
+    @property
+    def ignore_eos(self) -> bool:
+        """Whether it generates exactly that many."""
+        ...
+
 
 class Engine(Protocol):
     """Renders requests and executes them. Both calls may run concurrently."""
@@ -39,6 +52,11 @@ class Engine(Protocol):
     @property
     def default_max_inflight(self) -> int:
         """How many requests keep this engine full without a long queue."""
+        ...
+
+    @property
+    def machine(self) -> Machine:
+        """What the model costs on this engine's hardware, for planning."""
         ...
 
     async def prepare(

@@ -22,11 +22,16 @@ from numpy.typing import NDArray
 
 from .config import OfflineBatchConfig
 from .engine import Engine, PreparedRequest
-from .planner import make_order, optimal_prefix_sharing_ratio
+from .planner.order import OrderSettings
+from .planner.plan import Machine, Plan, make_plan
+from .planner.requests import UNKNOWN, PlanRequests
 from .request import BatchRequestInput, RequestOutput
 from .store.token_spool import TokenSpool
 
 logger = logging.getLogger(__name__)
+
+# Of a request that declares none; above any context length.
+NO_LIMIT = 1 << 24
 
 Indices = Sequence[int] | NDArray[np.int64]
 Rendered = tuple[BatchRequestInput, PreparedRequest | RequestOutput]
@@ -105,12 +110,13 @@ class Job:
             order = await self._plan()
         await self._feed(order)
 
-    async def _plan(self) -> list[int]:
-        """Render every request, keep its tokens only, and order by them.
+    async def _plan(self) -> Indices:
+        """Render every request, keep its tokens and limits only, and order by them.
 
         Requests that cannot be rendered are answered here and left out.
         """
         planned: list[int] = []
+        limits: list[tuple[int, int]] = []
         with (
             TemporaryDirectory(prefix="sglang-batch-") as directory,
             TokenSpool(Path(directory) / "tokens.i32") as spool,
@@ -122,21 +128,22 @@ class Job:
                         self._sink(request, prepared)
                     else:
                         spool.append(prepared.input_ids or ())
+                        limits.append(_output_limits(prepared))
                         planned.append(request.index)
             tokens, offsets = spool.arrays()
-            order, ratio = await asyncio.to_thread(
-                _order_and_sharing, tokens, offsets, self._config.policy
+            plan = await asyncio.to_thread(
+                _make_plan, tokens, offsets, limits, self._engine.machine, self._config
             )
-        self.optimal_prefix_sharing_ratio = ratio
+        self.optimal_prefix_sharing_ratio = plan.tree.prefix_sharing_ratio
         logger.info(
             "Job %s: %d requests, %d prompt tokens, %.1f%% of them shareable; order %s",
             self._job_id,
             len(planned),
             int(offsets[-1]),
-            100 * ratio,
-            self._config.policy,
+            100 * plan.tree.prefix_sharing_ratio,
+            plan.policy,
         )
-        return list(np.asarray(planned, dtype=np.int64)[order])
+        return np.asarray(planned, dtype=np.int64)[plan.order]
 
     async def _feed(self, order: Indices) -> None:
         """Send requests in order, a bounded number of them at a time."""
@@ -192,9 +199,20 @@ class Job:
                 task.cancel()
 
 
-def _order_and_sharing(
-    tokens: NDArray[np.int32], offsets: NDArray[np.int64], policy: str
-) -> tuple[NDArray[np.int64], float]:
-    order = make_order(tokens, offsets, policy)
-    dfs_order = order if policy == "dfs" else None
-    return order, optimal_prefix_sharing_ratio(tokens, offsets, dfs_order)
+def _output_limits(prepared: PreparedRequest) -> tuple[int, int]:
+    """The most tokens a request generates, and how many it does if that is known."""
+    most = NO_LIMIT if prepared.max_new_tokens is None else prepared.max_new_tokens
+    return most, most if prepared.ignore_eos and most < NO_LIMIT else UNKNOWN
+
+
+def _make_plan(
+    tokens: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    limits: list[tuple[int, int]],
+    machine: Machine,
+    config: OfflineBatchConfig,
+) -> Plan:
+    max_new_tokens, known = np.array(limits, dtype=np.int32).reshape(-1, 2).T
+    requests = PlanRequests(tokens, offsets, max_new_tokens.copy(), known.copy())
+    settings = OrderSettings(seed=config.seed)
+    return make_plan(requests, machine, config.policy, settings=settings)

@@ -1,68 +1,169 @@
-"""From tokenized prompts to the order in which they are sent to the engine.
+"""From what is known of a job to the order in which its requests get their turn.
 
-A job's prompts arrive as one flat buffer ``tokens`` (int32 ``[num_tokens]``) with
-``offsets`` (int64 ``[num_requests + 1]``): prompt ``i`` is
-``tokens[offsets[i]:offsets[i + 1]]``. An order is a permutation (int64
-``[num_requests]``).
+An order is a permutation of the requests, int64 ``[n]``. Names are SGLang's where it
+has the policy too:
+
+==============  ========================================================================
+fcfs            input order
+random          shuffled with the plan's seed
+lof             longest output first, by the declared ``max_new_tokens``
+lpt             longest processing time first, by expected decode time
+dfs             depth-first through the prefix tree
+dfs-weight      depth-first, at each node the subtree with most requests first
+prefix-groups   BatchLLM's groups, those with the most decoding per prompt token first
+dual-scan       BlendServe's sorted tree, taken from both ends
+==============  ========================================================================
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
-from numpy.typing import NDArray
 
-Tokens = NDArray[np.int32]
-Offsets = NDArray[np.int64]
-Order = NDArray[np.int64]
+from ..config import POLICIES
+from ..errors import ConfigError
+from .cost_model import CostModel
+from .density import (
+    LeafWork,
+    depth_first,
+    layer_sort,
+    leaf_densities,
+    leaf_work,
+    root_density,
+    smooth_density,
+    sort_children,
+)
+from .interleave import interleaved
+from .prefix_groups import group_order, prefix_groups
+from .prefix_tree import PrefixTree
+from .requests import Bools, Floats, Int64s, PlanRequests
+from .splitting import split_in_two
+
+# Those that need no simulation to be chosen among.
+ORDERS = tuple(policy for policy in POLICIES if policy != "auto")
 
 
-def make_order(tokens: Tokens, offsets: Offsets, policy: str) -> Order:
-    """The order of a policy: ``fcfs`` (input order) or ``dfs``.
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A policy's order.
 
-    ``dfs`` is the depth-first order of the prompts' prefix tree: prompts sorted
-    lexicographically by token id, so that all requests below a shared prefix follow
-    one another. Equal prompts keep their input order.
+    requests: int64 ``[n]``.
+    density: float64 ``[n]`` by place, compute density of the neighbourhood; for
+        dual-scan, which takes requests from both ends. None for orders that are simply
+        followed.
+    num_left: requests on the compute-intensive side; None as above.
+    repeated_tokens: shared prompt tokens that the order gives up on purpose.
+    """
+
+    requests: Int64s
+    density: Floats | None = None
+    num_left: int | None = None
+    repeated_tokens: int = 0
+
+    def renumbered(self, numbers: Int64s) -> Order:
+        """The same order of requests that go by other numbers, int64 ``[n]``."""
+        return replace(self, requests=numbers[self.requests])
+
+
+@dataclass(frozen=True, slots=True)
+class OrderSettings:
+    """How orders are made.
+
+    seed: of ``random``, and of the lengths that ``auto`` simulates with.
+    min_sharing_kept: share of the shared prompt tokens that dual-scan keeps when it
+        takes outliers out of their subtrees.
+    interleave: whether dual-scan deals its left side out evenly; without, it is sorted
+        by density, as in the paper.
+    """
+
+    seed: int = 0
+    min_sharing_kept: float = 0.997
+    interleave: bool = True
+
+
+def make_order(
+    policy: str,
+    tree: PrefixTree,
+    requests: PlanRequests,
+    cost: CostModel,
+    estimate: Floats,
+    estimate_sq: Floats,
+    settings: OrderSettings,
+) -> Order:
+    """The order of one policy.
+
+    Args:
+        estimate, estimate_sq: float64 ``[n]`` by request, first and second moment of
+            the expected output lengths.
 
     Raises:
-        ValueError: the policy is not known.
+        ConfigError: the policy is not known.
     """
-    num_requests = len(offsets) - 1
+    n = len(requests)
     if policy == "fcfs":
-        return np.arange(num_requests, dtype=np.int64)
-    if policy != "dfs":
-        raise ValueError(f"policy={policy!r} is not known; choose fcfs or dfs.")
-    # Unsigned big-endian bytes compare as the token ids do, so sorting needs one
-    # key per prompt and no comparison in Python.
-    keys = [
-        tokens[offsets[i] : offsets[i + 1]].astype(">u4").tobytes()
-        for i in range(num_requests)
-    ]
-    return np.array(sorted(range(num_requests), key=keys.__getitem__), dtype=np.int64)
+        return Order(np.arange(n, dtype=np.int64))
+    if policy == "random":
+        return Order(np.random.default_rng(settings.seed).permutation(n))
+    if policy == "lof":
+        return Order(np.argsort(-requests.max_new_tokens, kind="stable"))
+    if policy == "lpt":
+        return Order(np.argsort(-estimate, kind="stable"))
+    if policy == "dfs":
+        return Order(tree.order)
+    if policy == "dfs-weight":
+        return Order(tree.order[_by_weight(tree)])
+    if policy == "prefix-groups":
+        return Order(group_order(tree, prefix_groups(tree), estimate))
+    if policy == "dual-scan":
+        work = leaf_work(tree, cost, estimate, estimate_sq)
+        return _dual_scan(tree, cost, work, settings)
+    raise ConfigError(
+        f"policy={policy!r} is not known; choose one of {', '.join(POLICIES)}."
+    )
 
 
-def optimal_prefix_sharing_ratio(
-    tokens: Tokens, offsets: Offsets, dfs_order: Order | None = None
-) -> float:
-    """Share of all prompt tokens that an unbounded prefix cache would save, 0..1.
-
-    One minus the tokens of the prefix tree over the tokens of all prompts. In
-    depth-first order each prompt adds to the tree what it does not share with its
-    predecessor. ``dfs_order`` is that order, where the caller has it already.
-    """
-    num_tokens = int(offsets[-1])
-    if num_tokens == 0:
-        return 0.0
-    order = make_order(tokens, offsets, "dfs") if dfs_order is None else dfs_order
-    shared = 0
-    previous = tokens[:0]
-    for i in order:
-        current = tokens[offsets[i] : offsets[i + 1]]
-        shared += _common_prefix_len(previous, current)
-        previous = current
-    return shared / num_tokens
+def _by_weight(tree: PrefixTree) -> Int64s:
+    """Depth-first with heavy subtrees first; leaves have weight 1."""
+    weights = (tree.leaf_end - tree.leaf_begin)[1:].astype(np.float64)
+    leaves = np.ones(tree.num_requests)
+    return depth_first(*sort_children(tree, weights, leaves), tree.num_nodes)
 
 
-def _common_prefix_len(a: Tokens, b: Tokens) -> int:
-    length = min(len(a), len(b))
-    differs = np.flatnonzero(a[:length] != b[:length])
-    return int(differs[0]) if len(differs) else length
+def _dual_scan(
+    tree: PrefixTree, cost: CostModel, work: LeafWork, settings: OrderSettings
+) -> Order:
+    """Left side, then right side, each in falling density."""
+    if tree.num_requests == 0:
+        return Order(tree.order, density=np.zeros(0), num_left=0)
+    target = root_density(tree, cost, work)
+    densities = leaf_densities(tree, cost, work)
+    is_right = densities < target
+    # A request on the wrong side adds this much time of the kind that side has plenty
+    # of, and takes it from where it is short.
+    weight = np.abs(densities - target) * work.memory_s
+    shared = tree.num_tokens - tree.num_unique_tokens
+    budget = int(shared * (1.0 - settings.min_sharing_kept))
+    right, extra = split_in_two(tree, is_right, weight, budget)
+    left_leaves = _sorted_side(tree, cost, work, ~right)
+    if settings.interleave:
+        left_leaves = left_leaves[
+            interleaved(tree, left_leaves, densities * work.memory_s)
+        ]
+    leaves = np.concatenate([left_leaves, _sorted_side(tree, cost, work, right)])
+    compute = densities[leaves] * work.memory_s[leaves]
+    return Order(
+        requests=tree.order[leaves],
+        density=smooth_density(compute, work.memory_s[leaves]),
+        num_left=int((~right).sum()),
+        repeated_tokens=extra,
+    )
+
+
+def _sorted_side(
+    tree: PrefixTree, cost: CostModel, work: LeafWork, chosen: Bools
+) -> Int64s:
+    """The chosen leaves, as positions in the whole tree, sorted layer by layer."""
+    leaves = np.flatnonzero(chosen)
+    side = tree.restricted_to(leaves)
+    return leaves[layer_sort(side, cost, work.take(leaves))]

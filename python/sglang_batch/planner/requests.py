@@ -38,3 +38,16 @@ class PlanRequests:
     def input_len(self) -> Int32s:
         """Prompt tokens of each request, int32 ``[n]``."""
         return np.diff(self.offsets).astype(np.int32)
+
+    def take(self, indices: Int64s) -> PlanRequests:
+        """Some of the requests, in the order of ``indices``; their tokens are copied."""
+        lengths = self.input_len[indices].astype(np.int64)
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        begin = self.offsets[:-1][indices]
+        places = np.repeat(begin - offsets[:-1], lengths) + np.arange(offsets[-1])
+        return PlanRequests(
+            tokens=self.tokens[places],
+            offsets=offsets,
+            max_new_tokens=self.max_new_tokens[indices],
+            known_output_len=self.known_output_len[indices],
+        )

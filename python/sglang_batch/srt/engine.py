@@ -16,8 +16,10 @@ from ..batch_api.lines import loads_lenient
 from ..batch_api.protocol import error_body
 from ..engine import GENERATE_URL
 from ..errors import EngineError
+from ..planner.plan import Machine
 from ..request import BatchRequestInput, RequestOutput, Usage
 from .endpoints import describe_validation_error, serving_endpoints
+from .machine import machine_of
 from .scheduler import STATE_KEY
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,8 @@ class Prepared:
     adapted: Any
     parsed: BaseModel | None
     input_ids: list[int] | None
+    max_new_tokens: int | None
+    ignore_eos: bool
 
 
 class SGLangEngine:
@@ -52,6 +56,7 @@ class SGLangEngine:
         self._tokenizer_manager = tokenizer_manager
         self._endpoints = serving_endpoints(tokenizer_manager, template_manager)
         self._default_max_inflight = MIN_INFLIGHT
+        self._machine: Machine | None = None
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -60,6 +65,12 @@ class SGLangEngine:
     @property
     def default_max_inflight(self) -> int:
         return self._default_max_inflight
+
+    @property
+    def machine(self) -> Machine:
+        if self._machine is None:
+            raise EngineError("connect() comes before planning.")
+        return self._machine
 
     @property
     def closing(self) -> bool:
@@ -84,6 +95,7 @@ class SGLangEngine:
             for state in states
         )
         self._default_max_inflight = max(MIN_INFLIGHT, 2 * running)
+        self._machine = machine_of(self._tokenizer_manager, states[0])
 
     async def prepare(
         self, request: BatchRequestInput, rid: str, *, tokenize: bool
@@ -110,7 +122,8 @@ class SGLangEngine:
             input_ids = self._first_prompt_ids(adapted) if tokenize else None
         except Exception as error:
             return _rejection(rid, error)
-        return Prepared(request.url, rid, adapted, parsed, input_ids)
+        limits = _output_limits(adapted)
+        return Prepared(request.url, rid, adapted, parsed, input_ids, *limits)
 
     async def execute(self, prepared: Prepared) -> RequestOutput:
         try:
@@ -147,6 +160,17 @@ def _parse_body(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("The body of a request must be a JSON object.")
     return value
+
+
+def _output_limits(adapted: Any) -> tuple[int | None, bool]:
+    """How many tokens a request may generate, and whether it will not stop before."""
+    if not isinstance(adapted, GenerateReqInput):
+        return 1, True  # an embedding: its prompt is computed and nothing else
+    params = adapted.sampling_params or {}
+    if isinstance(params, list):
+        params = params[0]
+    most = params.get("max_new_tokens")
+    return most, bool(params.get("ignore_eos")) and most is not None
 
 
 def _set_rid(adapted: Any, rid: str) -> None:

@@ -1,0 +1,263 @@
+"""How long a request keeps a device's arithmetic and its memory busy.
+
+The model is BlendServe's (section 2.3). A request of ``p`` prompt tokens that generates
+``d`` tokens, on a model of ``P`` parameters::
+
+    Comp = ((p + d) * 2 * P + p^2 * H * L * 4) / compute
+    Mem  = (p * d + d^2 / 2) * (KV bytes per token) / bandwidth
+
+``Comp / Mem`` is its compute density: above 1 arithmetic takes longer, below 1 memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import ConfigError
+from .hardware import HardwareSpec
+from .jit import jit
+from .model_spec import ModelSpec
+from .requests import Floats, Int32s, Int64s
+
+__all__ = [
+    "CostModel",
+    "ModelSpec",
+    "compute_density",
+    "kv_capacity_tokens",
+    "overlapped",
+]
+
+Values = float | Floats | Int32s | Int64s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Seconds per token, per token squared, and per token of KV read.
+
+    The methods take numbers or arrays of any one shape and compute in float64; from
+    plain numbers comes a NumPy number.
+
+    token_time_s: arithmetic of one token in all matrices.
+    kv_read_time_s: reading one token's KV, in all layers.
+    attention_time_s: arithmetic of attention per squared prompt token, 0.0 to leave it
+        out. The paper's ``4 * H * L`` counts the whole square, not the causal half; it
+        drops the term where it derives its algorithms.
+    weight_read_time_s: reading all weights once, which every step does; 0.0 to leave it
+        out, as the paper does. For a mixture of experts it is an upper bound: a
+        small batch does not touch every expert.
+    shared_kv_read_once: the attention kernel reads a prefix that several running
+        requests share once for all of them (cascade attention, section 6.2).
+    interference_exponent: k of :func:`overlapped`, 1 or more. 1.47 reproduces the
+        mean speedup of the paper's simulated grid (Fig. 9); the paper's own fit
+        is not published.
+
+    Raises:
+        ConfigError: a time is negative or not finite, or the exponent is below 1.
+    """
+
+    token_time_s: float
+    kv_read_time_s: float
+    attention_time_s: float = 0.0
+    weight_read_time_s: float = 0.0
+    shared_kv_read_once: bool = False
+    interference_exponent: float = 1.47
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self)[:4]:
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{field.name}={value!r} must be 0 or more seconds.")
+        if not self.interference_exponent >= 1:
+            raise ConfigError(
+                f"interference_exponent={self.interference_exponent!r} must be 1 (no "
+                "overlap) or more; infinity is perfect overlap."
+            )
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelSpec,
+        hardware: HardwareSpec,
+        *,
+        tp: int = 1,
+        attention_flops: bool = False,
+        weight_reads: bool = False,
+        shared_kv_read_once: bool = False,
+        interference_exponent: float = 1.47,
+        fp8: bool = False,
+    ) -> CostModel:
+        """The model on ``tp`` of these devices.
+
+        Args:
+            attention_flops: count attention's p^2 term.
+            weight_reads: count reading the weights in every step.
+            fp8: matrices are multiplied at the device's fp8 rate; attention is not.
+
+        Raises:
+            ConfigError: a setting is out of range, or the device has no fp8 rate.
+        """
+        devices = hardware.scaled(tp)
+        matrix_flops = devices.compute_flops
+        if fp8:
+            if devices.fp8_flops is None:
+                raise ConfigError(
+                    f"fp8=True, but {hardware.name} has no fp8_flops; use a device that "
+                    "has, or fp8=False."
+                )
+            matrix_flops = devices.fp8_flops
+        attention = 4 * model.hidden * model.num_layers / devices.compute_flops
+        weights = model.weight_bytes / devices.bandwidth_bytes_per_s
+        kv_bytes = model.kv_bytes_per_token * model.kv_replicas(tp)
+        return cls(
+            token_time_s=2 * model.num_active_params / matrix_flops,
+            kv_read_time_s=kv_bytes / devices.bandwidth_bytes_per_s,
+            attention_time_s=attention if attention_flops else 0.0,
+            weight_read_time_s=weights if weight_reads else 0.0,
+            shared_kv_read_once=shared_kv_read_once,
+            interference_exponent=float(interference_exponent),
+        )
+
+    def compute_time_s(self, input_len: Values, output_len: Values) -> Floats:
+        """Comp(r): arithmetic of requests that share nothing, in seconds."""
+        p, d = _floats(input_len), _floats(output_len)
+        return (p + d) * self.token_time_s + p * p * self.attention_time_s
+
+    def memory_time_s(
+        self,
+        input_len: Values,
+        output_len: Values,
+        output_len_sq: Values | None = None,
+    ) -> Floats:
+        """Mem(r): the KV that requests read while they generate, in seconds.
+
+        Args:
+            output_len: d, or its expected value.
+            output_len_sq: expected value of d^2, where d is an estimate: by the spread
+                of lengths it is more than the square of the mean. None: d^2.
+        """
+        p, d = _floats(input_len), _floats(output_len)
+        d_sq = d * d if output_len_sq is None else _floats(output_len_sq)
+        return (p * d + d_sq / 2) * self.kv_read_time_s
+
+    def prefill_time_s(self, new_tokens: Values, prefix_len: Values) -> Floats:
+        """Arithmetic of prompt tokens after a prefix that is computed already.
+
+        Attention is what the longer prompt has more than its prefix, so the chunks of a
+        prompt add up to the whole: ``(prefix + new)^2 - prefix^2``.
+        """
+        new, prefix = _floats(new_tokens), _floats(prefix_len)
+        attended = new * (new + 2 * prefix)
+        return new * self.token_time_s + attended * self.attention_time_s
+
+    def shared_memory_time_s(
+        self, memory_time_s: Values, prefix_sharing_ratio: Values
+    ) -> Floats:
+        """Memory time of a group of requests with a shared prefix, in seconds.
+
+        ``(1 - s) * T_mem`` where shared KV is read once (section 6.2), else ``T_mem``.
+        An approximation: ``s`` is the share of *prompt* tokens that are shared, while
+        ``T_mem`` holds the reads of generated tokens too, and a read is saved only
+        while requests of the group run together. It takes off too much; the simulator
+        counts what each step reads.
+        """
+        memory, ratio = _floats(memory_time_s), _floats(prefix_sharing_ratio)
+        return memory * (1 - ratio) if self.shared_kv_read_once else memory[()]
+
+    def step_time_s(self, compute_time_s: Values, memory_time_s: Values) -> Floats:
+        """How long both take together by :func:`overlapped`, elementwise.
+
+        Nothing is added: the caller counts ``weight_read_time_s`` once per step into
+        ``memory_time_s``.
+        """
+        compute, memory = np.broadcast_arrays(
+            _floats(compute_time_s), _floats(memory_time_s)
+        )
+        out = np.empty(compute.shape)
+        _overlapped_each(
+            compute.ravel(), memory.ravel(), self.interference_exponent, out.ravel()
+        )
+        return out[()]
+
+
+def compute_density(compute_time_s: Values, memory_time_s: Values) -> Floats:
+    """rho = compute time / memory time, elementwise; never NaN for finite times.
+
+    Infinite where no memory is read (nothing is generated), which sorts before every
+    other request, as it should. 1 where there is no work at all: it belongs to neither
+    side.
+    """
+    compute, memory = np.broadcast_arrays(
+        _floats(compute_time_s), _floats(memory_time_s)
+    )
+    density = np.where(compute > 0, np.inf, 1.0)
+    with np.errstate(over="ignore"):
+        np.divide(compute, memory, out=density, where=memory > 0)
+    return density[()]
+
+
+@jit
+def overlapped(compute_s: float, memory_s: float, k: float) -> float:
+    """Seconds that arithmetic and memory reads take together.
+
+    ``(compute_s^k + memory_s^k)^(1/k)``: k = 1 is one after the other (the sum), k =
+    infinity is perfect overlap (the maximum), between them they slow each other. The
+    law stands in for the polynomial that BlendServe (section 5.1) fits to measurements
+    and does not print. ``k`` is 1 or more, the times are 0 or more.
+    """
+    if k == 1.0:
+        return compute_s + memory_s
+    longer = max(compute_s, memory_s)
+    # An infinite time would make the ratio NaN.
+    if longer == 0.0 or math.isinf(k) or math.isinf(longer):
+        return longer
+    # The ratio is at most 1: its power may vanish, it cannot overflow.
+    ratio = min(compute_s, memory_s) / longer
+    return longer * math.exp(math.log1p(ratio**k) / k)
+
+
+@jit
+def _overlapped_each(compute: Floats, memory: Floats, k: float, out: Floats) -> None:
+    for i in range(len(out)):
+        out[i] = overlapped(compute[i], memory[i], k)
+
+
+def kv_capacity_tokens(
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    tp: int = 1,
+    mem_fraction: float = 0.9,
+    reserve_bytes: int = 0,
+) -> int:
+    """Tokens of KV that fit beside the weights on ``tp`` devices.
+
+    Args:
+        mem_fraction: share of each device's memory for weights and KV, 0 to 1.
+        reserve_bytes: of each device, to be left free within that share.
+
+    Raises:
+        ConfigError: a setting is out of range, or no KV fits beside the weights.
+    """
+    if not 0 < mem_fraction <= 1:
+        raise ConfigError(f"mem_fraction={mem_fraction!r} must be above 0, at most 1.")
+    if reserve_bytes < 0:
+        raise ConfigError(f"reserve_bytes={reserve_bytes!r} must be 0 or more.")
+    devices = hardware.scaled(tp)
+    usable = devices.memory_bytes * mem_fraction - reserve_bytes * tp
+    kv_bytes = model.kv_bytes_per_token * model.kv_replicas(tp)
+    tokens = math.floor((usable - model.weight_bytes) / kv_bytes)
+    if tokens < 1:
+        raise ConfigError(
+            f"The weights take {model.weight_bytes / 1e9:.1f} GB and leave no room for KV "
+            f"in the {usable / 1e9:.1f} GB usable of {devices.name} (mem_fraction="
+            f"{mem_fraction}, reserve_bytes={reserve_bytes}); raise tp or mem_fraction, "
+            "or quantise the weights."
+        )
+    return tokens
+
+
+def _floats(values: Values) -> Floats:
+    return np.asarray(values, dtype=np.float64)

@@ -1,0 +1,103 @@
+"""The dual scanner: what to admit next so that every step has the job's density.
+
+The order of a dual-scan plan runs from the most compute-intensive requests (left) to
+the most memory-intensive ones (right). The scanner takes requests from both ends at
+once. One step of it, :func:`budgets`, is a pure function from the state of the engine
+to what may be admitted: KV for either side and tokens to prefill. The simulator and
+the scheduler inside SGLang both drive this same function.
+
+From BlendServe (ASPLOS'26): the KV split of section 5.3 and the prefill budgets of
+Algorithm 3. Ours: the prefill budget is closed by feedback. Where Algorithm 3 computes
+how many prompt tokens a step needs *on average* at the planned lengths,
+``closed_loop`` takes as many as *this* step needs: with the KV its decodes really read,
+its compute time comes to the target density. The target is the density of what remains
+of the job; while the plan holds that is the root's density, as in the paper.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .jit import jit
+
+
+class ScanState(NamedTuple):
+    """The engine at the start of a step.
+
+    kv_capacity: tokens of KV there is room for.
+    left_density, right_density: compute density of the requests next in turn on
+        either side.
+    left_open, right_open: whether that side has requests waiting.
+    target_density: compute density that the step should have.
+    decode_tokens: requests that decode in this step.
+    memory_time_s: time this step's decodes need to read their KV.
+    token_time_s: compute time of one token.
+    """
+
+    kv_capacity: int
+    left_density: float
+    right_density: float
+    left_open: bool
+    right_open: bool
+    target_density: float
+    decode_tokens: int
+    memory_time_s: float
+    token_time_s: float
+
+
+class ScanBudgets(NamedTuple):
+    """What may be in use after this step's admissions.
+
+    left_kv, right_kv: tokens of KV for the requests of either side.
+    prefill_tokens: prompt tokens to compute in this step.
+    """
+
+    left_kv: int
+    right_kv: int
+    prefill_tokens: int
+
+
+@jit
+def split_kv(
+    kv_capacity: float, left_density: float, right_density: float, target: float
+) -> tuple[float, float]:
+    """KV for the left and the right side, in the unit of ``kv_capacity``.
+
+    Solves ``M_L + M_R = M`` and ``M_L rho_L + M_R rho_R = M rho`` (BlendServe 5.3).
+    Where the target does not lie between the two sides, the nearer one takes all.
+    """
+    if left_density <= right_density or target >= left_density:
+        return kv_capacity, 0.0
+    if target <= right_density:
+        return 0.0, kv_capacity
+    share = (target - right_density) / (left_density - right_density)
+    return kv_capacity * share, kv_capacity * (1.0 - share)
+
+
+@jit
+def steady_prefill_tokens(kv: float, input_len: float, output_len: float) -> float:
+    """Prompt tokens per step that keep ``kv`` tokens of KV filled.
+
+    With ``N = kv / (p + d/2)`` requests decoding, ``N / d`` of them end in a step and
+    as many prompts of ``p`` tokens take their place (BlendServe, Algorithm 3: C_x).
+    """
+    if output_len <= 0.0:
+        return kv
+    return kv / (input_len + output_len / 2.0) * input_len / output_len
+
+
+@jit
+def budgets(state: ScanState) -> ScanBudgets:
+    """One step of the scanner."""
+    capacity = float(state.kv_capacity)
+    if state.left_open and state.right_open:
+        left, right = split_kv(
+            capacity, state.left_density, state.right_density, state.target_density
+        )
+    elif state.left_open:
+        left, right = capacity, 0.0
+    else:
+        left, right = 0.0, capacity
+    compute_s = state.target_density * state.memory_time_s
+    tokens = compute_s / state.token_time_s - state.decode_tokens
+    return ScanBudgets(int(left), int(right), int(max(0.0, min(tokens, 1e9))))

@@ -1,0 +1,121 @@
+"""How much KV the running requests will need, looking ahead.
+
+Every running request grows by one token a step until it ends. A request that holds
+``kv`` tokens at step ``now`` therefore holds ``(kv - now) + t`` at step ``t``: the sum
+over requests that end at about the same time is two numbers, whatever their count.
+Admission by this forecast fills the KV space without guessing a ratio: what matters is
+not the sum of all final lengths but the highest point of their sum over time.
+
+Steps ahead are kept in buckets of equal width; a request counts until the end of the
+bucket in which it is expected to end, so the forecast errs by at most one bucket's
+growth, to the safe side. Requests shorter than a bucket count with their final length.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .jit import jit
+from .requests import Int64s
+
+NUM_BUCKETS = 512  # a power of two
+_MASK = NUM_BUCKETS - 1
+
+
+class KvForecast(NamedTuple):
+    """Expected ends of the running requests.
+
+    ends: int64 ``[NUM_BUCKETS]``, requests that end in a bucket; the bucket of a step
+        is ``step // width``, modulo their number.
+    base: int64 ``[NUM_BUCKETS]``, sum of their ``kv - now``.
+    short: int64 ``[1]``, final lengths of the requests too short for a bucket, in tokens.
+    width: steps per bucket.
+    """
+
+    ends: Int64s
+    base: Int64s
+    short: Int64s
+    width: int
+
+
+def make_forecast(max_remaining: int) -> KvForecast:
+    """A forecast for requests of up to ``max_remaining`` steps; longer ones are cut."""
+    return KvForecast(
+        ends=np.zeros(NUM_BUCKETS, dtype=np.int64),
+        base=np.zeros(NUM_BUCKETS, dtype=np.int64),
+        short=np.zeros(1, dtype=np.int64),
+        width=max(1, -(-max_remaining // (NUM_BUCKETS - 2))),
+    )
+
+
+@jit
+def end_bucket(forecast: KvForecast, now: int, remaining: int) -> int:
+    """The bucket in which a request with ``remaining`` steps ends; -1 if it is short."""
+    if remaining < forecast.width:
+        return -1
+    ahead = min(remaining // forecast.width, NUM_BUCKETS - 2)
+    return now // forecast.width + ahead
+
+
+@jit
+def add(forecast: KvForecast, now: int, kv: int, remaining: int) -> int:
+    """Count a request that holds ``kv`` tokens now; returns where, for ``remove``."""
+    bucket = end_bucket(forecast, now, remaining)
+    if bucket < 0:
+        forecast.short[0] += kv + remaining
+    else:
+        forecast.ends[bucket & _MASK] += 1
+        forecast.base[bucket & _MASK] += kv - now
+    return bucket
+
+
+@jit
+def remove(forecast: KvForecast, bucket: int, base: int, final: int) -> None:
+    """Take a request out again.
+
+    Args:
+        bucket: what ``add`` returned.
+        base: the request's ``kv - now``, the same at any step of its life.
+        final: ``kv + remaining`` as it was added.
+    """
+    if bucket < 0:
+        forecast.short[0] -= final
+    else:
+        forecast.ends[bucket & _MASK] -= 1
+        forecast.base[bucket & _MASK] -= base
+
+
+@jit
+def peak(forecast: KvForecast, now: int, kv: int, remaining: int) -> int:
+    """The highest KV in tokens while a newcomer runs, itself included.
+
+    What comes after its end is not its doing: a short request may use KV that a long
+    one will need later.
+
+    Args:
+        kv: tokens that the newcomer holds at once.
+        remaining: steps that it is expected to run.
+    """
+    current = now // forecast.width
+    end = max(end_bucket(forecast, now, remaining), current)
+    count = 0
+    base = 0
+    for bucket in range(end + 1, current + NUM_BUCKETS):
+        count += forecast.ends[bucket & _MASK]
+        base += forecast.base[bucket & _MASK]
+    if remaining >= forecast.width:
+        count += 1
+        base += kv - now
+        highest = 0
+    else:
+        highest = kv + remaining
+    for bucket in range(end, current - 1, -1):
+        count += forecast.ends[bucket & _MASK]
+        base += forecast.base[bucket & _MASK]
+        level = base + count * ((bucket + 1) * forecast.width)
+        if bucket == end:
+            highest += level if remaining < forecast.width else 0
+        highest = max(highest, level)
+    return int(highest + forecast.short[0])

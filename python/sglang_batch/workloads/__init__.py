@@ -1,0 +1,1 @@
+"""Synthetic jobs by published statistics, and jobs from traces of lengths."""

@@ -1,0 +1,375 @@
+"""Counting models from their configurations, against published sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_batch.errors import ConfigError
+from sglang_batch.planner.model_spec import ModelSpec
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+LLAMA_1B = LLAMA_8B | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+QWEN25_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+GEMMA_2B = {
+    "model_type": "gemma",
+    "hidden_size": 2048,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "vocab_size": 256000,
+    "torch_dtype": "bfloat16",
+}
+MIXTRAL_8X7B = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+QWEN15_MOE = {
+    "model_type": "qwen2_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "decoder_sparse_step": 1,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+DEEPSEEK_V2_LITE = DEEPSEEK_V3 | {
+    "model_type": "deepseek_v2",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "vocab_size": 102400,
+    "quantization_config": None,
+}
+LLAMA4_SCOUT = {
+    "model_type": "llama4_text",
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 1,
+    "vocab_size": 202048,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+LLAMA4_MAVERICK = LLAMA4_SCOUT | {
+    "num_local_experts": 128,
+    "interleave_moe_layer_step": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "num_params"),
+    [
+        # The exact counts on the models' pages.
+        (LLAMA_8B, 8_030_261_248),
+        (LLAMA_70B, 70_553_706_496),
+        (LLAMA_1B, 1_235_814_400),
+        (QWEN25_7B, 7_615_616_512),
+        (GEMMA_2B, 2_506_172_416),
+        (MIXTRAL_8X7B, 46_702_792_704),
+        (QWEN15_MOE, 14_315_784_192),
+        (QWEN3_30B_A3B, 30_532_122_624),
+        (DEEPSEEK_V2_LITE, 15_706_484_224),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
+)
+def test_exact_parameter_counts(config: dict[str, Any], num_params: int) -> None:
+    assert ModelSpec.from_hf_config(config).num_params == num_params
+
+
+@pytest.mark.parametrize(
+    ("config", "num_params", "num_active_params"),
+    [
+        (MIXTRAL_8X7B, 46.7e9, 12.9e9),
+        (QWEN15_MOE, 14.3e9, 2.7e9),
+        (QWEN3_30B_A3B, 30.5e9, 3.3e9),
+        (DEEPSEEK_V3, 671e9, 37e9),
+        (DEEPSEEK_V2_LITE, 15.7e9, 2.7e9),
+        (LLAMA4_SCOUT, 109e9, 17e9),
+        (LLAMA4_MAVERICK, 400e9, 17e9),
+    ],
+    ids=["mixtral", "qwen1.5", "qwen3", "v3", "v2-lite", "scout", "maverick"],
+)
+def test_active_parameters_of_experts(
+    config: dict[str, Any], num_params: float, num_active_params: float
+) -> None:
+    spec = ModelSpec.from_hf_config(config)
+    assert spec.num_params == pytest.approx(num_params, rel=0.02)
+    # Vendors round, and some leave the embedding table out, which is counted here.
+    embedding = config["vocab_size"] * config["hidden_size"]
+    low, high = num_active_params * 0.98, num_active_params * 1.02 + embedding
+    assert low < spec.num_active_params < high
+
+
+def test_all_parameters_of_a_dense_model_are_active() -> None:
+    spec = ModelSpec.from_hf_config(LLAMA_8B)
+    assert spec.num_active_params == spec.num_params
+    none_routed = LLAMA_8B | {"n_routed_experts": None, "num_experts": 0}
+    assert ModelSpec.from_hf_config(none_routed) == spec
+
+
+def test_the_papers_model() -> None:
+    spec = ModelSpec.from_hf_config(LLAMA_8B)
+    assert (spec.num_layers, spec.hidden) == (32, 4096)
+    assert spec.kv_bytes_per_token == 131072
+    assert spec.weight_bytes == 2 * spec.num_params
+    assert spec.kv_shards == 8
+
+
+def test_dense_layers_among_experts() -> None:
+    every_other = ModelSpec.from_hf_config(QWEN3_30B_A3B | {"decoder_sparse_step": 2})
+    by_list = {"mlp_only_layers": list(range(0, 48, 2))}
+    assert ModelSpec.from_hf_config(QWEN3_30B_A3B | by_list) == every_other
+    all_sparse = ModelSpec.from_hf_config(QWEN3_30B_A3B)
+    sparse = 3 * 2048 * 768 * 128 + 2048 * 128
+    assert all_sparse.num_params - every_other.num_params == 24 * (
+        sparse - 3 * 2048 * 6144
+    )
+
+
+def test_latent_attention_keeps_one_latent_per_token_and_layer() -> None:
+    spec = ModelSpec.from_hf_config(DEEPSEEK_V3)
+    assert spec.kv_bytes_per_token == (512 + 64) * 61 * 2
+    assert spec.hidden == 128 * (192 + 128) / 2
+    assert spec.kv_shards == 1
+
+
+def test_heads_share_the_kv_as_far_as_there_are_kv_heads() -> None:
+    spec = ModelSpec.from_hf_config(QWEN25_7B)
+    assert [spec.kv_replicas(tp) for tp in (1, 2, 4, 8)] == [1, 1, 1, 2]
+    assert ModelSpec(1, 1, 1, 1, 1, 1).kv_replicas(64) == 1
+
+
+def test_kv_dtype() -> None:
+    def kv_bytes(**settings: str) -> float:
+        return ModelSpec.from_hf_config(LLAMA_8B, **settings).kv_bytes_per_token
+
+    assert kv_bytes(kv_dtype="auto") == kv_bytes(kv_dtype="bfloat16") == 131072
+    assert kv_bytes(kv_dtype="fp8") == kv_bytes(kv_dtype="fp8_e4m3") == 65536
+    assert kv_bytes(weight_dtype="float32") == 262144
+    assert kv_bytes(weight_dtype="fp8") == 131072
+    with pytest.raises(ConfigError, match="dtype='fp7' is not known"):
+        kv_bytes(kv_dtype="fp7")
+
+
+def weight_gb(config: dict[str, Any], **settings: str) -> float:
+    return ModelSpec.from_hf_config(config, **settings).weight_bytes / 1e9
+
+
+def test_weight_dtype() -> None:
+    plain = 2 * 8.030261248
+    in_layers = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) / 1e9
+    assert weight_gb(LLAMA_8B, weight_dtype="auto") == pytest.approx(plain)
+    assert weight_gb(LLAMA_8B, weight_dtype="float32") == pytest.approx(2 * plain)
+    assert weight_gb(LLAMA_8B, weight_dtype="fp8") == pytest.approx(plain - in_layers)
+    # Engines load a float32 checkpoint in 16 bits; a torch dtype prints its module.
+    for stored in ("float32", "torch.float16"):
+        assert weight_gb(LLAMA_8B | {"torch_dtype": stored}) == pytest.approx(plain)
+    newer = {k: v for k, v in LLAMA_8B.items() if k != "torch_dtype"}
+    assert weight_gb(newer | {"dtype": "bfloat16"}) == weight_gb(newer)
+
+
+@pytest.mark.parametrize(
+    ("config", "quantization", "size_gb"),
+    [
+        # Sizes of published checkpoints.
+        (DEEPSEEK_V3, DEEPSEEK_V3["quantization_config"], 673),
+        (LLAMA_8B, {"quant_method": "fbgemm_fp8"}, 9.08),
+        (LLAMA_8B, {"quant_method": "awq", "bits": 4, "group_size": 128}, 5.73),
+        (LLAMA_70B, {"quant_method": "gptq", "bits": 4, "group_size": 128}, 39.8),
+        (LLAMA_8B, {"quant_method": "gptq", "bits": 8, "group_size": -1}, 9.08),
+        (LLAMA_8B, {"quant_method": "bitsandbytes", "load_in_4bit": True}, 5.81),
+        (
+            LLAMA_8B,
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 8}}},
+            },
+            9.08,
+        ),
+    ],
+    ids=lambda value: value.get("quant_method") if isinstance(value, dict) else None,
+)
+def test_quantised_weights(
+    config: dict[str, Any], quantization: dict[str, Any], size_gb: float
+) -> None:
+    config = config | {"quantization_config": quantization}
+    assert weight_gb(config) == pytest.approx(size_gb, rel=0.01)
+    # A quantised checkpoint keeps its KV in the dtype of the activations.
+    plain = ModelSpec.from_hf_config({**config, "quantization_config": None})
+    assert ModelSpec.from_hf_config(config).kv_bytes_per_token == (
+        plain.kv_bytes_per_token
+    )
+
+
+def test_mxfp4_quantises_the_experts_only() -> None:
+    config = {**MIXTRAL_8X7B, "quantization_config": {"quant_method": "mxfp4"}}
+    experts = 32 * 8 * (3 * 4096 * 14336 + 4096)
+    saved = experts * (16 - 4.25) / 8 / 1e9
+    assert weight_gb(MIXTRAL_8X7B) - weight_gb(config) == pytest.approx(saved)
+
+
+def test_a_quantisation_without_bits_asks_for_a_dtype() -> None:
+    config = LLAMA_8B | {"quantization_config": {"quant_method": "new"}}
+    with pytest.raises(ConfigError, match=r"quant_method='new'.*give weight_dtype"):
+        ModelSpec.from_hf_config(config)
+    assert weight_gb(config, weight_dtype="int4") < weight_gb(LLAMA_8B)
+
+
+def test_the_language_model_of_a_multimodal_one() -> None:
+    text = {k: v for k, v in LLAMA_1B.items() if k != "tie_word_embeddings"}
+    outer = {"tie_word_embeddings": True, "vision_config": {"hidden_size": 1280}}
+    for key in ("text_config", "llm_config"):
+        spec = ModelSpec.from_hf_config(outer | {key: text})
+        assert spec == ModelSpec.from_hf_config(LLAMA_1B)
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        *((LLAMA_8B, key) for key in ("hidden_size", "intermediate_size")),
+        *((LLAMA_8B, key) for key in ("num_hidden_layers", "num_attention_heads")),
+        (LLAMA_8B, "vocab_size"),
+        (QWEN3_30B_A3B, "num_experts_per_tok"),
+        *((DEEPSEEK_V3, key) for key in ("qk_rope_head_dim", "v_head_dim")),
+        (DEEPSEEK_V3, "qk_nope_head_dim"),
+    ],
+)
+def test_a_missing_key_is_named(config: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"has {key}=None"):
+        ModelSpec.from_hf_config({k: v for k, v in config.items() if k != key})
+    with pytest.raises(ConfigError, match=f"has {key}='many'"):
+        ModelSpec.from_hf_config(config | {key: "many"})
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"layer_types": ["linear_attention", "full_attention"]},
+        {"mamba_d_state": 16},
+        {"index_topk": 2048},
+        {"is_encoder_decoder": True},
+    ],
+)
+def test_parts_that_are_not_counted_are_refused(part: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="cannot be counted"):
+        ModelSpec.from_hf_config(LLAMA_8B | part)
+
+
+def test_sliding_windows_count_as_full_attention() -> None:
+    layers = {"layer_types": ["sliding_attention", "full_attention"] * 16}
+    spec = ModelSpec.from_hf_config(LLAMA_8B | layers)
+    assert spec == ModelSpec.from_hf_config(LLAMA_8B)
+
+
+def test_figures_are_checked() -> None:
+    with pytest.raises(ConfigError, match="num_layers=0 must be a positive number"):
+        ModelSpec(10, 10, 0, 1, 1, 1)
+    with pytest.raises(ConfigError, match="num_active_params=11 is more than"):
+        ModelSpec(10, 11, 1, 1, 1, 1)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import __version__
+from . import __version__, plan_options
 from .config import POLICIES
 from .errors import ConfigError, InputError, SGLangBatchError
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and options.command != "run":
+    if rest and options.command not in ("run", "plan"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return int(options.run(options, rest))
@@ -110,6 +110,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.set_defaults(run=_run)
 
+    plan_options.add_plan(commands, _plan)
+    plan_options.add_simulate(commands, _simulate)
+
     demo = commands.add_parser(
         "demo-model",
         help="write a small random-weight model to try things with",
@@ -139,6 +142,18 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
             server_argv=rest,
         )
     )
+
+
+def _plan(options: argparse.Namespace, rest: list[str]) -> int:
+    from .plan_command import plan
+
+    return plan(options, rest)
+
+
+def _simulate(options: argparse.Namespace, rest: list[str]) -> int:
+    from .simulate_command import simulate
+
+    return simulate(options)
 
 
 def _demo_model(options: argparse.Namespace, rest: list[str]) -> int:

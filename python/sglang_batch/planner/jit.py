@@ -19,3 +19,14 @@ def jit(function: F) -> F:
     """
     compiled: F = numba.njit(cache=True)(function)
     return compiled
+
+
+def jit_in_place(function: F) -> F:
+    """Compile a function that only changes arrays it is given and makes none.
+
+    Without numba's reference counts: passing a tuple of arrays to a function counts
+    every one of them up and down, atomically, which was three quarters of the
+    simulator's time.
+    """
+    compiled: F = numba.njit(cache=True, _nrt=False)(function)
+    return compiled

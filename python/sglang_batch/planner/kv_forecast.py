@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .jit import jit
+from .jit import jit_in_place
 from .requests import Int64s
 
 NUM_BUCKETS = 512  # a power of two
@@ -30,12 +30,14 @@ class KvForecast(NamedTuple):
     ends: int64 ``[NUM_BUCKETS]``, requests that end in a bucket; the bucket of a step
         is ``step // width``, modulo their number.
     base: int64 ``[NUM_BUCKETS]``, sum of their ``kv - now``.
+    running: int64 ``[2]``, the sums of both.
     short: int64 ``[1]``, final lengths of the requests too short for a bucket, in tokens.
     width: steps per bucket.
     """
 
     ends: Int64s
     base: Int64s
+    running: Int64s
     short: Int64s
     width: int
 
@@ -45,12 +47,13 @@ def make_forecast(max_remaining: int) -> KvForecast:
     return KvForecast(
         ends=np.zeros(NUM_BUCKETS, dtype=np.int64),
         base=np.zeros(NUM_BUCKETS, dtype=np.int64),
+        running=np.zeros(2, dtype=np.int64),
         short=np.zeros(1, dtype=np.int64),
         width=max(1, -(-max_remaining // (NUM_BUCKETS - 2))),
     )
 
 
-@jit
+@jit_in_place
 def end_bucket(forecast: KvForecast, now: int, remaining: int) -> int:
     """The bucket in which a request with ``remaining`` steps ends; -1 if it is short."""
     if remaining < forecast.width:
@@ -59,7 +62,7 @@ def end_bucket(forecast: KvForecast, now: int, remaining: int) -> int:
     return now // forecast.width + ahead
 
 
-@jit
+@jit_in_place
 def add(forecast: KvForecast, now: int, kv: int, remaining: int) -> int:
     """Count a request that holds ``kv`` tokens now; returns where, for ``remove``."""
     bucket = end_bucket(forecast, now, remaining)
@@ -68,10 +71,12 @@ def add(forecast: KvForecast, now: int, kv: int, remaining: int) -> int:
     else:
         forecast.ends[bucket & _MASK] += 1
         forecast.base[bucket & _MASK] += kv - now
+        forecast.running[0] += 1
+        forecast.running[1] += kv - now
     return bucket
 
 
-@jit
+@jit_in_place
 def remove(forecast: KvForecast, bucket: int, base: int, final: int) -> None:
     """Take a request out again.
 
@@ -85,9 +90,11 @@ def remove(forecast: KvForecast, bucket: int, base: int, final: int) -> None:
     else:
         forecast.ends[bucket & _MASK] -= 1
         forecast.base[bucket & _MASK] -= base
+        forecast.running[0] -= 1
+        forecast.running[1] -= base
 
 
-@jit
+@jit_in_place
 def peak(forecast: KvForecast, now: int, kv: int, remaining: int) -> int:
     """The highest KV in tokens while a newcomer runs, itself included.
 
@@ -99,23 +106,17 @@ def peak(forecast: KvForecast, now: int, kv: int, remaining: int) -> int:
         remaining: steps that it is expected to run.
     """
     current = now // forecast.width
-    end = max(end_bucket(forecast, now, remaining), current)
-    count = 0
-    base = 0
-    for bucket in range(end + 1, current + NUM_BUCKETS):
-        count += forecast.ends[bucket & _MASK]
-        base += forecast.base[bucket & _MASK]
-    if remaining >= forecast.width:
-        count += 1
-        base += kv - now
-        highest = 0
-    else:
-        highest = kv + remaining
-    for bucket in range(end, current - 1, -1):
-        count += forecast.ends[bucket & _MASK]
-        base += forecast.base[bucket & _MASK]
-        level = base + count * ((bucket + 1) * forecast.width)
-        if bucket == end:
-            highest += level if remaining < forecast.width else 0
-        highest = max(highest, level)
+    end = end_bucket(forecast, now, remaining)
+    ends = forecast.running[0]
+    base = forecast.running[1]
+    if end < 0:
+        level = base + ends * (current + 1) * forecast.width
+        return int(level + kv + remaining + forecast.short[0])
+    ends += 1
+    base += kv - now
+    highest = 0
+    for bucket in range(current, end + 1):
+        highest = max(highest, base + ends * (bucket + 1) * forecast.width)
+        ends -= forecast.ends[bucket & _MASK]
+        base -= forecast.base[bucket & _MASK]
     return int(highest + forecast.short[0])

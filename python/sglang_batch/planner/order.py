@@ -65,6 +65,25 @@ class Order:
         """The same order of requests that go by other numbers, int64 ``[n]``."""
         return replace(self, requests=numbers[self.requests])
 
+    def beginning_with(self, first: Int64s) -> Order:
+        """The same order after some requests that go before all others.
+
+        first: int64, requests of the sample whose answers the estimates need.
+        """
+        rest = ~np.isin(self.requests, first)
+        density = self.density
+        if density is not None:
+            # A sample is taken from everywhere: it has the density of the left side.
+            among_left = density[: max(1, self.num_left or 0)]
+            density = np.concatenate(
+                [np.full(len(first), np.median(among_left)), density[rest]]
+            )
+        return replace(
+            self,
+            requests=np.concatenate([first, self.requests[rest]]),
+            density=density,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class OrderSettings:

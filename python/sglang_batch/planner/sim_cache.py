@@ -13,12 +13,12 @@ ahead goes first.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .jit import jit
+from .jit import jit_in_place
 from .prefix_tree import PrefixTree
 from .requests import Int32s, Int64s
 
@@ -28,35 +28,37 @@ PLANNED = 1
 LOCKED, IDLE, GARBAGE = 0, 1, 2
 _NONE = -1
 
+NODE = np.dtype(
+    [
+        ("leaf_begin", np.int64),
+        ("leaf_end", np.int64),
+        ("next_use", np.int64),  # rank of the next request below; -1: look it up
+        ("parent", np.int32),
+        ("length", np.int32),  # own tokens
+        ("depth", np.int32),
+        ("refs", np.int32),  # running requests at or below
+        ("uses_left", np.int32),  # requests below that were not admitted yet
+        ("children", np.int32),  # resident ones
+        ("readers", np.int32),  # decoding requests at or below
+        ("resident", np.int32),
+    ],
+    align=True,
+)
+
 
 class SimCache(NamedTuple):
     """Entries ``0..m-1`` are the tree's nodes, ``m + i`` is the garbage of leaf ``i``.
 
-    parent, length: int32 ``[m]``, a node's parent and its own tokens.
-    depth: int32 ``[m]``.
-    resident: uint8 ``[m]``; refs: int32 ``[m]``, running requests at or below a node;
-    uses_left: int32 ``[m]``, requests below a node that were not admitted yet.
-    children: int32 ``[m]``, resident children of a node.
-    next_use: int64 ``[m]``, rank in the plan of the next request below a node, -1 where
-        it must be looked up again.
-    prev, next: int32 ``[m + n + 1]``, the eviction list, oldest first; the last entry
-        is its head.
+    nodes: ``NODE [m]``.
+    older, newer: int32 ``[m + n + 1]``, neighbours in the eviction list; its head is
+        the last entry.
     garbage: int32 ``[n]``, tokens of each leaf's garbage.
     totals: int64 ``[3]``, tokens LOCKED, IDLE and GARBAGE.
     """
 
-    parent: Int32s
-    length: Int32s
-    depth: Int32s
-    leaf_begin: Int64s
-    leaf_end: Int64s
-    resident: NDArray[np.uint8]
-    refs: Int32s
-    uses_left: Int32s
-    children: Int32s
-    next_use: Int64s
-    prev: Int32s
-    next: Int32s
+    nodes: NDArray[Any]
+    older: Int32s
+    newer: Int32s
     garbage: Int32s
     totals: Int64s
     eviction: int
@@ -64,57 +66,54 @@ class SimCache(NamedTuple):
 
 def make_cache(tree: PrefixTree, eviction: int) -> SimCache:
     """An empty cache."""
-    m, n = len(tree.parent), len(tree.order)
-    length = tree.depth - np.where(tree.parent >= 0, tree.depth[tree.parent], 0)
-    links = np.full(m + n + 1, _NONE, dtype=np.int32)
-    links[-1] = m + n
-    resident = np.zeros(m, dtype=np.uint8)
-    resident[0] = 1
+    m, n = tree.num_nodes, tree.num_requests
+    nodes = np.zeros(m, NODE)
+    above = np.where(tree.parent >= 0, tree.depth[tree.parent], 0)
+    nodes["parent"] = tree.parent
+    nodes["depth"] = tree.depth
+    nodes["length"] = tree.depth - above
+    nodes["leaf_begin"] = tree.leaf_begin
+    nodes["leaf_end"] = tree.leaf_end
+    nodes["uses_left"] = tree.leaf_end - tree.leaf_begin
+    nodes["next_use"] = _NONE
+    nodes["resident"][0] = 1
+    head = np.full(m + n + 1, m + n, dtype=np.int32)
     return SimCache(
-        parent=tree.parent,
-        length=length.astype(np.int32),
-        depth=tree.depth,
-        leaf_begin=tree.leaf_begin,
-        leaf_end=tree.leaf_end,
-        resident=resident,
-        refs=np.zeros(m, dtype=np.int32),
-        uses_left=(tree.leaf_end - tree.leaf_begin).astype(np.int32),
-        children=np.zeros(m, dtype=np.int32),
-        next_use=np.full(m, _NONE, dtype=np.int64),
-        prev=links.copy(),
-        next=links.copy(),
+        nodes=nodes,
+        older=head.copy(),
+        newer=head.copy(),
         garbage=np.zeros(n, dtype=np.int32),
         totals=np.zeros(3, dtype=np.int64),
         eviction=eviction,
     )
 
 
-@jit
+@jit_in_place
 def cached_depth(cache: SimCache, node: int) -> int:
     """Tokens of a node's prefix that are resident."""
-    while cache.resident[node] == 0:
-        node = cache.parent[node]
-    return int(cache.depth[node])
+    while cache.nodes[node].resident == 0:
+        node = cache.nodes[node].parent
+    return int(cache.nodes[node].depth)
 
 
-@jit
+@jit_in_place
 def _append(cache: SimCache, entry: int) -> None:
-    head = len(cache.next) - 1
-    last = cache.prev[head]
-    cache.next[last] = entry
-    cache.prev[entry] = last
-    cache.next[entry] = head
-    cache.prev[head] = entry
+    head = len(cache.newer) - 1
+    last = cache.older[head]
+    cache.newer[last] = entry
+    cache.older[entry] = last
+    cache.newer[entry] = head
+    cache.older[head] = entry
 
 
-@jit
+@jit_in_place
 def _unlink(cache: SimCache, entry: int) -> None:
-    before, after = cache.prev[entry], cache.next[entry]
-    cache.next[before] = after
-    cache.prev[after] = before
+    before, after = cache.older[entry], cache.newer[entry]
+    cache.newer[before] = after
+    cache.older[after] = before
 
 
-@jit
+@jit_in_place
 def lock(cache: SimCache, node: int, first_use: bool) -> None:
     """A request starts to use a node's prefix; what was not resident now is.
 
@@ -122,103 +121,121 @@ def lock(cache: SimCache, node: int, first_use: bool) -> None:
         first_use: whether this is one of the uses that the plan counts.
     """
     while node > 0:
-        length = cache.length[node]
-        if cache.refs[node] == 0:
-            if cache.resident[node] == 0:
-                cache.resident[node] = 1
-                cache.children[cache.parent[node]] += 1
+        at = cache.nodes[node]
+        if at.refs == 0:
+            if at.resident == 0:
+                at.resident = 1
+                cache.nodes[at.parent].children += 1
             else:
                 _unlink(cache, node)
-                cache.totals[IDLE] -= length
-            cache.totals[LOCKED] += length
-        cache.refs[node] += 1
+                cache.totals[IDLE] -= at.length
+            cache.totals[LOCKED] += at.length
+        at.refs += 1
         if first_use:
-            cache.uses_left[node] -= 1
-            cache.next_use[node] = -1
-        node = cache.parent[node]
+            at.uses_left -= 1
+            at.next_use = _NONE
+        node = at.parent
 
 
-@jit
+@jit_in_place
 def newly_locked(cache: SimCache, node: int) -> int:
     """Tokens of a node's prefix that no running request holds."""
     tokens = 0
-    while node > 0 and cache.refs[node] == 0:
-        tokens += cache.length[node]
-        node = cache.parent[node]
+    while node > 0 and cache.nodes[node].refs == 0:
+        tokens += cache.nodes[node].length
+        node = cache.nodes[node].parent
     return tokens
 
 
-@jit
+@jit_in_place
 def unlock(cache: SimCache, node: int) -> None:
     """A request ends or is retracted; its prefix stays while it may be of use."""
     while node > 0:
-        cache.refs[node] -= 1
-        if cache.refs[node] == 0:
-            cache.totals[LOCKED] -= cache.length[node]
-            if cache.eviction == PLANNED and cache.uses_left[node] == 0:
-                cache.resident[node] = 0
-                cache.children[cache.parent[node]] -= 1
+        at = cache.nodes[node]
+        at.refs -= 1
+        if at.refs == 0:
+            cache.totals[LOCKED] -= at.length
+            if cache.eviction == PLANNED and at.uses_left == 0:
+                at.resident = 0
+                cache.nodes[at.parent].children -= 1
             else:
-                cache.totals[IDLE] += cache.length[node]
+                cache.totals[IDLE] += at.length
                 _append(cache, node)
-        node = cache.parent[node]
+        node = at.parent
 
 
-@jit
+@jit_in_place
+def change_readers(cache: SimCache, node: int, change: int) -> int:
+    """Count decoding requests of a node's prefix; returns by how many tokens more (or
+    less) the nodes that anybody reads are."""
+    tokens = 0
+    while node > 0:
+        at = cache.nodes[node]
+        if at.readers == 0:
+            tokens += at.length
+        at.readers += change
+        if at.readers == 0:
+            tokens -= at.length
+        node = at.parent
+    return tokens
+
+
+@jit_in_place
 def leave_garbage(cache: SimCache, leaf: int, tokens: int) -> None:
     """A request ended and leaves its own tokens behind."""
     if cache.eviction == PLANNED or tokens == 0:
         return
     cache.garbage[leaf] = tokens
     cache.totals[GARBAGE] += tokens
-    _append(cache, len(cache.parent) + leaf)
+    _append(cache, len(cache.nodes) + leaf)
 
 
-@jit
-def _furthest(cache: SimCache, rank: Int64s, admitted: NDArray[np.uint8]) -> int:
-    """The idle entry whose next use lies furthest ahead in the plan."""
-    head = len(cache.next) - 1
-    best = cache.next[head]
+@jit_in_place
+def _furthest(cache: SimCache, rank: Int64s, requests: NDArray[Any]) -> int:
+    """The idle node whose next use lies furthest ahead in the plan."""
+    head = len(cache.newer) - 1
+    best = int(cache.newer[head])
     best_use = -1
     entry = best
     while entry != head:
-        if cache.next_use[entry] < 0:
+        at = cache.nodes[entry]
+        if at.next_use < 0:
             nearest = len(rank)
-            for leaf in range(cache.leaf_begin[entry], cache.leaf_end[entry]):
-                if admitted[leaf] == 0 and rank[leaf] < nearest:
+            for leaf in range(at.leaf_begin, at.leaf_end):
+                if requests[leaf].admitted == 0 and rank[leaf] < nearest:
                     nearest = rank[leaf]
-            cache.next_use[entry] = nearest
+            at.next_use = nearest
         # A child goes before its parent, which can not be evicted without it.
-        if cache.next_use[entry] >= best_use and cache.children[entry] == 0:
-            best, best_use = entry, cache.next_use[entry]
-        entry = cache.next[entry]
-    return int(best)
+        if at.next_use >= best_use and at.children == 0:
+            best, best_use = entry, at.next_use
+        entry = int(cache.newer[entry])
+    return best
 
 
-@jit
-def evict(
-    cache: SimCache, tokens: int, rank: Int64s, admitted: NDArray[np.uint8]
-) -> int:
+@jit_in_place
+def evict(cache: SimCache, tokens: int, rank: Int64s, requests: NDArray[Any]) -> int:
     """Free at least ``tokens`` tokens if that many are evictable; returns those freed.
 
     Args:
         rank: int64 ``[n]``, place of each leaf in the plan.
-        admitted: uint8 ``[n]``, leaves that had their turn.
+        requests: ``[n]`` records with a field ``admitted``, 0 for leaves that have not
+            had their turn.
     """
-    head = len(cache.next) - 1
-    m = len(cache.parent)
+    head = len(cache.newer) - 1
+    m = len(cache.nodes)
     freed = 0
-    while freed < tokens and cache.next[head] != head:
+    while freed < tokens and cache.newer[head] != head:
         if cache.eviction == PLANNED:
-            entry = _furthest(cache, rank, admitted)
+            entry = _furthest(cache, rank, requests)
         else:
-            entry = int(cache.next[head])
+            entry = int(cache.newer[head])
         _unlink(cache, entry)
         if entry < m:
-            cache.resident[entry] = 0
-            cache.children[cache.parent[entry]] -= 1
-            cache.totals[IDLE] -= cache.length[entry]
-            freed += cache.length[entry]
+            at = cache.nodes[entry]
+            at.resident = 0
+            cache.nodes[at.parent].children -= 1
+            cache.totals[IDLE] -= at.length
+            freed += at.length
         else:
             cache.totals[GARBAGE] -= cache.garbage[entry - m]
             freed += cache.garbage[entry - m]

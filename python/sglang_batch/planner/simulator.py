@@ -12,8 +12,10 @@ What it leaves out: kernel launch, sampling and scheduling time, page granularit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import ConfigError
 from .cost_model import CostModel
@@ -21,26 +23,15 @@ from .kv_forecast import make_forecast
 from .prefix_tree import PrefixTree
 from .requests import Floats, Int32s, Int64s
 from .sim_cache import LRU, PLANNED, make_cache
-from .sim_loop import (
-    CACHED,
-    COMPUTE,
-    COMPUTE_LEFT,
-    KV_STEPS,
-    MAKESPAN,
-    MEMORY,
-    MEMORY_LEFT,
-    PEAK_KV,
-    PREFILLED,
-    RECOMPUTED,
-    RETRACTIONS,
-    STEP,
+from .sim_loop import run_steps
+from .sim_state import (
+    REQUEST,
     Engine,
-    Live,
     Queue,
-    Requests,
-    Work,
+    Sim,
+    make_lists,
+    make_sides,
     make_state,
-    run_steps,
 )
 
 NUM_SAMPLES = 1024
@@ -54,7 +45,7 @@ class EngineLimits:
     step_tokens: most tokens of a step, prompts and decodes together; what SGLang calls
         ``chunked_prefill_size`` when chunks are mixed.
     max_running: most requests at once; None for as many as the KV holds.
-    min_step_tokens: see :class:`~.sim_loop.Engine`.
+    min_step_tokens: see :class:`~.sim_state.Engine`.
     batch_multiple: BlendServe section 4 runs batches in multiples of 128.
     plan_aware_eviction: evict what the plan needs last; otherwise least recently used.
     """
@@ -145,31 +136,30 @@ def simulate(
         estimate_sq = estimate**2
     if max_new_tokens is None:
         max_new_tokens = np.full(len(leaves), np.iinfo(np.int32).max, dtype=np.int32)
-    work = Work(
-        input_len=tree.input_len,
-        output_len=np.maximum(output_len[leaves], 1).astype(np.int32),
-        leaf_parent=tree.leaf_parent,
-        max_new_tokens=max_new_tokens[leaves],
-        estimate=estimate[leaves],
-        estimate_sq=estimate_sq[leaves],
+    requests = np.zeros(len(leaves), REQUEST)
+    requests["input_len"] = tree.input_len
+    requests["own"] = tree.input_len - tree.depth[tree.leaf_parent]
+    requests["node"] = tree.leaf_parent
+    requests["output_len"] = np.maximum(output_len[leaves], 1)
+    requests["max_new_tokens"] = max_new_tokens[leaves]
+    requests["estimate_mean"] = estimate[leaves]
+    requests["estimate_sq"] = estimate_sq[leaves]
+    longest = int(max(requests["output_len"].max(initial=1), estimate.max(initial=1.0)))
+    state = make_state(len(leaves))
+    state["compute_planned"], state["memory_planned"] = _planned(tree, cost, requests)
+    sim = Sim(
+        engine=_engine(cost, limits),
+        queue=_queue(tree, order, density),
+        requests=requests,
+        state=state,
+        sides=make_sides(),
+        lists=make_lists(len(leaves), longest),
+        cache=make_cache(tree, PLANNED if limits.plan_aware_eviction else LRU),
+        forecast=make_forecast(longest),
     )
-    queue = _queue(tree, order, density)
-    engine = _engine(cost, limits)
-    longest = int(max(work.output_len.max(initial=1), estimate.max(initial=1.0)))
-    requests, live = make_state(len(leaves), len(tree.parent), longest)
-    live.sums[COMPUTE_LEFT], live.sums[MEMORY_LEFT] = _expected(tree, cost, work)
     samples = np.zeros((3, NUM_SAMPLES))
-    stride = run_steps(
-        work,
-        engine,
-        queue,
-        make_cache(tree, PLANNED if limits.plan_aware_eviction else LRU),
-        make_forecast(longest),
-        requests,
-        live,
-        samples,
-    )
-    return _result(tree, work, limits, requests, live, samples, stride)
+    stride = run_steps(sim, samples)
+    return _result(tree, limits, sim, samples, stride)
 
 
 def check_capacity(tree: PrefixTree, output_len: Int32s, capacity: int) -> None:
@@ -219,42 +209,38 @@ def _engine(cost: CostModel, limits: EngineLimits) -> Engine:
     )
 
 
-def _expected(tree: PrefixTree, cost: CostModel, work: Work) -> tuple[float, float]:
+def _planned(
+    tree: PrefixTree, cost: CostModel, requests: NDArray[Any]
+) -> tuple[float, float]:
     """Compute and memory time of the whole job by the estimates, in seconds."""
-    computed = tree.num_unique_tokens + np.maximum(1, np.rint(work.estimate)).sum()
+    lengths = requests["estimate_mean"]
+    computed = tree.num_unique_tokens + np.maximum(1, np.rint(lengths)).sum()
     before = tree.lcp.astype(np.float64) ** 2
     attended = (tree.input_len.astype(np.float64) ** 2 - before).sum()
     compute = computed * cost.token_time_s + attended * cost.attention_time_s
-    memory = cost.memory_time_s(work.input_len, work.estimate, work.estimate_sq).sum()
-    return float(compute), float(memory)
+    memory = cost.memory_time_s(tree.input_len, lengths, requests["estimate_sq"])
+    return float(compute), float(memory.sum())
 
 
 def _result(
-    tree: PrefixTree,
-    work: Work,
-    limits: EngineLimits,
-    requests: Requests,
-    live: Live,
-    samples: Floats,
-    stride: int,
+    tree: PrefixTree, limits: EngineLimits, sim: Sim, samples: Floats, stride: int
 ) -> Simulation:
-    counters, sums = live.counters, live.sums
-    num_steps = int(counters[STEP]) - 1
+    state = sim.state[0]
+    num_steps = int(state["step"]) - 1
+    held = state["kv_steps"] / max(1, num_steps)
     return Simulation(
-        seconds=float(sums[MAKESPAN]),
+        seconds=float(state["seconds"]),
         num_steps=num_steps,
-        compute_s=float(sums[COMPUTE]),
-        memory_s=float(sums[MEMORY]),
-        prompt_tokens=int(work.input_len.sum(dtype=np.int64)),
-        output_tokens=int(work.output_len.sum(dtype=np.int64)),
-        prefilled_tokens=int(counters[PREFILLED]),
-        cached_tokens=int(counters[CACHED]),
-        recomputed_tokens=int(counters[RECOMPUTED]),
-        retractions=int(counters[RETRACTIONS]),
-        peak_kv_tokens=int(counters[PEAK_KV]),
-        mean_kv_share=float(
-            counters[KV_STEPS] / max(1, num_steps) / limits.kv_capacity_tokens
-        ),
-        admission_order=tree.order[requests.admitted_order],
-        samples=samples[:, : num_steps // stride + 1],
+        compute_s=float(state["compute"]),
+        memory_s=float(state["memory"]),
+        prompt_tokens=tree.num_tokens,
+        output_tokens=int(sim.requests["output_len"].sum(dtype=np.int64)),
+        prefilled_tokens=int(state["prefilled"]),
+        cached_tokens=int(state["cached"]),
+        recomputed_tokens=int(state["recomputed"]),
+        retractions=int(state["retractions"]),
+        peak_kv_tokens=int(state["peak_kv"]),
+        mean_kv_share=float(held / limits.kv_capacity_tokens),
+        admission_order=tree.order[sim.lists.admitted],
+        samples=samples[:, : -(-num_steps // stride)],
     )

@@ -1,0 +1,280 @@
+"""``sglang-batch plan``: what a batch file will take, before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from array import array
+from collections import deque
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from .batch_api.jsonl import BatchFile, LineRules
+from .config import POLICIES
+from .errors import ConfigError, InputError
+from .forecast import Lengths, forecast
+from .plan_report import LeftOut, MachineInfo, Report
+from .planner.cost_model import CostModel, kv_capacity_tokens
+from .planner.hardware import HardwareSpec, hardware, match_hardware
+from .planner.model_spec import ModelSpec
+from .planner.order import ORDERS, OrderSettings
+from .planner.plan import AUTO, Machine
+from .planner.requests import UNKNOWN, PlanRequests
+from .planner.simulator import EngineLimits
+from .request import BatchRequestInput
+from .run import _validated
+from .store.token_spool import TokenSpool
+
+# Requests rendered at a time: SGLang renders in threads.
+LOOKAHEAD = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedFile:
+    """The prompts of a file.
+
+    custom_ids: by prompt, the line that it is of.
+    """
+
+    requests: PlanRequests
+    custom_ids: list[str]
+    refused: list[LeftOut]
+    model_config: dict[str, Any]
+
+
+def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
+    """Predict a batch file's run; returns the process's exit status.
+
+    Raises:
+        InputError: the file cannot be used, or no line of it can run.
+        ConfigError: an option cannot be used.
+    """
+    path: Path = options.input_file
+    check_plot(options.plot)
+    if not path.is_file():
+        raise InputError(f"input file {path} does not exist.")
+    # What needs no SGLang is checked first: a typo should not cost its import.
+    with _validated(path, LineRules(require_model=False)).closing():
+        pass
+    device, note = _device(options)
+    from .srt import launch, render
+
+    server_args = launch.parse_server_args(
+        ["--model-path", options.model_path, *server_argv]
+    )
+    rules = LineRules(
+        models=(launch.model_name(server_args),),
+        require_model=False,
+        check_body=launch.check_body,
+    )
+    file = _validated(path, rules)
+    with (
+        file.closing(),
+        TemporaryDirectory(prefix="sglang-batch-") as directory,
+        TokenSpool(Path(directory) / "tokens.i32") as spool,
+        render.renderer(server_args) as renderer,
+    ):
+        rendered = asyncio.run(_render(file, renderer, spool))
+        if not len(rendered.requests):
+            first = rendered.refused[0]
+            raise InputError(
+                f"no line of {path} can run; {first.name}: {first.reason}"
+            )
+        report = _report(options, rendered, device, note, len(file))
+        return show(report, options)
+
+
+def _report(
+    options: argparse.Namespace,
+    rendered: RenderedFile,
+    device: HardwareSpec,
+    note: str,
+    num_lines: int,
+) -> Report:
+    model = ModelSpec.from_hf_config(rendered.model_config)
+    machine = make_machine(options, model, device)
+    requests = rendered.requests
+    policies = ORDERS if options.policy == AUTO else (options.policy,)
+    found = forecast(
+        requests,
+        machine,
+        progress(dict.fromkeys((*policies, *options.compare))),
+        Lengths(default=options.default_output_len),
+        OrderSettings(seed=options.seed),
+    )
+    known = int((requests.known_output_len != UNKNOWN).sum())
+    chosen = found.ranking[0] if options.policy == AUTO else options.policy
+    return Report(
+        job=options.input_file.name,
+        machine=MachineInfo(options.model_path, device, options.tp, note),
+        forecast=found,
+        left_out=[*rendered.refused, *_too_large(rendered, found.too_large, machine)],
+        chosen=chosen,
+        verdict=f"auto chooses {chosen}" if options.policy == AUTO else f"order: {chosen}",
+        lengths=_lengths(known, len(requests), options.default_output_len),
+        num_lines=num_lines,
+    )
+
+
+def _lengths(known: int, total: int, default: int) -> str:
+    if known == total:
+        return "the lengths of all are known"
+    return (
+        f"{known:,} of {total:,} lengths are known; of the others {default:,} on "
+        "average is assumed, or less where they ask for less"
+    )
+
+
+def _too_large(
+    rendered: RenderedFile, places: Any, machine: Machine
+) -> list[LeftOut]:
+    capacity = machine.limits.kv_capacity_tokens
+    return [
+        LeftOut(
+            rendered.custom_ids[i],
+            f"too large for a KV cache of {capacity:,} tokens "
+            f"(its prompt has {rendered.requests.input_len[i]:,})",
+        )
+        for i in places.tolist()
+    ]
+
+
+async def _render(file: BatchFile, renderer: Any, spool: TokenSpool) -> RenderedFile:
+    """Render every line; only its tokens and lengths are kept."""
+    custom_ids: list[str] = []
+    refused: list[LeftOut] = []
+    longest, known = array("q"), array("q")
+    with tqdm(total=len(file), desc="Rendering", unit="req", dynamic_ncols=True) as bar:
+        async for request, found in _rendered_in_order(file, renderer):
+            bar.update()
+            if isinstance(found, str):
+                refused.append(LeftOut(request.custom_id, found))
+                continue
+            for prompt, length in zip(
+                found.prompts, found.max_new_tokens, strict=True
+            ):
+                spool.append(prompt)
+                custom_ids.append(request.custom_id)
+                longest.append(length)
+                known.append(length if found.fixed_length else UNKNOWN)
+    tokens, offsets = spool.arrays()
+    return RenderedFile(
+        PlanRequests(
+            tokens,
+            offsets,
+            np.array(longest, dtype=np.int32),
+            np.array(known, dtype=np.int32),
+        ),
+        custom_ids,
+        refused,
+        renderer.model_config,
+    )
+
+
+async def _rendered_in_order(
+    file: BatchFile, renderer: Any
+) -> AsyncGenerator[tuple[BatchRequestInput, Any]]:
+    ahead: deque[tuple[BatchRequestInput, asyncio.Task[Any]]] = deque()
+    for index in range(len(file)):
+        request = file[index]
+        ahead.append((request, asyncio.create_task(renderer.render(request))))
+        if len(ahead) == LOOKAHEAD:
+            first, task = ahead.popleft()
+            yield first, await task
+    for request, task in ahead:
+        yield request, await task
+
+
+def _device(options: argparse.Namespace) -> tuple[HardwareSpec, str]:
+    """The device to plan for, and why this one if nobody named it."""
+    if options.hardware is not None:
+        return measured(options, options.hardware), ""
+    from .srt.render import device_name
+
+    name = device_name()
+    if name is None:
+        return measured(options, "cpu"), "no GPU here; name another with --hardware"
+    if match_hardware(name) is None:
+        raise ConfigError(
+            f"This machine's {name!r} is not a device that is known; name the nearest "
+            "that is with --hardware, and measured figures with --compute-tflops and "
+            "--bandwidth-tbs."
+        )
+    return measured(options, name), "this machine"
+
+
+def measured(options: argparse.Namespace, name: str) -> HardwareSpec:
+    """The device, with the figures that the options give instead of the table's."""
+    tflops, tbs = options.compute_tflops, options.bandwidth_tbs
+    return hardware(
+        name,
+        compute_flops=None if tflops is None else tflops * 1e12,
+        bandwidth_bytes_per_s=None if tbs is None else tbs * 1e12,
+    )
+
+
+def make_machine(
+    options: argparse.Namespace,
+    model: ModelSpec,
+    device: HardwareSpec,
+    *,
+    paper_costs: bool = False,
+) -> Machine:
+    """The model on its devices, as the options say."""
+    capacity = options.kv_capacity_tokens
+    if capacity is None:
+        capacity = kv_capacity_tokens(
+            model, device, options.tp, mem_fraction=options.mem_fraction_static
+        )
+    cost = CostModel.of(
+        model,
+        device,
+        tp=options.tp,
+        attention_flops=not paper_costs,
+        weight_reads=not paper_costs,
+        interference_exponent=options.overlap,
+    )
+    return Machine(cost, EngineLimits(capacity, options.chunked_prefill_size))
+
+
+def progress(policies: dict[str, Any]) -> Any:
+    """The policies, with a bar that shows how many are simulated."""
+    for policy in policies:
+        if policy not in ORDERS:
+            raise ConfigError(
+                f"policy={policy!r} is not known; choose one of {', '.join(POLICIES)}."
+            )
+    return tqdm(list(policies), desc="Simulating", unit="policy", dynamic_ncols=True)
+
+
+def check_plot(path: Path | None) -> None:
+    """Whether a figure can be written, before the work is done.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if path is None:
+        return
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"--plot {path} must end in .png.")
+    if path.is_dir() or not path.parent.is_dir():
+        reason = "is a directory" if path.is_dir() else "has no directory to be in"
+        raise ConfigError(f"cannot write --plot {path}: it {reason}.")
+
+
+def show(report: Report, options: argparse.Namespace) -> int:
+    """Print the report, draw the figure; returns the exit status."""
+    print(report.as_json() if options.json else report.as_table())
+    if options.plot is not None:
+        from .plan_plot import plot
+
+        plot(report, options.plot)
+        print(f"\nwrote {options.plot}", file=sys.stderr)
+    return 0

@@ -1,0 +1,151 @@
+"""Prompts as the engine would see them, without an engine.
+
+SGLang's serving classes render a request with what they read from its tokenizer
+manager: model configuration, tokenizer, chat template, server arguments. A manager
+that has these and no channel to a scheduler is enough; no weights are loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.managers.io_struct import EmbeddingReqInput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.parser.template_manager import TemplateManager
+from sglang.srt.runtime_context import (
+    get_model,
+    get_serving,
+    publish,
+    restore_context,
+    snapshot_context,
+)
+
+from ..errors import ConfigError
+from ..request import BatchRequestInput, RequestOutput
+from .engine import SGLangEngine
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedRequest:
+    """What one request asks of the engine.
+
+    prompts: token ids of each sequence that will be generated or embedded: one for
+        most requests; all items of a list, and every prompt ``n`` times over.
+    max_new_tokens: most tokens to generate for each prompt, 1 for embeddings.
+    fixed_length: whether exactly ``max_new_tokens`` will be generated.
+    """
+
+    prompts: list[list[int]]
+    max_new_tokens: list[int]
+    fixed_length: bool
+
+
+class Renderer:
+    """Renders requests with SGLang's serving classes; made by :func:`renderer`."""
+
+    def __init__(self, manager: _RenderingManager, templates: TemplateManager) -> None:
+        self._manager = manager
+        self._engine = SGLangEngine(manager, templates)
+        self.context_len = int(manager.context_len)
+
+    @property
+    def model_config(self) -> dict[str, Any]:
+        """The model's configuration with all defaults filled in."""
+        config: dict[str, Any] = self._manager.model_config.hf_config.to_dict()
+        return config
+
+    async def render(self, request: BatchRequestInput) -> RenderedRequest | str:
+        """The prompts of a request, or why the engine would refuse it."""
+        prepared = await self._engine.prepare(
+            request, str(request.index), tokenize=False
+        )
+        if isinstance(prepared, RequestOutput):
+            return str(json.loads(prepared.body)["error"]["message"])
+        adapted = prepared.adapted
+        if adapted.contains_mm_input():
+            return "images, video and audio are not counted: their tokens are not known"
+        try:
+            prompts = self._prompts(adapted)
+            for prompt in prompts:
+                self._manager._validate_one_request(adapted, prompt)
+        except ValueError as error:
+            return str(error)
+        return self._with_lengths(adapted, prompts)
+
+    def _prompts(self, adapted: Any) -> list[list[int]]:
+        ids = adapted.input_ids
+        if ids:
+            return ids if isinstance(ids[0], list) else [ids]
+        if self._manager.tokenizer is None:
+            raise ValueError("text cannot be rendered with --skip-tokenizer-init")
+        texts = adapted.text if isinstance(adapted.text, list) else [adapted.text]
+        return [list(self._manager.tokenizer(text)["input_ids"]) for text in texts]
+
+    def _with_lengths(
+        self, adapted: Any, prompts: list[list[int]]
+    ) -> RenderedRequest:
+        if isinstance(adapted, EmbeddingReqInput):
+            return RenderedRequest(prompts, [1] * len(prompts), True)
+        sampling = adapted.sampling_params
+        prompts = prompts * (sampling.get("n") or 1)
+        asked = sampling.get("max_new_tokens")
+        # The scheduler's bound: one token of the context stays free, and one is the
+        # token that ends the answer.
+        room = [self.context_len - 2 - len(prompt) for prompt in prompts]
+        lengths = [
+            max(1, left if asked is None else min(asked, left)) for left in room
+        ]
+        fixed = bool(sampling.get("ignore_eos")) and asked is not None
+        return RenderedRequest(prompts, lengths, fixed or asked in (0, 1))
+
+
+class _RenderingManager(TokenizerManager):  # type: ignore[misc]
+    """SGLang's tokenizer manager as far as rendering goes: no sockets, no scheduler."""
+
+    def __init__(self, server_args: Any) -> None:
+        # Not super().__init__(): it opens the channels to an engine's processes.
+        self.server_args = server_args
+        self.allow_auto_truncate = get_serving().allow_auto_truncate
+        self.init_model_config()
+        self.init_tokenizer_and_processor()
+
+
+@contextmanager
+def renderer(server_args: Any) -> Iterator[Renderer]:
+    """A renderer of the model that ``server_args`` name.
+
+    Raises:
+        ConfigError: the model's configuration or tokenizer cannot be loaded.
+    """
+    before = snapshot_context()
+    try:
+        try:
+            publish(server_args, role="tokenizer")
+            manager = _RenderingManager(server_args)
+            templates = TemplateManager()
+            templates.initialize_templates(
+                manager,
+                model_path=get_model().model_path,
+                chat_template=get_serving().chat_template,
+                completion_template=get_serving().completion_template,
+            )
+            made = Renderer(manager, templates)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"--model-path {server_args.model_path} cannot be loaded: {error}"
+            ) from error
+        yield made
+    finally:
+        restore_context(before)
+
+
+def device_name() -> str | None:
+    """What the driver calls this machine's GPU; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_name())

@@ -14,6 +14,7 @@ from .errors import ConfigError, InputError, SGLangBatchError
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
 
 _RUN_EPILOG = """\
 Every other option is passed to SGLang as it is: see `sglang serve --help`.
@@ -61,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SGLangBatchError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

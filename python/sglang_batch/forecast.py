@@ -176,6 +176,7 @@ def _run(
         estimate_sq=estimate_sq,
         max_new_tokens=requests.max_new_tokens,
         density=order.density,
+        num_left=order.num_left,
     )
     return PolicyRun(order, simulation)
 
@@ -183,10 +184,12 @@ def _run(
 def _needed(requests: PlanRequests, true: Int32s | None) -> Int64s:
     """KV tokens that each request needs at least, int64 ``[n]``."""
     known = requests.known_output_len if true is None else true
-    return requests.input_len + np.maximum(known, 1).astype(np.int64)
+    needed: Int64s = requests.input_len.astype(np.int64) + np.maximum(known, 1)
+    return needed
 
 
 def _possible(drawn: Int32s, requests: PlanRequests, capacity: int) -> Int32s:
     """Drawn lengths, cut to what the KV cache can hold."""
     cut = np.minimum(drawn, capacity - requests.input_len)
-    return np.maximum(cut, 1).astype(np.int32)
+    lengths: Int32s = np.maximum(cut, 1).astype(np.int32)
+    return lengths

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from array import array
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -17,17 +16,15 @@ import numpy as np
 from tqdm import tqdm
 
 from .batch_api.jsonl import BatchFile, LineRules
-from .config import POLICIES
 from .errors import ConfigError, InputError
 from .forecast import Lengths, forecast
+from .plan_common import check_plot, make_machine, measured, progress, show
 from .plan_report import LeftOut, MachineInfo, Report
-from .planner.cost_model import CostModel, kv_capacity_tokens
-from .planner.hardware import HardwareSpec, hardware, match_hardware
+from .planner.hardware import HardwareSpec, match_hardware
 from .planner.model_spec import ModelSpec
 from .planner.order import ORDERS, OrderSettings
 from .planner.plan import AUTO, Machine
 from .planner.requests import UNKNOWN, PlanRequests
-from .planner.simulator import EngineLimits
 from .request import BatchRequestInput
 from .run import _validated
 from .store.token_spool import TokenSpool
@@ -84,9 +81,7 @@ def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
         rendered = asyncio.run(_render(file, renderer, spool))
         if not len(rendered.requests):
             first = rendered.refused[0]
-            raise InputError(
-                f"no line of {path} can run; {first.name}: {first.reason}"
-            )
+            raise InputError(f"no line of {path} can run; {first.name}: {first.reason}")
         report = _report(options, rendered, device, note, len(file))
         return show(report, options)
 
@@ -117,7 +112,9 @@ def _report(
         forecast=found,
         left_out=[*rendered.refused, *_too_large(rendered, found.too_large, machine)],
         chosen=chosen,
-        verdict=f"auto chooses {chosen}" if options.policy == AUTO else f"order: {chosen}",
+        verdict=f"auto chooses {chosen}"
+        if options.policy == AUTO
+        else f"order: {chosen}",
         lengths=_lengths(known, len(requests), options.default_output_len),
         num_lines=num_lines,
     )
@@ -125,22 +122,21 @@ def _report(
 
 def _lengths(known: int, total: int, default: int) -> str:
     if known == total:
-        return "the lengths of all are known"
-    return (
-        f"{known:,} of {total:,} lengths are known; of the others {default:,} on "
-        "average is assumed, or less where they ask for less"
-    )
+        return "all lengths are known"
+    assumed = f"{default:,} on average, or less where a request asks for less"
+    if known == 0:
+        return f"assumed: {assumed}"
+    return f"{known:,} lengths are known; the others assumed: {assumed}"
 
 
-def _too_large(
-    rendered: RenderedFile, places: Any, machine: Machine
-) -> list[LeftOut]:
+def _too_large(rendered: RenderedFile, places: Any, machine: Machine) -> list[LeftOut]:
     capacity = machine.limits.kv_capacity_tokens
+    input_len = rendered.requests.input_len
     return [
         LeftOut(
             rendered.custom_ids[i],
             f"too large for a KV cache of {capacity:,} tokens "
-            f"(its prompt has {rendered.requests.input_len[i]:,})",
+            f"(its prompt has {input_len[i]:,})",
         )
         for i in places.tolist()
     ]
@@ -157,9 +153,7 @@ async def _render(file: BatchFile, renderer: Any, spool: TokenSpool) -> Rendered
             if isinstance(found, str):
                 refused.append(LeftOut(request.custom_id, found))
                 continue
-            for prompt, length in zip(
-                found.prompts, found.max_new_tokens, strict=True
-            ):
+            for prompt, length in zip(found.prompts, found.max_new_tokens, strict=True):
                 spool.append(prompt)
                 custom_ids.append(request.custom_id)
                 longest.append(length)
@@ -208,73 +202,3 @@ def _device(options: argparse.Namespace) -> tuple[HardwareSpec, str]:
             "--bandwidth-tbs."
         )
     return measured(options, name), "this machine"
-
-
-def measured(options: argparse.Namespace, name: str) -> HardwareSpec:
-    """The device, with the figures that the options give instead of the table's."""
-    tflops, tbs = options.compute_tflops, options.bandwidth_tbs
-    return hardware(
-        name,
-        compute_flops=None if tflops is None else tflops * 1e12,
-        bandwidth_bytes_per_s=None if tbs is None else tbs * 1e12,
-    )
-
-
-def make_machine(
-    options: argparse.Namespace,
-    model: ModelSpec,
-    device: HardwareSpec,
-    *,
-    paper_costs: bool = False,
-) -> Machine:
-    """The model on its devices, as the options say."""
-    capacity = options.kv_capacity_tokens
-    if capacity is None:
-        capacity = kv_capacity_tokens(
-            model, device, options.tp, mem_fraction=options.mem_fraction_static
-        )
-    cost = CostModel.of(
-        model,
-        device,
-        tp=options.tp,
-        attention_flops=not paper_costs,
-        weight_reads=not paper_costs,
-        interference_exponent=options.overlap,
-    )
-    return Machine(cost, EngineLimits(capacity, options.chunked_prefill_size))
-
-
-def progress(policies: dict[str, Any]) -> Any:
-    """The policies, with a bar that shows how many are simulated."""
-    for policy in policies:
-        if policy not in ORDERS:
-            raise ConfigError(
-                f"policy={policy!r} is not known; choose one of {', '.join(POLICIES)}."
-            )
-    return tqdm(list(policies), desc="Simulating", unit="policy", dynamic_ncols=True)
-
-
-def check_plot(path: Path | None) -> None:
-    """Whether a figure can be written, before the work is done.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if path is None:
-        return
-    if path.suffix.lower() != ".png":
-        raise ConfigError(f"--plot {path} must end in .png.")
-    if path.is_dir() or not path.parent.is_dir():
-        reason = "is a directory" if path.is_dir() else "has no directory to be in"
-        raise ConfigError(f"cannot write --plot {path}: it {reason}.")
-
-
-def show(report: Report, options: argparse.Namespace) -> int:
-    """Print the report, draw the figure; returns the exit status."""
-    print(report.as_json() if options.json else report.as_table())
-    if options.plot is not None:
-        from .plan_plot import plot
-
-        plot(report, options.plot)
-        print(f"\nwrote {options.plot}", file=sys.stderr)
-    return 0

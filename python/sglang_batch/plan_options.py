@@ -59,7 +59,10 @@ def add_plan(commands: Subparsers, run: Callable[..., int]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    plan.add_argument("-i", "--input-file", type=Path, required=True, metavar="FILE")
+    plan.add_argument(
+        "-i", "--input-file", type=Path, required=True, metavar="FILE",
+        help="JSONL batch requests, as for run",
+    )  # fmt: skip
     plan.add_argument(
         "--model-path", "--model", required=True, metavar="MODEL",
         help="a directory or a name on the Hugging Face hub; configuration and "
@@ -87,6 +90,7 @@ def add_simulate(commands: Subparsers, run: Callable[..., int]) -> None:
     """Add ``simulate`` to the commands."""
     simulate = commands.add_parser(
         "simulate",
+        usage="sglang-batch simulate [job] [machine] [options]",
         help="compare orders on synthetic jobs and on traces, without a model",
         description="Simulate synthetic jobs or traces of lengths under several "
         "orders. The true output lengths drive the simulation; the orders see "
@@ -183,7 +187,7 @@ def _add_machine(
         help="tokens of KV that fit (default: what is left beside the weights)",
     )  # fmt: skip
     group.add_argument(
-        "--mem-fraction-static", type=float, default=0.9, metavar="SHARE",
+        "--mem-fraction-static", type=_positive_share, default=0.9, metavar="SHARE",
         help="share of the memory for weights and KV (default: 0.9)",
     )  # fmt: skip
     group.add_argument(
@@ -191,9 +195,9 @@ def _add_machine(
         help="most tokens of a step, prompts and answers together (default: 2048)",
     )  # fmt: skip
     group.add_argument(
-        "--overlap", type=float, default=overlap, metavar="K",
+        "--overlap", type=_exponent, default=overlap, metavar="K",
         help="how compute and memory time overlap in a step: 1 not at all, as in "
-        "SGLang today; 1.47 as BlendServe measured; inf perfectly "
+        "SGLang today; 1.47 fits BlendServe's results; inf perfectly "
         f"(default: {overlap:g})",
     )  # fmt: skip
 
@@ -248,6 +252,22 @@ def _share(text: str) -> float:
     value = _number(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number from 0 to 1")
+    return value
+
+
+def _positive_share(text: str) -> float:
+    value = _share(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be above 0")
+    return value
+
+
+def _exponent(text: str) -> float:
+    value = _number(text)
+    if not value >= 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be 1 (no overlap) or more; inf is perfect overlap"
+        )
     return value
 
 

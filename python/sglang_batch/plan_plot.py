@@ -15,10 +15,10 @@ from .planner.requests import Floats, Int64s
 # Two colours for what is busy, two for the policies; told apart in grey print as well.
 COMPUTE, MEMORY = "#d1495b", "#2e6f95"
 POLICY_COLOURS = ("#5b2a86", "#e08e1b")
-NUM_TIMES = 240
+NUM_TIMES = 120
 NUM_PLACES = 100
 
-_STYLE = {
+_STYLE: Any = {
     "font.size": 11,
     "axes.titlesize": 12,
     "axes.titlelocation": "left",
@@ -51,13 +51,17 @@ def plot(report: Report, path: Path) -> None:
         for axes, policy in zip(above, policies, strict=True):
             _draw_busy(axes, report.forecast, policy, longest)
         above[0].set_ylabel("share of the time busy")
-        above[0].legend(loc="center")
-        _draw_order(figure.add_subplot(grid[1, :]), report.forecast, policies)
+        above[0].legend(loc="upper right", ncols=2)
+        below = figure.add_subplot(grid[1, :])
+        _draw_order(below, report.forecast, policies)
+        figure.legend(
+            *below.get_legend_handles_labels(), loc="outside lower center", ncols=3
+        )
         tokens = report.forecast.tree.num_tokens
         figure.suptitle(
-            f"{_shortened(report.job)}: {report.forecast.tree.num_requests:,} requests, "
+            f"{_beginning(report.job)}: {report.forecast.tree.num_requests:,} requests, "
             f"{tokens:,} prompt tokens\n"
-            f"{_shortened(report.machine.model)} on {report.machine.devices}",
+            f"{_end(report.machine.model)} on {report.machine.devices}",
             x=0.01, ha="left", fontsize=13, fontweight="bold",
         )  # fmt: skip
         figure.savefig(path, format="png")
@@ -84,7 +88,8 @@ def _draw_busy(axes: Any, forecast: Forecast, policy: str, longest: float) -> No
         axes.stairs(part, edges, baseline=None, color=colour, linewidth=1.8, label=name)
         axes.stairs(part, edges, color=colour, alpha=0.12, fill=True)
     axes.set_xlim(0, longest)
-    axes.set_ylim(0, 1.05)
+    axes.set_ylim(0, 1.2)  # room for the legend
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_xlabel("time (s)")
     axes.set_title(
@@ -116,7 +121,11 @@ def _draw_order(axes: Any, forecast: Forecast, policies: list[str]) -> None:
         label=f"the whole job: {forecast.density:.3g}",
     )  # fmt: skip
     axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    # A decade to either side at least: small differences are to look small.
+    axes.set_ylim(min(low, forecast.density / 10), max(high, 10 * forecast.density))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: "")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set_xlim(0, forecast.tree.num_requests)
     axes.set_xlabel("place in the order (requests sent before)")
@@ -125,7 +134,6 @@ def _draw_order(axes: Any, forecast: Forecast, policies: list[str]) -> None:
         "Who is sent when: above the line compute-intensive for this job, below it "
         "memory-intensive"
     )
-    axes.legend(loc="best", ncols=3)
 
 
 def _density_along(forecast: Forecast, order: Int64s) -> tuple[Floats, Floats]:
@@ -148,5 +156,9 @@ def _seconds(value: float) -> str:
     return f"{value:,.1f}" if value >= 10 else f"{value:,.3f}"
 
 
-def _shortened(name: str, most: int = 60) -> str:
-    return name if len(name) <= most else f"...{name[3 - most :]}"
+def _beginning(name: str, most: int = 60) -> str:
+    return name if len(name) <= most else f"{name[: most - 3]}..."
+
+
+def _end(path: str, most: int = 60) -> str:
+    return path if len(path) <= most else f"...{path[3 - most :]}"

@@ -10,7 +10,7 @@ from typing import Any
 from .errors import ConfigError, InputError
 from .forecast import Lengths, forecast
 from .known_models import MODELS
-from .plan_command import check_plot, make_machine, measured, progress, show
+from .plan_common import check_plot, make_machine, measured, progress, show
 from .plan_report import LeftOut, MachineInfo, Report
 from .planner.model_spec import ModelSpec
 from .planner.order import OrderSettings
@@ -18,6 +18,7 @@ from .planner.plan import Machine
 from .workloads.blend import TRACES, blend
 from .workloads.mix import Workload, combine, industry, shared_prefix_groups
 from .workloads.traces import read_trace
+
 
 def simulate(options: argparse.Namespace) -> int:
     """Simulate a job under several policies; returns the process's exit status.
@@ -59,7 +60,9 @@ def _model(options: argparse.Namespace) -> tuple[str, ModelSpec]:
     try:
         config = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise InputError(f"--model-path {path}: {file} cannot be read: {error}") from None
+        raise InputError(
+            f"--model-path {path}: {file} cannot be read: {error}"
+        ) from None
     if not isinstance(config, dict):
         raise InputError(f"--model-path {path}: {file} is not a JSON object.")
     return str(path), ModelSpec.from_hf_config(config)
@@ -78,9 +81,7 @@ def _workload(options: argparse.Namespace, machine: Machine) -> Workload:
         return industry(count, seed)
     density, sharing = options.blend or TRACES[options.trace or 1]
     cost = machine.cost
-    return blend(
-        density, sharing, count, seed, cost.token_time_s, cost.kv_read_time_s
-    )
+    return blend(density, sharing, count, seed, cost.token_time_s, cost.kv_read_time_s)
 
 
 def _job_name(options: argparse.Namespace, job: Workload) -> str:

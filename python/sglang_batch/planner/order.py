@@ -52,13 +52,13 @@ class Order:
     density: float64 ``[n]`` by place, compute density of the neighbourhood; for
         dual-scan, which takes requests from both ends. None for orders that are simply
         followed.
-    num_left: requests on the compute-intensive side; None as above.
+    num_left: requests on the compute-intensive side.
     repeated_tokens: shared prompt tokens that the order gives up on purpose.
     """
 
     requests: Int64s
     density: Floats | None = None
-    num_left: int | None = None
+    num_left: int = 0
     repeated_tokens: int = 0
 
     def renumbered(self, numbers: Int64s) -> Order:
@@ -74,7 +74,7 @@ class Order:
         density = self.density
         if density is not None:
             # A sample is taken from everywhere: it has the density of the left side.
-            among_left = density[: max(1, self.num_left or 0)]
+            among_left = density[: max(1, self.num_left)]
             density = np.concatenate(
                 [np.full(len(first), np.median(among_left)), density[rest]]
             )
@@ -82,6 +82,7 @@ class Order:
             self,
             requests=np.concatenate([first, self.requests[rest]]),
             density=density,
+            num_left=len(first) + int(rest[: self.num_left].sum()),
         )
 
 

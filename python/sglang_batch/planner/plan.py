@@ -181,6 +181,7 @@ class _Planner:
                 estimate_sq=self.estimates.est_output_len_sq,
                 max_new_tokens=self._job.max_new_tokens,
                 density=order.density,
+                num_left=order.num_left,
             )
 
     def fastest(self) -> str:

@@ -75,6 +75,8 @@ def _candidate(sim: Sim, side: int) -> int:
     state = sim.state[0]
     if state.next_left > state.next_right:
         return NONE
+    if side == RIGHT and state.next_right < sim.queue.num_left:
+        return NONE
     return int(sim.queue.order[state.next_left if side == LEFT else state.next_right])
 
 
@@ -102,10 +104,14 @@ def _prefill(sim: Sim, side: int, tokens: int, reserved: int) -> tuple[int, floa
     s = sim.sides[side]
     done = 0
     attention = 0.0
+    s.blocked = 0
     while done < tokens:
         if s.partial == NONE:
             i = _candidate(sim, side)
-            if i == NONE or _waits(sim, side) or not _fits(sim, i, reserved):
+            if i == NONE:
+                break
+            if _waits(sim, side) or not _fits(sim, i, reserved):
+                s.blocked = 1
                 break
             s.retry_at = 0
             _take(sim, side)
@@ -127,11 +133,11 @@ def _prefill(sim: Sim, side: int, tokens: int, reserved: int) -> tuple[int, floa
 
 
 @jit_in_place
-def _memory_time(sim: Sim) -> float:
-    """Seconds to read weights and the KV of all that decode in this step."""
+def _kv_read_time(sim: Sim) -> float:
+    """Seconds to read the KV of all that decode in this step."""
     state = sim.state[0]
     tokens = state.read_base + state.decoding * state.step + state.shared_read
-    return float(sim.engine.weight_read_time_s + tokens * sim.engine.kv_read_time_s)
+    return float(tokens * sim.engine.kv_read_time_s)
 
 
 @jit_in_place
@@ -161,14 +167,14 @@ def _dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
             _candidate(sim, RIGHT) != NONE,
             target,
             state.decoding,
-            _memory_time(sim),
+            _kv_read_time(sim),
             sim.engine.token_time_s,
         )
     )
     limit = max(0, sim.engine.step_tokens - state.decoding)
     tokens = allowed.prefill_tokens
     done, attention = 0, 0.0
-    if allowed.right_kv > 0:
+    if allowed.right_kv > 0 and not sim.sides[LEFT].blocked:
         right = min(limit, max(tokens, sim.engine.min_step_tokens))
         kept = max(0, allowed.left_kv - sim.sides[LEFT].kv)
         done, attention = _prefill(sim, RIGHT, _whole(sim, right), kept)
@@ -191,10 +197,10 @@ def _static_prefill(sim: Sim) -> tuple[int, float]:
 
 @jit_in_place
 def _remaining_density(sim: Sim) -> float:
-    """Compute over memory time of what is left of the job, by the estimates."""
+    """Compute over KV read time of what is left of the job, by the estimates."""
     state = sim.state[0]
-    memory = max(state.memory_planned - state.memory, 1e-9)
-    density = max(state.compute_planned - state.compute, 0.0) / memory
+    reads = max(state.kv_read_planned - state.kv_read, 1e-9)
+    density = max(state.compute_planned - state.compute, 0.0) / reads
     return min(max(density, 1.0 / _DENSITY_RANGE), _DENSITY_RANGE)
 
 
@@ -231,7 +237,8 @@ def _sample(
         for row in range(3):
             for j in range(half):
                 samples[row, j] = samples[row, 2 * j] + samples[row, 2 * j + 1]
-                samples[row, half + j] = 0.0
+            for j in range(half, samples.shape[1]):
+                samples[row, j] = 0.0
         stride *= 2
     column = step // stride
     samples[0, column] += seconds
@@ -266,10 +273,12 @@ def run_steps(sim: Sim, samples: Floats) -> int:
         _grow(sim)
         charged = -(-(tokens + state.decoding) // multiple) * multiple
         compute = charged * engine.token_time_s + attention
-        memory = _memory_time(sim)
+        kv_read = _kv_read_time(sim)
+        memory = kv_read + engine.weight_read_time_s
         seconds = overlapped(compute, memory, engine.interference_exponent)
         state.compute += compute
         state.memory += memory
+        state.kv_read += kv_read
         state.seconds += seconds
         stride = _sample(samples, stride, state.step - 1, seconds, compute, memory)
         end_of_step(sim)

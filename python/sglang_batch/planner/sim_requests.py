@@ -217,7 +217,7 @@ def _revise_estimate(sim: Sim, i: int, new: int) -> None:
     reads = float(r.input_len) * new + float(new) * (new + 1.0) / 2.0
     memory = sim.engine.kv_read_time_s * reads
     state.compute_planned += (new - r.estimate) * sim.engine.token_time_s
-    state.memory_planned += memory - r.memory_estimate
+    state.kv_read_planned += memory - r.memory_estimate
     r.estimate = new
     r.memory_estimate = memory
 

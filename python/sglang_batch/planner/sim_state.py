@@ -72,7 +72,14 @@ STATE = np.dtype(
     ]
     + [
         (name, np.float64)
-        for name in ("seconds", "compute", "memory", "compute_planned", "memory_planned")
+        for name in (
+            "seconds",
+            "compute",
+            "memory",
+            "kv_read",  # the part of memory that is not weights
+            "compute_planned",  # of the whole job, by the estimates
+            "kv_read_planned",
+        )
     ],
     align=True,
 )
@@ -89,6 +96,7 @@ SIDE = np.dtype(
             "num_retry",
             "retry_at",  # the next request does not fit: when to try again
             "changes_seen",
+            "blocked",  # whether it had to stop for want of KV
         )
     ],
     align=True,
@@ -99,12 +107,14 @@ class Queue(NamedTuple):
     """The plan: int64 ``order[place]`` is a leaf, ``rank[leaf]`` how soon it comes.
 
     density: float64 by place. dual: whether it is taken from both ends.
+    num_left: places of the left side; the right scanner stops before them.
     """
 
     order: Int64s
     rank: Int64s
     density: Floats
     dual: bool
+    num_left: int
 
 
 class Engine(NamedTuple):

@@ -25,6 +25,7 @@ from .requests import Floats, Int32s, Int64s
 from .sim_cache import LRU, PLANNED, make_cache
 from .sim_loop import run_steps
 from .sim_state import (
+    NONE,
     REQUEST,
     Engine,
     Queue,
@@ -113,6 +114,7 @@ def simulate(
     estimate_sq: Floats | None = None,
     max_new_tokens: Int32s | None = None,
     density: Floats | None = None,
+    num_left: int = 0,
 ) -> Simulation:
     """Run a job in a given order.
 
@@ -124,6 +126,7 @@ def simulate(
         max_new_tokens: int32 ``[n]`` by request, which estimates do not exceed.
         density: float64 ``[n]`` by rank in ``order``. With it the dual scanner takes
             the order from both ends; without, requests come in order.
+        num_left: requests of ``order`` that are on the left side.
 
     Raises:
         ConfigError: a request needs more KV than there is.
@@ -144,12 +147,15 @@ def simulate(
     requests["max_new_tokens"] = max_new_tokens[leaves]
     requests["estimate_mean"] = estimate[leaves]
     requests["estimate_sq"] = estimate_sq[leaves]
+    requests["event"] = NONE
     longest = int(max(requests["output_len"].max(initial=1), estimate.max(initial=1.0)))
     state = make_state(len(leaves))
-    state["compute_planned"], state["memory_planned"] = _planned(tree, cost, requests)
+    state["compute_planned"], state["kv_read_planned"] = _planned(
+        tree, cost, requests
+    )
     sim = Sim(
         engine=_engine(cost, limits),
-        queue=_queue(tree, order, density),
+        queue=_queue(tree, order, density, num_left),
         requests=requests,
         state=state,
         sides=make_sides(),
@@ -176,7 +182,9 @@ def check_capacity(tree: PrefixTree, output_len: Int32s, capacity: int) -> None:
         )
 
 
-def _queue(tree: PrefixTree, order: Int64s, density: Floats | None) -> Queue:
+def _queue(
+    tree: PrefixTree, order: Int64s, density: Floats | None, num_left: int
+) -> Queue:
     n = len(order)
     leaf_of = np.empty(n, dtype=np.int64)
     leaf_of[tree.order] = np.arange(n)
@@ -190,6 +198,7 @@ def _queue(tree: PrefixTree, order: Int64s, density: Floats | None) -> Queue:
         rank=rank,
         density=np.zeros(n) if density is None else density,
         dual=density is not None,
+        num_left=num_left,
     )
 
 

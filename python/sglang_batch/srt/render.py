@@ -69,6 +69,8 @@ class Renderer:
         adapted = prepared.adapted
         if adapted.contains_mm_input():
             return "images, video and audio are not counted: their tokens are not known"
+        if adapted.sampling_params is None:  # of an embedding; SGLang sets it later
+            adapted.sampling_params = {}
         try:
             prompts = self._prompts(adapted)
             for prompt in prompts:
@@ -86,9 +88,7 @@ class Renderer:
         texts = adapted.text if isinstance(adapted.text, list) else [adapted.text]
         return [list(self._manager.tokenizer(text)["input_ids"]) for text in texts]
 
-    def _with_lengths(
-        self, adapted: Any, prompts: list[list[int]]
-    ) -> RenderedRequest:
+    def _with_lengths(self, adapted: Any, prompts: list[list[int]]) -> RenderedRequest:
         if isinstance(adapted, EmbeddingReqInput):
             return RenderedRequest(prompts, [1] * len(prompts), True)
         sampling = adapted.sampling_params
@@ -97,9 +97,7 @@ class Renderer:
         # The scheduler's bound: one token of the context stays free, and one is the
         # token that ends the answer.
         room = [self.context_len - 2 - len(prompt) for prompt in prompts]
-        lengths = [
-            max(1, left if asked is None else min(asked, left)) for left in room
-        ]
+        lengths = [max(1, left if asked is None else min(asked, left)) for left in room]
         fixed = bool(sampling.get("ignore_eos")) and asked is not None
         return RenderedRequest(prompts, lengths, fixed or asked in (0, 1))
 

@@ -1,0 +1,213 @@
+"""The report of ``plan`` and ``simulate`` as a table for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .plan_report import LeftOut, Report
+
+MAX_NAMES_SHOWN = 5
+_LABEL_WIDTH = 26
+
+Row = tuple[str, str]
+
+
+def table(report: Report) -> str:
+    """The report for people."""
+    parts = [
+        _section(f"Job: {report.job}", _job_rows(report)),
+        _section(f"Machine: {_machine_name(report)}", _machine_rows(report)),
+        _section("Bounds: no schedule is faster than", _bound_rows(report)),
+        _policies(report),
+        _conclusion(report),
+    ]
+    return "\n\n".join(parts)
+
+
+def _job_rows(report: Report) -> list[Row]:
+    figures = report.job_figures()
+    requests = f"{figures['requests']:,}"
+    if report.num_lines is not None:
+        requests += f"  (of {report.num_lines:,} lines)"
+    rows = [("requests", requests)]
+    rows += _left_out_rows(report.left_out)
+    rows += [
+        ("prompt tokens", f"{figures['prompt_tokens']:,}"),
+        (
+            "unique prompt tokens",
+            f"{figures['unique_prompt_tokens']:,}  (a perfect prefix cache saves "
+            f"{figures['prefix_sharing_ratio']:.1%})",
+        ),
+        (
+            "expected output tokens",
+            f"{figures['expected_output_tokens']:,.0f}  ({report.lengths})",
+        ),
+        (
+            "compute density",
+            f"{_number(figures['compute_density'])}  (compute time / memory time of "
+            "the whole job)",
+        ),
+        (
+            "density of requests",
+            "  ".join(
+                f"p{q} {_number(figures[f'compute_density_p{q}'])}" for q in (5, 50, 95)
+            ),
+        ),
+    ]
+    for side in ("compute", "memory"):
+        part = figures[f"{side}_intensive"]
+        rows.append(
+            (
+                f"{side}-intensive",
+                f"{part['requests']:,} requests: {part['share_of_compute']:.1%} of "
+                f"the compute time, {part['share_of_memory']:.1%} of the memory time",
+            )
+        )
+    return rows
+
+
+def _machine_name(report: Report) -> str:
+    machine = report.machine
+    note = f" ({machine.hardware_note})" if machine.hardware_note else ""
+    return f"{machine.model} on {machine.devices}{note}"
+
+
+def _machine_rows(report: Report) -> list[Row]:
+    cost, limits = report.forecast.machine.cost, report.forecast.machine.limits
+    rows = [
+        ("KV capacity", f"{limits.kv_capacity_tokens:,} tokens"),
+        ("tokens of a step", f"{limits.step_tokens:,} at most"),
+        ("computes", f"{_rate(cost.token_time_s)} tokens/s"),
+        ("reads KV of", f"{_rate(cost.kv_read_time_s)} tokens/s"),
+    ]
+    if cost.weight_read_time_s:
+        rows.append(("reads all weights in", f"{_ms(cost.weight_read_time_s)}"))
+    return [*rows, ("compute and memory", _overlap(cost.interference_exponent))]
+
+
+def _bound_rows(report: Report) -> list[Row]:
+    b, cost = report.forecast.bounds, report.forecast.machine.cost
+    exponent = cost.interference_exponent
+    weights = f"with the weights, read in {b.min_steps:,} steps"
+    note = weights if cost.weight_read_time_s else ""
+    rows = [
+        ("compute", b.compute_s, ""),
+        ("memory", b.memory_s, note),
+        ("the longest request", b.critical_path_s, "alone in the engine"),
+        ("held KV, read once a step", b.kv_area_s, note),
+        ("perfect overlap", b.ideal_s, "the larger of compute and memory"),
+    ]
+    if 1 < exponent < math.inf:
+        law = f"with exponent {exponent:g}, if all steps have the job's density"
+        rows.append(("overlap", b.law_s, law))
+        rows.append(("no overlap", b.sum_s, "no bound: some schedules are faster"))
+    elif exponent == 1:
+        rows.append(("no overlap", b.sum_s, "compute, then memory"))
+    rows.append(("tightest bound", b.tightest_s, ""))
+    digits = 1 if b.tightest_s >= 10 else 3
+    width = len(f"{b.sum_s:,.{digits}f}")
+    return [
+        (name, f"{seconds:>{width},.{digits}f} s  {note}".rstrip())
+        for name, seconds, note in rows
+    ]
+
+
+def _policies(report: Report) -> str:
+    f = report.forecast
+    header = (
+        "policy", "seconds", "tokens/s", "cached", "of possible", "steps",
+        "retracted", "of bound",
+    )  # fmt: skip
+    lines = [header]
+    for name in f.ranking:
+        run = report.policy_figures(f.runs[name].simulation)
+        possible = run["share_of_optimal_sharing"]
+        lines.append(
+            (
+                ("* " if name == report.chosen else "  ") + name,
+                _seconds(run["seconds"]),
+                f"{run['tokens_per_second']:,.0f}",
+                f"{run['prefix_sharing_ratio']:.1%}",
+                "-" if possible is None else f"{possible:.1%}",
+                f"{run['steps']:,}",
+                f"{run['retractions']:,}",
+                f"{run['share_of_bound']:.1%}",
+            )
+        )
+    return "Predicted, fastest first\n" + _table(lines)
+
+
+def _conclusion(report: Report) -> str:
+    """The verdict, with how much faster or slower others are."""
+    f = report.forecast
+    seconds = {name: run.simulation.seconds for name, run in f.runs.items()}
+    others = [name for name in f.ranking if name != report.chosen]
+    if not others:
+        return f"{report.verdict}."
+    named = dict.fromkeys([others[0], *(n for n in ("dfs", "fcfs") if n in others)])
+    compared = [
+        _compared(seconds[name] / seconds[report.chosen], name) for name in named
+    ]
+    return f"{report.verdict}: {', '.join(compared)}."
+
+
+def _left_out_rows(left_out: Sequence[LeftOut]) -> list[Row]:
+    if not left_out:
+        return []
+    rows = [("left out", f"{len(left_out):,}, which cannot run:")]
+    rows += [("", f"{each.name}: {each.reason}") for each in left_out[:MAX_NAMES_SHOWN]]
+    more = len(left_out) - MAX_NAMES_SHOWN
+    return [*rows, ("", f"... and {more:,} more")] if more > 0 else rows
+
+
+def _compared(ratio: float, name: str) -> str:
+    change = ratio - 1
+    if abs(change) < 0.0005:
+        return f"as fast as {name}"
+    if ratio >= 2:
+        return f"{ratio:.1f} times as fast as {name}"
+    return f"{abs(change):.1%} {'faster' if change > 0 else 'slower'} than {name}"
+
+
+def _section(title: str, rows: list[Row]) -> str:
+    lines = [f"  {name:<{_LABEL_WIDTH}}{value}".rstrip() for name, value in rows]
+    return "\n".join([title, *lines])
+
+
+def _table(lines: Sequence[tuple[str, ...]]) -> str:
+    """Rows under a header: the first column to the left, numbers to the right."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    header = ("  " + lines[0][0], *lines[0][1:])
+    return "\n".join(
+        f"{line[0]:<{widths[0]}}"
+        + "".join(
+            f"  {cell:>{width}}"
+            for cell, width in zip(line[1:], widths[1:], strict=True)
+        )
+        for line in [header, *lines[1:]]
+    )
+
+
+def _number(value: float) -> str:
+    return "infinite" if math.isinf(value) else f"{value:,.3g}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.1f}" if value >= 10 else f"{value:,.3f}"
+
+
+def _rate(seconds_each: float) -> str:
+    return f"{1 / seconds_each:,.0f}" if seconds_each else "unlimited"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.3g} ms, in every step"
+
+
+def _overlap(exponent: float) -> str:
+    if exponent == 1:
+        return "one after the other (overlap exponent 1)"
+    if math.isinf(exponent):
+        return "overlap perfectly"
+    return f"overlap with exponent {exponent:g} (1 = not at all, inf = perfectly)"

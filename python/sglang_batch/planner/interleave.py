@@ -19,17 +19,27 @@ NUM_UNITS = 512
 _GOLDEN = (5.0**0.5 - 1.0) / 2.0
 
 
-def interleaved(tree: PrefixTree, leaves: Int64s, work: Floats) -> Int64s:
+def interleaved(
+    tree: PrefixTree, leaves: Int64s, work: Floats, max_repeated_tokens: int
+) -> Int64s:
     """A permutation of ``leaves``, as places in it, int64 ``[len(leaves)]``.
 
     Args:
         leaves: int64, positions in the tree, sorted by density.
         work: float64 ``[n]`` by leaf; units are of about equal work.
+        max_repeated_tokens: shared tokens that may be lost at the cuts. There are as
+            many units as that allows.
     """
     if len(leaves) == 0:
         return np.zeros(0, np.int64)
     shared = tree.shared_with_previous(leaves)
-    unit = _cut(shared, work[leaves], NUM_UNITS)
+    num_units = NUM_UNITS
+    while True:
+        unit = _cut(shared, work[leaves], num_units)
+        cuts = np.flatnonzero(np.diff(unit)) + 1
+        if shared[cuts].sum(dtype=np.int64) <= max_repeated_tokens or num_units == 1:
+            break
+        num_units //= 2
     # Multiples of the golden ratio fall into any interval in proportion to its length.
     turn = np.arange(unit[-1] + 1) * _GOLDEN % 1.0
     return np.argsort(turn[unit], kind="stable")

@@ -98,7 +98,7 @@ class OrderSettings:
     """
 
     seed: int = 0
-    min_sharing_kept: float = 0.997
+    min_sharing_kept: float = 0.998
     interleave: bool = True
 
 
@@ -167,9 +167,9 @@ def _dual_scan(
     right, extra = split_in_two(tree, is_right, weight, budget)
     left_leaves = _sorted_side(tree, cost, work, ~right)
     if settings.interleave:
-        left_leaves = left_leaves[
-            interleaved(tree, left_leaves, densities * work.memory_s)
-        ]
+        compute = densities * work.memory_s
+        dealt = interleaved(tree, left_leaves, compute, max(0, budget - extra))
+        left_leaves = left_leaves[dealt]
     leaves = np.concatenate([left_leaves, _sorted_side(tree, cost, work, right)])
     compute = densities[leaves] * work.memory_s[leaves]
     return Order(

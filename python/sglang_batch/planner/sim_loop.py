@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import kv_forecast as kv
 from . import sim_cache as prefix
 from .cost_model import overlapped
-from .dual_scanner import ScanState, budgets
+from .dual_scanner import ScanState, budgets, next_pace
 from .jit import jit_in_place
 from .requests import Floats
 from .sim_cache import GARBAGE, IDLE, LOCKED
@@ -141,6 +141,13 @@ def _kv_read_time(sim: Sim) -> float:
 
 
 @jit_in_place
+def _reads(sim: Sim, side: int) -> int:
+    """KV tokens that a side's decodes read in this step, shared ones each time."""
+    s = sim.sides[side]
+    return int(s.read_base + s.decoding * sim.state[0].step)
+
+
+@jit_in_place
 def _whole(sim: Sim, tokens: int) -> int:
     """``tokens``, such that with the decodes they make a multiple if they can."""
     excess = (tokens + sim.state[0].decoding) % sim.engine.batch_multiple
@@ -158,6 +165,8 @@ def _density_ahead(sim: Sim, side: int) -> float:
 def _dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
     """Admit from both sides by the dual scanner's budgets."""
     state = sim.state[0]
+    left_blocked = sim.sides[LEFT].blocked != 0
+    state.pace = next_pace(state.pace, left_blocked)
     allowed = budgets(
         ScanState(
             sim.engine.kv_capacity,
@@ -168,13 +177,16 @@ def _dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
             target,
             state.decoding,
             _kv_read_time(sim),
+            _reads(sim, LEFT),
             sim.engine.token_time_s,
+            state.pace,
         )
     )
     limit = max(0, sim.engine.step_tokens - state.decoding)
     tokens = allowed.prefill_tokens
     done, attention = 0, 0.0
-    if allowed.right_kv > 0 and not sim.sides[LEFT].blocked:
+    # A left side without room goes first.
+    if not left_blocked and _reads(sim, RIGHT) <= allowed.right_reads:
         right = min(limit, max(tokens, sim.engine.min_step_tokens))
         kept = max(0, allowed.left_kv - sim.sides[LEFT].kv)
         done, attention = _prefill(sim, RIGHT, _whole(sim, right), kept)
@@ -201,7 +213,7 @@ def _remaining_density(sim: Sim) -> float:
     state = sim.state[0]
     reads = max(state.kv_read_planned - state.kv_read, 1e-9)
     density = max(state.compute_planned - state.compute, 0.0) / reads
-    return min(max(density, 1.0 / _DENSITY_RANGE), _DENSITY_RANGE)
+    return float(min(max(density, 1.0 / _DENSITY_RANGE), _DENSITY_RANGE))
 
 
 @jit_in_place

@@ -162,6 +162,7 @@ def start_decoding(sim: Sim) -> None:
         state.decoding += 1
         sim.sides[r.side].decoding += 1
         state.read_base += r.input_len + r.generated - r.begin
+        sim.sides[r.side].read_base += r.input_len + r.generated - r.begin
         if sim.engine.shared_kv_read_once:
             state.read_base -= r.input_len - r.own
             state.shared_read += prefix.change_readers(sim.cache, r.node, 1)
@@ -178,6 +179,7 @@ def _stop_decoding(sim: Sim, i: int, last_step: int) -> int:
     state.decoding -= 1
     sim.sides[r.side].decoding -= 1
     state.read_base -= r.input_len + r.generated - r.begin
+    sim.sides[r.side].read_base -= r.input_len + r.generated - r.begin
     if sim.engine.shared_kv_read_once:
         state.read_base += r.input_len - r.own
         state.shared_read += prefix.change_readers(sim.cache, r.node, -1)

@@ -74,6 +74,7 @@ STATE = np.dtype(
         (name, np.float64)
         for name in (
             "seconds",
+            "pace",  # of the dual scanner
             "compute",
             "memory",
             "kv_read",  # the part of memory that is not weights
@@ -91,6 +92,7 @@ SIDE = np.dtype(
         for name in (
             "kv",
             "decoding",
+            "read_base",  # as that of the whole engine
             "partial",  # request whose prompt is being computed, and what it needs
             "partial_left",
             "num_retry",
@@ -160,6 +162,7 @@ def make_state(num_requests: int) -> NDArray[Any]:
     state = np.zeros(1, STATE)
     state["step"] = 1
     state["next_right"] = num_requests - 1
+    state["pace"] = 1.0
     state["oldest"] = state["newest"] = NONE
     return state
 

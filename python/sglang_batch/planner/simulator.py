@@ -150,9 +150,7 @@ def simulate(
     requests["event"] = NONE
     longest = int(max(requests["output_len"].max(initial=1), estimate.max(initial=1.0)))
     state = make_state(len(leaves))
-    state["compute_planned"], state["kv_read_planned"] = _planned(
-        tree, cost, requests
-    )
+    state["compute_planned"], state["kv_read_planned"] = _planned(tree, cost, requests)
     sim = Sim(
         engine=_engine(cost, limits),
         queue=_queue(tree, order, density, num_left),

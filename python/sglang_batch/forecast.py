@@ -1,7 +1,6 @@
 """How long a job takes under each policy: what ``plan`` and ``simulate`` predict.
 
-The pieces are those of :func:`.planner.plan.make_plan`. Here every policy is simulated,
-with the true output lengths where they are known, and seen from outside while it is.
+Every policy is simulated, with the true output lengths where they are known.
 """
 
 from __future__ import annotations
@@ -13,17 +12,12 @@ import numpy as np
 
 from .errors import InputError
 from .planner.bounds import Bounds, lower_bounds
+from .planner.candidates import Candidates, Machine, Observed, PolicyRun
 from .planner.density import LeafWork, leaf_densities, leaf_work, root_density
-from .planner.order import Order, OrderSettings, make_order
-from .planner.output_length import (
-    OutputEstimates,
-    OutputLengthEstimator,
-    choose_sample,
-)
-from .planner.plan import Machine
+from .planner.order import OrderSettings
+from .planner.output_length import choose_sample
 from .planner.prefix_tree import PrefixTree, build_prefix_tree
 from .planner.requests import Floats, Int32s, Int64s, PlanRequests
-from .planner.simulator import Simulation, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +33,6 @@ class Lengths:
     true: Int32s | None = None
     sample_share: float = 0.0
     default: int = 256
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyRun:
-    """One policy's order and its simulated run."""
-
-    order: Order
-    simulation: Simulation
-
-    @property
-    def sent(self) -> Int64s:
-        """Requests in the order in which they enter the engine, int64 ``[n]``."""
-        if self.order.density is None:
-            return self.order.requests
-        return self.simulation.admission_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,95 +80,49 @@ def forecast(
         ConfigError: a policy is not known.
         InputError: no request fits into the machine, or a setting is out of range.
     """
-    capacity = machine.limits.kv_capacity_tokens
-    true = lengths.true
-    fitting = _needed(requests, true) <= capacity
-    too_large = np.flatnonzero(~fitting)
-    if len(too_large):
-        if not fitting.any():
-            raise InputError(
-                f"No request fits into a KV cache of {capacity:,} tokens: the smallest "
-                f"needs {_needed(requests, true).min():,}. Give the engine more memory."
-            )
-        fits = np.flatnonzero(fitting)
-        requests = requests.take(fits)
-        true = None if true is None else true[fits]
-    tree = build_prefix_tree(requests.tokens, requests.offsets)
-    estimator = OutputLengthEstimator(
-        tree, requests, default_output_len=lengths.default
+    observed = None
+    if lengths.true is not None and lengths.sample_share > 0:
+        observed = _sample(requests, lengths.true, lengths.sample_share, settings.seed)
+    job = Candidates(
+        requests,
+        machine,
+        settings,
+        observed=observed,
+        true_output_len=lengths.true,
+        default_output_len=lengths.default,
     )
-    num_sampled = 0
-    if true is not None and lengths.sample_share > 0:
-        share, seed = lengths.sample_share, settings.seed
-        sample = choose_sample(tree, requests, share=share, seed=seed)
-        estimator.observe(sample, true[sample])
-        num_sampled = len(sample)
-    estimates = estimator.estimates()
-    output_len = true
-    if output_len is None:
-        output_len = _possible(estimator.draw(settings.seed), requests, capacity)
-    runs = {
-        policy: _run(policy, requests, tree, machine, estimates, output_len, settings)
-        for policy in policies
-    }
-    estimate, estimate_sq = estimates.est_output_len, estimates.est_output_len_sq
-    if true is not None:
-        estimate = true.astype(np.float64)
+    if len(job.fits) == 0 < len(requests):
+        raise InputError(
+            "No request fits into a KV cache of "
+            f"{machine.limits.kv_capacity_tokens:,} tokens: the shortest prompt has "
+            f"{requests.input_len.min():,}. Give the engine more memory."
+        )
+    runs = {policy: job.run(policy) for policy in policies}
+    estimate = job.estimates.est_output_len
+    estimate_sq = job.estimates.est_output_len_sq
+    if lengths.true is not None:
+        estimate = job.output_len.astype(np.float64)
         estimate_sq = estimate**2
-    work = leaf_work(tree, machine.cost, estimate, estimate_sq)
+    work = leaf_work(job.tree, machine.cost, estimate, estimate_sq)
+    capacity = machine.limits.kv_capacity_tokens
     return Forecast(
         machine=machine,
-        too_large=too_large,
-        requests=requests,
-        tree=tree,
-        output_len=output_len,
+        too_large=job.too_large,
+        requests=job.requests,
+        tree=job.tree,
+        output_len=job.output_len,
         expected_output_tokens=float(estimate.sum()),
-        num_sampled=num_sampled,
+        num_sampled=0 if observed is None else len(observed.requests),
         work=work,
-        densities=leaf_densities(tree, machine.cost, work),
-        density=root_density(tree, machine.cost, work),
-        bounds=lower_bounds(tree, machine.cost, output_len, capacity),
+        densities=leaf_densities(job.tree, machine.cost, work),
+        density=root_density(job.tree, machine.cost, work),
+        bounds=lower_bounds(job.tree, machine.cost, job.output_len, capacity),
         runs=runs,
     )
 
 
-def _run(
-    policy: str,
-    requests: PlanRequests,
-    tree: PrefixTree,
-    machine: Machine,
-    estimates: OutputEstimates,
-    output_len: Int32s,
-    settings: OrderSettings,
-) -> PolicyRun:
-    estimate, estimate_sq = estimates.est_output_len, estimates.est_output_len_sq
-    order = make_order(
-        policy, tree, requests, machine.cost, estimate, estimate_sq, settings
-    )
-    simulation = simulate(
-        tree,
-        machine.cost,
-        machine.limits,
-        order=order.requests,
-        output_len=output_len,
-        estimate=estimate,
-        estimate_sq=estimate_sq,
-        max_new_tokens=requests.max_new_tokens,
-        density=order.density,
-        num_left=order.num_left,
-    )
-    return PolicyRun(order, simulation)
-
-
-def _needed(requests: PlanRequests, true: Int32s | None) -> Int64s:
-    """KV tokens that each request needs at least, int64 ``[n]``."""
-    known = requests.known_output_len if true is None else true
-    needed: Int64s = requests.input_len.astype(np.int64) + np.maximum(known, 1)
-    return needed
-
-
-def _possible(drawn: Int32s, requests: PlanRequests, capacity: int) -> Int32s:
-    """Drawn lengths, cut to what the KV cache can hold."""
-    cut = np.minimum(drawn, capacity - requests.input_len)
-    lengths: Int32s = np.maximum(cut, 1).astype(np.int32)
-    return lengths
+def _sample(requests: PlanRequests, true: Int32s, share: float, seed: int) -> Observed:
+    """The true lengths of a share of the requests."""
+    tree = build_prefix_tree(requests.tokens, requests.offsets)
+    sample = choose_sample(tree, requests, share=share, seed=seed)
+    return Observed(sample, true[sample])

@@ -67,20 +67,25 @@ def root_density(tree: PrefixTree, cost: CostModel, work: LeafWork) -> float:
     return float(compute_density(compute[:1], memory[:1])[0])
 
 
-def leaf_densities(tree: PrefixTree, cost: CostModel, work: LeafWork) -> Floats:
-    """Density of each request where its neighbours pay for shared prefixes.
+def leaf_compute(tree: PrefixTree, cost: CostModel, work: LeafWork) -> Floats:
+    """Compute time of each request where its neighbours share the cost of prefixes.
 
-    float64 ``[n]``. A prefix is spread evenly over the requests below it: a request
-    whose prompt is mostly shared costs little more than what is its own.
+    float64 ``[n]`` in seconds. A prefix is spread evenly over the requests below it: a
+    request whose prompt is mostly shared costs little more than what is its own.
     """
     length = tree.depth - np.where(tree.parent >= 0, tree.depth[tree.parent], 0)
     per_leaf = length / np.maximum(tree.leaf_end - tree.leaf_begin, 1)
     spread = _sum_over_path(tree.parent, per_leaf)
     own = tree.input_len - tree.depth[tree.leaf_parent]
     tokens = own + spread[tree.leaf_parent]
-    compute = tokens * cost.token_time_s + work.decode_s
+    compute: Floats = tokens * cost.token_time_s + work.decode_s
     compute += cost.attention_time_s * tokens * tree.input_len
-    return compute_density(compute, work.memory_s)
+    return compute
+
+
+def leaf_densities(tree: PrefixTree, cost: CostModel, work: LeafWork) -> Floats:
+    """Density of each request, shared prefixes spread; float64 ``[n]``."""
+    return compute_density(leaf_compute(tree, cost, work), work.memory_s)
 
 
 @jit

@@ -23,22 +23,21 @@ import numpy as np
 
 from ..config import POLICIES
 from ..errors import ConfigError
-from .cost_model import CostModel
+from .cost_model import CostModel, compute_density
 from .density import (
     LeafWork,
     depth_first,
     layer_sort,
-    leaf_densities,
+    leaf_compute,
     leaf_work,
     root_density,
     smooth_density,
     sort_children,
 )
-from .interleave import interleaved
 from .prefix_groups import group_order, prefix_groups
 from .prefix_tree import PrefixTree
 from .requests import Bools, Floats, Int64s, PlanRequests
-from .splitting import split_in_two
+from .splitting import split_by_threshold, split_in_two
 
 # Those that need no simulation to be chosen among.
 ORDERS = tuple(policy for policy in POLICIES if policy != "auto")
@@ -93,13 +92,13 @@ class OrderSettings:
     seed: of ``random``, and of the lengths that ``auto`` simulates with.
     min_sharing_kept: share of the shared prompt tokens that dual-scan keeps when it
         takes outliers out of their subtrees.
-    interleave: whether dual-scan deals its left side out evenly; without, it is sorted
-        by density, as in the paper.
+    algorithm_2: take them out as in the paper, a subtree into all its parts, and not
+        into two.
     """
 
     seed: int = 0
     min_sharing_kept: float = 0.998
-    interleave: bool = True
+    algorithm_2: bool = False
 
 
 def make_order(
@@ -155,29 +154,52 @@ def _dual_scan(
 ) -> Order:
     """Left side, then right side, each in falling density."""
     if tree.num_requests == 0:
-        return Order(tree.order, density=np.zeros(0), num_left=0)
+        return Order(tree.order, density=np.zeros(0))
     target = root_density(tree, cost, work)
-    densities = leaf_densities(tree, cost, work)
-    is_right = densities < target
-    # A request on the wrong side adds this much time of the kind that side has plenty
-    # of, and takes it from where it is short.
-    weight = np.abs(densities - target) * work.memory_s
-    shared = tree.num_tokens - tree.num_unique_tokens
-    budget = int(shared * (1.0 - settings.min_sharing_kept))
-    right, extra = split_in_two(tree, is_right, weight, budget)
-    left_leaves = _sorted_side(tree, cost, work, ~right)
-    if settings.interleave:
-        compute = densities * work.memory_s
-        dealt = interleaved(tree, left_leaves, compute, max(0, budget - extra))
-        left_leaves = left_leaves[dealt]
-    leaves = np.concatenate([left_leaves, _sorted_side(tree, cost, work, right)])
-    compute = densities[leaves] * work.memory_s[leaves]
+    compute = leaf_compute(tree, cost, work)
+    if settings.algorithm_2:
+        leaves, num_left, extra = _by_units(tree, cost, work, target, settings)
+    else:
+        # A request on the wrong side has so much time too much of one kind there.
+        harm = compute - (target if np.isfinite(target) else 0.0) * work.memory_s
+        shared = tree.num_tokens - tree.num_unique_tokens
+        budget = int(shared * (1.0 - settings.min_sharing_kept))
+        right, extra = split_in_two(tree, harm < 0.0, np.abs(harm), budget)
+        sides = [_sorted_side(tree, cost, work, side) for side in (~right, right)]
+        leaves, num_left = np.concatenate(sides), len(sides[0])
     return Order(
         requests=tree.order[leaves],
-        density=smooth_density(compute, work.memory_s[leaves]),
-        num_left=int((~right).sum()),
+        density=smooth_density(compute[leaves], work.memory_s[leaves]),
+        num_left=num_left,
         repeated_tokens=extra,
     )
+
+
+def _by_units(
+    tree: PrefixTree,
+    cost: CostModel,
+    work: LeafWork,
+    target: float,
+    settings: OrderSettings,
+) -> tuple[Int64s, int, int]:
+    """BlendServe's Algorithm 2: units in falling density, each sorted layer by layer.
+
+    After this one pass its loop has ended: units hang from the root in order (C1), and
+    inside them every cut costs more than the threshold (C2).
+
+    Returns:
+        Leaf positions, how many of them are on the left, tokens computed again.
+    """
+    unit, extra = split_by_threshold(tree, settings.min_sharing_kept)
+    compute = leaf_compute(tree, cost, work)
+    n = tree.num_requests
+    density = compute_density(
+        np.bincount(unit, compute, n), np.bincount(unit, work.memory_s, n)
+    )[unit]
+    inside = np.empty(n, np.int64)
+    inside[layer_sort(tree, cost, work)] = np.arange(n)
+    leaves = np.lexsort((inside, unit, -density))
+    return leaves, int((density >= target).sum()), extra
 
 
 def _sorted_side(

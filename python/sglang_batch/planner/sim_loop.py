@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import kv_forecast as kv
 from . import sim_cache as prefix
 from .cost_model import overlapped
-from .dual_scanner import ScanState, budgets, next_pace
+from .dual_scanner import ScanState, budgets, next_pace, steady_prefill_tokens
 from .jit import jit_in_place
 from .requests import Floats
 from .sim_cache import GARBAGE, IDLE, LOCKED
@@ -162,6 +162,16 @@ def _density_ahead(sim: Sim, side: int) -> float:
 
 
 @jit_in_place
+def _steady_tokens(sim: Sim, side: int, kv_budget: int) -> float:
+    """Algorithm 3's prefill budget of a side, by the request next in turn."""
+    i = _candidate(sim, side)
+    if i == NONE:
+        return 0.0
+    r = sim.requests[i]
+    return steady_prefill_tokens(float(kv_budget), float(r.own), r.estimate_mean)
+
+
+@jit_in_place
 def _dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
     """Admit from both sides by the dual scanner's budgets."""
     state = sim.state[0]
@@ -183,7 +193,11 @@ def _dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
         )
     )
     limit = max(0, sim.engine.step_tokens - state.decoding)
-    tokens = allowed.prefill_tokens
+    if sim.engine.closed_loop:
+        tokens = allowed.prefill_tokens
+    else:
+        left_tokens = _steady_tokens(sim, LEFT, allowed.left_kv)
+        tokens = int(left_tokens + _steady_tokens(sim, RIGHT, allowed.right_kv))
     done, attention = 0, 0.0
     # A left side without room goes first.
     if not left_blocked and _reads(sim, RIGHT) <= allowed.right_reads:

@@ -127,6 +127,7 @@ class Engine(NamedTuple):
         the density, to get the right side going.
     batch_multiple: tokens of a step are a multiple of this, as far as prompts allow,
         and a step is charged for a whole multiple.
+    closed_loop: whether the dual scanner's prefill budget follows what a step needs.
     """
 
     kv_capacity: int
@@ -134,6 +135,7 @@ class Engine(NamedTuple):
     step_tokens: int
     min_step_tokens: int
     batch_multiple: int
+    closed_loop: bool
     shared_kv_read_once: bool
     token_time_s: float
     attention_time_s: float

@@ -48,6 +48,8 @@ class EngineLimits:
     max_running: most requests at once; None for as many as the KV holds.
     min_step_tokens: see :class:`~.sim_state.Engine`.
     batch_multiple: BlendServe section 4 runs batches in multiples of 128.
+    closed_loop: whether the dual scanner's prefill budget follows what each step needs;
+        otherwise it is the average of BlendServe's Algorithm 3.
     plan_aware_eviction: evict what the plan needs last; otherwise least recently used.
     """
 
@@ -56,6 +58,7 @@ class EngineLimits:
     max_running: int | None = None
     min_step_tokens: int = 512
     batch_multiple: int = 1
+    closed_loop: bool = True
     plan_aware_eviction: bool = True
 
 
@@ -207,6 +210,7 @@ def _engine(cost: CostModel, limits: EngineLimits) -> Engine:
         step_tokens=limits.step_tokens,
         min_step_tokens=limits.min_step_tokens,
         batch_multiple=limits.batch_multiple,
+        closed_loop=limits.closed_loop,
         shared_kv_read_once=cost.shared_kv_read_once,
         token_time_s=cost.token_time_s,
         attention_time_s=cost.attention_time_s,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_batch.batch_api.lines import result_line
-from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.config import POLICIES, OfflineBatchConfig
 from sglang_batch.job import Job
 from sglang_batch.request import BatchRequestInput, RequestOutput
 
@@ -86,7 +86,7 @@ def test_lookahead_does_not_change_the_order(lookahead: int) -> None:
     assert engine.executed == DFS_ORDER
 
 
-@pytest.mark.parametrize("policy", ["dfs", "fcfs"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_only_what_is_to_do_is_run(policy: str) -> None:
     engine = FakeEngine()
     answers = run_job(engine, TEXTS, [6, 1, 4], policy=policy)
@@ -94,7 +94,7 @@ def test_only_what_is_to_do_is_run(policy: str) -> None:
     assert sorted(engine.executed) == ["r1", "r4", "r6"]
 
 
-@pytest.mark.parametrize("policy", ["dfs", "fcfs"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_job_with_nothing_to_do_ends(policy: str) -> None:
     engine = FakeEngine()
     assert run_job(engine, TEXTS, [], policy=policy) == {}
@@ -126,7 +126,7 @@ def test_every_request_rendered_for_the_plan_is_reported() -> None:
 # The window -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["dfs", "fcfs"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("max_inflight", [1, 3, 64])
 def test_the_window_is_filled_and_never_overfilled(
     policy: str, max_inflight: int
@@ -205,7 +205,7 @@ def test_engine_ids_are_the_jobs_own_and_unique() -> None:
     assert engine.rids == [f"batch_1-{i}" for i in range(len(TEXTS))]
 
 
-@pytest.mark.parametrize("policy", ["dfs", "fcfs"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_request_that_cannot_be_rendered_is_answered_and_the_rest_go_on(
     policy: str,
 ) -> None:
@@ -325,7 +325,7 @@ def test_an_error_of_the_engine_ends_the_job_and_is_raised_as_it_is() -> None:
     assert engine.running == set()
 
 
-@pytest.mark.parametrize("policy", ["dfs", "fcfs"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_an_error_of_rendering_ends_the_job_and_is_raised_as_it_is(policy: str) -> None:
     requests = make_requests(TEXTS)
     requests[2] = BatchRequestInput(2, "r2", CHAT, b"no JSON")

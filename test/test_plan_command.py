@@ -146,10 +146,10 @@ def test_the_assumed_length_and_measured_figures_count(
 
 
 def test_the_forecast_is_that_of_the_plan_a_run_makes() -> None:
-    from sglang_batch.forecast import Lengths, forecast
     from sglang_batch.planner.order import OrderSettings
     from sglang_batch.planner.plan import Machine, make_plan
     from sglang_batch.planner.simulator import EngineLimits
+    from sglang_batch.prediction.forecast import Lengths, forecast
     from sglang_batch.workloads.mix import industry
 
     requests = industry(120, seed=1).requests

@@ -10,9 +10,9 @@ import pytest
 
 from sglang_batch.cli import main
 from sglang_batch.config import POLICIES
-from sglang_batch.known_models import MODELS
 from sglang_batch.planner.model_spec import ModelSpec
 from sglang_batch.planner.order import ORDERS
+from sglang_batch.prediction.models import MODELS
 
 GROUPS = ("--groups", "300,40,6,12", "--num-requests", "60")
 

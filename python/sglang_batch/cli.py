@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import __version__, plan_options
+from . import __version__
 from .config import POLICIES
 from .errors import ConfigError, InputError, SGLangBatchError
+from .prediction import options as prediction_options
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -114,8 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.set_defaults(run=_run)
 
-    plan_options.add_plan(commands, _plan)
-    plan_options.add_simulate(commands, _simulate)
+    prediction_options.add_plan(commands, _plan)
+    prediction_options.add_simulate(commands, _simulate)
 
     demo = commands.add_parser(
         "demo-model",
@@ -149,13 +150,13 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _plan(options: argparse.Namespace, rest: list[str]) -> int:
-    from .plan_command import plan
+    from .prediction.plan_command import plan
 
     return plan(options, rest)
 
 
 def _simulate(options: argparse.Namespace, rest: list[str]) -> int:
-    from .simulate_command import simulate
+    from .prediction.simulate_command import simulate
 
     return simulate(options)
 

@@ -75,7 +75,7 @@ def run(options: RunOptions) -> int:
     """
     _check_paths(options)
     # What needs no SGLang is checked first: a typo should not cost its import.
-    _validated(options.input_file, LineRules(require_model=False))
+    validated_file(options.input_file, LineRules(require_model=False))
     from .srt import launch
 
     server_args = launch.parse_server_args(options.server_argv)
@@ -85,7 +85,7 @@ def run(options: RunOptions) -> int:
         require_model=False,
         check_body=launch.check_body,
     )
-    requests = _validated(options.input_file, rules)
+    requests = validated_file(options.input_file, rules)
     with ExitStack() as stack:
         stack.enter_context(requests.closing())
         state = _JobState(options, server_args.model_path, len(requests))
@@ -132,7 +132,7 @@ def _check_paths(options: RunOptions) -> None:
             raise StoreError(f"cannot write {path}: it {reason}.")
 
 
-def _validated(path: Path, rules: LineRules) -> BatchFile:
+def validated_file(path: Path, rules: LineRules) -> BatchFile:
     result = validate(path, rules)
     if isinstance(result, BatchFile):
         return result

@@ -21,7 +21,7 @@ from sglang_batch.planner.simulator import EngineLimits, Simulation, simulate
 Prompt = tuple[int, ...]
 UNLIMITED = 10**9
 # A small job takes a millisecond.
-PATIENCE_S = 5.0
+PATIENCE_S = 2.0
 
 
 def build(prompts: Sequence[Prompt]) -> PrefixTree:
@@ -191,13 +191,14 @@ def jobs(
 
     output_len = of_each(st.integers(1, longest))
     wrong = of_each(st.sampled_from([0.0, 0.02, 0.3, 1.0, 1.0, 4.0, 50.0]))
-    spare = capacities or st.sampled_from([0, 0, 1, 7, 30, 200, UNLIMITED])
+    if capacities is None:
+        capacities = st.sampled_from([0, 0, 1, 7, 30, 200, UNLIMITED])
     needed = max(len(p) + d for p, d in zip(prompts, output_len, strict=True))
     dual = draw(st.booleans()) if dual is None else dual
     density = of_each(st.sampled_from([0.0, 0.1, 1.0, 1.0, 5.0, 1e3, np.inf]))
     beyond = draw(st.none() | st.just(of_each(st.integers(0, 40))))
     limits = EngineLimits(
-        kv_capacity_tokens=needed + draw(spare),
+        kv_capacity_tokens=needed + draw(capacities),
         step_tokens=draw(st.sampled_from([1, 2, 7, 64, 4096])),
         max_running=draw(st.sampled_from([None, None, 1, 3])),
         min_step_tokens=draw(st.sampled_from([1, 5, 512])),

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from sglang_batch.errors import ConfigError
 from sglang_batch.planner.cost_model import CostModel
 from sglang_batch.planner.density import LeafWork, leaf_work
-from sglang_batch.planner.partition import Partition, partition, shard_job
+from sglang_batch.planner.partition import Partition, partition
 from sglang_batch.planner.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
+from sglang_batch.planner.shard import shard_job
 
 Prompt = tuple[int, ...]
 
@@ -124,14 +125,19 @@ def test_requests_without_shared_prefixes_are_dealt_within_the_bound(
     units = np.empty((2, len(prompts)))
     units[0, tree.order] = COST.compute_time_s(tree.input_len, 0) + work.decode_s
     units[1, tree.order] = work.memory_s
-    units /= units.sum(axis=1, keepdims=True)
-    loads = shares(found)
+    total = units.sum(axis=1)
+    largest = (units / total[:, None]).max()
     assert found.lost_tokens == 0
-    assert loads.max() <= 1.2072 * (1 / num_shards + units.max())
-    # And no request can move to make the sum of squares smaller.
-    at_home = (units * (loads[:, found.shard] - units)).sum(axis=0)
-    elsewhere = (units[:, :, None] * loads[:, None, :]).sum(axis=0).min(axis=1)
-    assert (at_home <= elsewhere * (1 + 1e-6) + 1e-12).all()
+    loads = np.stack([found.compute_s, found.memory_s])
+    seconds = COST.step_time_s(*loads)
+    fair_and_one = 1 / num_shards + largest
+    assert seconds.max() <= 1.2072 * fair_and_one * COST.step_time_s(*total)
+    # And the slowest shard can hand no request to another that then takes less.
+    slowest = int(np.argmax(seconds))
+    for i in found.requests_of(slowest):
+        left = COST.step_time_s(*(loads[:, slowest] - units[:, i]).clip(0.0))
+        there = COST.step_time_s(*(loads + units[:, i : i + 1]))
+        assert max(left, np.delete(there, slowest).min()) >= seconds.max() * (1 - 1e-6)
 
 
 @settings(deadline=None, max_examples=100)
@@ -240,6 +246,21 @@ def test_a_mixed_job_is_balanced_in_both_resources(num_shards: int) -> None:
     # Every shard has one of the longest.
     longest = np.argsort(-lengths)[:num_shards] + len(shared)
     assert len(set(found.shard[longest].tolist())) == num_shards
+
+
+def test_a_request_above_a_fair_share_leaves_other_work_to_the_other_shards() -> None:
+    # One generation has two fifths of the memory time; 4 shards have a quarter each.
+    cost = CostModel(token_time_s=1.0, kv_read_time_s=0.01)
+    prompts = [(i, 1, 2) for i in range(601)]
+    output_len = [2000] + [100] * 600
+    found = split(prompts, output_len, 4, cost=cost)
+    seconds = cost.step_time_s(found.compute_s, found.memory_s)
+    alone = cost.step_time_s(2003.0, 0.01 * (3 * 2000 + 2000**2 / 2))
+    fair = cost.step_time_s(found.compute_s.sum(), found.memory_s.sum()) / 4
+    assert alone > 0.85 * fair
+    assert seconds.max() <= 1.04 * fair
+    others = found.requests_of(int(found.shard[0]))
+    assert 1 <= len(others) <= 0.5 * 601 / 4
 
 
 def test_more_shards_than_requests_leave_some_empty() -> None:

@@ -355,3 +355,59 @@ def test_integrity_names_the_broken_rule(
     corrupt(arrays)
     with pytest.raises(AssertionError, match=rule):
         PrefixTree(**arrays).check_integrity(*as_arrays(SMALL))
+
+
+# --- Parts of a tree, and sequences of leaves.
+
+
+@settings(deadline=None, max_examples=200)
+@given(PROMPTS, st.data())
+def test_a_part_is_the_tree_of_its_prompts(
+    prompts: list[Prompt], data: st.DataObject
+) -> None:
+    tree = build(prompts)
+    n = len(prompts)
+    chosen = data.draw(st.lists(st.booleans(), min_size=n, max_size=n))
+    leaves = np.flatnonzero(np.array(chosen, bool))
+    part = tree.restricted_to(leaves)
+    assert part.order.tolist() == tree.order[leaves].tolist()
+    requests = sorted(part.order.tolist())
+    numbered = part.renumbered()
+    assert_is_expected(numbered, [prompts[i] for i in requests])
+    assert [requests[i] for i in numbered.order] == part.order.tolist()
+
+
+@settings(deadline=None)
+@given(PROMPTS)
+def test_the_whole_tree_is_a_part_and_is_numbered_already(
+    prompts: list[Prompt],
+) -> None:
+    tree = build(prompts)
+    assert_is_expected(tree.restricted_to(np.arange(len(prompts))), prompts)
+    assert_is_expected(tree.renumbered(), prompts)
+
+
+@settings(deadline=None)
+@given(PROMPTS, st.randoms(use_true_random=False), st.integers(0, 25))
+def test_shared_with_previous_is_the_common_prefix(
+    prompts: list[Prompt], random: Random, k: int
+) -> None:
+    tree = build(prompts)
+    leaves = random.sample(range(len(prompts)), min(k, len(prompts)))
+    shared = tree.shared_with_previous(np.array(leaves, np.int64))
+    assert shared.dtype == np.int32
+    sent = [prompts[tree.order[leaf]] for leaf in leaves]
+    common = [len(common_prefix(a, b)) for a, b in pairwise(sent)]
+    assert shared.tolist() == ([0, *common] if leaves else [])
+
+
+def test_parts_of_a_large_tree(job: Job) -> None:
+    tree, tokens, offsets = job
+    leaves = np.flatnonzero(np.random.default_rng(0).random(tree.num_requests) < 0.2)
+    part = tree.restricted_to(leaves)
+    requests = np.sort(part.order)
+    prompts = [
+        tuple(tokens[offsets[i] : offsets[i + 1]].tolist()) for i in requests.tolist()
+    ]
+    part.renumbered().check_integrity(*as_arrays(prompts))
+    assert part.lcp.tolist() == tree.shared_with_previous(leaves).tolist()

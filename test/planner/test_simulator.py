@@ -227,7 +227,7 @@ def check_laws(job: Job, done: Simulation) -> None:
     assert done.samples.min() >= 0
     if done.retractions == 0:
         assert done.recomputed_tokens <= len(p)
-        assert done.achieved_prefix_sharing_ratio <= job.tree.prefix_sharing_ratio
+        assert done.prefilled_tokens >= job.tree.num_unique_tokens
 
 
 def check_bounds(job: Job, done: Simulation) -> None:

@@ -5,7 +5,9 @@ with the same work and the density of the whole, at the price of the prompts alo
 split paths. Here the tree is first taken apart into units: large subtrees are opened
 into their children as long as few shared tokens are at stake, small siblings stay
 together in runs. Units are then dealt, largest first, to the shards that have least of
-what the unit needs, and moved while that makes the shards more equal.
+what the unit needs, and moved while that makes the shards more equal. Last, the slowest
+shard hands units over while that makes it faster: a request that has more than a fair
+share of the memory time leaves less room for other work beside it.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import numpy as np
 
 from ..errors import ConfigError
 from .cost_model import CostModel
+from .dealing import deal, ease_slowest
 from .density import LeafWork, node_work
 from .jit import jit
 from .prefix_tree import PrefixTree
-from .requests import Bools, Floats, Int32s, Int64s, PlanRequests
+from .requests import Bools, Floats, Int32s, Int64s
 
 # More sharing is given up than asked for only where the slowest shard takes longer, by
 # more than this, than equal shards without repeated tokens, and gains more than this.
@@ -55,51 +58,6 @@ class Partition:
         return np.flatnonzero(self.shard == shard)
 
 
-@dataclass(frozen=True, slots=True)
-class ShardJob:
-    """A shard as a job of its own, whose requests are numbered 0..len(index)-1.
-
-    index: int64, the number that each of these requests has in the whole job, in
-        ascending order. What there is by request becomes the shard's by
-        ``values[index]``, and the shard's order of its requests the whole job's
-        numbers by ``index[order]``.
-    tree: of these requests.
-    requests: the same, with their prompts.
-    """
-
-    index: Int64s
-    tree: PrefixTree
-    requests: PlanRequests
-
-
-def shard_job(
-    tree: PrefixTree, requests: PlanRequests, partition: Partition, shard: int
-) -> ShardJob:
-    """Everything that is needed to plan a shard by itself; prompts are copied.
-
-    Raises:
-        ConfigError: the partition has no such shard.
-    """
-    if not 0 <= shard < partition.num_shards:
-        raise ConfigError(
-            f"shard={shard!r} does not exist; choose 0 to {partition.num_shards - 1}."
-        )
-    index = partition.requests_of(shard)
-    leaves = np.flatnonzero(partition.shard[tree.order] == shard)
-    offsets = np.zeros(len(index) + 1, np.int64)
-    np.cumsum(np.diff(requests.offsets)[index], out=offsets[1:])
-    return ShardJob(
-        index=index,
-        tree=tree.restricted_to(leaves).renumbered(),
-        requests=PlanRequests(
-            tokens=_copy_prompts(requests.tokens, requests.offsets, index, offsets),
-            offsets=offsets,
-            max_new_tokens=requests.max_new_tokens[index],
-            known_output_len=requests.known_output_len[index],
-        ),
-    )
-
-
 def partition(
     tree: PrefixTree,
     cost: CostModel,
@@ -127,7 +85,8 @@ def partition(
     _check(num_shards, granularity, max_lost_sharing)
     if num_shards == 1:
         return _measured(tree, cost, work, np.zeros(tree.num_requests, np.int32), 1)
-    shares, fair_s = _shares(tree, cost, work, num_shards)
+    shares = _shares(tree, cost, work)
+    fair_s = float(cost.step_time_s(shares.compute_s, shares.memory_s)) / num_shards
     grain = 1.0 / (num_shards * granularity)
     larger = np.maximum(shares.compute, shares.memory)[: tree.num_nodes]
     larger = _at_most_parents(tree.parent, larger)
@@ -140,7 +99,7 @@ def partition(
     best, best_s = None, np.inf
     while True:
         opened = _open_nodes(candidates, tree.parent, price, budget)
-        leaf_shard = _dealt(tree, shares, opened, grain, num_shards)
+        leaf_shard = _dealt(tree, cost, shares, opened, grain, num_shards)
         found = _measured(tree, cost, work, leaf_shard, num_shards)
         slowest_s = cost.step_time_s(found.compute_s, found.memory_s).max()
         if best is None or slowest_s < (1 - _TOLERANCE) * best_s:
@@ -194,29 +153,29 @@ class _Shares(NamedTuple):
     compute, memory: float64 ``[m + n]``, below each node and of each leaf, prefixes
         from the root on included.
     prefix: float64 ``[m]``, compute of each node's prefix from the root on.
+    compute_s, memory_s: the job's compute and memory time.
     """
 
     compute: Floats
     memory: Floats
     prefix: Floats
+    compute_s: float
+    memory_s: float
 
 
-def _shares(
-    tree: PrefixTree, cost: CostModel, work: LeafWork, num_shards: int
-) -> tuple[_Shares, float]:
-    """Shares of the work, and the seconds that a shard takes if nothing is lost."""
+def _shares(tree: PrefixTree, cost: CostModel, work: LeafWork) -> _Shares:
     nodes, memory = node_work(tree, cost, work)
     total, total_memory = float(nodes[0]), float(memory[0])
     scale = 1.0 / total if total > 0 else 0.0
     memory_scale = 1.0 / total_memory if total_memory > 0 else 0.0
     leaves = _prefill_s(cost, tree.input_len) + work.decode_s
-    shares = _Shares(
+    return _Shares(
         compute=np.concatenate([nodes, leaves]) * scale,
         memory=np.concatenate([memory, work.memory_s]) * memory_scale,
         prefix=_prefill_s(cost, tree.depth) * scale,
+        compute_s=total,
+        memory_s=total_memory,
     )
-    fair_s = cost.step_time_s(total / num_shards, total_memory / num_shards)
-    return shares, float(fair_s)
 
 
 @jit
@@ -244,7 +203,12 @@ def _open_nodes(
 
 
 def _dealt(
-    tree: PrefixTree, shares: _Shares, opened: Bools, grain: float, num_shards: int
+    tree: PrefixTree,
+    cost: CostModel,
+    shares: _Shares,
+    opened: Bools,
+    grain: float,
+    num_shards: int,
 ) -> Int32s:
     """The shard of each leaf, where opened nodes may be in several shards."""
     begin, compute, memory = _make_units(
@@ -252,7 +216,11 @@ def _dealt(
         shares.compute, shares.memory, shares.prefix, grain,
     )  # fmt: skip
     largest_first = np.argsort(-np.maximum(compute, memory), kind="stable")
-    unit_shard = _deal(largest_first, compute, memory, num_shards, _MAX_PASSES)
+    unit_shard = deal(largest_first, compute, memory, num_shards, _MAX_PASSES)
+    ease_slowest(
+        unit_shard, compute * shares.compute_s, memory * shares.memory_s, num_shards,
+        cost.interference_exponent,
+    )  # fmt: skip
     return np.repeat(unit_shard, np.diff(begin))
 
 
@@ -295,46 +263,7 @@ def _make_units(
     return begin[: unit + 2].copy(), compute[: unit + 1], memory[: unit + 1]
 
 
-# --- From units to shards.
-
-
-@jit
-def _deal(
-    largest_first: Int64s, compute: Floats, memory: Floats, k: int, max_passes: int
-) -> Int32s:
-    """The shard of each unit, int32 ``[u]``.
-
-    Both the first placing and the moves lower the sum over shards of compute share
-    squared plus memory share squared. Where no unit can move to lower it, with u the
-    largest share of a unit, no shard has more than 1.21 * (1/k + u) of either: no move
-    out of a shard with load L = (c, m) helps, x (L - x) <= x L' for its units x and
-    other loads L'; summed over its units and averaged over the shards,
-    c^2 + m^2 <= (c + m) (1/k + u).
-    """
-    loads = np.zeros((2, k))
-    shard = np.full(len(largest_first), -1, np.int32)
-    for _ in range(1 + max_passes):
-        moved = False
-        for unit in largest_first:
-            c, m = compute[unit], memory[unit]
-            before = shard[unit]
-            if before >= 0:
-                loads[0, before] -= c
-                loads[1, before] -= m
-            best = max(before, 0)
-            least = c * loads[0, best] + m * loads[1, best]
-            for s in range(k):
-                harm = c * loads[0, s] + m * loads[1, s]
-                # By more than rounding, or equal units would change places for ever.
-                if harm < least * (1.0 - 1e-9):
-                    best, least = s, harm
-            loads[0, best] += c
-            loads[1, best] += m
-            moved |= best != before
-            shard[unit] = best
-        if not moved:
-            break
-    return shard
+# --- What comes of it.
 
 
 @jit
@@ -349,14 +278,3 @@ def _shared_within_shards(lcp: Int32s, leaf_shard: Int32s, k: int) -> Int32s:
         shared[leaf] = common[leaf_shard[leaf]]
         common[leaf_shard[leaf]] = np.iinfo(np.int32).max
     return shared
-
-
-@jit
-def _copy_prompts(
-    tokens: Int32s, offsets: Int64s, index: Int64s, new_offsets: Int64s
-) -> Int32s:
-    copied = np.empty(new_offsets[-1], np.int32)
-    for i in range(len(index)):
-        begin, end = offsets[index[i]], offsets[index[i] + 1]
-        copied[new_offsets[i] : new_offsets[i + 1]] = tokens[begin:end]
-    return copied

@@ -9,14 +9,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .errors import ConfigError
-from .plan_report import Report
-from .plan_table import table
-from .planner.cost_model import CostModel, kv_capacity_tokens
-from .planner.hardware import HardwareSpec, hardware
-from .planner.model_spec import ModelSpec
-from .planner.plan import Machine
-from .planner.simulator import EngineLimits
+from ..errors import ConfigError
+from ..planner.cost_model import CostModel, kv_capacity_tokens
+from ..planner.hardware import HardwareSpec, hardware
+from ..planner.model_spec import ModelSpec
+from ..planner.plan import Machine
+from ..planner.simulator import EngineLimits
+from .report import Report
+from .table import table
 
 
 def measured(options: argparse.Namespace, name: str) -> HardwareSpec:
@@ -77,7 +77,7 @@ def show(report: Report, options: argparse.Namespace) -> int:
     """Print the report, draw the figure; returns the exit status."""
     print(report.as_json() if options.json else table(report))
     if options.plot is not None:
-        from .plan_plot import plot
+        from .plot import plot
 
         plot(report, options.plot)
         print(f"\nwrote {options.plot}", file=sys.stderr)

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .errors import InputError
-from .planner.bounds import Bounds, lower_bounds
-from .planner.candidates import Candidates, Machine, Observed, PolicyRun
-from .planner.density import LeafWork, leaf_densities, leaf_work, root_density
-from .planner.order import OrderSettings
-from .planner.output_length import choose_sample
-from .planner.prefix_tree import PrefixTree, build_prefix_tree
-from .planner.requests import Floats, Int32s, Int64s, PlanRequests
+from ..errors import InputError
+from ..planner.bounds import Bounds, lower_bounds
+from ..planner.candidates import Candidates, Machine, Observed, PolicyRun
+from ..planner.density import LeafWork, leaf_densities, leaf_work, root_density
+from ..planner.order import OrderSettings
+from ..planner.output_length import choose_sample
+from ..planner.prefix_tree import PrefixTree, build_prefix_tree
+from ..planner.requests import Floats, Int32s, Int64s, PlanRequests
 
 
 @dataclass(frozen=True, slots=True)

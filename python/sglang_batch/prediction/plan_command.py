@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from .batch_api.jsonl import BatchFile, LineRules
-from .errors import ConfigError, InputError
+from ..batch_api.jsonl import BatchFile, LineRules
+from ..errors import ConfigError, InputError
+from ..planner.hardware import HardwareSpec, match_hardware
+from ..planner.model_spec import ModelSpec
+from ..planner.order import ORDERS, OrderSettings
+from ..planner.plan import AUTO, Machine
+from ..planner.requests import UNKNOWN, PlanRequests
+from ..request import BatchRequestInput
+from ..run import validated_file
+from ..store.token_spool import TokenSpool
+from .console import check_plot, make_machine, measured, progress, show
 from .forecast import Lengths, forecast
-from .plan_common import check_plot, make_machine, measured, progress, show
-from .plan_report import LeftOut, MachineInfo, Report
-from .planner.hardware import HardwareSpec, match_hardware
-from .planner.model_spec import ModelSpec
-from .planner.order import ORDERS, OrderSettings
-from .planner.plan import AUTO, Machine
-from .planner.requests import UNKNOWN, PlanRequests
-from .request import BatchRequestInput
-from .run import _validated
-from .store.token_spool import TokenSpool
+from .report import LeftOut, MachineInfo, Report
 
 # Requests rendered at a time: SGLang renders in threads.
 LOOKAHEAD = 32
@@ -58,10 +58,10 @@ def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
     if not path.is_file():
         raise InputError(f"input file {path} does not exist.")
     # What needs no SGLang is checked first: a typo should not cost its import.
-    with _validated(path, LineRules(require_model=False)).closing():
+    with validated_file(path, LineRules(require_model=False)).closing():
         pass
     device, note = _device(options)
-    from .srt import launch, render
+    from ..srt import launch, render
 
     server_args = launch.parse_server_args(
         ["--model-path", options.model_path, *server_argv]
@@ -71,7 +71,7 @@ def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
         require_model=False,
         check_body=launch.check_body,
     )
-    file = _validated(path, rules)
+    file = validated_file(path, rules)
     with (
         file.closing(),
         TemporaryDirectory(prefix="sglang-batch-") as directory,
@@ -190,7 +190,7 @@ def _device(options: argparse.Namespace) -> tuple[HardwareSpec, str]:
     """The device to plan for, and why this one if nobody named it."""
     if options.hardware is not None:
         return measured(options, options.hardware), ""
-    from .srt.render import device_name
+    from ..srt.render import device_name
 
     name = device_name()
     if name is None:

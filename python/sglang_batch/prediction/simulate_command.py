@@ -7,17 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError, InputError
+from ..errors import ConfigError, InputError
+from ..planner.model_spec import ModelSpec
+from ..planner.order import OrderSettings
+from ..planner.plan import Machine
+from ..workloads.blend import TRACES, blend
+from ..workloads.mix import Workload, combine, industry, shared_prefix_groups
+from ..workloads.traces import read_trace
+from .console import check_plot, make_machine, measured, progress, show
 from .forecast import Lengths, forecast
-from .known_models import MODELS
-from .plan_common import check_plot, make_machine, measured, progress, show
-from .plan_report import LeftOut, MachineInfo, Report
-from .planner.model_spec import ModelSpec
-from .planner.order import OrderSettings
-from .planner.plan import Machine
-from .workloads.blend import TRACES, blend
-from .workloads.mix import Workload, combine, industry, shared_prefix_groups
-from .workloads.traces import read_trace
+from .models import MODELS
+from .report import LeftOut, MachineInfo, Report
 
 
 def simulate(options: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .plan_report import LeftOut, Report
+from .report import LeftOut, Report
 
 MAX_NAMES_SHOWN = 5
 _LABEL_WIDTH = 26

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ..planner.cost_model import compute_density
+from ..planner.requests import Floats, Int64s
 from .forecast import Forecast
-from .plan_report import Report
-from .planner.cost_model import compute_density
-from .planner.requests import Floats, Int64s
+from .report import Report
 
 # Two colours for what is busy, two for the policies; told apart in grey print as well.
 COMPUTE, MEMORY = "#d1495b", "#2e6f95"

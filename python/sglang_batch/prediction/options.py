@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .config import POLICIES
-from .known_models import MODELS
+from ..config import POLICIES
+from .models import MODELS
 
 DEFAULT_NUM_REQUESTS = 40_000
 _ORDERS = tuple(policy for policy in POLICIES if policy != "auto")

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ..planner.hardware import HardwareSpec
+from ..planner.simulator import Simulation
 from .forecast import Forecast
-from .planner.hardware import HardwareSpec
-from .planner.simulator import Simulation
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""The commands plan and simulate: what a job would take, and why."""

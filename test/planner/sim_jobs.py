@@ -202,6 +202,7 @@ def jobs(
         step_tokens=draw(st.sampled_from([1, 2, 7, 64, 4096])),
         max_running=draw(st.sampled_from([None, None, 1, 3])),
         min_step_tokens=draw(st.sampled_from([1, 5, 512])),
+        closed_loop=draw(st.booleans()),
         plan_aware_eviction=draw(st.booleans()),
     )
     return Job(

@@ -24,6 +24,7 @@ from sim_jobs import (
 
 from sglang_batch.errors import ConfigError
 from sglang_batch.planner.bounds import lower_bounds
+from sglang_batch.planner.cost_model import CostModel
 from sglang_batch.planner.order import ORDERS, OrderSettings, make_order
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.planner.simulator import Simulation
@@ -417,18 +418,32 @@ def test_engines_that_can_do_nothing_are_refused(limits: dict[str, int]) -> None
         run(make_job(own_prompts(2, 2), [1, 1], density=density, num_left=1, **limits))
 
 
-def test_a_prompt_begun_on_the_right_is_finished() -> None:
-    # When the right side has no other request left, all KV is for the left, whose
-    # request does not fit beside the prompt that is half computed.
-    job = make_job(
-        own_prompts(50, 60),
-        [5, 20],
-        capacity=100,
-        density=[2.0, 0.1],
-        num_left=1,
-        step_tokens=10,
-    )
-    check_laws(job, run(job))
+@pytest.mark.parametrize(
+    "job",
+    [
+        # All KV is for the left when the right has no other request left, and the left
+        # one does not fit beside the prompt that is half computed.
+        make_job(
+            own_prompts(50, 60), [5, 20], capacity=100, density=[2, 0.1], num_left=1,
+            step_tokens=10,
+        ),
+        # Nothing decodes, and the left side has no room.
+        make_job(
+            own_prompts(8, 40, 2), [7, 18, 18], capacity=63, density=[50, 2, 1],
+            estimate=[0.7, 1.8, 18], step_tokens=4, min_step_tokens=5,
+        ),
+        make_job(
+            own_prompts(17, 37), [13, 8], capacity=54, density=[1, 0.1], num_left=1,
+            estimate=[13, 0.8], step_tokens=10, min_step_tokens=1, batch_multiple=4,
+            closed_loop=False, cost=CostModel(token_time_s=1.0, kv_read_time_s=1.0),
+        ),
+    ],
+    ids=["right side empty", "left side full", "in multiples"],
+)  # fmt: skip
+def test_a_prompt_begun_on_the_right_is_finished(job: Job) -> None:
+    done = run(job)
+    check_bounds(job, done)
+    assert done.output_tokens == sum(job.output_len)
 
 
 def test_retracted_before_its_first_token() -> None:

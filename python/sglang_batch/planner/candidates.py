@@ -103,7 +103,8 @@ class Candidates:
             self.output_len = true_output_len[self.fits]
         else:
             drawn = estimator.draw(settings.seed)
-            drawn = np.minimum(drawn, capacity - self.requests.input_len)
+            room = capacity - self.requests.input_len.astype(np.int64)
+            drawn = np.minimum(drawn, room)
             self.output_len = np.maximum(drawn, 1).astype(np.int32)
 
     def order(self, policy: str) -> Order:

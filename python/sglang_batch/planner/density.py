@@ -48,7 +48,7 @@ def node_work(
 
     A node's whole prefix counts once, as if nothing outside shared it.
     """
-    prefill = tree.unique_tokens_below() * cost.token_time_s
+    prefill = tree.unique_tokens_below() * float(cost.token_time_s)
     prefill += cost.attention_time_s * _attended(tree)
     return prefill + tree.subtree_sums(work.decode_s), tree.subtree_sums(work.memory_s)
 
@@ -73,14 +73,21 @@ def leaf_compute(tree: PrefixTree, cost: CostModel, work: LeafWork) -> Floats:
     float64 ``[n]`` in seconds. A prefix is spread evenly over the requests below it: a
     request whose prompt is mostly shared costs little more than what is its own.
     """
-    length = tree.depth - np.where(tree.parent >= 0, tree.depth[tree.parent], 0)
-    per_leaf = length / np.maximum(tree.leaf_end - tree.leaf_begin, 1)
-    spread = _sum_over_path(tree.parent, per_leaf)
-    own = tree.input_len - tree.depth[tree.leaf_parent]
-    tokens = own + spread[tree.leaf_parent]
-    compute: Floats = tokens * cost.token_time_s + work.decode_s
-    compute += cost.attention_time_s * tokens * tree.input_len
+    compute: Floats = _spread(tree, 1) * cost.token_time_s + work.decode_s
+    if cost.attention_time_s:
+        compute += _spread(tree, 2) * cost.attention_time_s
     return compute
+
+
+def _spread(tree: PrefixTree, power: int) -> Floats:
+    """Each leaf's part of the sum of ``p ** power``, prefixes spread, float64 ``[n]``."""
+    reached = tree.depth.astype(np.float64) ** power
+    gained = reached - np.where(tree.parent >= 0, reached[tree.parent], 0.0)
+    per_leaf = gained / np.maximum(tree.leaf_end - tree.leaf_begin, 1)
+    above = _sum_over_path(tree.parent, per_leaf)
+    own = tree.input_len.astype(np.float64) ** power - reached[tree.leaf_parent]
+    spread: Floats = own + above[tree.leaf_parent]
+    return spread
 
 
 def leaf_densities(tree: PrefixTree, cost: CostModel, work: LeafWork) -> Floats:
@@ -128,11 +135,53 @@ def sort_children(
         Children, int64 ``[m - 1 + n]``: 0..m-2 are the nodes below the root, then come
         the leaves; and where each node's children begin, int64 ``[m + 1]``.
     """
-    parents = np.concatenate([tree.parent[1:], tree.leaf_parent])
-    position = np.concatenate([tree.leaf_begin[1:], np.arange(len(leaves))])
-    values = np.concatenate([nodes, leaves])
-    children = np.lexsort((position, -values, parents))
-    begin = np.searchsorted(parents[children], np.arange(tree.num_nodes + 1))
+    return _sort_children(tree.parent, tree.leaf_parent, tree.leaf_begin, nodes, leaves)
+
+
+# Fewer children than this are sorted by insertion.
+_FEW = 32
+
+
+@jit
+def _sort_children(
+    parent: Int32s, leaf_parent: Int32s, leaf_begin: Int64s, nodes: Floats,
+    leaves: Floats,
+) -> tuple[Int64s, Int64s]:  # fmt: skip
+    m, n = len(parent), len(leaf_parent)
+    begin = np.zeros(m + 1, np.int64)
+    for node in range(1, m):
+        begin[parent[node] + 1] += 1
+    for leaf in range(n):
+        begin[leaf_parent[leaf] + 1] += 1
+    for node in range(m):
+        begin[node + 1] += begin[node]
+    # Nodes and leaves are met in depth-first order: a node before its first leaf.
+    children = np.empty(m - 1 + n, np.int64)
+    values = np.empty(m - 1 + n)
+    free = begin[:-1].copy()
+    node = 1
+    for leaf in range(n):
+        while node < m and leaf_begin[node] == leaf:
+            at = free[parent[node]]
+            children[at], values[at] = node - 1, -nodes[node - 1]
+            free[parent[node]] += 1
+            node += 1
+        at = free[leaf_parent[leaf]]
+        children[at], values[at] = m - 1 + leaf, -leaves[leaf]
+        free[leaf_parent[leaf]] += 1
+    for node in range(m):
+        first, last = begin[node], begin[node + 1]
+        if last - first >= _FEW:
+            by_value = np.argsort(values[first:last], kind="mergesort")
+            children[first:last] = children[first:last][by_value]
+            continue
+        for i in range(first + 1, last):
+            value, child = values[i], children[i]
+            j = i
+            while j > first and values[j - 1] > value:
+                values[j], children[j] = values[j - 1], children[j - 1]
+                j -= 1
+            values[j], children[j] = value, child
     return children, begin
 
 
@@ -169,8 +218,8 @@ def smooth_density(compute_s: Floats, memory_s: Floats, num_units: int = 512) ->
     budgets move smoothly (BlendServe section 4 merges nodes for the same reason; here
     the order, and with it the sharing, is not touched).
     """
-    if len(compute_s) == 0:
-        return np.zeros(0)
+    if compute_s.sum() + memory_s.sum() == 0.0:
+        return np.ones(len(compute_s))
     shares = compute_s / max(compute_s.sum(), 1e-300)
     shares = np.maximum(shares, memory_s / max(memory_s.sum(), 1e-300))
     reached = np.cumsum(shares)

@@ -126,8 +126,10 @@ def budgets(state: ScanState) -> ScanBudgets:
     else:
         left, right = 0.0, capacity
     amplified = max(1.0, state.left_reads / max(1.0, left))
-    compute_s = state.target_density * state.kv_read_time_s
-    tokens = (compute_s / state.token_time_s - state.decode_tokens) * state.pace
+    tokens = 1e9
+    if state.token_time_s > 0.0:
+        compute_s = state.target_density * state.kv_read_time_s
+        tokens = (compute_s / state.token_time_s - state.decode_tokens) * state.pace
     return ScanBudgets(
         int(left),
         int(right),

@@ -58,8 +58,8 @@ def end_bucket(forecast: KvForecast, now: int, remaining: int) -> int:
     """The bucket in which a request with ``remaining`` steps ends; -1 if it is short."""
     if remaining < forecast.width:
         return -1
-    ahead = min(remaining // forecast.width, NUM_BUCKETS - 2)
-    return now // forecast.width + ahead
+    furthest = now // forecast.width + NUM_BUCKETS - 2
+    return min((now + remaining) // forecast.width, furthest)
 
 
 @jit_in_place

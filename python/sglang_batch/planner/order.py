@@ -71,7 +71,7 @@ class Order:
         """
         rest = ~np.isin(self.requests, first)
         density = self.density
-        if density is not None:
+        if density is not None and len(density):
             # A sample is taken from everywhere: it has the density of the left side.
             among_left = density[: max(1, self.num_left)]
             density = np.concatenate(

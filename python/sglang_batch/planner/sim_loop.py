@@ -200,9 +200,12 @@ def _dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
         tokens = int(left_tokens + _steady_tokens(sim, RIGHT, allowed.right_kv))
     done, attention = 0, 0.0
     # A left side without room goes first.
-    if not left_blocked and _reads(sim, RIGHT) <= allowed.right_reads:
+    may_join = not left_blocked and _reads(sim, RIGHT) < allowed.right_reads
+    if may_join or sim.sides[RIGHT].partial != NONE:
         right = min(limit, max(tokens, sim.engine.min_step_tokens))
         kept = max(0, allowed.left_kv - sim.sides[LEFT].kv)
+        if not may_join:  # the prompt that was begun goes on, no other begins
+            kept = sim.engine.kv_capacity
         done, attention = _prefill(sim, RIGHT, _whole(sim, right), kept)
     if sim.sides[RIGHT].decoding == 0 and done == 0:
         tokens = max(int(tokens * _RAMP), sim.engine.min_step_tokens)
@@ -211,6 +214,9 @@ def _dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
         more, over = _prefill(sim, LEFT, _whole(sim, tokens), 0)
         done += more
         attention += over
+    for side in (RIGHT, LEFT):
+        if done + state.decoding == 0:  # whatever the budgets, something goes on
+            done, attention = _prefill(sim, side, limit, 0)
     return done, attention
 
 

@@ -131,14 +131,15 @@ def admit(sim: Sim, i: int, side: int) -> None:
     sim.sides[side].kv += r.own + r.generated
     make_room(sim)
     extend = r.input_len + r.generated - cached
-    if extend == 0:  # the last prompt token is always computed, for its logits
+    known = extend == 0
+    if known:  # the last prompt token is always computed, for its logits
         extend = 1
-        state.recomputed += 1
     if first:
         r.admitted = 1
         sim.lists.admitted[state.admitted] = i
         state.admitted += 1
         state.cached += cached
+        state.recomputed += 1 if known else 0
         r.estimate = whole_estimate(r.estimate_mean)
         reads = r.input_len * r.estimate_mean + r.estimate_sq / 2.0
         r.memory_estimate = sim.engine.kv_read_time_s * reads
@@ -238,8 +239,9 @@ def end_of_step(sim: Sim) -> None:
         generated = r.generated + state.step - r.begin
         if generated >= r.output_len:
             _revise_estimate(sim, i, generated)
-            _stop_decoding(sim, i, state.step)
+            # Before its prefix is given up: what hangs below is evicted first.
             prefix.leave_garbage(sim.cache, i, r.own + generated)
+            _stop_decoding(sim, i, state.step)
             state.done += 1
         else:
             longer = min(generated + generated // 2 + 16, r.max_new_tokens)

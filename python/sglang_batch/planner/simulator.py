@@ -61,6 +61,18 @@ class EngineLimits:
     closed_loop: bool = True
     plan_aware_eviction: bool = True
 
+    def __post_init__(self) -> None:
+        for name in (
+            "kv_capacity_tokens",
+            "step_tokens",
+            "min_step_tokens",
+            "batch_multiple",
+            "max_running",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value!r} must be 1 or more.")
+
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
@@ -175,7 +187,7 @@ def check_capacity(tree: PrefixTree, output_len: Int32s, capacity: int) -> None:
     Raises:
         ConfigError: one does not.
     """
-    needed = tree.input_len + output_len[tree.order]
+    needed = tree.input_len + np.maximum(output_len[tree.order], 1)
     if len(needed) and needed.max() > capacity:
         raise ConfigError(
             f"a request needs {needed.max()} tokens of KV, the capacity is {capacity}; "

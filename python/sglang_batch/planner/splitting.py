@@ -14,12 +14,16 @@ given price per second of misplaced work, by one pass over the tree from the lea
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .jit import jit
 from .prefix_tree import PrefixTree
 from .requests import Bools, Floats, Int32s, Int64s
 
 _BISECTIONS = 40
+# Tokens for a second of harm, beyond which every node is cut that has both kinds.
+_ANY_PRICE = 1e30
+_LEFT, _RIGHT = 1, 2
 
 
 def split_in_two(
@@ -39,52 +43,74 @@ def split_in_two(
     left = tree.subtree_sums(np.where(is_right, 0.0, weight))
     length = tree.depth - np.where(tree.parent >= 0, tree.depth[tree.parent], 0)
 
-    def split(price: float) -> tuple[Bools, int]:
-        opened = _open_nodes(tree.parent, length, price * np.minimum(left, right))
-        side = _sides(tree.parent, tree.leaf_parent, opened, right > left, is_right)
-        return side, _tokens_on_both_sides(tree, length, side)
+    harm = np.minimum(left, right)
+    kinds = _kinds_at_nodes(tree.num_nodes, tree.leaf_parent, is_right)
+    mostly = np.where(right > left, _RIGHT, _LEFT).astype(np.int8)
 
-    free, extra = split(1e30)
-    if extra <= max_extra_tokens:
-        return free, extra
-    low, high = 0.0, 1.0
-    while split(high)[1] <= max_extra_tokens:
-        high *= 16.0
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2.0
-        if split(middle)[1] <= max_extra_tokens:
-            low = middle
-        else:
-            high = middle
-    return split(low)
+    def cut(price: float) -> tuple[Bools, int]:
+        return _open_nodes(tree.parent, length, price * harm, kinds, mostly)
+
+    opened, extra = cut(_ANY_PRICE)
+    if extra > max_extra_tokens:
+        low, high = 0.0, 1.0
+        while cut(high)[1] <= max_extra_tokens:
+            high *= 16.0
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2.0
+            fits = cut(middle)[1] <= max_extra_tokens
+            low, high = (middle, high) if fits else (low, middle)
+        opened, extra = cut(low)
+    return _sides(tree.parent, tree.leaf_parent, opened, mostly, is_right), extra
 
 
 @jit
-def _open_nodes(parent: Int32s, length: Int32s, harm: Floats) -> Bools:
-    """Nodes to cut: where the tokens paid, all the way down, are worth the harm."""
+def _kinds_at_nodes(
+    num_nodes: int, leaf_parent: Int32s, is_right: Bools
+) -> NDArray[np.int8]:
+    """Whether leaves of either kind hang directly from a node: bits, int8 ``[m]``."""
+    kinds = np.zeros(num_nodes, np.int8)
+    for leaf in range(len(leaf_parent)):
+        kinds[leaf_parent[leaf]] |= _RIGHT if is_right[leaf] else _LEFT
+    return kinds
+
+
+@jit
+def _open_nodes(
+    parent: Int32s, length: Int32s, harm: Floats, kinds: NDArray[np.int8],
+    mostly: NDArray[np.int8],
+) -> tuple[Bools, int]:  # fmt: skip
+    """Nodes to cut: where the tokens paid, all the way down, are worth the harm.
+
+    Returns:
+        Bools ``[m]``; and the tokens of the nodes that then have leaves on both sides.
+    """
     m = len(parent)
-    below = np.zeros(m)
+    paid = np.zeros(m)
+    extra = np.zeros(m, np.int64)
+    sides = kinds.copy()
     opened = np.zeros(m, np.bool_)
     for node in range(m - 1, -1, -1):
-        cut = length[node] + below[node]
-        if harm[node] > 0.0 and cut < harm[node]:
-            opened[node] = True
-            value = cut
-        else:
-            value = harm[node]
+        cost = length[node] + paid[node]
+        opened[node] = cost < harm[node]
+        if not opened[node]:
+            cost, extra[node], sides[node] = harm[node], 0, mostly[node]
+        elif sides[node] == _LEFT | _RIGHT:
+            extra[node] += length[node]
         if node > 0:
-            below[parent[node]] += value
-    return opened
+            paid[parent[node]] += cost
+            extra[parent[node]] += extra[node]
+            sides[parent[node]] |= sides[node]
+    return opened, int(extra[0])
 
 
 @jit
 def _sides(
-    parent: Int32s, leaf_parent: Int32s, opened: Bools, mostly_right: Bools,
+    parent: Int32s, leaf_parent: Int32s, opened: Bools, mostly: NDArray[np.int8],
     is_right: Bools,
 ) -> Bools:  # fmt: skip
     """A leaf's own side where all above it is cut, else that of the uncut subtree."""
     m = len(parent)
-    uncut = np.full(m, -1, np.int64)
+    uncut = np.full(m, -1, np.int32)
     side = np.empty(len(is_right), np.bool_)
     for node in range(m):
         above = uncut[parent[node]] if node > 0 else -1
@@ -94,15 +120,8 @@ def _sides(
             uncut[node] = node
     for leaf in range(len(side)):
         node = uncut[leaf_parent[leaf]]
-        side[leaf] = is_right[leaf] if node < 0 else mostly_right[node]
+        side[leaf] = is_right[leaf] if node < 0 else mostly[node] == _RIGHT
     return side
-
-
-def _tokens_on_both_sides(tree: PrefixTree, length: Int32s, side: Bools) -> int:
-    """Tokens of the nodes that have leaves on both sides."""
-    right = tree.subtree_sums(side.astype(np.float64))
-    mixed = (right > 0.5) & (right < tree.leaf_end - tree.leaf_begin - 0.5)
-    return int(length[mixed].sum(dtype=np.int64))
 
 
 def split_by_threshold(

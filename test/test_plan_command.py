@@ -86,7 +86,8 @@ def test_json_has_the_job_the_bounds_and_every_policy(
     assert {each["policy"] for each in found["policies"]} == set(ORDERS)
     seconds = [each["seconds"] for each in found["policies"]]
     assert seconds == sorted(seconds)
-    assert found["chosen"] == found["policies"][0]["policy"]
+    seconds = {each["policy"]: each["seconds"] for each in found["policies"]}
+    assert seconds[found["chosen"]] <= 1.002 * min(seconds.values())
     for each in found["policies"]:
         assert 0 < each["share_of_bound"] <= 1
         assert each["seconds"] >= found["bounds"]["tightest_s"]
@@ -157,7 +158,7 @@ def test_the_forecast_is_that_of_the_plan_a_run_makes() -> None:
     machine = Machine(cost, EngineLimits(kv_capacity_tokens=6000))
     found = forecast(requests, machine, ORDERS, Lengths(), OrderSettings())
     made = make_plan(requests, machine, settings=OrderSettings())
-    assert found.ranking[0] == made.policy
+    assert found.best == made.policy
     assert found.too_large.tolist() == made.too_large.tolist()
     for policy, run in found.runs.items():
         assert run.simulation.seconds == made.predicted[policy].seconds

@@ -74,7 +74,8 @@ def test_a_blend_has_its_density_and_the_sample_its_size(
     assert job["name"] == "blend (density 1.2, sharing 0.25)"
     assert job["compute_density"] == pytest.approx(1.2, rel=0.03)
     assert "learnt from 8" in job["output_lengths_from"]
-    assert found["policies"][0]["policy"] == found["chosen"]
+    seconds = {each["policy"]: each["seconds"] for each in found["policies"]}
+    assert seconds[found["chosen"]] <= 1.002 * min(seconds.values())
 
 
 def test_traces_are_read_and_joined(
@@ -132,7 +133,7 @@ def test_the_table_and_the_plot(
     assert main(["simulate", *options]) == 0
     said = capsys.readouterr()
     assert "Job: snippets of documents (industry)" in said.out
-    assert "is fastest: " in said.out
+    assert "auto chooses " in said.out
     assert f"wrote {picture}" in said.err
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 20_000

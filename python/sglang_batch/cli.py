@@ -100,7 +100,8 @@ def _parser() -> argparse.ArgumentParser:
         "--policy",
         choices=POLICIES,
         help="order in which requests are sent: dfs keeps those that share a prefix "
-        "together (default), fcfs keeps the order of the file",
+        "together (default), fcfs keeps the order of the file, auto simulates all and "
+        "takes the fastest; `sglang-batch plan` shows what each would take",
     )
     run.add_argument(
         "--max-inflight",

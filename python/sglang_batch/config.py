@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 from .errors import ConfigError
 
-# Orders of a job's requests; planner/order.py says what each is.
+# Orders of a job's requests; planner/order.py says what each is. Where ``auto`` finds
+# several equal it takes the first of them: the simplest.
 POLICIES = (
     "auto",
-    "dual-scan",
     "dfs",
     "dfs-weight",
+    "dual-scan",
     "prefix-groups",
     "lpt",
     "lof",

@@ -166,7 +166,8 @@ def test_auto_takes_the_fastest(capacity: int) -> None:
     plan = make_plan(bimodal(), machine(capacity))
     assert set(plan.predicted) == set(ORDERS)
     seconds = {name: run.seconds for name, run in plan.predicted.items()}
-    assert seconds[plan.policy] == min(seconds.values())
+    good = [name for name in ORDERS if seconds[name] <= 1.002 * min(seconds.values())]
+    assert plan.policy == good[0]
     same = make_plan(bimodal(), machine(capacity), plan.policy)
     assert same.order.tolist() == plan.order.tolist()
 

@@ -124,7 +124,7 @@ def test_attention_of_the_chunks_adds_up(step_tokens: int) -> None:
 
 
 def test_an_empty_prompt_costs_no_less_than_nothing() -> None:
-    done = run(make_job([()], [2], cost=unit_cost(attention_time_s=1.0)))
+    done = run(make_job([()], [2], cost=unit_cost(attention_time_s=5.0)))
     assert done.samples.min() >= 0
 
 

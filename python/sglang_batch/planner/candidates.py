@@ -7,16 +7,19 @@ which runs are simulated.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from .cost_model import CostModel
-from .order import Order, OrderSettings, make_order
+from .order import ORDERS, Order, OrderSettings, make_order
 from .output_length import OutputLengthEstimator
 from .prefix_tree import build_prefix_tree
 from .requests import Int32s, Int64s, PlanRequests
 from .simulator import EngineLimits, Simulation, simulate
+
+TIE = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,17 @@ class PolicyRun:
         if self.order.density is None:
             return self.order.requests
         return self.simulation.admission_order
+
+
+def best(runs: Mapping[str, Simulation]) -> str:
+    """The policy to take: the first of ``ORDERS`` that is as good as the fastest.
+
+    A simulation is no better than its output lengths: what is within ``TIE`` of the
+    fastest counts as equal, so that noise does not decide.
+    """
+    fastest = min(run.seconds for run in runs.values())
+    good = {name for name, run in runs.items() if run.seconds <= fastest * (1 + TIE)}
+    return next(name for name in ORDERS if name in good)
 
 
 class Candidates:

@@ -81,7 +81,9 @@ class Order:
             self,
             requests=np.concatenate([first, self.requests[rest]]),
             density=density,
-            num_left=len(first) + int(rest[: self.num_left].sum()),
+            num_left=0
+            if density is None
+            else len(first) + int(rest[: self.num_left].sum()),
         )
 
 
@@ -138,7 +140,7 @@ def make_order(
         work = leaf_work(tree, cost, estimate, estimate_sq)
         return _dual_scan(tree, cost, work, settings)
     raise ConfigError(
-        f"policy={policy!r} is not known; choose one of {', '.join(POLICIES)}."
+        f"policy={policy!r} is not known; choose one of {', '.join(ORDERS)}."
     )
 
 
@@ -198,7 +200,7 @@ def _by_units(
     )[unit]
     inside = np.empty(n, np.int64)
     inside[layer_sort(tree, cost, work)] = np.arange(n)
-    leaves = np.lexsort((inside, unit, -density))
+    leaves = np.lexsort((inside, -density))
     return leaves, int((density >= target).sum()), extra
 
 

@@ -5,7 +5,7 @@
     PlanRequests -> prefix_tree -> output_length -> order -> simulator -> Plan
 
 ``auto`` simulates every order with random lengths from the estimates' distribution and
-takes the fastest. A dual-scan order depends on what the engine does; what is sent to an
+takes the fastest; of equal ones the first in ``order.ORDERS``. A dual-scan order depends on what the engine does; what is sent to an
 engine that only follows an order is the admission order of the simulated run.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .bounds import Bounds, lower_bounds
-from .candidates import Candidates, Machine, Observed
+from .candidates import Candidates, Machine, Observed, best
 from .order import ORDERS, Order, OrderSettings
 from .output_length import OutputEstimates
 from .prefix_tree import PrefixTree
@@ -84,7 +84,7 @@ def make_plan(
     predicted = {name: job.run(name).simulation for name in names}
     chosen = policy
     if policy == AUTO:
-        chosen = min(ORDERS, key=lambda name: predicted[name].seconds)
+        chosen = best({name: predicted[name] for name in ORDERS})
     scan = job.order(chosen)
     sent = scan.requests
     if scan.density is not None:

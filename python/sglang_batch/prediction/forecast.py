@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..planner.bounds import Bounds, lower_bounds
-from ..planner.candidates import Candidates, Machine, Observed, PolicyRun
+from ..planner.candidates import Candidates, Machine, Observed, PolicyRun, best
 from ..planner.density import LeafWork, leaf_densities, leaf_work, root_density
 from ..planner.order import OrderSettings
 from ..planner.output_length import choose_sample
@@ -65,6 +65,11 @@ class Forecast:
     def ranking(self) -> list[str]:
         """The policies, fastest first."""
         return sorted(self.runs, key=lambda name: self.runs[name].simulation.seconds)
+
+    @property
+    def best(self) -> str:
+        """The policy that ``auto`` takes among these."""
+        return best({name: run.simulation for name, run in self.runs.items()})
 
 
 def forecast(

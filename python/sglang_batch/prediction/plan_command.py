@@ -105,7 +105,7 @@ def _report(
         OrderSettings(seed=options.seed),
     )
     known = int((requests.known_output_len != UNKNOWN).sum())
-    chosen = found.ranking[0] if options.policy == AUTO else options.policy
+    chosen = found.best if options.policy == AUTO else options.policy
     return Report(
         job=options.input_file.name,
         machine=MachineInfo(options.model_path, device, options.tp, note),

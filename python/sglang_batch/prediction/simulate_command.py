@@ -45,8 +45,8 @@ def simulate(options: argparse.Namespace) -> int:
         machine=MachineInfo(name, device, options.tp),
         forecast=found,
         left_out=_too_large(job, found.too_large, machine),
-        chosen=found.ranking[0],
-        verdict=f"{found.ranking[0]} is fastest",
+        chosen=found.best,
+        verdict=f"auto chooses {found.best}",
         lengths=f"the truth; estimates are learnt from {found.num_sampled:,} answers",
     )
     return show(report, options)

@@ -32,7 +32,8 @@ def test_one_request() -> None:
     # 5 * 3 + 3^2 / 2 tokens are read.
     assert (bounds.compute_s, bounds.memory_s) == (8, 195)
     assert (bounds.law_s, bounds.sum_s, bounds.ideal_s) == (203, 203, 195)
-    assert bounds.critical_path_s <= bounds.tightest_s == 203
+    # Alone: its prompt, then steps that read 6, 7 and 8 tokens.
+    assert bounds.critical_path_s == bounds.tightest_s == 5 + (61 + 71 + 81)
     assert (bounds.kv_area_s, bounds.min_steps) == (195, 3)
 
 
@@ -69,7 +70,7 @@ def test_every_step_reads_the_weights() -> None:
     bounds = bounds_of([(4,) * 5], [3], 6, cost)
     assert bounds.memory_s == 195 + 4 * 100
     assert bounds.kv_area_s == 195 + 4 * 100
-    assert bounds.critical_path_s <= 8 + 195 + 3 * 100
+    assert bounds.critical_path_s == 5 + (61 + 71 + 81) + 3 * 100
 
 
 @pytest.mark.parametrize(

@@ -143,3 +143,10 @@ def test_the_longest_request_has_a_bucket_of_its_own(longest: int) -> None:
     # One that outlives all expectations is cut, not wrapped around.
     cut = end_bucket(forecast, now, 50 * longest + NUM_BUCKETS * 50)
     assert cut - now // forecast.width < NUM_BUCKETS
+
+
+def test_a_short_newcomer_may_run_into_the_next_bucket() -> None:
+    running = [Running(9, 0, 1000)]
+    forecast = forecast_of(running, longest=5000)
+    assert forecast.width == 10
+    assert 10 <= peak(forecast, 9, 0, 5) <= 10 + 2 * forecast.width

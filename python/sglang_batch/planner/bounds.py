@@ -17,6 +17,9 @@ from .jit import jit
 from .prefix_tree import PrefixTree
 from .requests import Floats, Int32s
 
+# Requests looked at for the critical path: those with the longest outputs.
+_CRITICAL = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -62,20 +65,30 @@ def lower_bounds(
     read = held if cost.shared_kv_read_once else float((p * d + d * d / 2.0).sum())
     weights = min_steps * cost.weight_read_time_s
     memory = read * cost.kv_read_time_s + weights
-    alone = cost.step_time_s(
-        (p + d) * cost.token_time_s + p**2 * cost.attention_time_s,
-        (p * d + d * d / 2.0) * cost.kv_read_time_s + d * cost.weight_read_time_s,
-    )
     return Bounds(
         compute_s=float(compute),
         memory_s=float(memory),
         law_s=float(cost.step_time_s(compute, memory)),
         ideal_s=max(float(compute), float(memory)),
         sum_s=float(compute + memory),
-        critical_path_s=float(np.max(alone, initial=0.0)),
+        critical_path_s=_critical_path_s(cost, p, d),
         kv_area_s=float(held * cost.kv_read_time_s + weights),
         min_steps=min_steps,
     )
+
+
+def _critical_path_s(cost: CostModel, input_len: Floats, output_len: Floats) -> float:
+    """The longest request alone: its prompt, then its decodes, a step each."""
+    longest = 0.0
+    for i in np.argsort(-output_len, kind="stable")[:_CRITICAL]:
+        p, d = input_len[i], output_len[i]
+        held = p + np.arange(1.0, d + 1.0)
+        steps = cost.step_time_s(
+            cost.token_time_s, held * cost.kv_read_time_s + cost.weight_read_time_s
+        )
+        prompt = p * cost.token_time_s + p * p * cost.attention_time_s
+        longest = max(longest, float(prompt + steps.sum()))
+    return longest
 
 
 def with_law(cost: CostModel, exponent: float) -> CostModel:

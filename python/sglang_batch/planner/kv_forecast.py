@@ -110,7 +110,7 @@ def peak(forecast: KvForecast, now: int, kv: int, remaining: int) -> int:
     ends = forecast.running[0]
     base = forecast.running[1]
     if end < 0:
-        level = base + ends * (current + 1) * forecast.width
+        level = base + ends * (now + remaining)
         return int(level + kv + remaining + forecast.short[0])
     ends += 1
     base += kv - now

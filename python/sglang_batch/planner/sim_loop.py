@@ -45,7 +45,8 @@ def _fits(sim: Sim, i: int, reserved: int) -> bool:
     locked = sim.cache.totals[LOCKED] + prefix.newly_locked(sim.cache, r.node)
     if state.private + held + locked + state.decoding > sim.engine.kv_capacity:
         return False
-    remaining = max(whole_estimate(r.estimate_mean) - r.generated, 1)
+    estimate = r.estimate if r.admitted else whole_estimate(r.estimate_mean)
+    remaining = max(estimate - r.generated, 1)
     peak = kv.peak(sim.forecast, state.step, held, remaining) + locked
     return bool(peak + reserved <= sim.engine.kv_capacity * (1.0 - _KV_MARGIN))
 
@@ -120,7 +121,8 @@ def _prefill(sim: Sim, side: int, tokens: int, reserved: int) -> tuple[int, floa
         some = min(s.partial_left, tokens - done)
         if sim.engine.attention_time_s > 0.0:
             r = sim.requests[i]
-            before = float(r.input_len + r.generated - s.partial_left)
+            # The one token computed of an empty prompt has none before it.
+            before = max(0.0, float(r.input_len + r.generated - s.partial_left))
             attention += sim.engine.attention_time_s * some * (2.0 * before + some)
         done += some
         s.partial_left -= some

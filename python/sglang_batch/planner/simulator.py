@@ -163,7 +163,7 @@ def simulate(
     requests["estimate_mean"] = estimate[leaves]
     requests["estimate_sq"] = estimate_sq[leaves]
     requests["event"] = NONE
-    longest = int(max(requests["output_len"].max(initial=1), estimate.max(initial=1.0)))
+    longest = int(requests["output_len"].max(initial=1))
     state = make_state(len(leaves))
     state["compute_planned"], state["kv_read_planned"] = _planned(tree, cost, requests)
     sim = Sim(
@@ -174,7 +174,7 @@ def simulate(
         sides=make_sides(),
         lists=make_lists(len(leaves), longest),
         cache=make_cache(tree, PLANNED if limits.plan_aware_eviction else LRU),
-        forecast=make_forecast(longest),
+        forecast=make_forecast(int(estimate.max(initial=1.0))),
     )
     samples = np.zeros((3, NUM_SAMPLES))
     stride = run_steps(sim, samples)
@@ -224,11 +224,12 @@ def _engine(cost: CostModel, limits: EngineLimits) -> Engine:
         batch_multiple=limits.batch_multiple,
         closed_loop=limits.closed_loop,
         shared_kv_read_once=cost.shared_kv_read_once,
-        token_time_s=cost.token_time_s,
-        attention_time_s=cost.attention_time_s,
-        kv_read_time_s=cost.kv_read_time_s,
-        weight_read_time_s=cost.weight_read_time_s,
-        interference_exponent=cost.interference_exponent,
+        # Whole numbers would be compiled for anew.
+        token_time_s=float(cost.token_time_s),
+        attention_time_s=float(cost.attention_time_s),
+        kv_read_time_s=float(cost.kv_read_time_s),
+        weight_read_time_s=float(cost.weight_read_time_s),
+        interference_exponent=float(cost.interference_exponent),
     )
 
 

@@ -204,8 +204,8 @@ def traces(cost: CostModel, num_requests: int, seed: int) -> list[Figure]:
                         target=(">=", 0.995), beside="BlendServe >= 97 %",
                     ),
                 ]  # fmt: skip
-    print("\nTraces 1-4: seconds, and share of the tightest bound by policy")
     print_table(
+        "Traces 1-4: seconds, and share of the tightest bound by policy",
         [
             "trace", "law", "bound s", "ours s", "ours", "paper's alg.", *BASELINES,
             "over best", "sharing kept", "retractions",
@@ -239,8 +239,8 @@ def grid(cost: CostModel, num_requests: int, seed: int) -> list[Figure]:
                 f"{kept_sharing(job, ours):.2%}",
             ]
         )  # fmt: skip
-    print(f"\nThe 65 cells, {num_requests:,} requests each")
     print_table(
+        f"The 65 cells, {num_requests:,} requests each",
         [
             "density", "sharing", "ours / bound", "dfs / bound", "over dfs",
             "BlendServe over dfs", "over best", "best other", "sharing kept",
@@ -301,8 +301,8 @@ def lengths(paths: Sequence[Path], cost: CostModel, seed: int) -> list[Figure]:
                 target=("<=", 1.01),
             )
         )  # fmt: skip
-    print("\nTraces of lengths: share of the tightest bound by policy")
     print_table(
+        "Traces of lengths: share of the tightest bound by policy",
         [
             "mix", "requests", "density", "sharing", "bound s", "dual-scan",
             "paper's alg.", "prefix-groups", *BASELINES, "best other", "ours / best",
@@ -339,16 +339,21 @@ def main() -> int:
         "--lengths", type=Path, nargs="+", default=[], metavar="FILE",
         help="also mixes of these traces of lengths",
     )  # fmt: skip
-    parser.add_argument("--num-requests", type=int, default=400_000)
+    parser.add_argument(
+        "--num-requests", type=int, default=400_000,
+        help="requests of a blend; far fewer leave only a handful of long generations",
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="20,000 requests a blend")
     parser.add_argument("--weight-reads", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", metavar="NAME", help="also write results/NAME.json")
     options = parser.parse_args()
+    num_requests = 20_000 if options.quick else options.num_requests
     reads = WEIGHT_READ_S if options.weight_reads else 0.0
     cost = replace(COST, weight_read_time_s=reads)
-    figures = traces(cost, options.num_requests, options.seed)
+    figures = traces(cost, num_requests, options.seed)
     if options.grid:
-        figures += grid(cost, options.num_requests, options.seed)
+        figures += grid(cost, num_requests, options.seed)
     if options.lengths:
         figures += lengths(options.lengths, cost, options.seed)
     print_figures("Figures", figures)

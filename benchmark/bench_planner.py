@@ -255,8 +255,11 @@ def print_shards(found: dict[int, TraceFigures]) -> None:
         for split in each.splits
         if split.num_shards == 4
     ]
-    print("\nSeconds of each of 4 shards / its lower bound")
-    print_table(["trace", *map(str, range(4))], rows)
+    print_table(
+        "Seconds of each of 4 shards / its lower bound",
+        ["trace", *map(str, range(4))],
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -61,14 +61,30 @@ class Figure:
 
 def print_figures(title: str, figures: Sequence[Figure]) -> None:
     """One table of figures and their targets."""
-    print(f"\n{title}")
-    print_table(
-        ["figure", "measured", "target", "", ""], [figure.row for figure in figures]
+    _print_columns(
+        title,
+        ["figure", "measured", "target", "", ""],
+        [figure.row for figure in figures],
     )
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+# What was printed, for the document at the end.
+_TABLES: list[dict[str, Any]] = []
+
+
+def print_table(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[object]]
+) -> None:
+    """A table, which :func:`finish` also puts into its document."""
+    _TABLES.append({"title": title, "header": header, "rows": rows})
+    _print_columns(title, header, rows)
+
+
+def _print_columns(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[object]]
+) -> None:
     """Columns as wide as their widest cell; numbers, by their first row, to the right."""
+    print(f"\n{title}")
     cells = [list(map(str, row)) for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     right = [isinstance(cell, int | float) for cell in rows[0]] if rows else []
@@ -98,10 +114,13 @@ def machine() -> dict[str, str | int]:
 def finish(results: dict[str, Any], save: Path | None = None) -> None:
     """Print one JSON document as the last line; also write it to ``save``.
 
-    The machine and the command line are added to it.
+    The tables printed so far, the machine and the command line are added to it.
     """
-    command = [Path(sys.executable).name, *sys.argv]
+    # Where files lie on this machine is nobody else's business.
+    named = [Path(a).name if Path(a).is_absolute() else a for a in sys.argv[1:]]
+    command = [Path(sys.executable).name, sys.argv[0], *named]
     document = {"command": " ".join(command), "machine": machine(), **results}
+    document["tables"] = _TABLES
     if save is not None:
         save.parent.mkdir(parents=True, exist_ok=True)
         save.write_text(json.dumps(document, indent=1) + "\n")

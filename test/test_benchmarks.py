@@ -43,3 +43,11 @@ def test_the_planners_figures() -> None:
         figure["name"].strip() for figure in figures["Plan of BlendServe's trace 1"]
     }
     assert {"tree", "densities", "split", "sort"} <= stages
+
+
+@pytest.mark.timeout(150)
+def test_the_orders() -> None:
+    document = quick_run("bench_order.py")
+    assert all(figure["met"] for figure in document["figures"])
+    (traces,) = document["tables"]
+    assert len(traces["rows"]) == 4 * 3

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from sglang_batch.errors import InputError
+from sglang_batch.planner import prefix_sort
 from sglang_batch.planner.prefix_tree import (
     PrefixTree,
     achieved_prefix_sharing_ratio,
@@ -173,6 +174,21 @@ def many_prompts(seed: int, num_prompts: int, num_groups: int = 12) -> list[Prom
 @pytest.mark.parametrize("seed", range(6))
 def test_groups_of_hundreds(seed: int) -> None:
     prompts = many_prompts(seed, num_prompts=300, num_groups=2 + 5 * (seed % 2))
+    assert_is_expected(build(prompts), prompts)
+
+
+@settings(deadline=None, max_examples=50)
+@given(PROMPTS, st.integers(0, 3))
+def test_threads_make_the_same_tree(prompts: list[Prompt], rounds: int) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(prefix_sort, "_MANY", 1)
+        patched.setattr(prefix_sort, "_ROUNDS_BEFORE_THREADS", rounds)
+        assert_is_expected(build(prompts), prompts)
+
+
+def test_threads_sort_hundreds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_sort, "_MANY", 1)
+    prompts = many_prompts(3, 600)
     assert_is_expected(build(prompts), prompts)
 
 

@@ -21,6 +21,12 @@ def jit(function: F) -> F:
     return compiled
 
 
+def jit_without_gil(function: F) -> F:
+    """Compile a function that several threads may run at once."""
+    compiled: F = numba.njit(cache=True, nogil=True)(function)
+    return compiled
+
+
 def jit_in_place(function: F) -> F:
     """Compile a function that only changes arrays it is given and makes none.
 

@@ -8,37 +8,96 @@ reads do not wait for each other.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from .jit import jit
+from .jit import jit, jit_without_gil
 from .requests import Int32s, Int64s
 
 UInt64s = NDArray[np.uint64]
 
+
+class Sorting(NamedTuple):
+    """The result and what it takes to get there, all by place in the order.
+
+    order: int64 ``[n]``. lcp: int32 ``[n]``. keys: uint64 ``[n]``, the next tokens of
+    the prompt at each place. spare_order, spare_keys: as large, for moving things.
+    """
+
+    order: Int64s
+    lcp: Int32s
+    keys: UInt64s
+    spare_order: Int64s
+    spare_keys: UInt64s
+
+
+# From so many prompts on, threads pay.
+_MANY = 200_000
+_NUM_THREADS = 8
+_ROUNDS_BEFORE_THREADS = 2
 _INSERTION_MAX = 64
 _DIGIT_BITS = 8
 _TOKEN_BITS = np.uint64(32)
 _KEY_BITS = np.uint64(64)
 
 
-@jit
 def sort_prompts(tokens: Int32s, offsets: Int64s) -> tuple[Int64s, Int32s]:
     """The depth-first order and each prompt's tokens in common with the one before.
 
     Sorts groups of prompts that agree in their first ``depth`` tokens by the next two
-    tokens; those that agree in these too are a new group.
+    tokens; those that agree in these too are a new group. Of many prompts, the groups
+    are shared out to threads: each waits for memory most of the time.
     """
     n = len(offsets) - 1
-    order = np.arange(n)
-    lcp = np.zeros(n, np.int32)
-    keys = np.empty(n, np.uint64)
-    spare_order = np.empty_like(order)
-    spare_keys = np.empty_like(keys)
+    sorting = Sorting(
+        order=np.arange(n),
+        lcp=np.zeros(n, np.int32),
+        keys=np.empty(n, np.uint64),
+        spare_order=np.empty(n, np.int64),
+        spare_keys=np.empty(n, np.uint64),
+    )
+    groups = np.array([[0, n, 0]], np.int64)[: n > 1]
+    if n >= _MANY:
+        # The first rounds part the prompts: then there are groups for every thread.
+        for _ in range(_ROUNDS_BEFORE_THREADS):
+            groups = _sort_groups(tokens, offsets, sorting, groups, True)
+        size = np.cumsum(groups[:, 1] - groups[:, 0])
+        cuts = size[-1:].sum() * np.arange(1, _NUM_THREADS) // _NUM_THREADS
+        parts = np.split(groups, np.searchsorted(size, cuts))
+        with ThreadPoolExecutor(_NUM_THREADS) as threads:
+            work = [
+                threads.submit(_sort_groups, tokens, offsets, sorting, part, False)
+                for part in parts
+            ]
+            for part in work:
+                part.result()
+    else:
+        _sort_groups(tokens, offsets, sorting, groups, False)
+    return sorting.order, sorting.lcp
+
+
+@jit_without_gil
+def _sort_groups(
+    tokens: Int32s, offsets: Int64s, sorting: Sorting, groups: Int64s, once: bool
+) -> Int64s:
+    """Sort disjoint groups, rows of begin, end and depth; the ranges are changed.
+
+    Args:
+        once: whether to stop after these groups and return those they fall into.
+    """
+    order, lcp, keys = sorting.order, sorting.lcp, sorting.keys
     # Groups that wait are disjoint and of two or more.
-    waiting = np.empty((n // 2 + 1, 3), np.int64)
-    waiting[0] = 0, n, 0
-    num_waiting = 1 if n > 1 else 0
+    most = len(groups)
+    for g in range(len(groups)):
+        most += (groups[g, 1] - groups[g, 0]) // 2 + 1
+    waiting = np.empty((most, 3), np.int64)
+    waiting[: len(groups)] = groups
+    num_waiting = len(groups)
+    num_found = 0
+    found = np.empty((most if once else 0, 3), np.int64)
     while num_waiting:
         num_waiting -= 1
         begin, end, depth = waiting[num_waiting]
@@ -49,9 +108,9 @@ def sort_prompts(tokens: Int32s, offsets: Int64s) -> tuple[Int64s, Int32s]:
             varying = _fill_keys(tokens, offsets, group, depth, keys[begin:end])
         _sort_by_key(
             keys[begin:end],
-            order[begin:end],
-            spare_keys[begin:end],
-            spare_order[begin:end],
+            group,
+            sorting.spare_keys[begin:end],
+            sorting.spare_order[begin:end],
             varying,
         )
         run = begin
@@ -65,10 +124,14 @@ def sort_prompts(tokens: Int32s, offsets: Int64s) -> tuple[Int64s, Int32s]:
             if np.uint32(key) == 0:  # these prompts end here: they are equal
                 lcp[run + 1 : j] = depth + (key != 0)
             elif j - run > 1:
-                waiting[num_waiting] = run, j, depth + 2
-                num_waiting += 1
+                if once:
+                    found[num_found] = run, j, depth + 2
+                    num_found += 1
+                else:
+                    waiting[num_waiting] = run, j, depth + 2
+                    num_waiting += 1
             run = j
-    return order, lcp
+    return found[:num_found].copy()
 
 
 @jit

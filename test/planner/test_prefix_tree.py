@@ -182,7 +182,7 @@ def test_groups_of_hundreds(seed: int) -> None:
 def test_threads_make_the_same_tree(prompts: list[Prompt], rounds: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(prefix_sort, "_MANY", 1)
-        patched.setattr(prefix_sort, "_ROUNDS_BEFORE_THREADS", rounds)
+        patched.setattr(prefix_sort, "_MOST_ROUNDS", rounds)
         assert_is_expected(build(prompts), prompts)
 
 

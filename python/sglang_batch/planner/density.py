@@ -49,7 +49,8 @@ def node_work(
     A node's whole prefix counts once, as if nothing outside shared it.
     """
     prefill = tree.unique_tokens_below() * float(cost.token_time_s)
-    prefill += cost.attention_time_s * _attended(tree)
+    if cost.attention_time_s:
+        prefill += cost.attention_time_s * _attended(tree)
     return prefill + tree.subtree_sums(work.decode_s), tree.subtree_sums(work.memory_s)
 
 
@@ -63,8 +64,12 @@ def _attended(tree: PrefixTree) -> Floats:
 
 def root_density(tree: PrefixTree, cost: CostModel, work: LeafWork) -> float:
     """Density of the whole job: what every step should have."""
-    compute, memory = node_work(tree, cost, work)
-    return float(compute_density(compute[:1], memory[:1])[0])
+    compute = tree.num_unique_tokens * cost.token_time_s + work.decode_s.sum()
+    if cost.attention_time_s:
+        squares = tree.input_len.astype(np.float64) ** 2
+        shared = tree.lcp.astype(np.float64) ** 2
+        compute += (squares - shared).sum() * cost.attention_time_s
+    return float(compute_density(compute, work.memory_s.sum()))
 
 
 def leaf_compute(tree: PrefixTree, cost: CostModel, work: LeafWork) -> Floats:

@@ -37,7 +37,7 @@ class Sorting(NamedTuple):
 # From so many prompts on, threads pay.
 _MANY = 200_000
 _NUM_THREADS = 8
-_ROUNDS_BEFORE_THREADS = 2
+_MOST_ROUNDS = 8
 _INSERTION_MAX = 64
 _DIGIT_BITS = 8
 _TOKEN_BITS = np.uint64(32)
@@ -61,10 +61,14 @@ def sort_prompts(tokens: Int32s, offsets: Int64s) -> tuple[Int64s, Int32s]:
     )
     groups = np.array([[0, n, 0]], np.int64)[: n > 1]
     if n >= _MANY:
-        # The first rounds part the prompts: then there are groups for every thread.
-        for _ in range(_ROUNDS_BEFORE_THREADS):
+        # The first rounds part the prompts, until there is work for every thread.
+        size = np.array([n])
+        for _ in range(_MOST_ROUNDS):
+            if len(size) == 0 or size.max() * _NUM_THREADS <= size.sum():
+                break
             groups = _sort_groups(tokens, offsets, sorting, groups, True)
-        size = np.cumsum(groups[:, 1] - groups[:, 0])
+            size = groups[:, 1] - groups[:, 0]
+        size = np.cumsum(size)
         cuts = size[-1:].sum() * np.arange(1, _NUM_THREADS) // _NUM_THREADS
         parts = np.split(groups, np.searchsorted(size, cuts))
         with ThreadPoolExecutor(_NUM_THREADS) as threads:

@@ -226,14 +226,6 @@ def test_steps_of_arrays_numbers_and_both() -> None:
     assert PAPER.step_time_s(np.empty(0), np.empty(0)).shape == (0,)
 
 
-def test_shared_kv_read_once_takes_the_shared_part_off() -> None:
-    cascade = CostModel.of(LLAMA_8B, A100, shared_kv_read_once=True)
-    memory, ratio = np.array([10.0, 10.0]), np.array([0.0, 0.75])
-    assert cascade.shared_memory_time_s(memory, ratio).tolist() == [10.0, 2.5]
-    assert PAPER.shared_memory_time_s(memory, ratio).tolist() == [10.0, 10.0]
-    assert PAPER.shared_memory_time_s(10.0, 0.75) == 10.0
-
-
 def test_capacity_is_what_the_weights_leave() -> None:
     # The paper's 80 - 20 GB, with its gigabytes.
     gb80 = hardware("a100", memory_bytes=80_000_000_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from sglang_batch.planner.density import (
     leaf_densities,
     leaf_work,
     node_work,
+    read_len,
     root_density,
     smooth_density,
     sort_children,
@@ -250,3 +252,14 @@ def test_smoothing_without_reads_or_work(n: int) -> None:
     assert smooth_density(something, nothing).tolist() == [math.inf] * n
     assert smooth_density(nothing, something).tolist() == [0.0] * n
     assert smooth_density(nothing, nothing).tolist() == [1.0] * n
+
+
+def test_a_prefix_that_is_read_once_is_shared_out() -> None:
+    tree = tree_of([(1, 1, 1, 1, 8), (1, 1, 1, 1, 9), (2, 2)])
+    each = CostModel(token_time_s=1.0, kv_read_time_s=1.0)
+    once = replace(each, shared_kv_read_once=True)
+    assert read_len(tree, each).tolist() == [5, 5, 2]
+    assert read_len(tree, once).tolist() == [3, 3, 2]
+    lengths = np.array([2.0, 2.0, 4.0])
+    work = leaf_work(tree, once, lengths, lengths**2)
+    assert work.memory_s.tolist() == [3 * 2 + 2, 3 * 2 + 2, 2 * 4 + 8]

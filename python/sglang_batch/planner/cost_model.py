@@ -153,20 +153,6 @@ class CostModel:
         attended = new * (new + 2 * prefix)
         return new * self.token_time_s + attended * self.attention_time_s
 
-    def shared_memory_time_s(
-        self, memory_time_s: Values, prefix_sharing_ratio: Values
-    ) -> Floats:
-        """Memory time of a group of requests with a shared prefix, in seconds.
-
-        ``(1 - s) * T_mem`` where shared KV is read once (section 6.2), else ``T_mem``.
-        An approximation: ``s`` is the share of *prompt* tokens that are shared, while
-        ``T_mem`` holds the reads of generated tokens too, and a read is saved only
-        while requests of the group run together. It takes off too much; the simulator
-        counts what each step reads.
-        """
-        memory, ratio = _floats(memory_time_s), _floats(prefix_sharing_ratio)
-        return memory * (1 - ratio) if self.shared_kv_read_once else memory[()]
-
     def step_time_s(self, compute_time_s: Values, memory_time_s: Values) -> Floats:
         """How long both take together by :func:`overlapped`, elementwise.
 

@@ -37,8 +37,20 @@ def leaf_work(
 ) -> LeafWork:
     """Expected work at the leaves from estimates by request, both float64 ``[n]``."""
     lengths = estimate[tree.order]
-    memory = cost.memory_time_s(tree.input_len, lengths, estimate_sq[tree.order])
+    memory = cost.memory_time_s(read_len(tree, cost), lengths, estimate_sq[tree.order])
     return LeafWork(lengths * cost.token_time_s, memory)
+
+
+def read_len(tree: PrefixTree, cost: CostModel) -> Floats:
+    """Prompt tokens that each request reads in a decode step, float64 ``[n]``.
+
+    All of its prompt; with ``shared_kv_read_once`` (BlendServe 6.2) its part of it: a
+    prefix is read once for all requests below it, here spread evenly as if they ran
+    together.
+    """
+    if cost.shared_kv_read_once:
+        return _spread(tree, 1)
+    return tree.input_len.astype(np.float64)
 
 
 def node_work(

@@ -141,7 +141,7 @@ def admit(sim: Sim, i: int, side: int) -> None:
         state.cached += cached
         state.recomputed += 1 if known else 0
         r.estimate = whole_estimate(r.estimate_mean)
-        reads = r.input_len * r.estimate_mean + r.estimate_sq / 2.0
+        reads = r.read_len * r.estimate_mean + r.estimate_sq / 2.0
         r.memory_estimate = sim.engine.kv_read_time_s * reads
     else:
         state.recomputed += extend
@@ -217,7 +217,7 @@ def _revise_estimate(sim: Sim, i: int, new: int) -> None:
     """A request turned out to be longer, or ended: the planned work changes."""
     state = sim.state[0]
     r = sim.requests[i]
-    reads = float(r.input_len) * new + float(new) * (new + 1.0) / 2.0
+    reads = r.read_len * new + float(new) * (new + 1.0) / 2.0
     memory = sim.engine.kv_read_time_s * reads
     state.compute_planned += (new - r.estimate) * sim.engine.token_time_s
     state.kv_read_planned += memory - r.memory_estimate

@@ -19,6 +19,7 @@ REQUEST = np.dtype(
     [
         ("estimate_mean", np.float64),
         ("estimate_sq", np.float64),
+        ("read_len", np.float64),  # prompt tokens it reads in each step, by the plan
         ("memory_estimate", np.float64),  # seconds of KV reads it is counted with
         ("begin", np.int64),  # step of its prefill; it decodes from the next on
         ("estimate", np.int64),  # present estimate of its output length

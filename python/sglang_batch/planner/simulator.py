@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ..errors import ConfigError
 from .cost_model import CostModel
+from .density import read_len
 from .kv_forecast import make_forecast
 from .prefix_tree import PrefixTree
 from .requests import Floats, Int32s, Int64s
@@ -160,6 +161,7 @@ def simulate(
     requests["node"] = tree.leaf_parent
     requests["output_len"] = np.maximum(output_len[leaves], 1)
     requests["max_new_tokens"] = max_new_tokens[leaves]
+    requests["read_len"] = read_len(tree, cost)
     requests["estimate_mean"] = estimate[leaves]
     requests["estimate_sq"] = estimate_sq[leaves]
     requests["event"] = NONE
@@ -242,7 +244,7 @@ def _planned(
     before = tree.lcp.astype(np.float64) ** 2
     attended = (tree.input_len.astype(np.float64) ** 2 - before).sum()
     compute = computed * cost.token_time_s + attended * cost.attention_time_s
-    memory = cost.memory_time_s(tree.input_len, lengths, requests["estimate_sq"])
+    memory = cost.memory_time_s(requests["read_len"], lengths, requests["estimate_sq"])
     return float(compute), float(memory.sum())
 
 

@@ -8,6 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The same commit passes or fails the same way every time.
+settings.register_profile("fixed", derandomize=True)
+settings.load_profile("fixed")
 
 # The demo model's layers are so small that a second OpenMP thread only spins.
 # Servers started by tests inherit it.

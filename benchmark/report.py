@@ -150,7 +150,9 @@ def _commit() -> str:
         ).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", "..")
+        changed = git(
+            "status", "--porcelain", "--untracked-files=no", "--", "..", ":!results"
+        )
         return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -253,7 +253,6 @@ def _grow(sim: Sim) -> None:
     used = state.private + totals[LOCKED]
     state.peak_kv = max(state.peak_kv, used + totals[IDLE] + totals[GARBAGE])
     state.kv_steps += used
-    state.decoded += state.decoding
 
 
 @jit_in_place

@@ -85,8 +85,6 @@ def _join_running(sim: Sim, i: int) -> None:
     r.newer = NONE
     if state.newest != NONE:
         sim.requests[state.newest].newer = i
-    else:
-        state.oldest = i
     state.newest = i
     state.running += 1
 
@@ -97,8 +95,6 @@ def _leave_running(sim: Sim, i: int) -> None:
     r = sim.requests[i]
     if r.older != NONE:
         sim.requests[r.older].newer = r.newer
-    else:
-        state.oldest = r.newer
     if r.newer != NONE:
         sim.requests[r.newer].older = r.older
     else:

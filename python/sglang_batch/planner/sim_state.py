@@ -58,7 +58,6 @@ STATE = np.dtype(
             "prefilled",
             "cached",
             "recomputed",
-            "decoded",
             "retractions",
             "peak_kv",
             "kv_steps",
@@ -67,8 +66,7 @@ STATE = np.dtype(
             "admitted",
             "starting",
             "changes",  # requests that left, or whose estimate changed
-            "oldest",  # running requests in order of admission
-            "newest",
+            "newest",  # running request
         )
     ]
     + [
@@ -166,7 +164,7 @@ def make_state(num_requests: int) -> NDArray[Any]:
     state["step"] = 1
     state["next_right"] = num_requests - 1
     state["pace"] = 1.0
-    state["oldest"] = state["newest"] = NONE
+    state["newest"] = NONE
     return state
 
 

@@ -190,7 +190,7 @@ def _device(options: argparse.Namespace) -> tuple[HardwareSpec, str]:
     """The device to plan for, and why this one if nobody named it."""
     if options.hardware is not None:
         return measured(options, options.hardware), ""
-    from ..srt.render import device_name
+    from ..srt.machine import device_name
 
     name = device_name()
     if name is None:

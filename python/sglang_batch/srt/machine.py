@@ -68,11 +68,18 @@ def model_spec(hf_config: Any) -> ModelSpec:
         return TYPICAL_MODEL
 
 
+def device_name() -> str | None:
+    """What the driver calls this machine's GPU; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_name())
+
+
 def device() -> HardwareSpec:
     """The device that this process sees."""
-    if not torch.cuda.is_available():
+    name = device_name()
+    if name is None:
         return hardware("cpu")
-    name = torch.cuda.get_device_name()
     found = match_hardware(name)
     if found is None:
         logger.warning("%s is not known: planning as for %s.", name, TYPICAL_DEVICE)

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from sglang.srt.managers.io_struct import EmbeddingReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.parser.template_manager import TemplateManager
@@ -140,10 +139,3 @@ def renderer(server_args: Any) -> Iterator[Renderer]:
         yield made
     finally:
         restore_context(before)
-
-
-def device_name() -> str | None:
-    """What the driver calls this machine's GPU; None without one."""
-    if not torch.cuda.is_available():
-        return None
-    return str(torch.cuda.get_device_name())

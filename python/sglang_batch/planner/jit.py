@@ -31,8 +31,8 @@ def jit_in_place(function: F) -> F:
     """Compile a function that only changes arrays it is given and makes none.
 
     Without numba's reference counts: passing a tuple of arrays to a function counts
-    every one of them up and down, atomically, which was three quarters of the
-    simulator's time.
+    every one of them up and down, atomically, and that took
+    longer than the simulator's own work.
     """
     compiled: F = numba.njit(cache=True, _nrt=False)(function)
     return compiled

@@ -21,6 +21,7 @@ from sglang_batch.planner.cost_model import CostModel
 from sglang_batch.planner.plan import Machine
 from sglang_batch.planner.simulator import EngineLimits
 from sglang_batch.request import BatchRequestInput, RequestOutput, Usage
+from sglang_batch.scheduling.job_plan import JobPlan
 from sglang_batch.service import BatchService
 from sglang_batch.store.batch_store import BatchStore, Row
 
@@ -160,6 +161,7 @@ class FakeEngine:
         *,
         model_names: tuple[str, ...] = (MODEL,),
         default_max_inflight: int = 4,
+        num_replicas: int = 1,
         rejected: Iterable[str] = (),
         failing: dict[str, int] | None = None,
         raising: dict[str, Exception] | None = None,
@@ -167,6 +169,10 @@ class FakeEngine:
         self.model_names = model_names
         self.machine = make_machine()
         self.default_max_inflight = default_max_inflight
+        self.num_replicas = num_replicas
+        self.opened: dict[str, list[JobPlan]] = {}
+        self.closed: list[str] = []
+        self.replicas: dict[str, int] = {}
         self.executed: list[str] = []
         self.answered: list[str] = []
         self.aborted: list[str] = []
@@ -206,6 +212,12 @@ class FakeEngine:
 
     # The Engine protocol --------------------------------------------------------
 
+    async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
+        self.opened[job_id] = list(plans)
+
+    async def close_job(self, job_id: str) -> None:
+        self.closed.append(job_id)
+
     async def prepare(
         self, request: BatchRequestInput, rid: str, *, tokenize: bool
     ) -> PreparedRequest | RequestOutput:
@@ -222,8 +234,9 @@ class FakeEngine:
             request.custom_id, rid, text, input_ids, most, body.get("ignore_eos", False)
         )
 
-    async def execute(self, prepared: Any) -> RequestOutput:
+    async def execute(self, prepared: Any, replica: int | None = None) -> RequestOutput:
         custom_id = prepared.custom_id
+        self.replicas[custom_id] = replica or 0
         self.executed.append(custom_id)
         self.rids.append(prepared.rid)
         self.running.add(custom_id)

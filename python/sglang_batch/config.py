@@ -25,6 +25,8 @@ POLICIES = (
     "random",
     "fcfs",
 )
+# Who carries the plan out inside SGLang's scheduler processes.
+SCHEDULERS = ("offline", "stock")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +42,29 @@ class OfflineBatchConfig:
         enough to keep it full, few enough to keep its queue short.
     render_lookahead: requests rendered (template and tokenizer) ahead of their
         turn, in threads.
+    scheduler: one of ``SCHEDULERS``. ``offline`` replaces SGLang's scheduler and
+        prefix cache by ones that know the plan; ``stock`` leaves SGLang's own in
+        place, and the plan is only the order in which requests are sent.
+    step_log: CSV file to which the offline scheduler appends a line for each step,
+        for ``sglang-batch plan --steps``.
     """
 
     policy: str = "dfs"
     seed: int = 0
     max_inflight: int | None = None
     render_lookahead: int = 8
+    scheduler: str = "offline"
+    step_log: str | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ConfigError(
                 f"policy={self.policy!r} is not known; choose one of {', '.join(POLICIES)}."
+            )
+        if self.scheduler not in SCHEDULERS:
+            raise ConfigError(
+                f"scheduler={self.scheduler!r} is not known; "
+                f"choose one of {', '.join(SCHEDULERS)}."
             )
         if (
             not isinstance(self.seed, int)
@@ -60,6 +74,8 @@ class OfflineBatchConfig:
             raise ConfigError(
                 f"seed={self.seed!r} must be a whole number of 0 or more."
             )
+        if self.step_log is not None and not isinstance(self.step_log, str):
+            raise ConfigError(f"step_log={self.step_log!r} must be the path of a file.")
         for name in ("max_inflight", "render_lookahead"):
             value = getattr(self, name)
             if value is None and name == "max_inflight":

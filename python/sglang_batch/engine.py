@@ -6,12 +6,14 @@ above this line runs and is tested without SGLang.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .request import BatchRequestInput, RequestOutput
 
 if TYPE_CHECKING:
     from .planner.plan import Machine
+    from .scheduling.job_plan import JobPlan
 
 # SGLang's native endpoint: what frontend programs send. Not for batch files.
 GENERATE_URL = "/generate"
@@ -59,6 +61,25 @@ class Engine(Protocol):
         """What the model costs on this engine's hardware, for planning."""
         ...
 
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the model that share the work (data parallel ranks)."""
+        ...
+
+    async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
+        """Tell the engine of a job whose requests will follow, or of a new plan of it.
+
+        Requests belong to it by their ids, see ``request.engine_request_id``.
+
+        Args:
+            plans: one for each replica: what of the job it is to run.
+        """
+        ...
+
+    async def close_job(self, job_id: str) -> None:
+        """No more requests of the job will follow."""
+        ...
+
     async def prepare(
         self, request: BatchRequestInput, rid: str, *, tokenize: bool
     ) -> PreparedRequest | RequestOutput:
@@ -73,6 +94,10 @@ class Engine(Protocol):
         """
         ...
 
-    async def execute(self, prepared: Any) -> RequestOutput:
-        """Run a prepared request to its end. Cancelling the call aborts it."""
+    async def execute(self, prepared: Any, replica: int | None = None) -> RequestOutput:
+        """Run a prepared request to its end. Cancelling the call aborts it.
+
+        Args:
+            replica: the one that is to run it; None lets the engine choose.
+        """
         ...

@@ -25,7 +25,8 @@ from .engine import Engine, PreparedRequest
 from .planner.order import OrderSettings
 from .planner.plan import Machine, Plan, make_plan
 from .planner.requests import UNKNOWN, PlanRequests
-from .request import BatchRequestInput, RequestOutput
+from .request import BatchRequestInput, RequestOutput, engine_request_id
+from .scheduling.job_plan import JobPlan, job_plan, unplanned
 from .store.token_spool import TokenSpool
 
 logger = logging.getLogger(__name__)
@@ -103,14 +104,20 @@ class Job:
         return None
 
     async def _run(self) -> None:
+        machine = self._engine.machine
         # A single request has no order to find.
         if self._config.policy == "fcfs" or len(self._todo) < 2:
             order: Indices = self._todo
+            plan = unplanned(machine)
         else:
-            order = await self._plan()
-        await self._feed(order)
+            order, plan = await self._plan()
+        await self._engine.open_job(self._job_id, [plan])
+        try:
+            await self._feed(order)
+        finally:
+            await self._engine.close_job(self._job_id)
 
-    async def _plan(self) -> Indices:
+    async def _plan(self) -> tuple[Indices, JobPlan]:
         """Render every request, keep its tokens and limits only, and order by them.
 
         Requests that cannot be rendered are answered here and left out.
@@ -143,7 +150,8 @@ class Job:
             100 * plan.tree.prefix_sharing_ratio,
             plan.policy,
         )
-        return np.asarray(planned, dtype=np.int64)[plan.order]
+        numbers = np.asarray(planned, dtype=np.int64)
+        return numbers[plan.order], job_plan(plan, numbers, self._engine.machine)
 
     async def _feed(self, order: Indices) -> None:
         """Send requests in order, a bounded number of them at a time."""
@@ -185,7 +193,7 @@ class Job:
         try:
             for index in indices:
                 request = self._requests[int(index)]
-                rid = f"{self._job_id}-{request.index}"
+                rid = engine_request_id(self._job_id, request.index)
                 prepare = self._engine.prepare(request, rid, tokenize=tokenize)
                 ahead.append((request, asyncio.ensure_future(prepare)))
                 if len(ahead) == self._config.render_lookahead:

@@ -21,6 +21,20 @@ class BatchRequestInput:
     body: bytes
 
 
+def engine_request_id(job_id: str, index: int) -> str:
+    """The engine's name for a request of a job.
+
+    Of one length within a job: the engine takes an id to be aborted for a prefix.
+    """
+    return f"{job_id}-{index:08d}"
+
+
+def job_and_index(request_id: str) -> tuple[str, int]:
+    """The job and the index in an id; -1 where there is no index."""
+    job_id, _, number = request_id.rpartition("-")
+    return job_id, int(number) if number.isdecimal() else -1
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of one answer, or summed over many."""

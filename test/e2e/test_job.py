@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sglang_batch.batch_api.lines import result_line
 from sglang_batch.config import POLICIES, OfflineBatchConfig
 from sglang_batch.job import Job
-from sglang_batch.request import BatchRequestInput, RequestOutput
+from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
 
 TEXTS = ["b x", "a 1", "b", "", "a 1", "a", "c", "b y"]
 DFS_ORDER = ["r3", "r5", "r1", "r4", "r2", "r0", "r7", "r6"]
@@ -202,7 +202,7 @@ def test_each_answer_goes_to_the_request_that_asked() -> None:
 def test_engine_ids_are_the_jobs_own_and_unique() -> None:
     engine = FakeEngine()
     run_job(engine, policy="fcfs")
-    assert engine.rids == [f"batch_1-{i}" for i in range(len(TEXTS))]
+    assert engine.rids == [engine_request_id("batch_1", i) for i in range(len(TEXTS))]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

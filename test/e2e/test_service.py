@@ -816,7 +816,9 @@ def test_requests_without_a_file_are_answered_as_they_end(tmp_path: Path) -> Non
             engine.release()
             rest = [(asked.custom_id, output.ok) async for asked, output in answers]
             assert rest == [("r0", True)]
-            assert sorted(engine.rids) == ["wave_1-0", "wave_1-1", "wave_1-2"]
+            assert sorted(engine.rids) == [
+                engine_request_id("wave_1", i) for i in range(3)
+            ]
 
     run(scenario())
 

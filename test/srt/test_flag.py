@@ -85,7 +85,7 @@ def test_flag_reaches_every_scheduler(
         assert info["offline_batch"] is True
         states = info["internal_states"]
         assert len(states) == num_dp_ranks
-        assert all("max_inflight=77" in state["offline_batch"] for state in states)
+        assert all("max_inflight=77" in state["offline_batch"]["config"] for state in states)
         assert_answers(running, cases[:16])
 
 
@@ -136,6 +136,10 @@ BAD_SETTINGS = (
     (
         ["--offline-batch", '--offline-batch-config={"policy": "best"}'],
         "policy='best' is not known; choose one of ",
+    ),
+    (
+        ["--offline-batch", '--offline-batch-config={"scheduler": "own"}'],
+        "scheduler='own' is not known; choose one of offline, stock.",
     ),
     (["--offline-batch", "--use-ray"], "does not work with --use-ray"),
     (["--offline-batch-dir=/tmp"], "--offline-batch-dir needs --offline-batch."),

@@ -12,10 +12,8 @@ What it leaves out: kernel launch, sampling and scheduling time, page granularit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import ConfigError
 from .cost_model import CostModel
@@ -167,7 +165,9 @@ def simulate(
     requests["event"] = NONE
     longest = int(requests["output_len"].max(initial=1))
     state = make_state(len(leaves))
-    state["compute_planned"], state["kv_read_planned"] = _planned(tree, cost, requests)
+    state["compute_planned"], state["kv_read_planned"] = planned_work(
+        tree, cost, estimate, estimate_sq
+    )
     sim = Sim(
         engine=_engine(cost, limits),
         queue=_queue(tree, order, density, num_left),
@@ -235,16 +235,20 @@ def _engine(cost: CostModel, limits: EngineLimits) -> Engine:
     )
 
 
-def _planned(
-    tree: PrefixTree, cost: CostModel, requests: NDArray[Any]
+def planned_work(
+    tree: PrefixTree, cost: CostModel, estimate: Floats, estimate_sq: Floats
 ) -> tuple[float, float]:
-    """Compute and memory time of the whole job by the estimates, in seconds."""
-    lengths = requests["estimate_mean"]
+    """Compute and memory time of the whole job by the estimates, in seconds.
+
+    estimate, estimate_sq: float64 ``[n]`` by request.
+    """
+    lengths = estimate[tree.order]
     computed = tree.num_unique_tokens + np.maximum(1, np.rint(lengths)).sum()
     before = tree.lcp.astype(np.float64) ** 2
     attended = (tree.input_len.astype(np.float64) ** 2 - before).sum()
     compute = computed * cost.token_time_s + attended * cost.attention_time_s
-    memory = cost.memory_time_s(requests["read_len"], lengths, requests["estimate_sq"])
+    reads = read_len(tree, cost)
+    memory = cost.memory_time_s(reads, lengths, estimate_sq[tree.order])
     return float(compute), float(memory.sum())
 
 

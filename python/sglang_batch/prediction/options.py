@@ -22,13 +22,17 @@ Nothing runs and no weights are loaded: prompts are rendered as SGLang would, an
 the engine is simulated. Where an answer's length is not known, it is drawn from
 around --default-output-len, so the seconds are as good as that guess.
 
+With --steps, the steps that a server measured are shown beside the prediction, and
+--plot draws them. Without a file of requests, they are all that is shown.
+
 exit status:
   0  the plan was printed
   2  the input or an option cannot be used
 
-example:
+examples:
   sglang-batch plan -i requests.jsonl --model-path meta-llama/Llama-3.1-8B-Instruct \\
       --hardware h100-sxm --tp 2 --plot plan.png
+  sglang-batch plan --steps steps.csv --plot steps.png
 """
 
 _SIMULATE_EPILOG = """\
@@ -51,7 +55,7 @@ def add_plan(commands: Subparsers, run: Callable[..., int]) -> None:
     plan = commands.add_parser(
         "plan",
         usage="sglang-batch plan -i FILE --model-path MODEL [options] "
-        "[SGLang's server options]",
+        "[SGLang's server options]\n       sglang-batch plan --steps FILE [options]",
         help="predict what a file of requests takes, and which order is fastest",
         description="Predict how long a batch file takes under each order of its "
         "requests, and why.",
@@ -60,11 +64,11 @@ def add_plan(commands: Subparsers, run: Callable[..., int]) -> None:
         allow_abbrev=False,
     )
     plan.add_argument(
-        "-i", "--input-file", type=Path, required=True, metavar="FILE",
-        help="JSONL batch requests, as for run",
+        "-i", "--input-file", type=Path, metavar="FILE",
+        help="JSONL batch requests, as for run; needs --model-path",
     )  # fmt: skip
     plan.add_argument(
-        "--model-path", "--model", required=True, metavar="MODEL",
+        "--model-path", "--model", metavar="MODEL",
         help="a directory or a name on the Hugging Face hub; configuration and "
         "tokenizer are read",
     )  # fmt: skip
@@ -80,6 +84,11 @@ def add_plan(commands: Subparsers, run: Callable[..., int]) -> None:
     plan.add_argument(
         "--default-output-len", type=_count, default=256, metavar="TOKENS",
         help="average length of answers whose length is not known (default: 256)",
+    )  # fmt: skip
+    plan.add_argument(
+        "--steps", type=Path, metavar="FILE",
+        help="also show the steps of a run, a .csv file that a server logged; --plot "
+        "then draws these",
     )  # fmt: skip
     _add_machine(plan, hardware=None, overlap=1.0)
     _add_output(plan)

@@ -7,7 +7,7 @@ import asyncio
 from array import array
 from collections import deque
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +25,15 @@ from ..planner.requests import UNKNOWN, PlanRequests
 from ..request import BatchRequestInput
 from ..run import validated_file
 from ..store.token_spool import TokenSpool
-from .console import check_plot, make_machine, measured, progress, show
+from .console import (
+    check_plot,
+    make_machine,
+    measured,
+    progress,
+    read_measured,
+    show,
+    show_measured,
+)
 from .forecast import Lengths, forecast
 from .report import LeftOut, MachineInfo, Report
 
@@ -53,8 +61,18 @@ def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
         InputError: the file cannot be used, or no line of it can run.
         ConfigError: an option cannot be used.
     """
-    path: Path = options.input_file
     check_plot(options.plot)
+    steps = None if options.steps is None else read_measured(options.steps)
+    path: Path | None = options.input_file
+    if path is None and options.model_path is None and steps is not None:
+        if server_argv:
+            raise ConfigError(f"{server_argv[0]} has no use without -i FILE.")
+        return show_measured(steps, options)
+    if path is None or options.model_path is None:
+        raise ConfigError(
+            "a plan needs -i FILE and --model-path MODEL; without both, only --steps "
+            "FILE can be shown."
+        )
     if not path.is_file():
         raise InputError(f"input file {path} does not exist.")
     # What needs no SGLang is checked first: a typo should not cost its import.
@@ -83,7 +101,7 @@ def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
             first = rendered.refused[0]
             raise InputError(f"no line of {path} can run; {first.name}: {first.reason}")
         report = _report(options, rendered, device, note, len(file))
-        return show(report, options)
+        return show(replace(report, measured=steps), options)
 
 
 def _report(

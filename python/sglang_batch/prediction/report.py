@@ -12,6 +12,7 @@ import numpy as np
 
 from ..planner.hardware import HardwareSpec
 from ..planner.simulator import Simulation
+from ..scheduling.step_record import Steps, summarize
 from .forecast import Forecast
 
 
@@ -41,6 +42,24 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """The steps of a run, as a server logged them.
+
+    name: of the log. steps: its columns, of one step or more.
+    """
+
+    name: str
+    steps: Steps
+
+    def figures(self) -> dict[str, Any]:
+        return asdict(summarize(self.steps))
+
+    def as_json(self) -> str:
+        """One document, with what a report has under the same name."""
+        return json.dumps(_finite({"measured": self.figures()}), indent=2)
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Everything that is printed.
 
@@ -48,6 +67,7 @@ class Report:
     chosen: the policy that the report is about.
     verdict: that it is, in words; how it compares with others is added.
     lengths: where output lengths come from, in words.
+    measured: the steps of a run to see the prediction against.
     """
 
     job: str
@@ -58,11 +78,12 @@ class Report:
     verdict: str
     lengths: str
     num_lines: int | None = None
+    measured: Measured | None = None
 
     def as_json(self) -> str:
         """One document; numbers that are not finite become null."""
         f = self.forecast
-        document = {
+        document: dict[str, Any] = {
             "job": self.job_figures(),
             "machine": self.machine_figures(),
             "bounds": {**asdict(f.bounds), "tightest_s": f.bounds.tightest_s},
@@ -72,6 +93,8 @@ class Report:
             ],
             "chosen": self.chosen,
         }
+        if self.measured is not None:
+            document["measured"] = self.measured.figures()
         return json.dumps(_finite(document), indent=2)
 
     def job_figures(self) -> dict[str, Any]:

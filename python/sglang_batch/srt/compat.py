@@ -1,4 +1,7 @@
-"""The SGLang release this package extends, and the hooks it takes there."""
+"""The SGLang release this package extends, and the hooks it takes there.
+
+The signatures of what is overridden are checked in ``seams.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,13 @@ from .. import __version__
 from ..errors import EngineError, UnsupportedSGLang
 
 SUPPORTED_VERSION = "0.5.23"
+
+__all__ = [
+    "SUPPORTED_VERSION",
+    "check_hooks_took",
+    "check_version",
+    "installed_version",
+]
 
 
 def check_version() -> None:

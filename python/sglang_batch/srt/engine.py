@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,10 @@ from ..engine import GENERATE_URL
 from ..errors import EngineError
 from ..planner.plan import Machine
 from ..request import BatchRequestInput, RequestOutput, Usage
+from ..scheduling.job_plan import JobPlan
+from . import job_control
 from .endpoints import describe_validation_error, serving_endpoints
+from .job_control import JobControl
 from .machine import machine_of
 from .scheduler import STATE_KEY
 
@@ -57,6 +61,8 @@ class SGLangEngine:
         self._endpoints = serving_endpoints(tokenizer_manager, template_manager)
         self._default_max_inflight = MIN_INFLIGHT
         self._machine: Machine | None = None
+        self._job_control: Any = None
+        self._num_replicas = 1
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -96,6 +102,24 @@ class SGLangEngine:
         )
         self._default_max_inflight = max(MIN_INFLIGHT, 2 * running)
         self._machine = machine_of(self._tokenizer_manager, states[0])
+        self._num_replicas = len(states)
+        if "jobs" in states[0][STATE_KEY]:  # not with SGLang's own scheduler
+            self._job_control = job_control.communicator(self._tokenizer_manager)
+
+    @property
+    def num_replicas(self) -> int:
+        return self._num_replicas
+
+    async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
+        if self._job_control is not None:
+            data = await asyncio.to_thread(lambda: [plan.to_bytes() for plan in plans])
+            await self._job_control(
+                JobControl(job_id=job_id, action=job_control.OPEN, plans=tuple(data))
+            )
+
+    async def close_job(self, job_id: str) -> None:
+        if self._job_control is not None:
+            await self._job_control(JobControl(job_id=job_id, action=job_control.CLOSE))
 
     async def prepare(
         self, request: BatchRequestInput, rid: str, *, tokenize: bool
@@ -125,7 +149,11 @@ class SGLangEngine:
         limits = _output_limits(adapted)
         return Prepared(request.url, rid, adapted, parsed, input_ids, *limits)
 
-    async def execute(self, prepared: Prepared) -> RequestOutput:
+    async def execute(
+        self, prepared: Prepared, replica: int | None = None
+    ) -> RequestOutput:
+        if self._num_replicas > 1:
+            prepared.adapted.routed_dp_rank = replica
         try:
             if prepared.parsed is None:
                 answer = await self._tokenizer_manager.generate_request(

@@ -26,8 +26,9 @@ SERVER_HOOKS = ("sglang.srt.entrypoints.http_server._setup_and_run_http_server",
 POOLING_HOOKS = ("sglang.srt.configs.model_config.ModelConfig.__init__",)
 SCHEDULER_HOOKS = ("sglang.srt.managers.scheduler.Scheduler",)
 
-# This process un-pickled an OfflineServerArgs: it belongs to an offline server.
-_offline_child = False
+# This process un-pickled an OfflineServerArgs: it belongs to an offline server. Which
+# scheduler that asks for.
+_offline_child: str | None = None
 # This process launched an offline server or engine; its hooks are in place.
 _offline_main = False
 
@@ -88,10 +89,14 @@ def enter_offline_main() -> None:
     compat.check_hooks_took(FLAG_HOOKS + SERVER_HOOKS + POOLING_HOOKS)
 
 
-def enter_offline_child() -> None:
-    """Remember, in a child process, that its server is an offline one."""
+def enter_offline_child(scheduler: str) -> None:
+    """Remember, in a child process, that its server is an offline one.
+
+    Args:
+        scheduler: one of ``config.SCHEDULERS``.
+    """
     global _offline_child
-    _offline_child = True
+    _offline_child = scheduler
 
 
 def _hook_scheduler() -> None:
@@ -99,9 +104,11 @@ def _hook_scheduler() -> None:
     # would cost seconds and memory; the module is there where one does.
     if "sglang.srt.managers.scheduler" not in sys.modules:
         return
-    from . import pooling
-    from .scheduler import OfflineScheduler
+    from . import planned_cache, pooling
+    from .scheduler import MarkedScheduler, OfflineScheduler
 
     pooling.register_config_hook()
     pooling.register_pooler_hook()
-    HookRegistry.register(SCHEDULER_HOOKS[0], OfflineScheduler, HookType.REPLACE)
+    planned_cache.register()
+    ours = OfflineScheduler if _offline_child == "offline" else MarkedScheduler
+    HookRegistry.register(SCHEDULER_HOOKS[0], ours, HookType.REPLACE)

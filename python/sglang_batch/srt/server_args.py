@@ -49,8 +49,8 @@ def rebuild(
     """Un-pickle a record in a child process, and make that process an offline one."""
     from . import plugin
 
-    plugin.enter_offline_child()
     record: OfflineServerArgs = stock._rebuild_server_args(cls, fields, bookkeeping)
+    plugin.enter_offline_child(record.offline_config.scheduler)
     return record
 
 
@@ -84,7 +84,11 @@ def from_cli_args(original: Any, cls: type, args: argparse.Namespace) -> Any:
             _activate(vars(args))
         except SGLangBatchError as error:
             raise SystemExit(f"error: {error}") from error
-        return original(OfflineServerArgs, args)
+        record = original(OfflineServerArgs, args)
+        # What is found out later, once the model's configuration is read, can then
+        # also end the command with one sentence (srt/defaults.py).
+        record._offline_from_cli = True
+        return record
     for name in COMPANIONS:
         if getattr(args, name, None) is not None:
             flag = "--" + name.replace("_", "-")
@@ -106,9 +110,9 @@ def make_server_args(**kwargs: Any) -> Any:
 
 
 def _activate(values: dict[str, Any]) -> None:
-    from . import plugin
+    from . import plugin, seams, support
 
-    OfflineBatchConfig.from_json(values.get("offline_batch_config"))
+    config = OfflineBatchConfig.from_json(values.get("offline_batch_config"))
     for name in UNSUPPORTED:
         if values.get(name):
             flag = "--" + name.replace("_", "-")
@@ -117,4 +121,8 @@ def _activate(values: dict[str, Any]) -> None:
         raise ConfigError(
             "--offline-batch needs SGLang's Python server; unset SGLANG_RUST_SERVER."
         )
+    if config.scheduler == "offline":
+        support.check_supported(values)
     plugin.enter_offline_main()
+    if config.scheduler == "offline":
+        seams.check_seams()

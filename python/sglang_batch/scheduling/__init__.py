@@ -1,0 +1,1 @@
+"""What the offline scheduler decides, apart from SGLang: pure Python and numpy."""

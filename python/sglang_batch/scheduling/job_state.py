@@ -1,0 +1,168 @@
+"""A job inside the scheduler: its plan, what waits of it, and its shared prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .backlog import Backlog
+from .job_plan import JobPlan
+from .line import Line
+from .prefix_uses import PrefixUses
+
+# Turns of requests that the plan does not know: after all others, as they come.
+UNPLANNED_TURN = 1 << 40
+# Decode steps expected of a request that nothing is known of.
+DEFAULT_STEPS = 256
+# Beyond this, more of one kind of work than of the other makes no difference.
+_DENSITY_RANGE = 1e6
+
+
+class JobState:
+    """One open job.
+
+    Attributes:
+        uses: its shared prefixes.
+        backlog: lines that may be admitted.
+        compute_s, kv_read_s: what the job's steps have taken so far, by the cost model.
+        pace, left_blocked: of the dual scanner.
+    """
+
+    def __init__(self, job_id: str, plan: JobPlan, page_size: int) -> None:
+        self.job_id = job_id
+        self.plan = plan
+        self._page_size = page_size
+        self.uses = PrefixUses(plan, page_size)
+        self.backlog = Backlog(plan.num_left, both_ends=plan.density is not None)
+        self._followers: dict[int, list[Line]] = {}
+        self._lines: dict[str, Line] = {}  # by request id, until they end
+        self.compute_s = 0.0
+        self.kv_read_s = 0.0
+        self.compute_planned_s = plan.compute_s
+        self.kv_read_planned_s = plan.kv_read_s
+        self.pace = 1.0
+        self.left_blocked = False
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.backlog) + sum(map(len, self._followers.values()))
+
+    @property
+    def waiting_tokens(self) -> int:
+        return self.backlog.tokens + sum(
+            line.input_len for lines in self._followers.values() for line in lines
+        )
+
+    @property
+    def dual(self) -> bool:
+        return self.plan.density is not None
+
+    def waiting(self) -> Iterator[Line]:
+        """All that wait, followers included."""
+        yield from self.backlog
+        for lines in self._followers.values():
+            yield from lines
+
+    # Lines ----------------------------------------------------------------------------
+
+    def add(self, req: Any, number: int, input_len: int, max_steps: int) -> Line:
+        """A request of this job arrived; it waits from now on.
+
+        number: its number in the job; -1 if that is not known.
+        """
+        plan = self.plan
+        leaf = int(plan.leaf[number]) if 0 <= number < len(plan.leaf) else -1
+        if leaf >= 0 and plan.input_len[leaf] != input_len:
+            leaf = -1  # the engine sees another prompt than was planned
+        if leaf < 0:
+            expected = min(max_steps, DEFAULT_STEPS)
+            line = Line(
+                req, -1, 0, UNPLANNED_TURN, input_len, input_len, max_steps,
+                expected, 2.0 * expected**2,
+            )  # fmt: skip
+        else:
+            node = int(plan.node[leaf])
+            line = Line(
+                req=req,
+                leaf=leaf,
+                node=node,
+                turn=int(plan.turn[leaf]),
+                input_len=input_len,
+                own=input_len - int(self.uses.depth[node]),
+                max_steps=max_steps,
+                estimate=_steps(float(plan.estimate[leaf]), max_steps),
+                estimate_sq=float(plan.estimate_sq[leaf]),
+            )
+            reads = input_len * float(plan.estimate[leaf]) + line.estimate_sq / 2
+            line.memory_s = plan.cost.kv_read_time_s * reads
+        self._lines[req.rid] = line
+        self.backlog.add(line)
+        return line
+
+    def forget(self, line: Line) -> None:
+        """A line ended, or was aborted."""
+        self._lines.pop(line.req.rid, None)
+
+    def density_at(self, line: Line | None) -> float:
+        density = self.plan.density
+        if density is None or line is None or line.leaf < 0:
+            return 1.0
+        return float(density[line.turn])
+
+    def target_density(self) -> float:
+        """Compute over KV read time of what is left, by the estimates."""
+        reads = max(self.kv_read_planned_s - self.kv_read_s, 1e-9)
+        density = max(self.compute_planned_s - self.compute_s, 0.0) / reads
+        return min(max(density, 1.0 / _DENSITY_RANGE), _DENSITY_RANGE)
+
+    # Followers ------------------------------------------------------------------------
+
+    def follow(self, line: Line, node: int) -> None:
+        """Set a waiting line aside until ``node`` is computed."""
+        self.backlog.remove(line)
+        self._followers.setdefault(node, []).append(line)
+
+    def release_followers(self, nodes: list[int]) -> None:
+        """Nobody computes ``nodes`` any more: who waited for them may go on."""
+        for node in nodes:
+            for line in self._followers.pop(node, []):
+                self.backlog.add(line)
+
+    def take(self, line: Line) -> None:
+        """Remove a line from where it waits."""
+        if line.waiting:
+            self.backlog.remove(line)
+            return
+        for lines in self._followers.values():
+            if line in lines:
+                lines.remove(line)
+                return
+
+    # A new plan -----------------------------------------------------------------------
+
+    def replan(self, plan: JobPlan) -> None:
+        """Another order and other estimates of the same requests, the same tree.
+
+        Lines that run keep what they were admitted with.
+        """
+        self.plan = plan
+        self.uses.reorder(plan)
+        self.compute_planned_s = plan.compute_s
+        self.kv_read_planned_s = plan.kv_read_s
+        waiting = list(self.backlog)
+        self.backlog = Backlog(plan.num_left, both_ends=plan.density is not None)
+        for line in waiting:
+            self.backlog.add(line)
+        for line in self._lines.values():
+            if not line.running and line.steps == 0 and line.leaf >= 0:
+                line.turn = int(plan.turn[line.leaf])
+                line.estimate = _steps(float(plan.estimate[line.leaf]), line.max_steps)
+                line.estimate_sq = float(plan.estimate_sq[line.leaf])
+
+
+def _steps(output_len: float, max_steps: int) -> int:
+    """An estimated answer in decode steps; its first token takes none."""
+    return min(max(int(output_len + 0.5) - 1, 0), max_steps)

@@ -1,0 +1,57 @@
+"""One line of a batch as the scheduler sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+LEFT, RIGHT, ONLINE = 0, 1, 2
+SIDES = ("left", "right", "online")
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """A request of a job, or an online one, from its arrival to its end.
+
+    Requests wait, then their prompt is computed, then they decode. One *decode step*
+    generates one token; the first token comes with the prompt, so an answer of ``d``
+    tokens takes ``d - 1`` decode steps and as many tokens of KV beside its prompt.
+
+    req: SGLang's request.
+    leaf: its leaf in the job's prefix tree; -1 for what is not planned.
+    node: the tree's node that its prompt hangs from; 0 for none.
+    turn: place in the job's order.
+    input_len, own: tokens of its prompt, and those that no other request has.
+    max_steps: most decode steps it may take.
+    estimate: decode steps that it is expected to take in all.
+    side: which scanner admitted it.
+    """
+
+    req: Any
+    leaf: int
+    node: int
+    turn: int
+    input_len: int
+    own: int
+    max_steps: int
+    estimate: int
+    estimate_sq: float
+    side: int = LEFT
+    waiting: bool = False
+    arrival: int = -1  # among those that wait
+    # Set while it runs.
+    running: bool = False
+    decoding: bool = False
+    steps: int = 0  # decode steps before it last began to decode
+    begin: int = 0  # decode clock at which it began
+    bucket: int = 0
+    base: int = 0
+    final: int = 0
+    event: int = -1
+    memory_s: float = 0.0
+    # Nodes of the prefix tree that it computes and others wait for.
+    leading: list[int] = field(default_factory=list)
+
+    def steps_done(self, clock: int) -> int:
+        """Decode steps taken so far."""
+        return self.steps + (clock - self.begin if self.decoding else 0)

@@ -1,0 +1,183 @@
+"""What the running requests hold, read and will need: the basis of admission.
+
+Time is the *decode clock*: it ticks once for every step in which running requests
+decode. All sums are kept up to date by what changes; nothing here walks over the
+running requests.
+"""
+
+from __future__ import annotations
+
+from ..planner import kv_forecast
+from ..planner.kv_forecast import KvForecast, make_forecast
+from .line import LEFT, ONLINE, RIGHT, Line
+
+# Share of the KV that stays free for requests that outlive their estimates: at rest,
+# at most, and by which factors it changes when KV ran out and when it did not.
+MARGIN_MIN, MARGIN_MAX = 0.01, 0.2
+_MARGIN_UP, _MARGIN_DOWN = 2.0, 0.998
+# Requests that outlived their estimates raise those of the next, by at most this much.
+_BIAS_MAX = 16.0
+# So many estimates count as right before anything was observed.
+_PRIOR = 32.0
+
+
+class Occupancy:
+    """KV and reads of running lines, by side.
+
+    Attributes:
+        clock: the decode clock.
+        decoding: requests of each side that decode.
+        kv: tokens of KV of each side's requests, without shared prefixes.
+        reads: tokens of KV that each side's decodes read in a step.
+        running: requests that run, those whose prompt is being computed included.
+        margin: share of the KV that admission leaves free.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.clock = 0
+        self.decoding = [0, 0, 0]
+        self.kv = [0, 0, 0]
+        self.reads = [0, 0, 0]
+        self.running = 0
+        self.margin = MARGIN_MIN
+        self._estimated = _PRIOR
+        self._came_out = _PRIOR
+        self._forecast: KvForecast = make_forecast(1)
+        self._longest = 1
+        self._lines: dict[int, Line] = {}
+        self._events: dict[int, list[Line]] = {}
+
+    @property
+    def lines(self) -> list[Line]:
+        """Running lines, by admission."""
+        return list(self._lines.values())
+
+    @property
+    def bias(self) -> float:
+        """By how much estimates have been too low so far, 1 or more."""
+        return min(max(1.0, self._came_out / self._estimated), _BIAS_MAX)
+
+    def expected(self, line: Line) -> int:
+        """Decode steps that a waiting line is expected to take in all."""
+        if line.estimate >= line.max_steps:
+            return line.max_steps
+        return min(line.max_steps, int(line.estimate * self.bias + 0.5))
+
+    def cover(self, longest: int) -> None:
+        """Make the forecast reach as far as the longest estimate, in decode steps."""
+        if longest <= self._longest:
+            return
+        self._longest = longest
+        self._forecast = make_forecast(longest)
+        for line in self._lines.values():
+            self._join_forecast(line)
+
+    # A request's way ------------------------------------------------------------------
+
+    def join(self, line: Line) -> None:
+        """A line was admitted: its prompt is being computed."""
+        line.running = True
+        line.begin = self.clock
+        if line.steps == 0:
+            line.estimate = self.expected(line)
+        self._lines[id(line)] = line
+        self.running += 1
+        self.kv[line.side] += line.own + line.steps
+        self._join_forecast(line)
+
+    def begin_decoding(self, line: Line) -> None:
+        line.decoding = True
+        line.begin = self.clock
+        self.decoding[line.side] += 1
+        self.reads[line.side] += line.input_len + line.steps
+        self._note_event(line)
+
+    def leave(self, line: Line) -> None:
+        """A line ended, or gives its KV back. ``steps`` says then how far it came."""
+        del self._lines[id(line)]
+        self._leave_forecast(line)
+        steps = line.steps_done(self.clock)
+        self.running -= 1
+        self.kv[line.side] -= line.own + steps
+        if line.decoding:
+            self.decoding[line.side] -= 1
+            self.reads[line.side] -= line.input_len + steps
+            self._forget_event(line)
+        line.running = line.decoding = False
+        line.steps = steps
+
+    def tick(self) -> list[Line]:
+        """A step in which the running requests decode.
+
+        Returns the lines whose estimate turned out too low, and was raised by half.
+        """
+        self.clock += 1
+        for side in (LEFT, RIGHT, ONLINE):
+            self.kv[side] += self.decoding[side]
+            self.reads[side] += self.decoding[side]
+        self.margin = max(MARGIN_MIN, self.margin * _MARGIN_DOWN)
+        outlived = self._events.pop(self.clock, [])
+        for line in outlived:
+            line.event = -1
+            self._raise(line)
+        return outlived
+
+    def ran_out(self) -> None:
+        """KV ran out although the forecast said that it would not."""
+        self.margin = min(MARGIN_MAX, self.margin * _MARGIN_UP)
+
+    def ended(self, line: Line) -> None:
+        """Learn from a line that came to its end."""
+        self._estimated += line.estimate + 1
+        self._came_out += line.steps + 1
+
+    def _raise(self, line: Line) -> None:
+        steps = line.steps_done(self.clock)
+        longer = min(steps + steps // 2 + 16, line.max_steps)
+        self._leave_forecast(line)
+        before = line.estimate
+        line.estimate = max(longer, steps + 1)
+        # What outlived its estimate counts at once: it will end late.
+        self._estimated += before + 1
+        self._came_out += line.estimate + 1
+        self._join_forecast(line)
+        self._note_event(line)
+
+    def _note_event(self, line: Line) -> None:
+        line.event = line.begin + max(line.estimate - line.steps, 0) + 1
+        self._events.setdefault(line.event, []).append(line)
+
+    def _forget_event(self, line: Line) -> None:
+        if line.event in self._events:
+            self._events[line.event].remove(line)
+        line.event = -1
+
+    def _join_forecast(self, line: Line) -> None:
+        now, steps = self.clock, line.steps_done(self.clock)
+        held, remaining = line.own + steps, max(line.estimate - steps, 1)
+        line.base = held - now
+        line.final = held + remaining
+        line.bucket = kv_forecast.add(self._forecast, now, held, remaining)
+
+    def _leave_forecast(self, line: Line) -> None:
+        kv_forecast.remove(self._forecast, line.bucket, line.base, line.final)
+
+    # Admission ------------------------------------------------------------------------
+
+    def fits(self, line: Line, locked: int, reserved: int) -> bool:
+        """Whether a waiting line can join, now and by the forecast.
+
+        Args:
+            locked: tokens of shared prefixes in use once it has joined.
+            reserved: KV that has to stay free for others.
+        """
+        if self.running == 0:
+            return True
+        held = line.own + line.steps
+        in_use = sum(self.kv) + held + locked + sum(self.decoding)
+        if in_use > self.capacity:
+            return False
+        remaining = max(self.expected(line) - line.steps, 1)
+        peak = kv_forecast.peak(self._forecast, self.clock, held, remaining) + locked
+        return bool(peak + reserved <= self.capacity * (1.0 - self.margin))

@@ -1,0 +1,46 @@
+"""The control message that opens, changes and closes a job in every scheduler.
+
+It is broadcast by SGLang's own channel: each DP rank gets it, and all TP ranks of one
+see it at the same place between their requests, so that they decide alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.managers.communicator import FanOutCommunicator
+from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
+from sglang.srt.runtime_context import get_parallel
+from sglang.utils import TypeBasedDispatcher
+
+OPEN, CLOSE = "open", "close"
+
+
+class JobControl(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
+    """``plans``: a pickled :class:`~sglang_batch.scheduling.job_plan.JobPlan` for each
+    DP rank; empty to close."""
+
+    job_id: str
+    action: str
+    plans: tuple[bytes, ...] = ()
+
+
+class JobControlOutput(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
+    """What one DP rank answers: how many of the job's requests it still has."""
+
+    job_id: str
+    num_requests: int = 0
+
+
+hook_custom_types(JobControl, JobControlOutput)
+
+
+def communicator(tokenizer_manager: Any) -> Any:
+    """A channel on which a tokenizer manager sends :class:`JobControl` messages."""
+    channel = FanOutCommunicator(
+        tokenizer_manager._dispatch_to_scheduler, get_parallel().num_dp_ranks
+    )
+    tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
+        [(JobControlOutput, channel.handle_recv)]
+    )
+    return channel

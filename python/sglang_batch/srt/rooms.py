@@ -1,0 +1,190 @@
+"""Room for KV: what is evicted, who is parked on the host, and who comes back."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from ..scheduling.job_state import JobState
+from ..scheduling.line import Line
+from .parking import Parked, Parking, drain_results, parkable, why_unsupported
+
+if TYPE_CHECKING:
+    from .conductor import Conductor
+
+logger = logging.getLogger(__name__)
+
+# Decode steps that there is room for after requests were parked.
+_STEPS_FREED = 8
+
+
+class Rooms:
+    """The device's KV between requests that run, prefixes that are kept, and the host."""
+
+    def __init__(self, conductor: Conductor) -> None:
+        self._conductor = conductor
+        self._scheduler = conductor.scheduler
+        self._cache = conductor.cache
+        self._parking = _parking(conductor.scheduler)
+        self._parked: dict[str, tuple[JobState, Line, Parked]] = {}
+        self._just_parked = False
+
+    @property
+    def num_parked(self) -> int:
+        return len(self._parked)
+
+    @property
+    def host_bytes(self) -> int:
+        return self._parking.host_bytes if self._parking is not None else 0
+
+    # Eviction -------------------------------------------------------------------------
+
+    def let_go(self, num_tokens: int) -> None:
+        """Take pins off until the cache can evict ``num_tokens``."""
+        while self._cache.evictable_size() < num_tokens:
+            if not self._unpin_furthest():
+                return
+
+    def make(self, num_tokens: int) -> None:
+        """Take pins off until ``num_tokens`` can be allocated."""
+        while self._cache.free_or_evictable() < num_tokens:
+            if not self._unpin_furthest():
+                return
+
+    def _unpin_furthest(self) -> bool:
+        # Of the job that was opened last first: its turn comes last.
+        for job in reversed(self._conductor.jobs.values()):
+            node = job.uses.furthest()
+            if node:
+                self._conductor.unpin(job, [node])
+                return True
+        return False
+
+    # Parking --------------------------------------------------------------------------
+
+    def for_decodes(self, running_batch: Any) -> Any:
+        """Make sure that the running requests can decode; park the newest if not."""
+        self._just_parked = False
+        if running_batch.is_empty() or running_batch.check_decode_mem():
+            return running_batch
+        drain_results(self._scheduler)
+        running_batch.filter_batch()
+        if running_batch.is_empty() or running_batch.check_decode_mem():
+            return running_batch
+        self._conductor.occupancy.ran_out()
+        rows = len(running_batch.reqs)
+        return self.free(running_batch, rows * _STEPS_FREED, leave=1)
+
+    def free(
+        self, running_batch: Any, num_tokens: int, *, leave: int, num_rows: int = 0
+    ) -> Any:
+        """Park batch lines, the newest first, until ``num_tokens`` can be allocated
+        and ``num_rows`` requests have left.
+
+        No result may be in flight. At least ``leave`` requests stay.
+        """
+        rows = {req.rid for req in running_batch.reqs}
+        out = []
+        for line in reversed(self._conductor.occupancy.lines):
+            short = self._cache.free_or_evictable() + self._idle() < num_tokens
+            short = short or len(out) < num_rows
+            if not short or len(rows) - len(out) <= leave:
+                break
+            if line.req.rid in rows and self.park(line):
+                out.append(line.req)
+        if out:
+            running_batch.filter_batch(reqs_to_exclude=out)
+            running_batch.batch_is_full = False
+        return running_batch
+
+    def _idle(self) -> int:
+        return sum(job.uses.idle_tokens for job in self._conductor.jobs.values())
+
+    def park(self, line: Line) -> bool:
+        """Move one running batch line to the host; False if that is not possible."""
+        known = self._conductor.known(line.req)
+        if known is None or known[0] is None or not line.decoding:
+            return False
+        if self._parking is None:
+            return False
+        job, req = known[0], line.req
+        if not parkable(req):
+            return False
+        conductor = self._conductor
+        conductor.occupancy.leave(line)
+        line.steps = len(req.output_ids) - 1
+        shared = 0
+        if line.leaf >= 0:
+            job.release_followers(job.uses.leave(line, parked=True))
+            # It needs its prefixes again, whoever else does.
+            conductor.pin(job, req, job.uses.path(line.node))
+            shared = min(job.uses.kept_depth(line.node), req.kv.cache_protected_len)
+        self._parked[req.rid] = (job, line, self._parking.park(req, shared))
+        conductor.steps.parked += 1
+        self._just_parked = True
+        return True
+
+    def resume(self, running_batch: Any) -> Any:
+        """Bring parked requests back, in the order in which they were parked."""
+        if self._just_parked or self._parking is None:
+            return running_batch
+        for rid in list(self._parked):
+            job, line, parked = self._parked[rid]
+            need = self._parking.tokens_to_resume(parked)
+            if need is None:  # a prefix of it had to go
+                del self._parked[rid]
+                req = self._parking.give_up(parked)
+                self._scheduler._add_request_to_queue(req, is_retracted=True)
+                continue
+            back = self._resume_one(running_batch, job, line, parked, need)
+            if back is None:
+                break
+            del self._parked[rid]
+            if running_batch.is_empty():
+                running_batch = back
+            else:
+                running_batch.merge_batch(back)
+        return running_batch
+
+    def _resume_one(
+        self, running_batch: Any, job: JobState, line: Line, parked: Parked, need: int
+    ) -> Any | None:
+        conductor, uses = self._conductor, job.uses
+        rows = len(running_batch.reqs)
+        if not self._scheduler.get_num_allocatable_reqs(
+            rows, running_batch=running_batch
+        ):
+            return None
+        locked = uses.locked_tokens + uses.newly_locked(line.node)
+        if not conductor.occupancy.fits(line, locked, 0):
+            return None
+        reserve = rows + conductor.page_size
+        assert self._parking is not None
+        self.make(need + reserve)
+        back = self._parking.resume([parked], reserve)
+        if back is None:
+            return None
+        conductor.occupancy.join(line)
+        conductor.occupancy.begin_decoding(line)
+        if line.leaf >= 0:
+            uses.start(line, line.input_len)
+            conductor.unpin(job, uses.spent(line))
+        conductor.steps.resumed += 1
+        return back
+
+    def drop(self, line: Line) -> bool:
+        """Forget a parked line; False if it was not parked."""
+        entry = self._parked.pop(line.req.rid, None)
+        if entry is None or self._parking is None:
+            return False
+        self._parking.drop(entry[2])
+        return True
+
+
+def _parking(scheduler: Any) -> Parking | None:
+    """None where KV cannot be moved to the host: SGLang retracts requests then."""
+    obstacle = why_unsupported(scheduler)
+    if obstacle is None:
+        return Parking(scheduler)
+    logger.warning("Requests cannot be parked on the host with %s.", obstacle)
+    return None

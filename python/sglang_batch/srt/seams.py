@@ -1,0 +1,264 @@
+"""Everything of SGLang's scheduler and cache that we override or call as private.
+
+None of it is SGLang's public interface: the next release may rename a method or add
+a parameter, and so may another plugin that replaces one. :func:`check_seams` compares
+what is installed with :data:`SEAMS` before the server starts, so that a difference
+is one sentence and not a wrong batch hours later.
+
+The table is also the list of what a new SGLang release has to be read for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from .. import __version__
+from ..errors import UnsupportedSGLang
+from .compat import SUPPORTED_VERSION, installed_version
+from .support import STOCK_SCHEDULER
+
+# Stands for the parameters of a property.
+PROPERTY = "(property)"
+# Without its type and default, a parameter prints as its stars and name.
+PLAIN: Any = {"annotation": inspect.Parameter.empty, "default": inspect.Parameter.empty}
+
+# Module or class -> name in it -> (its parameters as in the "def" line, without "self",
+# types and defaults; what we use it for).
+SEAMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    # Overridden by OfflineScheduler, down to abort_request; the rest is called.
+    "sglang.srt.managers.scheduler:Scheduler": {
+        "init_schedule_policy": ("", "sets the policy that keeps the plan's order"),
+        "get_prefill_adder_class": ("", "admission without a guess of output lengths"),
+        "init_request_dispatcher": ("", "messages of the main process to the plan"),
+        "init_load_inquirer": ("", "the conductor is made; loads count its backlog"),
+        "get_init_info": ("", "says in the log that this scheduler is ours"),
+        "get_internal_state": ("recv_req", "settings and counters in /server_info"),
+        "get_next_batch_to_run": (
+            "running_batch, last_batch",
+            "begin and end of a step",
+        ),
+        "get_new_batch_prefill": ("running_batch", "who joins the step"),
+        "update_running_batch": ("batch", "KV that runs out in a decode step"),
+        "run_batch": ("batch, pp_proxy_tensors", "launches a step"),
+        "on_idle": ("", "publishes what was counted"),
+        "flush_cache": ("empty_cache", "empties the tree when nothing runs or waits"),
+        "_add_request_to_queue": ("req, is_retracted", "batch lines go to the backlog"),
+        "is_fully_idle": ("for_health_check, ignore_waiting", "counts the backlog"),
+        "abort_request": ("recv_req", "also ends lines of the backlog"),
+        "process_batch_result": ("batch, result", "results held back by overlap"),
+        "get_num_allocatable_reqs": (
+            "running_bs, beam_width, running_batch, num_held_rows",
+            "rows that are free",
+        ),
+        "send_abort_output": ("abort_req, req", "answers for an aborted line"),
+        "_release_aborted_request": ("req", "frees what an aborted line holds"),
+        "_build_hisparse_decode_batch": ("reqs", "SGLang's model of a resumed batch"),
+        "_reqs_finishing_inflight": ("batch", "requests that end in the running step"),
+    },
+    "sglang.srt.managers.scheduler": {
+        "NextBatchPlan": (
+            "batch_to_run, running_batch",
+            "what a step's choice returns",
+        ),
+        "_make_abort_req": ("req, finished_reason", "the answer to an abort"),
+    },
+    "sglang.srt.managers.schedule_policy:PrefillAdder": {
+        "__init__": (
+            "page_size, tree_cache, token_to_kv_pool_allocator, running_batch, "
+            "new_token_ratio, rem_input_tokens, rem_chunk_tokens, "
+            "num_mixed_decode_tokens, priority_scheduling_preemption_threshold, "
+            "max_prefill_bs, max_running_requests, prefill_max_requests, "
+            "prefill_delayer_single_pass, dllm_config, waiting_queue_len, "
+            "prefill_tile_block_m",
+            "is made by SGLang in each step; ours leaves it as it is",
+        ),
+        "add_one_req": (
+            "req, has_chunked_req, truncation_align_size",
+            "admits a request, through the four below",
+        ),
+        "_get_running_request_total_token_offset": (
+            "req",
+            "KV that a running request is guessed to take still: none, for us",
+        ),
+        "_check_prefill_budget": (
+            "req, *, extend_input_len, total_tokens, swa_host_hit_length, chunk_limit",
+            "asks for room for what the step takes, not for the answer",
+        ),
+        "_update_prefill_budget": (
+            "prefix_len, extend_input_len, max_new_tokens, retracted_stain, "
+            "mamba_gap_reserve, request_slot_reserve, is_chunked_continuation, "
+            "replay_len",
+            "books what the step takes, not the answer",
+        ),
+        "_select_prefill_admission": (
+            "req, *, total_tokens, host_hit_length, swa_host_hit_length, "
+            "truncation_align_size, has_chunked_req",
+            "keeps a second prompt from being cut",
+        ),
+    },
+    "sglang.srt.mem_cache.prefill_budget:PrefillBudget": {
+        "check_prefill": (
+            "*, extend_input_len, total_tokens, max_new_tokens, input_tokens, "
+            "swa_host_hit_length, chunk_limit, auxiliary_swa_host_hit_length",
+            "where the adder's question ends up",
+        ),
+        "reserve": (
+            "extend_input_len, max_new_tokens, *, extra_tokens, chunk_limit, "
+            "is_chunked_continuation",
+            "where the adder's booking ends up",
+        ),
+        "remaining_total": (PROPERTY, "KV tokens left to the step"),
+    },
+    "sglang.srt.managers.schedule_policy:SchedulePolicy": {
+        "calc_priority": (
+            "waiting_queue, running_batch, processed_tokens",
+            "sorts the waiting queue; ours leaves the plan's order",
+        ),
+        "shortest_prefill_chunk_limit": (
+            "chunked_req, waiting_queue, budget, page_size",
+            "limits what the prompt in progress takes of a step",
+        ),
+    },
+    "sglang.srt.mem_cache.registry": {
+        "get_radix_cache_factory": ("name", "whether our cache is registered"),
+        "register_radix_cache_backend": ("name, factory", "our cache, by its name"),
+        "create_unified_radix_cache": ("ctx, *, cache_class", "makes our cache"),
+    },
+    # The first four are overridden by PlannedRadixCache, the others called.
+    "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache": {
+        "evict": ("params", "pins are taken off first, in the plan's order"),
+        "evict_for_alloc": (
+            "params, *, allocation_reclaim_satisfied",
+            "the same, when an allocation needs room",
+        ),
+        "on_release": ("req, *, checkpointed", "a request gives its KV back"),
+        "reset": ("", "the tree is emptied: pins are forgotten"),
+        "lock": ("node_id, skip_lock_components", "pins a prefix that is needed again"),
+        "unlock": ("lock", "takes the pin off"),
+        "match_prefix": ("params", "finds a prefix in the tree"),
+        "evictable_size": ("", "KV tokens that can be freed"),
+        "path_device_indices": ("node", "slots of a prefix, for a resumed request"),
+    },
+    "sglang.srt.mem_cache.rust_tree_core.adapter:RustUnifiedTreeCore": {
+        "match_full_device_prefix": ("key", "the same without touching the tree"),
+    },
+    "sglang.srt.mem_cache.common": {
+        "checkpoint_kv_cache": ("req, tree_cache", "shows a computed prompt early"),
+        "release_kv_cache": (
+            "req, tree_cache, *, checkpoint",
+            "frees a parked request",
+        ),
+        "evict_from_tree_cache": ("tree_cache, num_tokens", "makes room to resume"),
+        "_req_radix_key": (
+            "tree_cache, req, token_ids, max_prefix_len",
+            "a prefix as the tree's key",
+        ),
+    },
+    "sglang.srt.managers.schedule_batch:ScheduleBatch": {
+        "init_new": (
+            "reqs, req_to_token_pool, token_to_kv_pool_allocator, tree_cache, "
+            "model_config, enable_overlap, spec_algorithm, chunked_req, dllm_config",
+            "a decode batch of resumed requests",
+        ),
+        "filter_batch": ("reqs_to_exclude, keep_indices", "takes requests out"),
+        "merge_batch": ("other", "puts resumed requests in"),
+        "check_decode_mem": ("selected_indices", "whether the next step has room"),
+        "retract_decode": ("", "SGLang's last resort, where parking is not enough"),
+    },
+    "sglang.srt.managers.schedule_batch:Req": {
+        "reset_for_retract": ("", "for a parked request that cannot be resumed"),
+        "finished": ("", "whether a request is done"),
+    },
+    "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo": {
+        "from_schedule_batch": ("batch, vocab_size", "sampling of a resumed batch"),
+    },
+    "sglang.srt.mem_cache.allocator:TokenToKVPoolAllocator": {
+        "alloc": ("need_size", "slots to resume into"),
+        "get_cpu_copy": ("indices, mamba_indices, req_pool_index", "KV to the host"),
+        "load_cpu_copy": (
+            "kv_cache_cpu, indices, mamba_indices, req_pool_index",
+            "and back",
+        ),
+    },
+    "sglang.srt.mem_cache.memory_pool:ReqToTokenPool": {
+        "alloc": ("reqs", "a row for a resumed request"),
+        "write": ("indices, values", "fills it"),
+    },
+    "sglang.srt.managers.overlap_utils:FutureMap": {
+        "stash": (
+            "future_indices, payload",
+            "the next input token of a resumed request",
+        ),
+    },
+    "sglang.srt.managers.communicator:FanOutCommunicator": {
+        "__init__": ("send, fan_out, mode", "the channel of control messages"),
+        "handle_recv": ("recv_obj", "their answers"),
+    },
+    "sglang.srt.managers.io_struct": {
+        "hook_custom_types": ("*new_types", "makes our messages known"),
+    },
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager": {
+        "_dispatch_to_scheduler": ("obj", "sends them"),
+    },
+}
+
+
+def check_seams(seams: Mapping[str, Mapping[str, tuple[str, str]]] = SEAMS) -> None:
+    """Compare :data:`SEAMS` with the SGLang that is installed.
+
+    Call it where SGLang's scheduler is imported anyway; it takes milliseconds there
+    and ten seconds elsewhere.
+
+    Raises:
+        UnsupportedSGLang: names the first thing that is gone or takes other
+            parameters, what was expected and what is there.
+    """
+    for place, names in seams.items():
+        module, _, owner = place.partition(":")
+        try:
+            holder: Any = importlib.import_module(module)
+            holder = getattr(holder, owner) if owner else holder
+        except (ImportError, AttributeError):
+            raise _unsupported(place.replace(":", "."), "to exist", "nothing") from None
+        for name, (expected, _use) in names.items():
+            found = parameters(inspect.getattr_static(holder, name, None))
+            if found != expected:
+                path = f"{owner or module}.{name}"
+                raise _unsupported(path, f"({expected})", f"({found})")
+
+
+def parameters(target: Any) -> str:
+    """The parameters of a function as its "def" line has them: names and stars.
+
+    Without ``self``, ``cls``, types and defaults; ``PROPERTY`` for a property and "missing"
+    for what cannot be called.
+    """
+    if isinstance(target, property):
+        return PROPERTY
+    if isinstance(target, staticmethod | classmethod):
+        target = target.__func__
+    if not callable(target):
+        return "missing"
+    names: list[str] = []
+    keyword_only = False
+    for parameter in inspect.signature(target).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
+            names.append("*")
+        keyword_only |= parameter.kind in (
+            parameter.KEYWORD_ONLY,
+            parameter.VAR_POSITIONAL,
+        )
+        names.append(str(parameter.replace(**PLAIN)))
+    return ", ".join(names[1:] if names[:1] in (["self"], ["cls"]) else names)
+
+
+def _unsupported(path: str, expected: str, found: str) -> UnsupportedSGLang:
+    return UnsupportedSGLang(
+        f"--offline-batch: sglang-batch {__version__} expects {path} {expected} and "
+        f"found {found} in the installed sglang {installed_version}; run "
+        f"`pip install sglang=={SUPPORTED_VERSION}` without other plugins that change "
+        f"it, or give {STOCK_SCHEDULER}."
+    )

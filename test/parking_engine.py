@@ -1,0 +1,210 @@
+"""An engine whose scheduler parks and resumes requests at random, for tests.
+
+Runs in a process of its own: ``main`` generates twice, undisturbed and with parking,
+and prints what came out as JSON. Only requests whose id begins with PARK are parked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections import Counter
+from typing import Any
+
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers import scheduler as scheduler_module
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from sglang_batch.srt.parking import Parking, drain_results, parkable
+
+PARK = "park-"
+SETTINGS = "PARKING_TEST_SETTINGS"
+DOCUMENTS = [list(range(100 + 40 * i, 100 + 40 * i + 40 + 13 * i)) for i in range(4)]
+
+
+class ParkingScheduler(scheduler_module.Scheduler):  # type: ignore[misc]
+    """Parks every few steps, resumes some steps later; counts what happens."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.settings = json.loads(os.environ[SETTINGS])
+        self.random = random.Random(self.settings["seed"])
+        self.parking = Parking(self)
+        self.parked: list[Any] = []
+        self.steps = 0
+        self.counts: Counter[str] = Counter()
+        self.computed: dict[str, int] = {}
+
+    def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
+        self.steps += 1
+        if any(req.rid.startswith(PARK) for req in running_batch.reqs):
+            if self.steps % 3 == 0:
+                self.park_some(running_batch)
+            if self.steps % self.settings["evict_every"] == 0:
+                self.counts["evictions"] += 1
+                self.tree_cache.evict(EvictParams(num_tokens=10**6))
+        if self.parked and (self.steps % 4 == 0 or running_batch.is_empty()):
+            running_batch = self.resume_some(running_batch)
+        self.counts["host_bytes"] = max(
+            self.counts["host_bytes"], self.parking.host_bytes
+        )
+        return super().get_next_batch_to_run(running_batch, last_batch)
+
+    def park_some(self, running_batch: Any) -> None:
+        if self.settings["drain"]:
+            self.counts["drained"] += drain_results(self)
+        running_batch.filter_batch()
+        # With nothing drained, in-flight requests must refuse.
+        self.counts["refused"] += sum(not parkable(r) for r in running_batch.reqs)
+        chosen = [
+            req
+            for req in running_batch.reqs
+            if parkable(req) and req.rid.startswith(PARK) and self.random.random() < 0.4
+        ]
+        for req in chosen:
+            pages = req.kv.cache_protected_len // self.page_size
+            shared_len = self.random.choice([0, pages // 2, pages]) * self.page_size
+            try:
+                self.parking.park(req, shared_len=(pages + 1) * self.page_size)
+            except ValueError:
+                self.counts["rejected"] += 1
+            self.parked.append(self.parking.park(req, shared_len))
+            self.counts["parked"] += 1
+            self.counts["left_to_tree"] += shared_len
+        running_batch.filter_batch(reqs_to_exclude=chosen)
+        running_batch.batch_is_full = False
+        if running_batch.is_empty() and self.last_batch is None:
+            self.check_idle()
+
+    def resume_some(self, running_batch: Any) -> Any:
+        self.random.shuffle(self.parked)
+        for parked in list(self.parked):
+            if self.parking.tokens_to_resume(parked) is None:
+                self.parked.remove(parked)
+                self.counts["given_up"] += 1
+                req = self.parking.give_up(parked)
+                self._add_request_to_queue(req, is_retracted=True)
+        count = self.random.randint(1, max(1, len(self.parked)))
+        expected = [self.parking.tokens_to_resume(p) for p in self.parked[:1]]
+        before = self.token_to_kv_pool_allocator.available_size()
+        batch = self.parking.resume(self.parked[:count])
+        if batch is None:
+            return running_batch
+        taken = before - self.token_to_kv_pool_allocator.available_size()
+        if len(batch.reqs) == 1 and taken > 0:  # else it evicted
+            assert taken <= expected[0], (taken, expected)
+        self.parked = [p for p in self.parked if p.kv is not None]
+        self.counts["resumed"] += len(batch.reqs)
+        if running_batch.is_empty():
+            return batch
+        running_batch.merge_batch(batch)
+        return running_batch
+
+    def check_idle(self) -> None:
+        """SGLang's idle checks, while everything is parked."""
+        self.counts["idle_checks"] += 1
+        leak, messages = self.invariant_checker._check_all_pools(
+            self.pool_stats_observer.get_pool_stats()
+        )
+        assert not leak, messages
+        self.invariant_checker._check_req_pool()
+
+    def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if batch.forward_mode.is_extend():
+            for req, start, length in zip(
+                batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
+            ):
+                done = self.computed.get(req.rid, 0)
+                self.counts["recomputed"] += max(0, min(done, start + length) - start)
+                self.computed[req.rid] = max(done, start + length)
+        return super().run_batch(batch, *args, **kwargs)
+
+    def is_fully_idle(self, *args: Any, **kwargs: Any) -> bool:
+        return not self.parked and super().is_fully_idle(*args, **kwargs)
+
+    def get_internal_state(self, recv_req: Any) -> Any:
+        output = super().get_internal_state(recv_req)
+        left = self.parking
+        output.internal_state["parking"] = {
+            **self.counts,
+            "left": [left.num_parked, left.host_tokens, left.host_bytes],
+        }
+        return output
+
+
+def run_parking_scheduler_process(*args: Any, **kwargs: Any) -> None:
+    scheduler_module.Scheduler = ParkingScheduler
+    scheduler_module.run_scheduler_process(*args, **kwargs)
+
+
+class ParkingEngine(Engine):  # type: ignore[misc]
+    run_scheduler_process_func = staticmethod(run_parking_scheduler_process)
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [
+        DOCUMENTS[i % len(DOCUMENTS)] + [7 + i, 60 + 3 * i % 35] * (1 + i % 5)
+        for i in range(count)
+    ]
+
+
+def sampling(i: int, penalties: bool) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "temperature": 0,
+        "max_new_tokens": 20 + i * 7 % 41,
+        "ignore_eos": i % 3 > 0,
+    }
+    if i % 4 == 1:
+        params["min_new_tokens"] = 18
+    if penalties and i % 4 == 2:
+        params |= {"frequency_penalty": 0.6, "presence_penalty": 0.3}
+    if penalties and i % 4 == 3:
+        params["repetition_penalty"] = 1.3
+    return params
+
+
+def generate(engine: Any, settings: dict[str, Any], prefix: str) -> list[Any]:
+    count = settings["count"]
+    engine.flush_cache()
+    outputs = engine.generate(
+        input_ids=prompts(count),
+        sampling_params=[sampling(i, settings["penalties"]) for i in range(count)],
+        rid=[f"{prefix}{i}" for i in range(count)],
+        return_logprob=[i % 3 == 0 for i in range(count)],
+        top_logprobs_num=[2 if i % 6 == 0 else 0 for i in range(count)],
+        token_ids_logprob=[[5, 9] if i % 9 == 0 else None for i in range(count)],
+    )
+    return [
+        {
+            "ids": output["output_ids"],
+            "finish": output["meta_info"]["finish_reason"],
+            "cached": output["meta_info"]["cached_tokens"],
+            "logprobs": output["meta_info"].get("output_token_logprobs"),
+            "top": output["meta_info"].get("output_top_logprobs"),
+            "chosen": output["meta_info"].get("output_token_ids_logprobs"),
+        }
+        for output in outputs
+    ]
+
+
+def main() -> None:
+    model, settings = sys.argv[1], json.loads(os.environ[SETTINGS])
+    engine = ParkingEngine(
+        model_path=model,
+        dtype="float32",
+        mem_fraction_static=0.3,
+        log_level="info",
+        **settings["engine"],
+    )
+    try:
+        plain = generate(engine, settings, "plain-")
+        state = engine.get_server_info()["internal_states"][0]["parking"]
+        parked = generate(engine, settings, PARK)
+        found = engine.get_server_info()["internal_states"][0]["parking"]
+    finally:
+        engine.shutdown()
+    print(
+        json.dumps({"plain": plain, "parked": parked, "before": state, "counts": found})
+    )

@@ -1,0 +1,276 @@
+"""What the offline scheduler does not work with is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang.srt.server_args import ServerArgs
+
+from sglang_batch.errors import ConfigError
+from sglang_batch.srt.support import (
+    CACHE_BACKEND,
+    REFUSALS,
+    SET_BY_SGLANG,
+    check_supported,
+)
+
+WAY_OUT = """--offline-batch-config '{"scheduler": "stock"}'"""
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("disable_radix_cache", True, "--disable-radix-cache does"),
+    ("radix_cache_backend", "flexkv", "--radix-cache-backend flexkv does"),
+    ("radix_eviction_policy", "lfu", "--radix-eviction-policy lfu does"),
+    ("enable_hierarchical_cache", True, "--enable-hierarchical-cache does"),
+    ("enable_lmcache", True, "--enable-lmcache does"),
+    ("enable_flexkv", True, "--enable-flexkv does"),
+    ("enable_unified_cache_external_linker", True, "external-linker does"),
+    ("enable_session_radix_cache", True, "--enable-session-radix-cache does"),
+    ("enable_streaming_session", True, "--enable-streaming-session does"),
+    ("enable_hisparse", True, "--enable-hisparse does"),
+    ("enable_unified_memory", True, "--enable-unified-memory does"),
+    ("enable_page_major_kv_layout", True, "--enable-page-major-kv-layout does"),
+    ("kv_cache_dtype", "nvfp4", "--kv-cache-dtype nvfp4 does"),
+    ("kv_cache_dtype", "mxfp8", "--kv-cache-dtype mxfp8 does"),
+    ("enable_kv_cache_sharding", True, "--enable-kv-cache-sharding does"),
+    ("schedule_policy", "lpm", "--schedule-policy lpm does"),
+    ("enable_priority_scheduling", True, "--enable-priority-scheduling does"),
+    ("retraction_policy", "priority", "--retraction-policy priority does"),
+    ("schedule_conservativeness", 0.3, "--schedule-conservativeness 0.3 does"),
+    ("enable_prefill_delayer", True, "--enable-prefill-delayer does"),
+    ("min_free_slots_delay", 4, "--min-free-slots-delay 4 does"),
+    ("prefill_decode_interval", 2, "--prefill-decode-interval 2 does"),
+    ("max_queued_requests", 100, "--max-queued-requests 100 does"),
+    ("chunked_prefill_size", -1, "--chunked-prefill-size -1 does"),
+    ("chunked_prefill_size", 0, "--chunked-prefill-size 0 does"),
+    ("enable_pdmux", True, "--enable-pdmux does"),
+    ("enable_two_batch_overlap", True, "--enable-two-batch-overlap does"),
+    ("enable_megamoe_for_layernorm_sp", True, "--enable-megamoe-for-layernorm-sp does"),
+    ("enable_mis", True, "--enable-mis does"),
+    ("prefill_only_disable_kv_cache", True, "--prefill-only-disable-kv-cache does"),
+    ("speculative_algorithm", "NGRAM", "--speculative-algorithm NGRAM does"),
+    ("decoupled_spec_role", "verifier", "--decoupled-spec-role verifier does"),
+    ("dllm_algorithm", "LowConfidence", "--dllm-algorithm LowConfidence does"),
+    ("enable_deterministic_inference", True, "--enable-deterministic-inference does"),
+    ("rl_on_policy_target", "fsdp", "--rl-on-policy-target fsdp does"),
+    ("enable_lora", True, "--enable-lora does"),
+    ("lora_paths", ["a"], "--lora-paths does"),
+    ("uno_lora_path", "a", "--uno-lora-path a does"),
+    ("disaggregation_mode", "decode", "--disaggregation-mode decode does"),
+    ("pp_size", 2, "--pp-size 2 does"),
+    ("enable_dp_attention", True, "--enable-dp-attention does"),
+    ("attn_dp_size", 2, "--attn-dp-size 2 does"),
+    ("dcp_size", 2, "--dcp-size 2 does"),
+    ("attn_cp_size", 2, "--attn-cp-size 2 does"),
+    ("enable_prefill_cp", True, "--enable-prefill-cp does"),
+    ("elastic_ep_backend", "nixl", "--elastic-ep-backend nixl does"),
+    ("enable_return_routed_experts", True, "--enable-return-routed-experts does"),
+    ("enable_return_indexer_topk", True, "--enable-return-indexer-topk does"),
+    ("kv_canary", "log", "--kv-canary log does"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "flag"), REFUSED)
+def test_flag_is_refused(name: str, value: Any, flag: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_supported({name: value})
+    message = str(caught.value)
+    assert flag in message
+    assert message.endswith(f", or give {WAY_OUT}.")
+
+
+def test_every_refusal_is_tested_and_is_a_field_of_sglang() -> None:
+    names = {name for refusal in REFUSALS for name in refusal.names}
+    assert names == {name for name, _, _ in REFUSED}
+    assert names <= set(ServerArgs.__struct_fields__)
+    assert set(SET_BY_SGLANG) <= names
+
+
+def test_defaults_are_not_refused() -> None:
+    defaults = ServerArgs(model_path="m")
+    check_supported({n: getattr(defaults, n) for n in ServerArgs.__struct_fields__})
+    check_supported({})
+
+
+def test_harmless_values_are_not_refused() -> None:
+    check_supported(
+        {
+            "radix_cache_backend": CACHE_BACKEND,
+            "kv_cache_dtype": "fp8_e4m3",
+            "min_free_slots_delay": 1,
+            "prefill_decode_interval": 0,
+            "chunked_prefill_size": 2048,
+            "elastic_ep_backend": "none",
+            "lora_paths": [],
+            "dp_size": 4,
+            "tp_size": 4,
+            "enable_mixed_chunk": True,
+            "disable_overlap_schedule": True,
+        }
+    )
+
+
+def test_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+    with pytest.raises(ConfigError, match=r"^SGLANG_USE_HND_KVCACHE does not work"):
+        check_supported({})
+
+
+def launch(model: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """Start a server that must end by itself."""
+    command = [sys.executable, "-m", "sglang.launch_server", f"--model-path={model}"]
+    return subprocess.run(
+        [*command, "--host=127.0.0.1", "--dtype=float32", "--offline-batch", *args],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def assert_one_sentence(done: subprocess.CompletedProcess[str], start: str) -> None:
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert len(errors) == 1 and lines[-1] == errors[0], done.stderr[-2000:]
+    assert errors[0].startswith(f"error: {start}")
+    assert errors[0].endswith(f"give {WAY_OUT}.")
+    assert "Traceback" not in done.stderr
+
+
+def test_server_refuses_a_flag(tmp_path: Path) -> None:
+    assert_one_sentence(
+        launch(tmp_path, "--enable-hierarchical-cache"),
+        "--enable-hierarchical-cache does not work with the offline scheduler: ",
+    )
+
+
+LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **LLAMA},
+    "state-space": {
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": "falcon_h1",
+        **LLAMA,
+    },
+    "sliding-window": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        **LLAMA,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 32,
+    },
+    "no-hybrid-memory": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        **LLAMA,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 32,
+    },
+    "images": {
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "model_type": "qwen2_vl",
+        **LLAMA,
+        "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 64},
+    },
+    "sparse": {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        **LLAMA,
+        "index_topk": 64,
+        "index_head_dim": 32,
+        "index_n_heads": 2,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+    },
+    "encoder-decoder": {
+        "architectures": ["WhisperForConditionalGeneration"],
+        "model_type": "whisper",
+        "d_model": 64,
+        "vocab_size": 128,
+    },
+}
+
+
+def write_config(path: Path, kind: str) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(MODELS[kind]))
+    return path
+
+
+def test_server_refuses_a_model(tmp_path: Path) -> None:
+    model = write_config(tmp_path / "model", "sliding-window")
+    assert_one_sentence(
+        launch(model), "GptOssForCausalLM does not work with the offline scheduler: "
+    )
+
+
+# Resolves the arguments of sglang.Engine for each model, and says how that ended.
+ENGINE_ARGS = """
+import json, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang_batch.errors import ConfigError
+from sglang_batch.srt.server_args import make_server_args
+for name, extra in json.loads(sys.argv[1]):
+    args = {"dtype": "float32", "offline_batch": True, **extra}
+    record = make_server_args(model_path=name, **args)
+    try:
+        record.resolve_once()
+        print("fine")
+    except ConfigError as error:
+        print(error)
+    except BaseException as error:
+        print(type(error).__name__, str(error).splitlines()[:1])
+"""
+
+
+def test_kinds_of_models(tmp_path: Path) -> None:
+    paths = {kind: str(write_config(tmp_path / kind, kind)) for kind in MODELS}
+    stock = {"offline_batch_config": {"scheduler": "stock"}}
+    runs: list[tuple[str, dict[str, Any], str]] = [
+        ("plain", {}, "fine"),
+        ("state-space", {}, "FalconH1ForCausalLM does not work"),
+        ("sliding-window", {}, "keep KV in a pool of their own"),
+        ("sliding-window", {"disable_hybrid_swa_memory": True}, "fine"),
+        ("sliding-window", stock, "fine"),
+        ("plain", {"schedule_policy": "lpm", **stock}, "fine"),
+        ("no-hybrid-memory", {}, "fine"),
+        ("images", {}, "Qwen2VLForConditionalGeneration does not work"),
+        ("sparse", {}, "DeepseekV32ForCausalLM does not work"),
+        ("encoder-decoder", {}, "WhisperForConditionalGeneration does not work"),
+    ]
+    wanted = json.dumps([(paths[kind], extra) for kind, extra, _ in runs])
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE_ARGS, wanted],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = done.stdout.strip().splitlines()
+    assert len(said) == len(runs), done.stderr[-3000:]
+    for sentence, (kind, extra, expected) in zip(said, runs, strict=True):
+        assert expected in sentence, (kind, extra, sentence)
+        assert expected == "fine" or sentence.endswith(f"give {WAY_OUT}.")
+
+
+def test_engine_raises_config_error() -> None:
+    with pytest.raises(ConfigError, match="--pp-size 2 does not work"):
+        from sglang_batch.srt.server_args import make_server_args
+
+        make_server_args(model_path="m", offline_batch=True, pp_size=2)

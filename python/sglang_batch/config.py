@@ -45,6 +45,9 @@ class OfflineBatchConfig:
     scheduler: one of ``SCHEDULERS``. ``offline`` replaces SGLang's scheduler and
         prefix cache by ones that know the plan; ``stock`` leaves SGLang's own in
         place, and the plan is only the order in which requests are sent.
+    mixed_chunk: whether decodes ride with prompts in one step, as with SGLang's
+        ``--enable-mixed-chunk``. None: wherever an accelerator is; the attention that
+        SGLang has for machines without one takes far longer for it.
     step_log: CSV file to which the offline scheduler appends a line for each step,
         for ``sglang-batch plan --steps``.
     """
@@ -55,6 +58,7 @@ class OfflineBatchConfig:
     render_lookahead: int = 8
     scheduler: str = "offline"
     step_log: str | None = None
+    mixed_chunk: bool | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -73,6 +77,10 @@ class OfflineBatchConfig:
         ):
             raise ConfigError(
                 f"seed={self.seed!r} must be a whole number of 0 or more."
+            )
+        if not isinstance(self.mixed_chunk, bool | None):
+            raise ConfigError(
+                f"mixed_chunk={self.mixed_chunk!r} must be true or false."
             )
         if self.step_log is not None and not isinstance(self.step_log, str):
             raise ConfigError(f"step_log={self.step_log!r} must be the path of a file.")

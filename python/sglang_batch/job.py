@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
@@ -22,11 +23,12 @@ from numpy.typing import NDArray
 
 from .config import OfflineBatchConfig
 from .engine import Engine, PreparedRequest
-from .planner.order import OrderSettings
-from .planner.plan import Machine, Plan, make_plan
-from .planner.requests import UNKNOWN, PlanRequests
+from .feed import Feeder, Rendered, Replan, Sink
+from .job_planning import JobPlanner, ShardPlan
+from .learning import Learning
+from .planner.requests import UNKNOWN, Int32s, Int64s, PlanRequests
 from .request import BatchRequestInput, RequestOutput, engine_request_id
-from .scheduling.job_plan import JobPlan, job_plan, unplanned
+from .scheduling.job_plan import JobPlan, unplanned
 from .store.token_spool import TokenSpool
 
 logger = logging.getLogger(__name__)
@@ -35,8 +37,6 @@ logger = logging.getLogger(__name__)
 NO_LIMIT = 1 << 24
 
 Indices = Sequence[int] | NDArray[np.int64]
-Rendered = tuple[BatchRequestInput, PreparedRequest | RequestOutput]
-Sink = Callable[[BatchRequestInput, RequestOutput], None]
 
 
 class Requests(Protocol):
@@ -104,21 +104,26 @@ class Job:
         return None
 
     async def _run(self) -> None:
-        machine = self._engine.machine
         # A single request has no order to find.
         if self._config.policy == "fcfs" or len(self._todo) < 2:
-            order: Indices = self._todo
-            plan = unplanned(machine)
+            feeder = self._feeder()
+            feeder.follow(np.asarray(self._todo, dtype=np.int64))
+            plans = [unplanned(self._engine.machine)]
         else:
-            order, plan = await self._plan()
-        await self._engine.open_job(self._job_id, [plan])
+            planner = await self._read_prompts()
+            learning = Learning(planner.sample, planner.num_unknown)
+            feeder = self._feeder(learning, partial(self._replan, planner))
+            shards, plans = await asyncio.to_thread(self._plans, planner)
+            self._log(planner, shards)
+            feeder.adopt(shards)
         try:
-            await self._feed(order)
+            await self._engine.open_job(self._job_id, plans)
+            await feeder.run()
         finally:
             await self._engine.close_job(self._job_id)
 
-    async def _plan(self) -> tuple[Indices, JobPlan]:
-        """Render every request, keep its tokens and limits only, and order by them.
+    async def _read_prompts(self) -> JobPlanner:
+        """Render every request, and keep of it what planning needs.
 
         Requests that cannot be rendered are answered here and left out.
         """
@@ -128,7 +133,7 @@ class Job:
             TemporaryDirectory(prefix="sglang-batch-") as directory,
             TokenSpool(Path(directory) / "tokens.i32") as spool,
         ):
-            async with aclosing(self._render(self._todo, tokenize=True)) as rendered:
+            async with aclosing(self._render_all()) as rendered:
                 async for request, prepared in rendered:
                     self._on_rendered()
                     if isinstance(prepared, RequestOutput):
@@ -137,73 +142,87 @@ class Job:
                         spool.append(prepared.input_ids or ())
                         limits.append(_output_limits(prepared))
                         planned.append(request.index)
-            tokens, offsets = spool.arrays()
-            plan = await asyncio.to_thread(
-                _make_plan, tokens, offsets, limits, self._engine.machine, self._config
+            max_new_tokens, known = np.array(limits, np.int32).reshape(-1, 2).T
+            return await asyncio.to_thread(
+                JobPlanner,
+                PlanRequests(*spool.arrays(), max_new_tokens.copy(), known.copy()),
+                np.asarray(planned, dtype=np.int64),
+                self._engine.machine,
+                self._config,
+                self._engine.num_replicas,
             )
-        self.optimal_prefix_sharing_ratio = plan.tree.prefix_sharing_ratio
+
+    async def _replan(
+        self, planner: JobPlanner, numbers: Int64s, output_len: Int32s
+    ) -> list[ShardPlan]:
+        """Plan again with new answers, and have the engine go by it."""
+        shards, plans = await asyncio.to_thread(
+            self._plans, planner, numbers, output_len
+        )
+        logger.info(
+            "Job %s: %d answers make a new plan; order %s",
+            self._job_id,
+            len(numbers),
+            shards[0].plan.policy,
+        )
+        await self._engine.open_job(self._job_id, plans)
+        return shards
+
+    def _plans(
+        self,
+        planner: JobPlanner,
+        numbers: Int64s | None = None,
+        output_len: Int32s | None = None,
+    ) -> tuple[list[ShardPlan], list[JobPlan]]:
+        """Each replica's plan, and the part of it that its scheduler carries out."""
+        if numbers is not None and output_len is not None:
+            planner.observe(numbers, output_len)
+        shards = planner.plans()
+        return shards, [shard.for_scheduler(self._engine.machine) for shard in shards]
+
+    def _log(self, planner: JobPlanner, shards: list[ShardPlan]) -> None:
+        ratio = planner.tree.prefix_sharing_ratio
+        self.optimal_prefix_sharing_ratio = ratio
         logger.info(
             "Job %s: %d requests, %d prompt tokens, %.1f%% of them shareable; order %s",
             self._job_id,
-            len(planned),
-            int(offsets[-1]),
-            100 * plan.tree.prefix_sharing_ratio,
-            plan.policy,
+            planner.num_requests,
+            planner.tree.num_tokens,
+            100 * ratio,
+            shards[0].plan.policy,
         )
-        numbers = np.asarray(planned, dtype=np.int64)
-        return numbers[plan.order], job_plan(plan, numbers, self._engine.machine)
 
-    async def _feed(self, order: Indices) -> None:
-        """Send requests in order, a bounded number of them at a time."""
-        window = self._config.max_inflight or self._engine.default_max_inflight
-        free = asyncio.Semaphore(window)
-        try:
-            async with (
-                asyncio.TaskGroup() as group,
-                aclosing(self._render(order, tokenize=False)) as rendered,
-            ):
-                async for request, prepared in rendered:
-                    if isinstance(prepared, RequestOutput):
-                        self._sink(request, prepared)
-                        continue
-                    await free.acquire()
-                    group.create_task(self._execute(request, prepared, free))
-        except BaseExceptionGroup as failures:
-            # The first failure cancelled the rest; it is the one to report.
-            raise failures.exceptions[0] from None
+    def _feeder(
+        self, learning: Learning | None = None, replan: Replan | None = None
+    ) -> Feeder:
+        return Feeder(
+            self._engine,
+            self._config,
+            len(self._requests),
+            partial(self._render, tokenize=False),
+            self._sink,
+            learning,
+            replan,
+        )
 
-    async def _execute(
-        self,
-        request: BatchRequestInput,
-        prepared: PreparedRequest,
-        free: asyncio.Semaphore,
-    ) -> None:
-        try:
-            self._sink(request, await self._engine.execute(prepared))
-        finally:
-            free.release()
+    async def _render(self, number: int, *, tokenize: bool) -> Rendered:
+        request = self._requests[number]
+        rid = engine_request_id(self._job_id, request.index)
+        return request, await self._engine.prepare(request, rid, tokenize=tokenize)
 
-    async def _render(
-        self, indices: Indices, *, tokenize: bool
-    ) -> AsyncGenerator[Rendered]:
-        """Rendered requests in the order of ``indices``, some ahead of their turn."""
-        ahead: deque[
-            tuple[BatchRequestInput, asyncio.Task[PreparedRequest | RequestOutput]]
-        ] = deque()
+    async def _render_all(self) -> AsyncGenerator[Rendered]:
+        """All requests with their tokens, rendered some ahead of their turn."""
+        ahead: deque[asyncio.Task[Rendered]] = deque()
         try:
-            for index in indices:
-                request = self._requests[int(index)]
-                rid = engine_request_id(self._job_id, request.index)
-                prepare = self._engine.prepare(request, rid, tokenize=tokenize)
-                ahead.append((request, asyncio.ensure_future(prepare)))
+            for index in self._todo:
+                render = self._render(int(index), tokenize=True)
+                ahead.append(asyncio.ensure_future(render))
                 if len(ahead) == self._config.render_lookahead:
-                    request, task = ahead.popleft()
-                    yield request, await task
+                    yield await ahead.popleft()
             while ahead:
-                request, task = ahead.popleft()
-                yield request, await task
+                yield await ahead.popleft()
         finally:
-            for _, task in ahead:
+            for task in ahead:
                 task.cancel()
 
 
@@ -211,16 +230,3 @@ def _output_limits(prepared: PreparedRequest) -> tuple[int, int]:
     """The most tokens a request generates, and how many it does if that is known."""
     most = NO_LIMIT if prepared.max_new_tokens is None else prepared.max_new_tokens
     return most, most if prepared.ignore_eos and most < NO_LIMIT else UNKNOWN
-
-
-def _make_plan(
-    tokens: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    limits: list[tuple[int, int]],
-    machine: Machine,
-    config: OfflineBatchConfig,
-) -> Plan:
-    max_new_tokens, known = np.array(limits, dtype=np.int32).reshape(-1, 2).T
-    requests = PlanRequests(tokens, offsets, max_new_tokens.copy(), known.copy())
-    settings = OrderSettings(seed=config.seed)
-    return make_plan(requests, machine, config.policy, settings=settings)

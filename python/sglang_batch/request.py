@@ -29,10 +29,21 @@ def engine_request_id(job_id: str, index: int) -> str:
     return f"{job_id}-{index:08d}"
 
 
+def part_request_id(request_id: str, part: int) -> str:
+    """The name of one of several sequences that a request is split into, from 0."""
+    return f"{request_id}.{part:06d}"
+
+
 def job_and_index(request_id: str) -> tuple[str, int]:
-    """The job and the index in an id; -1 where there is no index."""
+    """The job and the index in an id; -1 where there is no index.
+
+    Of the sequences of one request only the first has its index: a plan has one
+    prompt for each request.
+    """
     job_id, _, number = request_id.rpartition("-")
-    return job_id, int(number) if number.isdecimal() else -1
+    index, _, part = number.partition(".")
+    first = not part.strip("0")
+    return job_id, int(index) if index.isdecimal() and first else -1
 
 
 @dataclass(frozen=True, slots=True)

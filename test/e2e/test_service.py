@@ -40,6 +40,7 @@ from sglang_batch import runner as runner_module
 from sglang_batch.batch_api import protocol as api
 from sglang_batch.batch_api.objects import batch_object
 from sglang_batch.errors import StoreError
+from sglang_batch.request import engine_request_id
 from sglang_batch.service import BatchService
 from sglang_batch.store.batch_store import Row
 from sglang_batch.store.lock import FileLock

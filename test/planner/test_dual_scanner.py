@@ -19,6 +19,7 @@ from sglang_batch.planner.dual_scanner import (
 
 STATE = ScanState(
     kv_capacity=60_000,
+    kv_used=60_000,
     left_density=3.73,
     right_density=0.096,
     left_open=True,

@@ -25,12 +25,15 @@ from .jit import jit
 _PACE_DOWN = 0.02
 _PACE_UP = 0.001
 MIN_PACE = 0.3
+# Sides whose densities differ by less than this factor have nothing to blend.
+_SIMILAR = 1.25
 
 
 class ScanState(NamedTuple):
     """The engine at the start of a step.
 
     kv_capacity: tokens of KV there is room for.
+    kv_used: those that running requests hold.
     left_density, right_density: compute density of the requests next in turn on
         either side.
     left_open, right_open: whether that side has requests waiting.
@@ -43,6 +46,7 @@ class ScanState(NamedTuple):
     """
 
     kv_capacity: int
+    kv_used: int
     left_density: float
     right_density: float
     left_open: bool
@@ -114,6 +118,20 @@ def next_pace(pace: float, left_blocked: bool) -> float:
 
 
 @jit
+def _only_to_fill(state: ScanState) -> bool:
+    """Whether there is nothing to blend, and KV is half empty.
+
+    Requests of one density keep the density of a step whatever their number, and
+    would stay as few as they are.
+    """
+    if 2 * state.kv_used >= state.kv_capacity:
+        return False
+    if not state.left_open or not state.right_open:
+        return True
+    return state.left_density <= _SIMILAR * state.right_density
+
+
+@jit
 def budgets(state: ScanState) -> ScanBudgets:
     """One step of the scanner."""
     capacity = float(state.kv_capacity)
@@ -127,12 +145,15 @@ def budgets(state: ScanState) -> ScanBudgets:
         left, right = 0.0, capacity
     amplified = max(1.0, state.left_reads / max(1.0, left))
     tokens = 1e9
-    if state.token_time_s > 0.0:
+    right_reads = right * amplified
+    if _only_to_fill(state):
+        right_reads = 1e18
+    elif state.token_time_s > 0.0:
         compute_s = state.target_density * state.kv_read_time_s
         tokens = (compute_s / state.token_time_s - state.decode_tokens) * state.pace
     return ScanBudgets(
         int(left),
         int(right),
-        int(min(right * amplified, 1e18)),
+        int(min(right_reads, 1e18)),
         int(max(0.0, min(tokens, 1e9))),
     )

@@ -41,6 +41,8 @@ NODE = np.dtype(
         ("children", np.int32),  # resident ones
         ("readers", np.int32),  # decoding requests at or below
         ("resident", np.int32),
+        ("leader", np.int32),  # request that computes it while others wait
+        ("followers", np.int32),  # the first of those
     ],
     align=True,
 )
@@ -76,6 +78,7 @@ def make_cache(tree: PrefixTree, eviction: int) -> SimCache:
     nodes["leaf_end"] = tree.leaf_end
     nodes["uses_left"] = tree.leaf_end - tree.leaf_begin
     nodes["next_use"] = _NONE
+    nodes["leader"] = nodes["followers"] = _NONE
     nodes["resident"][0] = 1
     head = np.full(m + n + 1, m + n, dtype=np.int32)
     return SimCache(
@@ -162,6 +165,15 @@ def unlock(cache: SimCache, node: int) -> None:
                 cache.totals[IDLE] += at.length
                 _append(cache, node)
         node = at.parent
+
+
+@jit_in_place
+def give_use_back(cache: SimCache, node: int) -> None:
+    """A request will need a node's prefix once more; before ``unlock``."""
+    while node > 0:
+        cache.nodes[node].uses_left += 1
+        cache.nodes[node].next_use = _NONE
+        node = cache.nodes[node].parent
 
 
 @jit_in_place

@@ -1,112 +1,38 @@
-"""A request's way through the simulated engine: admitted, decoding, retracted, ended.
-
-What happens to a request later (it ends, or outlives its estimate) is kept in a
-calendar of steps, so a step costs what changes in it and not the number of running
-requests.
-"""
+"""A request's way through the simulated engine: admitted, decoding, retracted, ended."""
 
 from __future__ import annotations
 
-from . import kv_forecast as kv
 from . import sim_cache as prefix
 from .jit import jit_in_place
+from .sim_cache import GARBAGE, IDLE, LOCKED
+from .sim_calendar import (
+    join_forecast,
+    join_running,
+    leave_forecast,
+    leave_running,
+    schedule_next,
+    unschedule,
+    whole_estimate,
+)
+from .sim_queue import lead, show
 from .sim_state import NONE, Sim
 
-# The calendar -------------------------------------------------------------------------
-
 
 @jit_in_place
-def _schedule(sim: Sim, i: int, step: int) -> None:
-    calendar = sim.lists.calendar
-    slot = step & (len(calendar) - 1)
-    first = calendar[slot]
-    r = sim.requests[i]
-    r.event = step
-    r.before = NONE
-    r.after = first
-    if first != NONE:
-        sim.requests[first].before = i
-    calendar[slot] = i
-
-
-@jit_in_place
-def _unschedule(sim: Sim, i: int) -> None:
-    r = sim.requests[i]
-    if r.before == NONE:
-        calendar = sim.lists.calendar
-        calendar[r.event & (len(calendar) - 1)] = r.after
-    else:
-        sim.requests[r.before].after = r.after
-    if r.after != NONE:
-        sim.requests[r.after].before = r.before
-    r.event = NONE
-
-
-@jit_in_place
-def _schedule_next(sim: Sim, i: int) -> None:
-    """The end of a request, or the step at which it has outlived its estimate."""
-    r = sim.requests[i]
-    end = min(r.output_len, r.estimate)
-    _schedule(sim, i, r.begin + end - r.generated)
-
-
-# Lists and forecasts ------------------------------------------------------------------
-
-
-@jit_in_place
-def whole_estimate(tokens: float) -> int:
-    """An estimated output length as the whole number that admission counts with."""
-    return max(1, int(tokens + 0.5))
-
-
-@jit_in_place
-def _join_forecast(sim: Sim, i: int, generated: int) -> None:
-    now = sim.state[0].step
-    r = sim.requests[i]
-    held = r.own + generated
-    remaining = max(r.estimate - generated, 1)
-    r.base = held - now
-    r.final = held + remaining
-    r.bucket = kv.add(sim.forecast, now, held, remaining)
-
-
-@jit_in_place
-def _leave_forecast(sim: Sim, i: int) -> None:
-    r = sim.requests[i]
-    sim.state[0].changes += 1
-    kv.remove(sim.forecast, r.bucket, r.base, r.final)
-
-
-@jit_in_place
-def _join_running(sim: Sim, i: int) -> None:
-    state = sim.state[0]
-    r = sim.requests[i]
-    r.older = state.newest
-    r.newer = NONE
-    if state.newest != NONE:
-        sim.requests[state.newest].newer = i
-    state.newest = i
-    state.running += 1
-
-
-@jit_in_place
-def _leave_running(sim: Sim, i: int) -> None:
-    state = sim.state[0]
-    r = sim.requests[i]
-    if r.older != NONE:
-        sim.requests[r.older].newer = r.newer
-    if r.newer != NONE:
-        sim.requests[r.newer].older = r.older
-    else:
-        state.newest = r.older
-    state.running -= 1
+def kv_in_use(sim: Sim) -> int:
+    """Tokens of KV that running requests hold. SGLang allocates what a step computes,
+    the default engine whole prompts."""
+    used = sim.state[0].private + sim.cache.totals[LOCKED]
+    if sim.engine.as_sglang:
+        used -= sim.sides[0].partial_left + sim.sides[1].partial_left
+    return int(used)
 
 
 @jit_in_place
 def make_room(sim: Sim) -> None:
     """Evict until what is in use fits; the locked part always does."""
     totals = sim.cache.totals
-    used = totals[0] + totals[1] + totals[2] + sim.state[0].private
+    used = kv_in_use(sim) + totals[IDLE] + totals[GARBAGE]
     if used > sim.engine.kv_capacity:
         over = used - sim.engine.kv_capacity
         prefix.evict(sim.cache, over, sim.queue.rank, sim.requests)
@@ -121,29 +47,32 @@ def admit(sim: Sim, i: int, side: int) -> None:
     state = sim.state[0]
     r = sim.requests[i]
     cached = prefix.cached_depth(sim.cache, r.node)
-    first = r.admitted == 0
-    prefix.lock(sim.cache, r.node, first)
+    first = r.admitted == 0 and r.parked == 0
+    prefix.lock(sim.cache, r.node, r.admitted == 0)
     state.private += r.own + r.generated
     sim.sides[side].kv += r.own + r.generated
-    make_room(sim)
+    if not sim.engine.as_sglang:
+        make_room(sim)
+    else:
+        lead(sim.cache, i, r.node, cached)
     extend = r.input_len + r.generated - cached
     known = extend == 0
     if known:  # the last prompt token is always computed, for its logits
         extend = 1
+    r.admitted = 1
     if first:
-        r.admitted = 1
         sim.lists.admitted[state.admitted] = i
         state.admitted += 1
         state.cached += cached
         state.recomputed += 1 if known else 0
-        r.estimate = whole_estimate(r.estimate_mean)
+        r.estimate = whole_estimate(sim, i)
         reads = r.read_len * r.estimate_mean + r.estimate_sq / 2.0
         r.memory_estimate = sim.engine.kv_read_time_s * reads
     else:
         state.recomputed += extend
     r.side = side
-    _join_forecast(sim, i, r.generated)
-    _join_running(sim, i)
+    join_forecast(sim, i, r.generated)
+    join_running(sim, i)
     sim.sides[side].partial = i
     sim.sides[side].partial_left = extend
 
@@ -155,21 +84,40 @@ def start_decoding(sim: Sim) -> None:
     for j in range(state.starting):
         i = sim.lists.starting[j]
         r = sim.requests[i]
-        r.begin = state.step
-        state.decoding += 1
-        sim.sides[r.side].decoding += 1
-        state.read_base += r.input_len + r.generated - r.begin
-        sim.sides[r.side].read_base += r.input_len + r.generated - r.begin
-        if sim.engine.shared_kv_read_once:
-            state.read_base -= r.input_len - r.own
-            state.shared_read += prefix.change_readers(sim.cache, r.node, 1)
-        _schedule_next(sim, i)
+        if sim.engine.as_sglang:
+            show(sim, i, r.input_len)
+            if r.output_len <= r.generated:
+                _end(sim, i)
+                continue
+        _begin_decoding(sim, i, state.step)
     state.starting = 0
+    if sim.engine.as_sglang:
+        for side in range(2):
+            s = sim.sides[side]
+            if s.partial != NONE:
+                r = sim.requests[s.partial]
+                show(sim, s.partial, r.input_len + r.generated - s.partial_left)
 
 
 @jit_in_place
-def _stop_decoding(sim: Sim, i: int, last_step: int) -> int:
-    """Take a request out of the batch; returns the tokens it has generated."""
+def _begin_decoding(sim: Sim, i: int, begin: int) -> None:
+    """A request decodes from the step after ``begin`` on."""
+    state = sim.state[0]
+    r = sim.requests[i]
+    r.begin = begin
+    state.decoding += 1
+    sim.sides[r.side].decoding += 1
+    state.read_base += r.input_len + r.generated - r.begin
+    sim.sides[r.side].read_base += r.input_len + r.generated - r.begin
+    if sim.engine.shared_kv_read_once:
+        state.read_base -= r.input_len - r.own
+        state.shared_read += prefix.change_readers(sim.cache, r.node, 1)
+    schedule_next(sim, i)
+
+
+@jit_in_place
+def _stop_decoding(sim: Sim, i: int, last_step: int) -> None:
+    """Take a request out of the batch; it still holds its KV."""
     state = sim.state[0]
     r = sim.requests[i]
     generated = r.generated + last_step - r.begin
@@ -180,11 +128,17 @@ def _stop_decoding(sim: Sim, i: int, last_step: int) -> int:
     if sim.engine.shared_kv_read_once:
         state.read_base += r.input_len - r.own
         state.shared_read += prefix.change_readers(sim.cache, r.node, -1)
-    state.private -= r.own + generated
-    sim.sides[r.side].kv -= r.own + generated
+    r.generated = generated
+
+
+@jit_in_place
+def _release(sim: Sim, i: int) -> None:
+    """A request that does not decode any more gives its KV back."""
+    r = sim.requests[i]
+    sim.state[0].private -= r.own + r.generated
+    sim.sides[r.side].kv -= r.own + r.generated
     prefix.unlock(sim.cache, r.node)
-    _leave_running(sim, i)
-    return int(generated)
+    leave_running(sim, i)
 
 
 @jit_in_place
@@ -197,15 +151,38 @@ def retract_newest(sim: Sim) -> bool:
         i = sim.requests[i].older
     if i == NONE:
         return False
-    _unschedule(sim, i)
-    _leave_forecast(sim, i)
+    unschedule(sim, i)
+    leave_forecast(sim, i)
     r = sim.requests[i]
-    r.generated = _stop_decoding(sim, i, state.step - 1)
-    side = sim.sides[r.side]
-    sim.lists.retry[r.side, side.num_retry] = i
-    side.num_retry += 1
+    _stop_decoding(sim, i, state.step - 1)
     state.retractions += 1
+    if sim.engine.as_sglang:
+        prefix.give_use_back(sim.cache, r.node)
+        r.admitted = 0
+        r.parked = 1
+        parked = sim.lists.parked
+        parked[(state.first_parked + state.num_parked) % len(parked)] = i
+        state.num_parked += 1
+    else:
+        side = sim.sides[r.side]
+        sim.lists.retry[r.side, side.num_retry] = i
+        side.num_retry += 1
+    _release(sim, i)
     return True
+
+
+@jit_in_place
+def unpark(sim: Sim, i: int) -> None:
+    """A parked request goes on in this step, its prefix still in the cache."""
+    state = sim.state[0]
+    r = sim.requests[i]
+    prefix.lock(sim.cache, r.node, True)
+    r.admitted = 1
+    state.private += r.own + r.generated
+    sim.sides[r.side].kv += r.own + r.generated
+    join_forecast(sim, i, r.generated)
+    join_running(sim, i)
+    _begin_decoding(sim, i, state.step - 1)
 
 
 @jit_in_place
@@ -222,26 +199,62 @@ def _revise_estimate(sim: Sim, i: int, new: int) -> None:
 
 
 @jit_in_place
+def _end(sim: Sim, i: int) -> None:
+    """A request came to its end, and gives its KV back now or after the next step."""
+    state = sim.state[0]
+    r = sim.requests[i]
+    state.estimated += r.estimate + 1
+    state.came_out += r.generated + 1
+    _revise_estimate(sim, i, r.generated)
+    if r.ends_in_time:
+        # SGLang learns one step late that a request ended.
+        sim.lists.ended[state.ended] = i
+        state.ended += 1
+        return
+    leave_forecast(sim, i)
+    # Before its prefix is given up: what hangs below is evicted first.
+    prefix.leave_garbage(sim.cache, i, r.own + r.generated)
+    _release(sim, i)
+    state.done += 1
+
+
+@jit_in_place
+def release_ended(sim: Sim) -> None:
+    """Requests that ended in the step before give their KV back."""
+    state = sim.state[0]
+    for j in range(state.ended):
+        i = sim.lists.ended[j]
+        leave_forecast(sim, i)
+        prefix.leave_garbage(
+            sim.cache, i, sim.requests[i].own + sim.requests[i].generated
+        )
+        _release(sim, i)
+    state.done += state.ended
+    state.ended = 0
+
+
+@jit_in_place
 def end_of_step(sim: Sim) -> None:
     """Requests whose event falls on this step end, or get a longer estimate."""
     state = sim.state[0]
+    release_ended(sim)
     calendar = sim.lists.calendar
     i = calendar[state.step & (len(calendar) - 1)]
     while i != NONE:
         r = sim.requests[i]
         following = r.after
-        _unschedule(sim, i)
-        _leave_forecast(sim, i)
+        unschedule(sim, i)
         generated = r.generated + state.step - r.begin
         if generated >= r.output_len:
-            _revise_estimate(sim, i, generated)
-            # Before its prefix is given up: what hangs below is evicted first.
-            prefix.leave_garbage(sim.cache, i, r.own + generated)
             _stop_decoding(sim, i, state.step)
-            state.done += 1
+            _end(sim, i)
         else:
+            leave_forecast(sim, i)
             longer = min(generated + generated // 2 + 16, r.max_new_tokens)
-            _revise_estimate(sim, i, max(longer, generated + 1))
-            _join_forecast(sim, i, generated)
-            _schedule_next(sim, i)
+            longer = max(longer, generated + 1)
+            state.estimated += r.estimate + 1
+            state.came_out += longer + 1
+            _revise_estimate(sim, i, longer)
+            join_forecast(sim, i, generated)
+            schedule_next(sim, i)
         i = following

@@ -13,6 +13,10 @@ from .sim_cache import SimCache
 
 LEFT, RIGHT = 0, 1
 NONE = -1
+# Share of the KV kept free for requests that outlive their estimates.
+KV_MARGIN = 0.01
+# So many estimates count as right before anything was observed.
+PRIOR = 32.0
 
 # One request. What is known beforehand comes first.
 REQUEST = np.dtype(
@@ -39,6 +43,11 @@ REQUEST = np.dtype(
         ("generated", np.int32),  # before it was last retracted
         ("side", np.int32),
         ("admitted", np.int32),
+        # As in SGLang: whether it was parked, whether its end is known in time to
+        # leave it out of the next step, and who follows the same leader.
+        ("parked", np.int32),
+        ("ends_in_time", np.int32),
+        ("next_follower", np.int32),
     ],
     align=True,
 )
@@ -49,6 +58,7 @@ STATE = np.dtype(
         (name, np.int64)
         for name in (
             "step",
+            "clock",  # of the forecast: steps; in SGLang those with decodes
             "done",
             "running",
             "decoding",
@@ -67,6 +77,11 @@ STATE = np.dtype(
             "starting",
             "changes",  # requests that left, or whose estimate changed
             "newest",  # running request
+            "idle",  # steps in which there was nothing to compute
+            "set_aside",  # followers set aside in this step
+            "ended",  # requests that ended and still hold their KV
+            "first_parked",
+            "num_parked",
         )
     ]
     + [
@@ -79,6 +94,9 @@ STATE = np.dtype(
             "kv_read",  # the part of memory that is not weights
             "compute_planned",  # of the whole job, by the estimates
             "kv_read_planned",
+            "margin",  # share of the KV that admission leaves free
+            "estimated",  # sums of estimates, and of what came of them
+            "came_out",
         )
     ],
     align=True,
@@ -107,11 +125,14 @@ SIDE = np.dtype(
 class Queue(NamedTuple):
     """The plan: int64 ``order[place]`` is a leaf, ``rank[leaf]`` how soon it comes.
 
+    place: int64 by leaf.
+
     density: float64 by place. dual: whether it is taken from both ends.
     num_left: places of the left side; the right scanner stops before them.
     """
 
     order: Int64s
+    place: Int64s
     rank: Int64s
     density: Floats
     dual: bool
@@ -127,6 +148,7 @@ class Engine(NamedTuple):
     batch_multiple: tokens of a step are a multiple of this, as far as prompts allow,
         and a step is charged for a whole multiple.
     closed_loop: whether the dual scanner's prefill budget follows what a step needs.
+    as_sglang: see ``simulator.EngineLimits``.
     """
 
     kv_capacity: int
@@ -135,6 +157,7 @@ class Engine(NamedTuple):
     min_step_tokens: int
     batch_multiple: int
     closed_loop: bool
+    as_sglang: bool
     shared_kv_read_once: bool
     token_time_s: float
     attention_time_s: float
@@ -150,21 +173,29 @@ class Lists(NamedTuple):
     starting: int32 ``[n]``, requests whose prompt was completed in this step.
     retry: int32 ``[2, n]``, retracted requests of either side.
     admitted: int64 ``[n]``, leaves in order of admission.
+    waiting: uint8 by place, whether the request waits for its turn.
+    ended: int32 ``[n]``, requests that ended and still hold their KV.
+    parked: int32 ``[n]``, a ring of those parked, in that order.
     """
 
     calendar: NDArray[np.int32]
     starting: NDArray[np.int32]
     retry: NDArray[np.int32]
     admitted: Int64s
+    waiting: NDArray[np.uint8]
+    ended: NDArray[np.int32]
+    parked: NDArray[np.int32]
 
 
 def make_state(num_requests: int) -> NDArray[Any]:
     """An engine at rest, before its first step."""
     state = np.zeros(1, STATE)
-    state["step"] = 1
+    state["step"] = state["clock"] = 1
     state["next_right"] = num_requests - 1
     state["pace"] = 1.0
     state["newest"] = NONE
+    state["margin"] = KV_MARGIN
+    state["estimated"] = state["came_out"] = PRIOR
     return state
 
 
@@ -181,6 +212,9 @@ def make_lists(num_requests: int, max_output_len: int) -> Lists:
         starting=np.zeros(num_requests, np.int32),
         retry=np.zeros((2, num_requests), np.int32),
         admitted=np.zeros(num_requests, np.int64),
+        waiting=np.ones(num_requests, np.uint8),
+        ended=np.zeros(num_requests, np.int32),
+        parked=np.zeros(num_requests, np.int32),
     )
 
 

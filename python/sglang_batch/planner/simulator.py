@@ -12,8 +12,10 @@ What it leaves out: kernel launch, sampling and scheduling time, page granularit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import ConfigError
 from .cost_model import CostModel
@@ -50,6 +52,15 @@ class EngineLimits:
     closed_loop: whether the dual scanner's prefill budget follows what each step needs;
         otherwise it is the average of BlendServe's Algorithm 3.
     plan_aware_eviction: evict what the plan needs last; otherwise least recently used.
+    as_sglang: whether steps go as in SGLang under our scheduler. Otherwise the engine
+        is the textbook's: each output token takes a decode step, siblings share a
+        prefix in the step that computes it, and a request that has to give up its KV
+        computes it again. In SGLang the first output token comes with the prompt;
+        siblings wait for the step after; a request holds its KV for one step after
+        its last, and decodes in it too unless it ended by its limit; KV is taken as
+        prompts are computed; one prompt at most is partly computed, and goes first;
+        requests that give up their KV are parked; the KV left free and the estimates
+        follow what was observed.
     """
 
     kv_capacity_tokens: int
@@ -59,6 +70,7 @@ class EngineLimits:
     batch_multiple: int = 1
     closed_loop: bool = True
     plan_aware_eviction: bool = True
+    as_sglang: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -147,6 +159,7 @@ def simulate(
     """
     leaves = tree.order
     check_capacity(tree, output_len, limits.kv_capacity_tokens)
+    output_tokens = int(np.maximum(output_len, 1).sum(dtype=np.int64))
     if estimate is None:
         estimate = output_len.astype(np.float64)
     if estimate_sq is None:
@@ -159,15 +172,18 @@ def simulate(
     requests["node"] = tree.leaf_parent
     requests["output_len"] = np.maximum(output_len[leaves], 1)
     requests["max_new_tokens"] = max_new_tokens[leaves]
+    state = make_state(len(leaves))
+    state["compute_planned"], state["kv_read_planned"] = planned_work(
+        tree, cost, estimate, estimate_sq, as_sglang=limits.as_sglang
+    )
+    if limits.as_sglang:
+        estimate, estimate_sq = decode_steps(estimate, estimate_sq)
+        _count_decode_steps(requests)
     requests["read_len"] = read_len(tree, cost)
     requests["estimate_mean"] = estimate[leaves]
     requests["estimate_sq"] = estimate_sq[leaves]
     requests["event"] = NONE
     longest = int(requests["output_len"].max(initial=1))
-    state = make_state(len(leaves))
-    state["compute_planned"], state["kv_read_planned"] = planned_work(
-        tree, cost, estimate, estimate_sq
-    )
     sim = Sim(
         engine=_engine(cost, limits),
         queue=_queue(tree, order, density, num_left),
@@ -180,7 +196,28 @@ def simulate(
     )
     samples = np.zeros((3, NUM_SAMPLES))
     stride = run_steps(sim, samples)
-    return _result(tree, limits, sim, samples, stride)
+    return _result(tree, limits, sim, samples, stride, output_tokens)
+
+
+def decode_steps(estimate: Floats, estimate_sq: Floats) -> tuple[Floats, Floats]:
+    """Moments of an answer's decode steps in SGLang, from those of its length.
+
+    The first token comes with the prompt: an answer of ``d`` tokens takes ``d - 1``.
+    """
+    steps = np.maximum(estimate - 1.0, 0.0)
+    return steps, np.maximum(estimate_sq - 2.0 * estimate + 1.0, steps**2)
+
+
+def _count_decode_steps(requests: NDArray[Any]) -> None:
+    """Replace lengths in tokens by decode steps.
+
+    That a request ended by its limit is known in time to leave it out of the next
+    step; one that stops by itself decodes once more.
+    """
+    in_time = requests["output_len"] >= requests["max_new_tokens"]
+    requests["ends_in_time"] = in_time
+    requests["max_new_tokens"] = np.maximum(requests["max_new_tokens"] - 1, 0)
+    requests["output_len"] -= in_time
 
 
 def check_capacity(tree: PrefixTree, output_len: Int32s, capacity: int) -> None:
@@ -205,11 +242,14 @@ def _queue(
     leaf_of[tree.order] = np.arange(n)
     by_rank = leaf_of[order]
     rank = np.empty(n, dtype=np.int64)
+    place = np.empty(n, dtype=np.int64)
     places = np.arange(n)
+    place[by_rank] = places
     # Taken from both ends, a request comes as soon as its distance from the nearer.
     rank[by_rank] = places if density is None else np.minimum(places, n - 1 - places)
     return Queue(
         order=by_rank,
+        place=place,
         rank=rank,
         density=np.zeros(n) if density is None else density,
         dual=density is not None,
@@ -225,6 +265,7 @@ def _engine(cost: CostModel, limits: EngineLimits) -> Engine:
         min_step_tokens=limits.min_step_tokens,
         batch_multiple=limits.batch_multiple,
         closed_loop=limits.closed_loop,
+        as_sglang=limits.as_sglang,
         shared_kv_read_once=cost.shared_kv_read_once,
         # Whole numbers would be compiled for anew.
         token_time_s=float(cost.token_time_s),
@@ -236,14 +277,24 @@ def _engine(cost: CostModel, limits: EngineLimits) -> Engine:
 
 
 def planned_work(
-    tree: PrefixTree, cost: CostModel, estimate: Floats, estimate_sq: Floats
+    tree: PrefixTree,
+    cost: CostModel,
+    estimate: Floats,
+    estimate_sq: Floats,
+    *,
+    as_sglang: bool = False,
 ) -> tuple[float, float]:
     """Compute and memory time of the whole job by the estimates, in seconds.
 
-    estimate, estimate_sq: float64 ``[n]`` by request.
+    estimate, estimate_sq: float64 ``[n]`` by request, moments of its output length.
+    as_sglang: whether the first output token comes with the prompt.
     """
+    least = 1
+    if as_sglang:
+        estimate, estimate_sq = decode_steps(estimate, estimate_sq)
+        least = 0
     lengths = estimate[tree.order]
-    computed = tree.num_unique_tokens + np.maximum(1, np.rint(lengths)).sum()
+    computed = tree.num_unique_tokens + np.maximum(least, np.rint(lengths)).sum()
     before = tree.lcp.astype(np.float64) ** 2
     attended = (tree.input_len.astype(np.float64) ** 2 - before).sum()
     compute = computed * cost.token_time_s + attended * cost.attention_time_s
@@ -253,10 +304,15 @@ def planned_work(
 
 
 def _result(
-    tree: PrefixTree, limits: EngineLimits, sim: Sim, samples: Floats, stride: int
+    tree: PrefixTree,
+    limits: EngineLimits,
+    sim: Sim,
+    samples: Floats,
+    stride: int,
+    output_tokens: int,
 ) -> Simulation:
     state = sim.state[0]
-    num_steps = int(state["step"]) - 1
+    num_steps = int(state["step"] - state["idle"]) - 1
     held = state["kv_steps"] / max(1, num_steps)
     return Simulation(
         seconds=float(state["seconds"]),
@@ -264,7 +320,7 @@ def _result(
         compute_s=float(state["compute"]),
         memory_s=float(state["memory"]),
         prompt_tokens=tree.num_tokens,
-        output_tokens=int(sim.requests["output_len"].sum(dtype=np.int64)),
+        output_tokens=output_tokens,
         prefilled_tokens=int(state["prefilled"]),
         cached_tokens=int(state["cached"]),
         recomputed_tokens=int(state["recomputed"]),

@@ -26,12 +26,15 @@ class EngineNow(NamedTuple):
     """The engine before a step.
 
     step_tokens: most tokens in the step, of prompts and decodes together.
-    decode_rows: running requests that will decode in it.
+    decode_rows: running requests that decode.
     chunk: the line whose prompt is partly computed, and ``chunk_left`` tokens of it
         that are not.
     rows: requests that can join before the engine's limit is reached.
     room: tokens of KV that are free or can be evicted, without what is kept for later.
     page_size: KV is given out in pages of so many tokens.
+    mixed: whether decodes and prompts share a step; otherwise a step with prompts has
+        no decodes.
+    locked_elsewhere: tokens of shared prefixes that other jobs' requests use.
     """
 
     step_tokens: int
@@ -41,6 +44,13 @@ class EngineNow(NamedTuple):
     rows: int
     room: int
     page_size: int
+    mixed: bool = True
+    locked_elsewhere: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Most prompt tokens in the step."""
+        return max(0, self.step_tokens - (self.decode_rows if self.mixed else 0))
 
 
 @dataclass(slots=True)
@@ -62,7 +72,7 @@ def choose(job: JobState, occupancy: Occupancy, now: EngineNow) -> Choice:
     :func:`put_back` undoes that for one that could not join after all.
     """
     filling = _Filling(job, occupancy, now)
-    limit = max(0, now.step_tokens - now.decode_rows)
+    limit = now.prompt_tokens
     if job.dual:
         _from_both_ends(filling, limit)
     else:
@@ -76,7 +86,7 @@ def choose(job: JobState, occupancy: Occupancy, now: EngineNow) -> Choice:
 
 def put_back(job: JobState, occupancy: Occupancy, line: Line) -> None:
     """A chosen line could not join: it waits again."""
-    occupancy.leave(line)
+    occupancy.withdraw(line)
     nodes = job.uses.leave(line, parked=True) if line.leaf >= 0 else []
     job.release_followers(nodes)
     job.backlog.add(line)
@@ -131,6 +141,7 @@ class _Filling:
             if some + uses.newly_kept(line.node) + self.now.page_size > room:
                 return False
             locked = uses.locked_tokens + uses.newly_locked(line.node)
+            locked += self.now.locked_elsewhere
             if not occupancy.fits(line, locked, reserved):
                 return False
         self.job.backlog.remove(line)
@@ -149,20 +160,41 @@ def _from_both_ends(filling: _Filling, limit: int) -> None:
     job.pace = next_pace(job.pace, job.left_blocked)
     allowed = _budgets(job, occupancy, now)
     tokens = allowed.prefill_tokens
+    if not now.mixed:
+        tokens = _saved_up(job, now, tokens)
+        if not tokens and now.decode_rows:
+            return
     right = min(limit, max(tokens, job.plan.min_step_tokens))
-    if now.chunk is not None:
-        filling.continue_chunk(right if now.chunk.side == RIGHT else min(limit, tokens))
     # A left side without room goes first.
-    if not job.left_blocked and occupancy.reads[RIGHT] < allowed.right_reads:
+    may_join = not job.left_blocked and occupancy.reads[RIGHT] < allowed.right_reads
+    if now.chunk is not None:
+        more = may_join or now.chunk.side == RIGHT
+        filling.continue_chunk(right if more else min(limit, tokens))
+    if may_join:
         kept = max(0, allowed.left_kv - occupancy.kv[LEFT])
         filling.take(RIGHT, right, kept)
-    if occupancy.decoding[RIGHT] == 0 and filling.choice.tokens == 0:
+    # Nobody is left on the right, or has begun there, to go slow for.
+    alone = occupancy.decoding[RIGHT] == 0 or job.backlog.last() is None
+    if alone and filling.choice.tokens == 0:
         tokens = max(int(tokens * _RAMP), job.plan.min_step_tokens)
+        filling.continue_chunk(min(limit, tokens))
     job.left_blocked = filling.take(LEFT, min(limit, tokens), 0)
     for side in (RIGHT, LEFT):
         # Whatever the budgets, something goes on.
         if filling.choice.tokens == 0 and now.decode_rows == 0 and now.chunk is None:
             filling.take(side, limit, 0)
+
+
+def _saved_up(job: JobState, now: EngineNow, tokens: int) -> int:
+    """Prompt tokens of this step where a step holds prompts or decodes, not both.
+
+    What each step may take is saved up until it fills one.
+    """
+    job.saved_tokens = min(job.saved_tokens + tokens, now.prompt_tokens)
+    if job.saved_tokens < now.prompt_tokens and now.decode_rows:
+        return 0
+    saved, job.saved_tokens = job.saved_tokens, 0
+    return saved
 
 
 def _budgets(job: JobState, occupancy: Occupancy, now: EngineNow) -> ScanBudgets:
@@ -171,6 +203,7 @@ def _budgets(job: JobState, occupancy: Occupancy, now: EngineNow) -> ScanBudgets
     return budgets(
         ScanState(
             occupancy.capacity,
+            sum(occupancy.kv) + job.uses.locked_tokens,
             job.density_at(left),
             job.density_at(right),
             left is not None,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..planner.cost_model import CostModel
+from ..planner.output_length import OutputEstimates
 from ..planner.plan import Machine, Plan
 from ..planner.requests import Floats, Int32s, Int64s
 from ..planner.simulator import planned_work
@@ -45,7 +46,7 @@ class JobPlan:
     leaf: int32 by number of the request in the job; its leaf, -1 for not planned here.
     turn, node, input_len: int32 ``[n]`` by leaf: place in the order, node that the
         prompt hangs from, prompt tokens.
-    estimate, estimate_sq: float32 ``[n]`` by leaf: moments of the output length.
+    steps, steps_sq: float64 ``[n]`` by leaf: moments of its decode steps.
     parent, depth: int32 ``[m]`` by node. leaf_begin, leaf_end: the leaves below.
     density: float64 ``[n]`` by turn for an order that is taken from both ends;
         None for one that is followed.
@@ -59,8 +60,8 @@ class JobPlan:
     turn: Int32s
     node: Int32s
     input_len: Int32s
-    estimate: Floats
-    estimate_sq: Floats
+    steps: Floats
+    steps_sq: Floats
     parent: Int32s
     depth: Int32s
     leaf_begin: Int64s
@@ -78,8 +79,9 @@ class JobPlan:
 
     def same_requests(self, other: JobPlan) -> bool:
         """Whether two plans are of the same requests; only then is it one job."""
-        return np.array_equal(self.leaf, other.leaf) and np.array_equal(
-            self.parent, other.parent
+        names = ("leaf", "node", "input_len", "parent", "depth")
+        return all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in names
         )
 
     def to_bytes(self) -> bytes:
@@ -109,17 +111,16 @@ def job_plan(plan: Plan, numbers: Int64s, machine: Machine) -> JobPlan:
     place_of[plan.fits] = np.arange(n)
     turn = np.empty(n, np.int32)
     turn[leaf_of_place[place_of[plan.scan.requests]]] = np.arange(n, dtype=np.int32)
-    compute_s, kv_read_s = planned_work(
-        tree, cost, estimates.est_output_len, estimates.est_output_len_sq
-    )
+    steps, steps_sq = _decode_steps(estimates)
+    compute_s, kv_read_s = planned_work(tree, cost, steps, steps_sq)
     return JobPlan(
         policy=plan.policy,
         leaf=leaf,
         turn=turn,
         node=tree.leaf_parent.astype(np.int32),
         input_len=tree.input_len.astype(np.int32),
-        estimate=estimates.est_output_len[tree.order],
-        estimate_sq=estimates.est_output_len_sq[tree.order],
+        steps=steps[tree.order],
+        steps_sq=steps_sq[tree.order],
         parent=tree.parent,
         depth=tree.depth,
         leaf_begin=tree.leaf_begin,
@@ -143,8 +144,8 @@ def unplanned(machine: Machine) -> JobPlan:
         turn=none,
         node=none,
         input_len=none,
-        estimate=np.zeros(0),
-        estimate_sq=np.zeros(0),
+        steps=np.zeros(0),
+        steps_sq=np.zeros(0),
         parent=root - 1,
         depth=root,
         leaf_begin=root.astype(np.int64),
@@ -156,6 +157,13 @@ def unplanned(machine: Machine) -> JobPlan:
         min_step_tokens=_min_step_tokens(machine),
         cost=StepCost.of(machine.cost),
     )
+
+
+def _decode_steps(estimates: OutputEstimates) -> tuple[Floats, Floats]:
+    """Moments of the decode steps by request: the first token comes with the prompt."""
+    length, length_sq = estimates.est_output_len, estimates.est_output_len_sq
+    steps = np.maximum(length - 1.0, 0.0)
+    return steps, np.maximum(length_sq - 2.0 * length + 1.0, steps**2)
 
 
 def _min_step_tokens(machine: Machine) -> int:

@@ -25,7 +25,7 @@ class JobState:
         uses: its shared prefixes.
         backlog: lines that may be admitted.
         compute_s, kv_read_s: what the job's steps have taken so far, by the cost model.
-        pace, left_blocked: of the dual scanner.
+        pace, left_blocked, saved_tokens: of the dual scanner.
     """
 
     def __init__(self, job_id: str, plan: JobPlan, page_size: int) -> None:
@@ -42,6 +42,7 @@ class JobState:
         self.kv_read_planned_s = plan.kv_read_s
         self.pace = 1.0
         self.left_blocked = False
+        self.saved_tokens = 0
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -76,7 +77,9 @@ class JobState:
         plan = self.plan
         leaf = int(plan.leaf[number]) if 0 <= number < len(plan.leaf) else -1
         if leaf >= 0 and plan.input_len[leaf] != input_len:
-            leaf = -1  # the engine sees another prompt than was planned
+            # The engine sees another prompt than was planned.
+            self.uses.skip_leaf(leaf, int(plan.node[leaf]))
+            leaf = -1
         if leaf < 0:
             expected = min(max_steps, DEFAULT_STEPS)
             line = Line(
@@ -93,11 +96,10 @@ class JobState:
                 input_len=input_len,
                 own=input_len - int(self.uses.depth[node]),
                 max_steps=max_steps,
-                estimate=_steps(float(plan.estimate[leaf]), max_steps),
-                estimate_sq=float(plan.estimate_sq[leaf]),
+                estimate=0,
+                estimate_sq=0.0,
             )
-            reads = input_len * float(plan.estimate[leaf]) + line.estimate_sq / 2
-            line.memory_s = plan.cost.kv_read_time_s * reads
+            self._estimate(line)
         self._lines[req.rid] = line
         self.backlog.add(line)
         return line
@@ -152,17 +154,23 @@ class JobState:
         self.uses.reorder(plan)
         self.compute_planned_s = plan.compute_s
         self.kv_read_planned_s = plan.kv_read_s
-        waiting = list(self.backlog)
-        self.backlog = Backlog(plan.num_left, both_ends=plan.density is not None)
-        for line in waiting:
-            self.backlog.add(line)
         for line in self._lines.values():
-            if not line.running and line.steps == 0 and line.leaf >= 0:
-                line.turn = int(plan.turn[line.leaf])
-                line.estimate = _steps(float(plan.estimate[line.leaf]), line.max_steps)
-                line.estimate_sq = float(plan.estimate_sq[line.leaf])
+            if line.leaf < 0:
+                continue
+            line.turn = int(plan.turn[line.leaf])
+            if not line.running and line.steps == 0:
+                self._estimate(line)
+        self.backlog.reorder(plan.num_left, both_ends=plan.density is not None)
+
+    def _estimate(self, line: Line) -> None:
+        """What the plan says of a line's answer."""
+        plan, leaf = self.plan, line.leaf
+        expected = float(plan.steps[leaf])
+        line.estimate = _steps(expected, line.max_steps)
+        line.estimate_sq = float(plan.steps_sq[leaf])
+        reads = line.input_len * expected + line.estimate_sq / 2
+        line.memory_s = plan.cost.kv_read_time_s * reads
 
 
-def _steps(output_len: float, max_steps: int) -> int:
-    """An estimated answer in decode steps; its first token takes none."""
-    return min(max(int(output_len + 0.5) - 1, 0), max_steps)
+def _steps(expected: float, max_steps: int) -> int:
+    return min(int(expected + 0.5), max_steps)

@@ -38,11 +38,15 @@ class Line:
     estimate_sq: float
     side: int = LEFT
     waiting: bool = False
-    arrival: int = -1  # among those that wait
+    arrival: int = -1  # its place among the job's lines as they came
+    entry: int = -1  # where the backlog has it
     # Set while it runs.
     running: bool = False
     decoding: bool = False
+    complete: bool = False  # it has all its tokens and has not left yet
     steps: int = 0  # decode steps before it last began to decode
+    planned: int = 0  # its estimate before it joined
+    counted: int = 0  # tokens with which it counts in what estimates came to
     begin: int = 0  # decode clock at which it began
     bucket: int = 0
     base: int = 0

@@ -28,8 +28,11 @@ class Occupancy:
         clock: the decode clock.
         decoding: requests of each side that decode.
         kv: tokens of KV of each side's requests, without shared prefixes.
-        reads: tokens of KV that each side's decodes read in a step.
+        reads: tokens of KV that each side's decodes read in a step, that of the token
+            they compute included.
         running: requests that run, those whose prompt is being computed included.
+        complete: those of them that have all their tokens and have not left yet: the
+            engine learns of an end one step late.
         margin: share of the KV that admission leaves free.
     """
 
@@ -40,6 +43,7 @@ class Occupancy:
         self.kv = [0, 0, 0]
         self.reads = [0, 0, 0]
         self.running = 0
+        self.complete = 0
         self.margin = MARGIN_MIN
         self._estimated = _PRIOR
         self._came_out = _PRIOR
@@ -60,8 +64,8 @@ class Occupancy:
 
     def expected(self, line: Line) -> int:
         """Decode steps that a waiting line is expected to take in all."""
-        if line.estimate >= line.max_steps:
-            return line.max_steps
+        if line.steps > 0 or line.estimate >= line.max_steps:
+            return min(line.estimate, line.max_steps)
         return min(line.max_steps, int(line.estimate * self.bias + 0.5))
 
     def cover(self, longest: int) -> None:
@@ -79,8 +83,8 @@ class Occupancy:
         """A line was admitted: its prompt is being computed."""
         line.running = True
         line.begin = self.clock
-        if line.steps == 0:
-            line.estimate = self.expected(line)
+        line.planned = line.estimate
+        line.estimate = self.expected(line)
         self._lines[id(line)] = line
         self.running += 1
         self.kv[line.side] += line.own + line.steps
@@ -90,8 +94,11 @@ class Occupancy:
         line.decoding = True
         line.begin = self.clock
         self.decoding[line.side] += 1
-        self.reads[line.side] += line.input_len + line.steps
-        self._note_event(line)
+        self.reads[line.side] += line.input_len + line.steps + 1
+        if line.steps >= line.max_steps:
+            self._complete(line)
+        else:
+            self._note_event(line)
 
     def leave(self, line: Line) -> None:
         """A line ended, or gives its KV back. ``steps`` says then how far it came."""
@@ -102,25 +109,36 @@ class Occupancy:
         self.kv[line.side] -= line.own + steps
         if line.decoding:
             self.decoding[line.side] -= 1
-            self.reads[line.side] -= line.input_len + steps
+            self.reads[line.side] -= line.input_len + steps + 1
             self._forget_event(line)
-        line.running = line.decoding = False
+        self.complete -= line.complete
+        line.running = line.decoding = line.complete = False
         line.steps = steps
 
-    def tick(self) -> list[Line]:
+    def withdraw(self, line: Line) -> None:
+        """A line that has joined could not start after all."""
+        self.leave(line)
+        line.estimate = line.planned
+
+    def tick(self) -> list[tuple[Line, int]]:
         """A step in which the running requests decode.
 
-        Returns the lines whose estimate turned out too low, and was raised by half.
+        Returns the lines whose estimate turned out too low, and was raised by half;
+        with what it was.
         """
         self.clock += 1
         for side in (LEFT, RIGHT, ONLINE):
             self.kv[side] += self.decoding[side]
             self.reads[side] += self.decoding[side]
         self.margin = max(MARGIN_MIN, self.margin * _MARGIN_DOWN)
-        outlived = self._events.pop(self.clock, [])
-        for line in outlived:
+        outlived = []
+        for line in self._events.pop(self.clock, []):
             line.event = -1
-            self._raise(line)
+            if line.steps_done(self.clock) >= line.max_steps:
+                self._complete(line)
+            else:
+                outlived.append((line, line.estimate))
+                self._raise(line)
         return outlived
 
     def ran_out(self) -> None:
@@ -129,28 +147,47 @@ class Occupancy:
 
     def ended(self, line: Line) -> None:
         """Learn from a line that came to its end."""
-        self._estimated += line.estimate + 1
-        self._came_out += line.steps + 1
+        self._count(line, line.steps)
+
+    def _count(self, line: Line, steps: int) -> None:
+        """A line takes at least ``steps``: what does that say of estimates?"""
+        if line.planned >= line.max_steps:
+            return  # it was not estimated
+        if not line.counted:
+            self._estimated += line.planned + 1
+        self._came_out += steps + 1 - line.counted
+        line.counted = steps + 1
 
     def _raise(self, line: Line) -> None:
         steps = line.steps_done(self.clock)
         longer = min(steps + steps // 2 + 16, line.max_steps)
         self._leave_forecast(line)
-        before = line.estimate
         line.estimate = max(longer, steps + 1)
         # What outlived its estimate counts at once: it will end late.
-        self._estimated += before + 1
-        self._came_out += line.estimate + 1
+        self._count(line, line.estimate)
         self._join_forecast(line)
         self._note_event(line)
 
+    def _complete(self, line: Line) -> None:
+        """A line has taken its last step."""
+        line.steps = line.steps_done(self.clock)
+        self.decoding[line.side] -= 1
+        self.reads[line.side] -= line.input_len + line.steps + 1
+        line.decoding, line.complete = False, True
+        self.complete += 1
+
     def _note_event(self, line: Line) -> None:
-        line.event = line.begin + max(line.estimate - line.steps, 0) + 1
+        """The step of a line's end, or the one in which it outlives its estimate."""
+        last = min(line.estimate, line.max_steps - 1) + 1
+        line.event = line.begin + max(last - line.steps, 1)
         self._events.setdefault(line.event, []).append(line)
 
     def _forget_event(self, line: Line) -> None:
-        if line.event in self._events:
-            self._events[line.event].remove(line)
+        lines = self._events.get(line.event)
+        if lines is not None:
+            lines.remove(line)
+            if not lines:
+                del self._events[line.event]
         line.event = -1
 
     def _join_forecast(self, line: Line) -> None:

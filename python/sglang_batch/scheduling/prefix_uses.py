@@ -45,7 +45,9 @@ class PrefixUses:
         self._started = np.zeros(plan.num_requests, np.bool_)
         self._rank = _ranks(plan)
         self._leaves: dict[int, tuple[Int64s, int]] = {}
+        # Kept nodes by next use; an entry counts while it is what was noted last.
         self._furthest: list[tuple[int, int, int]] = []
+        self._noted: dict[int, int] = {}
         self.computing: dict[int, Line] = {}
         self.pins: dict[int, Any] = {}
         self.locked_tokens = 0
@@ -115,8 +117,6 @@ class PrefixUses:
                 if node in self.pins:
                     self.idle_tokens -= int(self._length[node])
             self._running[node] += 1
-            if self._uses_left[node] > 0:
-                self._note(node)
         self.lead(line, cached_len)
 
     def lead(self, line: Line, cached_len: int) -> None:
@@ -155,6 +155,8 @@ class PrefixUses:
 
         Returns the nodes that it was computing, which nobody computes now.
         """
+        if parked:
+            self._started[line.leaf] = False
         for node in self.path(line.node):
             self._running[node] -= 1
             if self._running[node] == 0:
@@ -163,11 +165,8 @@ class PrefixUses:
                     self.idle_tokens += int(self._length[node])
             if parked:
                 self._uses_left[node] += 1
-        if parked:
-            self._started[line.leaf] = False
-            self._leaves.clear()
-            for node in self.path(line.node):
-                self._note(node)
+                self._leaves.pop(node, None)
+            self._note(node)
         left = line.leading
         line.leading = []
         for node in left:
@@ -176,15 +175,21 @@ class PrefixUses:
 
     def skip(self, line: Line) -> None:
         """A request will never run here."""
-        self._started[line.leaf] = True
-        for node in self.path(line.node):
-            self._uses_left[node] -= 1
+        self.skip_leaf(line.leaf, line.node)
+
+    def skip_leaf(self, leaf: int, node: int) -> None:
+        """The same for one that the plan has at ``leaf``, below ``node``."""
+        self._started[leaf] = True
+        for at in self.path(node):
+            self._uses_left[at] -= 1
+            self._note(at)
 
     def reorder(self, plan: JobPlan) -> None:
         """The same requests get another order."""
         self._rank = _ranks(plan)
         self._leaves.clear()
         self._furthest.clear()
+        self._noted.clear()
         for node in self.pins:
             self._note(node)
 
@@ -204,6 +209,7 @@ class PrefixUses:
         """Forget that a node is kept; returns what :meth:`pin` was given."""
         if self._running[node] == 0:
             self.idle_tokens -= int(self._length[node])
+        self._noted.pop(node, None)
         return self.pins.pop(node)
 
     def forget_pins(self) -> None:
@@ -213,23 +219,14 @@ class PrefixUses:
 
     def furthest(self) -> int:
         """The kept node, used by none that runs, that is needed last; 0 for none."""
-        in_use = []
-        found = 0
         while self._furthest:
-            entry = heapq.heappop(self._furthest)
-            node = entry[2]
-            if node not in self.pins:
-                continue
-            if -entry[0] != self.next_use(node):
-                continue  # it was noted anew when that changed
-            if self._running[node]:
-                in_use.append(entry)
-                continue
-            found = node
-            break
-        for entry in in_use:
-            heapq.heappush(self._furthest, entry)
-        return found
+            use, _, node = self._furthest[0]
+            if self._noted.get(node) == -use:
+                if not self._running[node]:
+                    return node
+                del self._noted[node]  # it is noted again when its users leave
+            heapq.heappop(self._furthest)
+        return 0
 
     def next_use(self, node: int) -> int:
         """How soon a request needs a node: its rank in the order."""
@@ -237,8 +234,9 @@ class PrefixUses:
             return 0
         if node not in self._leaves:
             begin, end = int(self._begin[node]), int(self._end[node])
-            leaves = begin + np.argsort(self._rank[begin:end], kind="stable")
-            self._leaves[node] = (leaves, 0)
+            to_come = begin + np.flatnonzero(~self._started[begin:end])
+            by_rank = np.argsort(self._rank[to_come], kind="stable")
+            self._leaves[node] = (to_come[by_rank], 0)
         leaves, at = self._leaves[node]
         while at < len(leaves) and self._started[leaves[at]]:
             at += 1
@@ -246,8 +244,13 @@ class PrefixUses:
         return int(self._rank[leaves[at]]) if at < len(leaves) else len(self._rank)
 
     def _note(self, node: int) -> None:
-        if node in self.pins:
-            entry = (-self.next_use(node), -int(self.depth[node]), node)
+        """A node's next use may have changed. While it is in use that is no matter."""
+        if node not in self.pins or self._running[node]:
+            return
+        use = self.next_use(node)
+        if self._noted.get(node) != use:
+            self._noted[node] = use
+            entry = (-use, -int(self.depth[node]), node)
             heapq.heappush(self._furthest, entry)
 
 

@@ -27,7 +27,7 @@ from ..request import job_and_index
 from ..scheduling.admission import Choice, EngineNow, choose, put_back
 from ..scheduling.job_plan import JobPlan
 from ..scheduling.job_state import JobState
-from ..scheduling.line import ONLINE, Line
+from ..scheduling.line import Line
 from ..scheduling.occupancy import Occupancy
 from .online import OnlineQueue
 from .planned_cache import PlannedRadixCache
@@ -78,7 +78,7 @@ class Conductor:
                 self._retire(job)
             self.jobs[job_id] = JobState(job_id, plan, self.page_size)
         self._closed.discard(job_id)
-        longest = plan.estimate.max(initial=1.0)
+        longest = plan.steps.max(initial=1.0)
         self.occupancy.cover(int(longest) + 1)
         return len(self.jobs[job_id])
 
@@ -110,6 +110,11 @@ class Conductor:
     def num_waiting(self) -> int:
         waiting = sum(job.num_waiting for job in self.jobs.values())
         return waiting + self.rooms.num_parked
+
+    @property
+    def locked_tokens(self) -> int:
+        """Tokens of shared prefixes that running requests use."""
+        return sum(job.uses.locked_tokens for job in self.jobs.values())
 
     @property
     def waiting_tokens(self) -> int:
@@ -158,7 +163,8 @@ class Conductor:
         finished = req.finished()
         if line.running:
             self._leave(job, line, checkpointed=checkpointed, back=not finished)
-        if finished:
+        # An online request that SGLang retracted is known again when it joins.
+        if finished or job is None:
             self.forget(job, line)
 
     def _leave(
@@ -169,7 +175,7 @@ class Conductor:
             return
         if not back:
             self.occupancy.ended(line)
-            self._revise(job, line, line.steps)
+            self._revise(job, line, line.estimate, line.steps)
         if line.leaf < 0:
             return
         if checkpointed and line.leading:
@@ -279,12 +285,13 @@ class Conductor:
             return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
         self.rooms.make(choice.room_needed)
         rows = len(running_batch.reqs) if scheduler.is_mixed_chunk else 0
-        scheduler.policy.chunk_limit = self._chunk_limit(ready, rows)
+        scheduler.policy.chunk_limit = self.online.chunk_limit(ready, running_batch)
         tokens = -(-choice.tokens // self.page_size) * self.page_size
         stock_chunk = scheduler.chunked_prefill_size
         scheduler.chunked_prefill_size = max(tokens, self.page_size) + rows
         scheduler.waiting_queue = ready + [line.req for line in choice.lines]
         running_batch.batch_is_full = False
+        grammars = scheduler.grammar_manager.has_waiting_grammars()
         try:
             plan: NextBatchPlan = build(running_batch)
         finally:
@@ -293,16 +300,13 @@ class Conductor:
         scheduler.waiting_queue = [
             req for req in scheduler.waiting_queue if self._is_online(req)
         ] + held
+        if grammars and plan.batch_to_run is not None:
+            ready = ready + self.online.unseen(plan.batch_to_run)
         self._confirm(choice, ready, left, chunked)
+        if plan.batch_to_run is not None and plan.batch_to_run.decoding_reqs:
+            decoding = FastMembership(plan.batch_to_run.decoding_reqs)
+            plan.batch_to_run.decoding_reqs = decoding
         return plan
-
-    def _chunk_limit(self, ready: list[Any], rows: int) -> int | None:
-        """Tokens that a prompt in progress leaves to online requests."""
-        if not ready:
-            return None
-        first = sum(len(req.origin_input_ids) for req in ready)
-        rest = (self.step_tokens - rows - first) // self.page_size * self.page_size
-        return int(max(self.page_size, rest))
 
     def _is_online(self, req: Any) -> bool:
         known = self._known.get(req.rid)
@@ -318,6 +322,8 @@ class Conductor:
         for job in self.jobs.values():
             if self.rooms.num_parked:
                 break
+            elsewhere = self.locked_tokens - job.uses.locked_tokens
+            now = now._replace(locked_elsewhere=elsewhere)
             choice = choose(job, self.occupancy, now)
             self._add(total, choice)
             if len(job.backlog):
@@ -330,14 +336,15 @@ class Conductor:
                 room=now.room - choice.room_needed,
             )
         if self.rooms.num_parked and now.chunk_left:
-            some = min(now.chunk_left, max(now.step_tokens - now.decode_rows, 0))
+            some = min(now.chunk_left, now.prompt_tokens)
             some = some or (0 if now.decode_rows else self.page_size)
             self._add(total, Choice([], some, some))
         return total
 
     def _engine_now(self, running_batch: Any, ready: list[Any]) -> EngineNow:
         scheduler = self.scheduler
-        rows = len(running_batch.reqs)
+        # Those that are complete decode no more; SGLang takes them out in time.
+        rows = max(0, len(running_batch.reqs) - self.occupancy.complete)
         chunked = scheduler.chunked_req
         known = self._known.get(chunked.rid) if chunked is not None else None
         left = 0
@@ -350,16 +357,17 @@ class Conductor:
             taken += min(left, self.step_tokens - taken - (rows if mixed else 0))
             left = 0
         free_rows = scheduler.get_num_allocatable_reqs(
-            rows, running_batch=running_batch
+            len(running_batch.reqs), running_batch=running_batch
         )
         return EngineNow(
             step_tokens=max(0, self.step_tokens - taken),
-            decode_rows=rows if mixed else 0,
+            decode_rows=rows,
             chunk=known[1] if known is not None and left else None,
             chunk_left=left,
             rows=free_rows - len(ready),
-            room=self.cache.free_or_evictable() - taken - (0 if mixed else rows),
+            room=self.cache.free_or_evictable() - taken,
             page_size=self.page_size,
+            mixed=mixed,
         )
 
     @staticmethod
@@ -409,14 +417,14 @@ class Conductor:
         if line.leading:
             self._leaders.append((job, line))
 
-    def _revise(self, job: JobState, line: Line, steps: int) -> None:
-        """A line turned out longer or shorter: the work that remains changes."""
+    def _revise(self, job: JobState, line: Line, before: int, steps: int) -> None:
+        """A line takes other than ``before`` steps: the work that remains changes."""
         if not job.dual:
             return
         cost = job.plan.cost
         reads = line.input_len * steps + steps * (steps + 1) / 2
         memory_s = cost.kv_read_time_s * reads
-        job.compute_planned_s += (steps - line.estimate) * cost.token_time_s
+        job.compute_planned_s += (steps - before) * cost.token_time_s
         job.kv_read_planned_s += memory_s - line.memory_s
         line.memory_s = memory_s
 
@@ -432,10 +440,22 @@ class Conductor:
             job.kv_read_s += self.steps.last_kv_read_s
             break
         if decodes:
-            for line in self.occupancy.tick():
+            for line, before in self.occupancy.tick():
                 known = self._known.get(line.req.rid)
                 if known is not None and known[0] is not None:
-                    self._revise(known[0], line, line.estimate)
+                    self._revise(known[0], line, before, line.estimate)
 
 
-__all__ = ["ONLINE", "Conductor"]
+class FastMembership(list):  # type: ignore[type-arg]
+    """A list of requests that knows at once whether it holds one.
+
+    SGLang asks that for every request of a mixed step, which otherwise takes time
+    with the square of their number.
+    """
+
+    def __init__(self, reqs: list[Any]) -> None:
+        super().__init__(reqs)
+        self._ids = {id(req) for req in reqs}
+
+    def __contains__(self, req: object) -> bool:
+        return id(req) in self._ids

@@ -33,13 +33,17 @@ def _resolve(server_args: Any, previous: Any) -> None:
         return
     # Answers carry cached token counts, as OpenAI's do, and progress shows them.
     declare_resolution(server_args, "offline_batch", enable_cache_report=True)
-    if server_args.offline_config.scheduler == "offline":
+    config = server_args.offline_config
+    if config.scheduler == "offline":
+        view = resolving_view(server_args)
+        mixed = view.enable_mixed_chunk or config.mixed_chunk
+        if mixed is None or config.mixed_chunk is None:
+            mixed = view.enable_mixed_chunk or view.device != "cpu"
         declare_resolution(
             server_args,
             "offline_batch",
             radix_cache_backend=CACHE_BACKEND,
-            # Decodes ride with prompts in one forward: matrix products are shared.
-            enable_mixed_chunk=True,
+            enable_mixed_chunk=bool(mixed),
         )
 
 

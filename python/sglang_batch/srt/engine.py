@@ -24,6 +24,7 @@ from . import job_control
 from .endpoints import describe_validation_error, serving_endpoints
 from .job_control import JobControl
 from .machine import machine_of
+from .request_ids import set_rid
 from .scheduler import STATE_KEY
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ class SGLangEngine:
                 adapted, parsed = endpoint.handler._convert_to_internal_request(
                     parsed, None
                 )
-            _set_rid(adapted, rid)
+            set_rid(adapted, rid)
             input_ids = self._first_prompt_ids(adapted) if tokenize else None
         except Exception as error:
             return _rejection(rid, error)
@@ -199,17 +200,6 @@ def _output_limits(adapted: Any) -> tuple[int | None, bool]:
         params = params[0]
     most = params.get("max_new_tokens")
     return most, bool(params.get("ignore_eos")) and most is not None
-
-
-def _set_rid(adapted: Any, rid: str) -> None:
-    """Give a request our id, so that no client's choice collides with another's."""
-    prompts = adapted.input_ids if adapted.input_ids is not None else adapted.text
-    several = isinstance(prompts, list) and prompts and not isinstance(prompts[0], int)
-    sampling = getattr(adapted, "sampling_params", None)
-    if isinstance(sampling, dict) and (sampling.get("n") or 1) > 1:
-        several = True
-    # Requests that SGLang splits get ids made by SGLang.
-    adapted.rid = None if several else rid
 
 
 def _rejection(rid: str, error: Exception) -> RequestOutput:

@@ -21,6 +21,9 @@ class OnlineQueue:
     def __init__(self, conductor: Conductor) -> None:
         self._conductor = conductor
         self._scheduler = conductor.scheduler
+        self._drained = False
+        # What did not fit although batch lines made room, beside how many online ones.
+        self._in_vain: tuple[str, int] | None = None
 
     def ready(self, running_batch: Any) -> tuple[Any, list[Any], list[Any]]:
         """Online requests that may join now, and those that have to wait.
@@ -32,24 +35,55 @@ class OnlineQueue:
         ready: list[Any] = []
         if not queue:
             return running_batch, ready, []
-        drained = False
+        self._drained = False
         for req in queue:
             line = _line(req)
             if not self._fits(running_batch, line, len(ready)):
-                if not drained:
-                    drain_results(self._scheduler)
-                    running_batch.filter_batch()
-                    drained = True
+                # Once for all: batch lines are not parked in vain in every step.
+                state = (req.rid, self._num_running())
+                if state == self._in_vain:
+                    break
                 running_batch = self._make_room(running_batch, line, len(ready))
                 if not self._fits(running_batch, line, len(ready)):
+                    self._in_vain = state
                     break
             self._conductor.join_online(line)
             ready.append(req)
+        if ready and self._needs_chunks(ready[0], running_batch):
+            # SGLang computes one prompt in chunks at a time: first come, first served
+            # among online requests, but none waits for a batch line's.
+            self._set_chunk_aside(running_batch)
         return running_batch, ready, queue[len(ready) :]
+
+    def chunk_limit(self, ready: list[Any], running_batch: Any) -> int | None:
+        """Tokens that a prompt in progress leaves to the ``ready`` ones beside it.
+
+        Those that need chunks themselves have to wait for its end.
+        """
+        most = self._most_tokens(running_batch)
+        beside = 0
+        for req in ready:
+            tokens = self._pages(len(req.origin_input_ids) + len(req.output_ids))
+            if beside + tokens + self._conductor.page_size > most:
+                break
+            beside += tokens
+        return self._pages(most - beside) if beside else None
+
+    def unseen(self, batch: Any) -> list[Any]:
+        """Requests that SGLang admitted past :meth:`ready`: their grammar was compiled
+        while it built the batch."""
+        unseen = [req for req in batch.reqs if self._conductor.known(req) is None]
+        for req in unseen:
+            self._conductor.join_online(_line(req))
+        return unseen
 
     def put_back(self, line: Line) -> None:
         """SGLang could not admit it in this step."""
         self._conductor.occupancy.leave(line)
+
+    def _num_running(self) -> int:
+        lines = self._conductor.occupancy.lines
+        return sum(line.side == ONLINE for line in lines)
 
     def _fits(self, running_batch: Any, line: Line, num_ready: int) -> bool:
         conductor = self._conductor
@@ -71,17 +105,47 @@ class OnlineQueue:
 
     def _make_room(self, running_batch: Any, line: Line, num_ready: int) -> Any:
         conductor = self._conductor
+        self._drain(running_batch)
         rows = len(running_batch.reqs)
-        if not rows:
-            return running_batch
         need = line.input_len + line.steps + conductor.page_size + rows
         need += min(line.estimate, _HEADROOM_STEPS)
         free_rows = self._scheduler.get_num_allocatable_reqs(
             rows, running_batch=running_batch
         )
-        return conductor.rooms.free(
+        running_batch = conductor.rooms.free(
             running_batch, need, leave=0, num_rows=num_ready + 1 - free_rows
         )
+        if not self._fits(running_batch, line, num_ready):
+            self._set_chunk_aside(running_batch)
+        return running_batch
+
+    def _set_chunk_aside(self, running_batch: Any) -> None:
+        if self._scheduler.chunked_req is not None:
+            self._drain(running_batch)
+            self._conductor.rooms.set_chunk_aside()
+
+    def _drain(self, running_batch: Any) -> None:
+        """Leave no result in flight."""
+        if not self._drained:
+            drain_results(self._scheduler)
+            running_batch.filter_batch()
+            self._drained = True
+
+    def _needs_chunks(self, req: Any, running_batch: Any) -> bool:
+        length = len(req.origin_input_ids) + len(req.output_ids)
+        return self._pages(length) > self._most_tokens(running_batch)
+
+    def _most_tokens(self, running_batch: Any) -> int:
+        """Prompt tokens in the next step, in whole pages."""
+        conductor = self._conductor
+        mixed = self._scheduler.is_mixed_chunk
+        rows = len(running_batch.reqs) if mixed else 0
+        page = conductor.page_size
+        return max(page, (conductor.step_tokens - rows) // page * page)
+
+    def _pages(self, tokens: int) -> int:
+        page = self._conductor.page_size
+        return -(-tokens // page) * page
 
 
 def _line(req: Any) -> Line:

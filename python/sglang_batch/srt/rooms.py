@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.mem_cache.common import release_kv_cache
+
 from ..scheduling.job_state import JobState
 from ..scheduling.line import Line
 from .parking import Parked, Parking, drain_results, parkable, why_unsupported
@@ -65,6 +67,10 @@ class Rooms:
     def for_decodes(self, running_batch: Any) -> Any:
         """Make sure that the running requests can decode; park the newest if not."""
         self._just_parked = False
+        # SGLang's own check walks over all requests.
+        enough = len(running_batch.reqs) * self._conductor.page_size
+        if self._scheduler.token_to_kv_pool_allocator.available_size() >= enough:
+            return running_batch
         if running_batch.is_empty() or running_batch.check_decode_mem():
             return running_batch
         drain_results(self._scheduler)
@@ -72,8 +78,20 @@ class Rooms:
         if running_batch.is_empty() or running_batch.check_decode_mem():
             return running_batch
         self._conductor.occupancy.ran_out()
-        rows = len(running_batch.reqs)
-        return self.free(running_batch, rows * _STEPS_FREED, leave=1)
+        # One has to stay, or nothing would go on; a prompt in progress goes on, too.
+        leave = 0 if self._scheduler.chunked_req is not None else 1
+        steps = max(_STEPS_FREED, self._conductor.page_size)
+        need = len(running_batch.reqs) * steps
+        running_batch = self.free(running_batch, need, leave=leave)
+        # What is kept for one job may be in use by another.
+        while len(running_batch.reqs) > leave and not running_batch.check_decode_mem():
+            rows = len(running_batch.reqs)
+            running_batch = self.free(running_batch, 0, leave=leave, num_rows=1)
+            if len(running_batch.reqs) == rows:
+                break
+        if running_batch.reqs and not running_batch.check_decode_mem():
+            self.set_chunk_aside()  # those that are left cannot be parked
+        return running_batch
 
     def free(
         self, running_batch: Any, num_tokens: int, *, leave: int, num_rows: int = 0
@@ -124,6 +142,27 @@ class Rooms:
         self._just_parked = True
         return True
 
+    def set_chunk_aside(self) -> bool:
+        """Let the batch line whose prompt is partly computed wait for its turn again.
+
+        What is computed of it is in the tree; it goes on from there. No result may be
+        in flight.
+
+        Returns:
+            False if there is none, or the prompt is an online request's.
+        """
+        req = self._scheduler.chunked_req
+        known = self._conductor.known(req) if req is not None else None
+        if known is None or known[0] is None:
+            return False
+        job, line = known
+        # The conductor hears of it, and others compute what it was computing.
+        release_kv_cache(req, self._cache, checkpoint=False)
+        req.reset_for_retract()
+        job.backlog.add(line)
+        self._scheduler.chunked_req = None
+        return True
+
     def resume(self, running_batch: Any) -> Any:
         """Bring parked requests back, in the order in which they were parked."""
         if self._just_parked or self._parking is None:
@@ -132,9 +171,7 @@ class Rooms:
             job, line, parked = self._parked[rid]
             need = self._parking.tokens_to_resume(parked)
             if need is None:  # a prefix of it had to go
-                del self._parked[rid]
-                req = self._parking.give_up(parked)
-                self._scheduler._add_request_to_queue(req, is_retracted=True)
+                self._give_up(rid)
                 continue
             back = self._resume_one(running_batch, job, line, parked, need)
             if back is None:
@@ -146,6 +183,17 @@ class Rooms:
                 running_batch.merge_batch(back)
         return running_batch
 
+    def give_up_all(self) -> None:
+        """Parked requests are computed again, all their KV."""
+        for rid in list(self._parked):
+            self._give_up(rid)
+
+    def _give_up(self, rid: str) -> None:
+        assert self._parking is not None
+        _, _, parked = self._parked.pop(rid)
+        req = self._parking.give_up(parked)
+        self._scheduler._add_request_to_queue(req, is_retracted=True)
+
     def _resume_one(
         self, running_batch: Any, job: JobState, line: Line, parked: Parked, need: int
     ) -> Any | None:
@@ -155,7 +203,7 @@ class Rooms:
             rows, running_batch=running_batch
         ):
             return None
-        locked = uses.locked_tokens + uses.newly_locked(line.node)
+        locked = conductor.locked_tokens + uses.newly_locked(line.node)
         if not conductor.occupancy.fits(line, locked, 0):
             return None
         reserve = rows + conductor.page_size

@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
 from sglang.srt.managers.scheduler import Scheduler, _make_abort_req
 from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
@@ -149,6 +149,12 @@ class OfflineScheduler(MarkedScheduler):
             reason = recv_req.finished_reason
             self.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
         super().abort_request(recv_req)
+
+    def pause_generation(self, recv_req: PauseGenerationReqInput) -> None:
+        super().pause_generation(recv_req)
+        if recv_req.mode == "retract":
+            # New weights may come: KV on the host would be of the old ones.
+            self.conductor.rooms.give_up_all()
 
 
 def offline_config(scheduler: Any) -> OfflineBatchConfig:

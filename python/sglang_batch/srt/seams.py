@@ -28,7 +28,7 @@ PLAIN: Any = {"annotation": inspect.Parameter.empty, "default": inspect.Paramete
 # Module or class -> name in it -> (its parameters as in the "def" line, without "self",
 # types and defaults; what we use it for).
 SEAMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
-    # Overridden by OfflineScheduler, down to abort_request; the rest is called.
+    # Overridden by OfflineScheduler, down to pause_generation; the rest is called.
     "sglang.srt.managers.scheduler:Scheduler": {
         "init_schedule_policy": ("", "sets the policy that keeps the plan's order"),
         "get_prefill_adder_class": ("", "admission without a guess of output lengths"),
@@ -48,6 +48,7 @@ SEAMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_add_request_to_queue": ("req, is_retracted", "batch lines go to the backlog"),
         "is_fully_idle": ("for_health_check, ignore_waiting", "counts the backlog"),
         "abort_request": ("recv_req", "also ends lines of the backlog"),
+        "pause_generation": ("recv_req", "a retraction takes parked lines along"),
         "process_batch_result": ("batch, result", "results held back by overlap"),
         "get_num_allocatable_reqs": (
             "running_bs, beam_width, running_batch, num_held_rows",

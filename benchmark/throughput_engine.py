@@ -1,0 +1,358 @@
+"""One engine in a process of its own: started, warmed up, timed on one job, ended.
+
+    python benchmark/throughput_engine.py DIRECTORY
+
+The task says which engine, which arguments and which job. :class:`Engine` starts this
+file, tells it when to begin and reads back what it wrote. Engines may start side by side;
+each is then timed alone, while the others sleep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import throughput_probe
+from throughput_jobs import ThroughputJob
+from throughput_probe import Steps, read_steps
+
+TIMEOUT_S = 900
+TASK_FILE, ANSWERS_FILE, STEPS_FILE = "task.json", "answers.json", "steps.bin"
+READY_FILE, GO_FILE = "ready", "go"
+# The first forward and the first plan cost seconds that no later one does.
+WARM_UP_PROMPTS = [[prompt + 1] * 24 for prompt in range(4)]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one process measures.
+
+    ours: this package's engine and its order ``policy``; else stock SGLang with
+        ``policy`` as its ``--schedule-policy``.
+    arguments: of the server, the same for both.
+    max_inflight: of our job; None leaves it to the engine.
+    stop_after: of our job: end when so many requests are answered. All of them are in
+        the scheduler's hands before its first step then.
+    """
+
+    ours: bool
+    policy: str
+    arguments: list[str]
+    prompts: list[list[int]]
+    sampling_params: list[dict[str, Any]]
+    max_inflight: int | None = None
+    stop_after: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """Answers in the order of the prompts.
+
+    seconds: from handing over the first prompt to the last answer; a plan included.
+    cached_tokens: of each request's first prefill; SGLang does not count what a request
+        finds in the cache when it comes back after a retraction.
+    startup_s: for the engine to be there and warm.
+    """
+
+    seconds: float
+    startup_s: float
+    output_ids: list[list[int]]
+    cached_tokens: int
+    retractions: int
+    steps: Steps
+
+
+def task_of(
+    job: ThroughputJob, model: Path, *, ours: bool, policy: str, mixed: bool
+) -> Task:
+    """A job on one engine, with the arguments that all engines get."""
+    # Engines that wait for their turn must not spin.
+    arguments = [f"--model-path={model}", "--sleep-on-idle", *job.server_arguments]
+    if mixed:
+        arguments.append("--enable-mixed-chunk")
+    return Task(ours, policy, arguments, job.prompts, job.sampling_params)
+
+
+class Engine:
+    """A task's engine: starting as soon as this is made, timed when told to."""
+
+    def __init__(self, task: Task, scratch: Path) -> None:
+        self._task = task
+        self._scratch = scratch
+        (scratch / TASK_FILE).write_text(json.dumps(asdict(task)))
+        with (scratch / "engine.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(scratch)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+
+    def until_ready(self) -> None:
+        """Wait until the engine is there and warm.
+
+        Raises:
+            RuntimeError: the process failed; the end of what it printed is in the message.
+        """
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (self._scratch / READY_FILE).exists():
+            if self._process.poll() is not None:
+                raise self._failure(f"exit status {self._process.returncode}")
+            if time.monotonic() > deadline:
+                raise self._failure(f"not ready after {TIMEOUT_S} s")
+            time.sleep(0.1)
+
+    def run(self) -> TaskResult:
+        """Have it do its job; the engine is gone afterwards.
+
+        Raises:
+            RuntimeError: the process failed.
+        """
+        (self._scratch / GO_FILE).touch()
+        try:
+            self._process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise self._failure(f"no end after {TIMEOUT_S} s") from None
+        finally:
+            self.kill()
+        answers_path = self._scratch / ANSWERS_FILE
+        if self._process.returncode or not answers_path.exists():
+            raise self._failure(f"exit status {self._process.returncode}")
+        answers = json.loads(answers_path.read_text())
+        begin = answers.pop("begin")
+        steps = read_steps(self._scratch / STEPS_FILE, since=begin)
+        return TaskResult(steps=steps, **answers)
+
+    def kill(self) -> None:
+        # Whatever the engine left behind would slow the next one down.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _failure(self, what: str) -> RuntimeError:
+        who = "sglang-batch" if self._task.ours else "SGLang"
+        tail = (self._scratch / "engine.log").read_text(errors="replace")[-4000:]
+        return RuntimeError(f"{who}, policy {self._task.policy}: {what}.\n{tail}")
+
+
+def run_tasks(tasks: Sequence[Task]) -> Iterator[TaskResult]:
+    """Start the tasks' engines side by side, then run one after the other."""
+    with ExitStack() as stack:
+        engines = []
+        for task in tasks:
+            scratch = TemporaryDirectory(prefix="sglang-batch-bench-")
+            engine = Engine(task, Path(stack.enter_context(scratch)))
+            stack.callback(engine.kill)
+            engines.append(engine)
+        for engine in engines:
+            engine.until_ready()
+        for engine in engines:
+            yield engine.run()
+
+
+def run_task(task: Task) -> TaskResult:
+    """Run a task in a fresh process.
+
+    Raises:
+        RuntimeError: the process failed; the end of what it printed is in the message.
+    """
+    return next(run_tasks([task]))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one process measured; see bench_offline_throughput.py."""
+
+    seconds: float
+    startup_s: float
+    cached_share: float
+    num_steps: int
+    prefill_tokens: int
+    recomputed_tokens: int
+    retractions: int
+    blend_spread: float
+    host_ms: float
+    cpu_s: float
+
+    @classmethod
+    def of(cls, job: ThroughputJob, done: TaskResult) -> Run:
+        steps, prompt_tokens = done.steps, job.num_prompt_tokens
+        prefilled = int(steps["prefill_tokens"].sum())
+        return cls(
+            seconds=done.seconds,
+            startup_s=done.startup_s,
+            cached_share=done.cached_tokens / prompt_tokens,
+            num_steps=len(steps),
+            prefill_tokens=prefilled,
+            recomputed_tokens=prefilled - (prompt_tokens - done.cached_tokens),
+            retractions=done.retractions,
+            blend_spread=blend_spread(job, steps),
+            host_ms=1e3 * float((steps["schedule_s"] + steps["result_s"]).mean()),
+            cpu_s=float(steps["cpu_s"].sum()),
+        )
+
+
+def blend_spread(job: ThroughputJob, steps: Steps) -> float:
+    """How unequal the steps' mixes of compute and memory are, 0..0.5."""
+    outputs = np.array(job.output_lens)
+    inputs = np.array([len(prompt) for prompt in job.prompts])
+    least_tokens = job.tree().num_unique_tokens + outputs.sum()
+    # The first token comes from the prefill; the k-th decode reads input + k tokens.
+    least_kv = ((outputs - 1) * inputs + outputs * (outputs - 1) / 2).sum()
+    compute = (steps["prefill_tokens"] + steps["decode_rows"]) / least_tokens
+    memory = steps["decode_kv_tokens"] / max(least_kv, 1)
+    work = compute + memory
+    share = compute / work
+    mean = np.average(share, weights=work)
+    return float(np.sqrt(np.average((share - mean) ** 2, weights=work)))
+
+
+# In the process of the engine ---------------------------------------------------------
+
+
+def run_stock(task: Task, scratch: Path, started: float) -> dict[str, Any]:
+    """All prompts in one call of plain ``sglang.Engine``."""
+    import sglang
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()  # what runs SGLang on a CPU is a plugin too
+    from sglang.srt.server_args import prepare_server_args
+
+    arguments = [f"--schedule-policy={task.policy}", "--log-level=error"]
+    server_args = prepare_server_args([*task.arguments, *arguments])
+    engine = sglang.Engine(server_args=server_args)
+    try:
+        engine.generate(input_ids=WARM_UP_PROMPTS, sampling_params=_short())
+        wait_for_go(scratch)
+        begin = time.perf_counter()
+        answers = engine.generate(
+            input_ids=task.prompts, sampling_params=task.sampling_params
+        )
+        return _summary(answers, started, begin)
+    finally:
+        engine.shutdown()
+
+
+def run_ours(task: Task, scratch: Path, started: float) -> dict[str, Any]:
+    """The same prompts as one job of this package."""
+    from sglang_batch.config import OfflineBatchConfig
+    from sglang_batch.srt import launch
+
+    config = OfflineBatchConfig(policy=task.policy, max_inflight=task.max_inflight)
+    server_args = launch.parse_server_args([*task.arguments, "--log-level=error"])
+    with launch.engine(server_args) as (engine, loop):
+        loop.run_until_complete(engine.connect())
+
+        def run(
+            prompts: list[list[int]],
+            params: list[dict[str, Any]],
+            stop_after: int | None = None,
+        ) -> list[dict[str, Any]]:
+            job = _answer_all(engine, config, prompts, params, stop_after)
+            answers: list[dict[str, Any]] = loop.run_until_complete(job)
+            return answers
+
+        run(WARM_UP_PROMPTS, [_short()] * len(WARM_UP_PROMPTS))
+        wait_for_go(scratch)
+        begin = time.perf_counter()
+        answers = run(task.prompts, task.sampling_params, task.stop_after)
+        return _summary(answers, started, begin)
+
+
+async def _answer_all(
+    engine: Any,
+    config: Any,
+    prompts: list[list[int]],
+    sampling_params: list[dict[str, Any]],
+    stop_after: int | None,
+) -> list[dict[str, Any]]:
+    """The answers of one job, in the order of its prompts; some, with ``stop_after``."""
+    from sglang_batch.engine import GENERATE_URL
+    from sglang_batch.job import Job
+    from sglang_batch.request import BatchRequestInput, RequestOutput
+
+    requests = [
+        BatchRequestInput(
+            index,
+            str(index),
+            GENERATE_URL,
+            json.dumps({"input_ids": prompt, "sampling_params": params}).encode(),
+        )
+        for index, (prompt, params) in enumerate(
+            zip(prompts, sampling_params, strict=True)
+        )
+    ]
+    answers: dict[int, dict[str, Any]] = {}
+    enough = asyncio.Event()
+
+    def keep(request: BatchRequestInput, output: RequestOutput) -> None:
+        if not output.ok:
+            raise RuntimeError(f"request {request.index}: {output.body.decode()}")
+        answers[request.index] = json.loads(output.body)
+        if len(answers) == (stop_after or len(prompts)):
+            enough.set()
+
+    name = f"benchmark-{len(prompts)}"
+    job = Job(name, requests, range(len(requests)), engine, config, keep)
+    running = asyncio.ensure_future(job.run())
+    stopping = asyncio.ensure_future(enough.wait())
+    await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if stop_after is None or running.done():
+        await running
+    return [answers[index] for index in sorted(answers)]
+
+
+def _short() -> dict[str, Any]:
+    return {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+
+def _summary(
+    answers: list[dict[str, Any]], started: float, begin: float
+) -> dict[str, Any]:
+    end = time.perf_counter()
+    infos = [answer["meta_info"] for answer in answers]
+    return {
+        "begin": begin,
+        "seconds": end - begin,
+        "startup_s": begin - started,
+        "output_ids": [list(map(int, answer["output_ids"])) for answer in answers],
+        "cached_tokens": sum(info["cached_tokens"] for info in infos),
+        "retractions": sum(info.get("num_retractions") or 0 for info in infos),
+    }
+
+
+def wait_for_go(scratch: Path) -> None:
+    (scratch / READY_FILE).touch()
+    while not (scratch / GO_FILE).exists():
+        time.sleep(0.01)
+
+
+def main() -> None:
+    started = time.perf_counter()
+    scratch = Path(sys.argv[1])
+    task = Task(**json.loads((scratch / TASK_FILE).read_text()))
+    hold = (0, 0)
+    if task.stop_after is not None:
+        warm_up = len(WARM_UP_PROMPTS)
+        hold = (warm_up, warm_up + len(task.prompts))
+    throughput_probe.install(scratch / STEPS_FILE, hold)
+    run = run_ours if task.ours else run_stock
+    (scratch / ANSWERS_FILE).write_text(json.dumps(run(task, scratch, started)))
+
+
+if __name__ == "__main__":
+    main()

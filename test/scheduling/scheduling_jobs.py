@@ -1,0 +1,115 @@
+"""Jobs for the scheduler's tests: plans by hand, requests, and lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+
+import numpy as np
+
+from sglang_batch.planner.cost_model import CostModel
+from sglang_batch.planner.plan import Machine
+from sglang_batch.planner.prefix_tree import build_prefix_tree
+from sglang_batch.planner.simulator import EngineLimits
+from sglang_batch.scheduling.job_plan import JobPlan, unplanned
+from sglang_batch.scheduling.job_state import JobState
+from sglang_batch.scheduling.line import Line
+
+Prompt = tuple[int, ...]
+
+MACHINE = Machine(
+    CostModel(token_time_s=1e-5, kv_read_time_s=1e-8),
+    EngineLimits(kv_capacity_tokens=100_000, step_tokens=1024, max_running=256),
+)
+
+
+@dataclass(eq=False)
+class Req:
+    """What the pure part knows of SGLang's request."""
+
+    rid: str
+    output_ids: list[int] = field(default_factory=list)
+
+
+def plan_of(
+    prompts: Sequence[Prompt],
+    *,
+    turn: Sequence[int] | None = None,
+    density: Sequence[float] | None = None,
+    num_left: int = 0,
+    steps: float = 8.0,
+) -> JobPlan:
+    """A plan of prompts, all of which are expected to take ``steps`` decode steps.
+
+    turn: place in the order by request; as they come in the tree if left out.
+    density: by turn, of an order that is taken from both ends.
+    """
+    n = len(prompts)
+    tokens = np.array([t for prompt in prompts for t in prompt], dtype=np.int32)
+    offsets = np.cumsum([0, *map(len, prompts)], dtype=np.int64)
+    tree = build_prefix_tree(tokens, offsets)
+    leaf = np.empty(n, np.int32)
+    leaf[tree.order] = np.arange(n, dtype=np.int32)
+    by_leaf = np.arange(n) if turn is None else np.array(turn)[tree.order]
+    return replace(
+        unplanned(MACHINE),
+        policy="dfs" if density is None else "dual-scan",
+        leaf=leaf,
+        turn=by_leaf.astype(np.int32),
+        node=tree.leaf_parent.astype(np.int32),
+        input_len=tree.input_len,
+        steps=np.full(n, steps),
+        steps_sq=np.full(n, steps**2),
+        parent=tree.parent,
+        depth=tree.depth,
+        leaf_begin=tree.leaf_begin,
+        leaf_end=tree.leaf_end,
+        density=None if density is None else np.array(density, np.float64),
+        num_left=num_left,
+        compute_s=1.0,
+        kv_read_s=1.0,
+    )
+
+
+def random_prompts(random: Random, n: int, step: int = 1) -> list[Prompt]:
+    """Prompts that share prefixes of many lengths; ``step`` stretches them."""
+    prompts: list[Prompt] = []
+    for number in range(n):
+        start: Prompt = ()
+        if prompts and random.random() < 0.85:
+            other = random.choice(prompts)
+            start = other[: random.randint(0, len(other))]
+        tail = random.randint(0, 4) * step + random.randint(0, step - 1)
+        prompts.append((*start, *(1000 * number + i for i in range(tail))))
+    return prompts
+
+
+def job_of(plan: JobPlan, page_size: int = 1) -> JobState:
+    return JobState("job", plan, page_size)
+
+
+def arrive(job: JobState, number: int, max_steps: int = 1000) -> Line:
+    """Request ``number`` of the plan arrives."""
+    input_len = int(job.plan.input_len[job.plan.leaf[number]])
+    return job.add(Req(f"r{number}"), number, input_len, max_steps)
+
+
+def arrive_all(job: JobState, max_steps: int = 1000) -> list[Line]:
+    return [arrive(job, number, max_steps) for number in range(len(job.plan.leaf))]
+
+
+def line_of(
+    turn: int = 0,
+    *,
+    own: int = 10,
+    estimate: int = 8,
+    max_steps: int = 1000,
+    leaf: int = 0,
+    side: int = 0,
+) -> Line:
+    """A line that no job knows."""
+    req = Req(f"turn-{turn}")
+    return Line(
+        req, leaf, 0, turn, own, own, max_steps, estimate, 2.0 * estimate**2, side
+    )

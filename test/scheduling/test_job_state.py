@@ -1,0 +1,212 @@
+"""What waits of a job: followers, new plans, and requests that no plan knows."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from scheduling_jobs import Req, arrive, arrive_all, job_of, plan_of
+
+from sglang_batch.scheduling.job_state import DEFAULT_STEPS, JobState
+from sglang_batch.scheduling.line import Line
+
+PAIRS = [(1, 1, 0), (1, 1, 1), (2, 2, 0), (2, 2, 1)]
+
+
+def drain(job: JobState) -> list[str]:
+    """Ids of what is in the backlog, by turn; the backlog is empty then."""
+    rids = []
+    while (line := job.backlog.first()) is not None:
+        job.backlog.remove(line)
+        rids.append(line.req.rid)
+    return rids
+
+
+def check_counts(job: JobState, waiting: list[Line]) -> None:
+    assert job.num_waiting == len(waiting)
+    assert job.waiting_tokens == sum(line.input_len for line in waiting)
+    assert set(job.waiting()) == set(waiting)
+
+
+def test_an_arrival_knows_its_plan() -> None:
+    job = job_of(plan_of([(1, 2, 3), (1, 2, 4), (9,)], turn=[2, 0, 1], steps=6.4))
+    first = arrive(job, 0)
+    assert (first.turn, first.input_len, first.own) == (2, 3, 1)
+    assert first.estimate == 6
+    assert arrive(job, 1, max_steps=4).estimate == 4
+    assert drain(job) == ["r1", "r0"]
+
+
+@pytest.mark.parametrize("number", [-1, 4, 10**9])
+def test_what_the_plan_does_not_know_comes_last(number: int) -> None:
+    job = job_of(plan_of(PAIRS))
+    stray = job.add(Req("stray"), number, 3, 1000)
+    arrive_all(job)
+    assert (stray.leaf, stray.node, stray.own) == (-1, 0, 3)
+    assert stray.estimate == DEFAULT_STEPS
+    assert drain(job) == ["r0", "r1", "r2", "r3", "stray"]
+
+
+def test_an_unplanned_job_goes_as_it_comes() -> None:
+    job = job_of(plan_of([]))
+    lines = [job.add(Req(f"{i}"), i, 5, 10) for i in range(3)]
+    job.backlog.remove(lines[0])
+    job.backlog.add(lines[0])
+    assert drain(job) == ["0", "1", "2"]
+
+
+def test_another_prompt_than_planned_shares_nothing_and_is_not_waited_for() -> None:
+    job = job_of(plan_of(PAIRS))
+    first, _, third = (arrive(job, number) for number in (0, 2, 3))
+    other = job.add(Req("other"), 1, 99, 1000)
+    assert (other.leaf, other.own) == (-1, 99)
+    job.uses.start(first, 0)
+    assert job.uses.computing == {}  # nobody else needs its prefix any more
+    job.uses.start(third, 0)
+    assert len(job.uses.computing) == 1
+
+
+def test_an_end_is_forgotten() -> None:
+    job = job_of(plan_of(PAIRS))
+    lines = arrive_all(job)
+    assert len(job) == 4
+    for line in lines:
+        job.take(line)
+        job.forget(line)
+        job.forget(line)
+    assert len(job) == 0
+    check_counts(job, [])
+
+
+def test_followers_wait_until_their_node_is_released() -> None:
+    job = job_of(plan_of(PAIRS))
+    lines = arrive_all(job)
+    node = lines[1].node
+    job.follow(lines[1], node)
+    check_counts(job, lines)
+    assert job.backlog.first() is lines[0]
+    job.backlog.remove(lines[0])
+    assert job.backlog.first() is lines[2]
+    job.release_followers([node + 1])
+    assert job.backlog.first() is lines[2]
+    job.release_followers([node, node])
+    assert job.backlog.first() is lines[1]
+    check_counts(job, lines[1:])
+
+
+def test_a_follower_is_taken_out() -> None:
+    job = job_of(plan_of([(1, 1, i) for i in range(4)]))
+    lines = arrive_all(job)
+    for line in lines[1:]:
+        job.follow(line, line.node)
+    job.take(lines[2])
+    check_counts(job, [lines[0], lines[1], lines[3]])
+    job.release_followers([lines[0].node])
+    job.take(lines[1])
+    assert drain(job) == ["r0", "r3"]
+
+
+def test_taking_what_does_not_wait_changes_nothing() -> None:
+    job = job_of(plan_of(PAIRS))
+    lines = arrive_all(job)
+    job.take(lines[0])
+    job.take(lines[0])
+    check_counts(job, lines[1:])
+
+
+@pytest.mark.parametrize("dual", [False, True])
+def test_a_new_plan_orders_what_waits(dual: bool) -> None:
+    job = job_of(plan_of(PAIRS, turn=[0, 1, 2, 3]))
+    lines = arrive_all(job)
+    density = [1.0] * 4 if dual else None
+    job.replan(plan_of(PAIRS, turn=[3, 2, 1, 0], density=density, num_left=1))
+    assert job.backlog.last() is (lines[0] if dual else None)
+    assert drain(job) == ["r3", "r2", "r1", "r0"]
+
+
+def test_a_new_plan_reaches_followers_and_not_those_that_run() -> None:
+    job = job_of(plan_of(PAIRS, steps=8.0))
+    running, follower, *_ = lines = arrive_all(job)
+    job.backlog.remove(running)
+    running.running = True
+    job.follow(follower, follower.node)
+    job.replan(plan_of(PAIRS, turn=[3, 2, 1, 0], steps=20.0))
+    assert running.estimate == 8
+    assert [line.estimate for line in lines[1:]] == [20] * 3
+    assert drain(job) == ["r3", "r2"]
+    job.release_followers([follower.node])
+    assert drain(job) == ["r1"]
+    running.running = False  # retracted: its new turn holds
+    job.backlog.add(running)
+    job.backlog.add(lines[3])
+    assert drain(job) == ["r3", "r0"]
+
+
+def test_a_new_plan_brings_its_estimate_of_the_work() -> None:
+    job = job_of(plan_of(PAIRS, steps=8.0))
+    line = arrive(job, 0)
+    expected = job.plan.cost.kv_read_time_s * (3 * 8.0 + 8.0**2 / 2)
+    assert line.memory_s == pytest.approx(expected)
+    job.replan(plan_of(PAIRS, steps=16.0))
+    expected = job.plan.cost.kv_read_time_s * (3 * 16.0 + 16.0**2 / 2)
+    assert line.memory_s == pytest.approx(expected)
+
+
+def test_a_new_plan_of_what_no_plan_knows() -> None:
+    job = job_of(plan_of(PAIRS))
+    stray = job.add(Req("stray"), -1, 3, 1000)
+    arrive_all(job)
+    job.replan(plan_of(PAIRS, turn=[3, 2, 1, 0], density=[1.0] * 4))
+    assert stray.estimate == DEFAULT_STEPS
+    assert job.density_at(stray) == 1.0
+    last = job.backlog.last()
+    assert last is not None
+    assert last.req.rid == "r0"
+    assert drain(job)[-1] == "stray"
+
+
+def test_density_by_turn_and_of_what_is_left() -> None:
+    job = job_of(plan_of(PAIRS, turn=[3, 0, 1, 2], density=[8.0, 4.0, 2.0, 1.0]))
+    lines = arrive_all(job)
+    assert [job.density_at(line) for line in lines] == [1.0, 8.0, 4.0, 2.0]
+    assert job.density_at(None) == 1.0
+    assert job.target_density() == pytest.approx(1.0)
+    job.compute_s = 0.5
+    assert job.target_density() == pytest.approx(0.5)
+    job.kv_read_s = 0.75
+    assert job.target_density() == pytest.approx(2.0)
+    job.kv_read_s = 100.0
+    assert 0 < job.target_density() <= 1e6
+    job.compute_s = 100.0
+    assert job.target_density() == 1e-6
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_is_lost_or_doubled(seed: int) -> None:
+    random = Random(seed)
+    prompts = [(i % 3, i % 3, i) for i in range(12)]
+    job = job_of(plan_of(prompts, density=[1.0] * 12))
+    waiting = arrive_all(job)
+    away: list[Line] = []
+    for _ in range(200):
+        what = random.randrange(6)
+        line = random.choice(waiting) if waiting else None
+        if what == 0 and line is not None and line.waiting:
+            job.follow(line, line.node)
+        elif what == 1 and line is not None:
+            job.take(line)
+            waiting.remove(line)
+            away.append(line)
+        elif what == 2 and away:
+            back = away.pop(random.randrange(len(away)))
+            job.backlog.add(back)
+            waiting.append(back)
+        elif what == 3:
+            job.release_followers([random.randint(1, 3)])
+        elif what == 4:
+            turn = random.sample(range(12), 12)
+            job.replan(plan_of(prompts, turn=turn, density=[1.0] * 12))
+        in_backlog = [line for line in waiting if line.waiting]
+        first = min(in_backlog, key=lambda line: line.turn, default=None)
+        assert job.backlog.first() is first
+        check_counts(job, waiting)

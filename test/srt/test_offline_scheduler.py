@@ -1,0 +1,78 @@
+"""The offline scheduler in real SGLang, one thing at a time: see stress_scenarios."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stress_runs import KV, STATES, scenario
+
+ALL = "too_long,aborts,online,kinds,between"
+
+
+@pytest.fixture(scope="module")
+def found(demo_model: Path) -> Any:
+    """All of it in one engine; the answers are checked in there."""
+    return scenario(demo_model, ALL, 1, 1)
+
+
+def test_what_does_not_fit_together_runs_one_after_the_other(found: Any) -> None:
+    assert found["too_long"]["recomputed"] == 0
+
+
+def test_a_prompt_longer_than_the_kv_fails_alone(found: Any) -> None:
+    assert found["too_long"]["status"] == 400
+    assert found["too_long"]["answered"] == 6
+
+
+def test_an_answer_that_outgrows_the_kv_ends_there(found: Any) -> None:
+    assert KV - 20 < found["too_long"]["longest"] <= KV
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_line_is_aborted_in_any_state(found: Any, state: str) -> None:
+    assert found["aborts"][state] == [1, 1]
+
+
+def test_a_job_is_stopped_and_opened_again(found: Any) -> None:
+    assert 0 < found["aborts"]["stopped"] < 60
+
+
+def test_everything_is_aborted(found: Any) -> None:
+    assert 0 < found["aborts"]["everything"] < 40
+
+
+@pytest.mark.parametrize("shape", ["decodes", "chunks"])
+@pytest.mark.parametrize("length", ["short", "long"])
+def test_an_online_request_starts_at_once(found: Any, length: str, shape: str) -> None:
+    beside = found["online"][f"{length}_{shape}"]
+    assert beside["unfinished"] > 0
+    assert beside["online"] == 1
+    assert beside["delay"] <= 2
+
+
+def test_batch_lines_are_parked_for_online_requests(found: Any) -> None:
+    assert found["online"]["long_decodes"]["parked_for"] > 0
+
+
+@pytest.mark.parametrize("shape", ["decodes", "chunks"])
+def test_many_online_requests_are_answered(found: Any, shape: str) -> None:
+    assert found["online"][f"many_{shape}"]["online"] == 20
+    assert found["online"]["alone"]["online"] == 30
+
+
+def test_the_cache_is_flushed_when_nothing_holds_it(found: Any) -> None:
+    found = found["between"]
+    assert not found["flushed_busy"]
+    assert found["flushed"]
+
+
+def test_parked_lines_keep_through_a_pause_but_not_through_a_retraction(
+    found: Any,
+) -> None:
+    found = found["between"]
+    assert found["parked_now"] > 0
+    assert not found["flushed_paused"]
+    assert found["parked_retracted"] == 0
+    assert found["flushed_retracted"]

@@ -34,16 +34,16 @@ def part_request_id(request_id: str, part: int) -> str:
     return f"{request_id}.{part:06d}"
 
 
-def job_and_index(request_id: str) -> tuple[str, int]:
-    """The job and the index in an id; -1 where there is no index.
+def parse_request_id(request_id: str) -> tuple[str, int, int]:
+    """The job, the index and the part in an id; an index of -1 where there is none.
 
-    Of the sequences of one request only the first has its index: a plan has one
-    prompt for each request.
+    The part is 0 for a request that is one sequence, and for the first of several.
     """
     job_id, _, number = request_id.rpartition("-")
     index, _, part = number.partition(".")
-    first = not part.strip("0")
-    return job_id, int(index) if index.isdecimal() and first else -1
+    if not index.isdecimal() or not (part or "0").isdecimal():
+        return job_id, -1, 0
+    return job_id, int(index), int(part or 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,13 +69,20 @@ class JobState:
 
     # Lines ----------------------------------------------------------------------------
 
-    def add(self, req: Any, number: int, input_len: int, max_steps: int) -> Line:
+    def add(
+        self, req: Any, number: int, input_len: int, max_steps: int, *, part: int = 0
+    ) -> Line:
         """A request of this job arrived; it waits from now on.
 
         number: its number in the job; -1 if that is not known.
+        part: which of the request's sequences it is. A plan has one for each; the
+            others have its turn.
         """
         plan = self.plan
         leaf = int(plan.leaf[number]) if 0 <= number < len(plan.leaf) else -1
+        turn = int(plan.turn[leaf]) if leaf >= 0 else UNPLANNED_TURN
+        if part:
+            leaf = -1
         if leaf >= 0 and plan.input_len[leaf] != input_len:
             # The engine sees another prompt than was planned.
             self.uses.skip_leaf(leaf, int(plan.node[leaf]))
@@ -83,7 +90,7 @@ class JobState:
         if leaf < 0:
             expected = min(max_steps, DEFAULT_STEPS)
             line = Line(
-                req, -1, 0, UNPLANNED_TURN, input_len, input_len, max_steps,
+                req, -1, 0, turn, input_len, input_len, max_steps,
                 expected, 2.0 * expected**2,
             )  # fmt: skip
         else:
@@ -92,7 +99,7 @@ class JobState:
                 req=req,
                 leaf=leaf,
                 node=node,
-                turn=int(plan.turn[leaf]),
+                turn=turn,
                 input_len=input_len,
                 own=input_len - int(self.uses.depth[node]),
                 max_steps=max_steps,

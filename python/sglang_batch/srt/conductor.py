@@ -23,7 +23,7 @@ from typing import Any
 from sglang.srt.managers.scheduler import NextBatchPlan
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
-from ..request import job_and_index
+from ..request import parse_request_id
 from ..scheduling.admission import Choice, EngineNow, choose, put_back
 from ..scheduling.job_plan import JobPlan
 from ..scheduling.job_state import JobState
@@ -134,7 +134,7 @@ class Conductor:
                 job.backlog.add(line)
                 self.steps.retracted += 1
             return True
-        job_id, number = job_and_index(req.rid)
+        job_id, number, part = parse_request_id(req.rid)
         job = self.jobs.get(job_id)
         if job is None:
             return False
@@ -143,6 +143,7 @@ class Conductor:
             number,
             len(req.origin_input_ids),
             max(0, (req.sampling_params.max_new_tokens or 0) - 1),
+            part=part,
         )
         self._known[req.rid] = (job, line)
         return True

@@ -24,6 +24,7 @@ STEP = np.dtype(
         ("schedule_s", np.float64),  # in get_next_batch_to_run, for this step
         ("result_s", np.float64),  # in process_batch_result, since the step before
         ("gap_s", np.float64),  # since the run_batch before ended, idle time included
+        ("added_s", np.float64),  # of these, in our own code; 0 with stock SGLang
         ("cpu_s", np.float64),  # processor time in the three methods
         ("prefill_tokens", np.float64),
         ("decode_rows", np.float64),
@@ -65,7 +66,10 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()  # before looking the class up: a plugin may have replaced it
-    Probe(os.environ[PATH_VARIABLE]).wrap(scheduler.Scheduler)
+    probe = Probe(os.environ[PATH_VARIABLE])
+    probe.wrap(scheduler.Scheduler)
+    if scheduler.Scheduler.__name__ == "OfflineScheduler":
+        probe.wrap_ours()
     first, last = map(int, os.environ[HOLD_VARIABLE].split(":"))
     if last:
         hold_back(scheduler.Scheduler, first, last)
@@ -80,6 +84,7 @@ class Probe:
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115
         self._schedule_s = 0.0
         self._result_s = 0.0
+        self._added_s = 0.0
         self._cpu_s = 0.0
         self._last_end = time.perf_counter()
 
@@ -115,15 +120,45 @@ class Probe:
         scheduler_class.process_batch_result = timed_process_result
         scheduler_class.run_batch = recorded_run_batch
 
+    def wrap_ours(self) -> None:
+        """Time what our scheduler does beside SGLang's own methods."""
+        from sglang_batch.srt.conductor import Conductor
+
+        def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                begin = time.perf_counter()
+                done = method(*args, **kwargs)
+                self._added_s += time.perf_counter() - begin
+                return done
+
+            return call
+
+        next_batch = Conductor.next_batch
+
+        def timed_next_batch(conductor: Any, running_batch: Any, build: Any) -> Any:
+            def timed_build(batch: Any) -> Any:
+                begin = time.perf_counter()
+                plan = build(batch)
+                self._added_s -= time.perf_counter() - begin
+                return plan
+
+            return timed(next_batch)(conductor, running_batch, timed_build)
+
+        Conductor.next_batch = timed_next_batch  # type: ignore[method-assign]
+        for name in ("begin_step", "end_step", "released"):
+            setattr(Conductor, name, timed(getattr(Conductor, name)))
+
     def _record(self, work: tuple[int, int, int], run: Callable[[], Any]) -> Any:
         begin, begin_cpu = time.perf_counter(), time.process_time()
         done = run()
         end = time.perf_counter()
-        times = (self._schedule_s, self._result_s, begin - self._last_end)
+        gap_s = begin - self._last_end
+        times = (self._schedule_s, self._result_s, gap_s, self._added_s)
         cpu_s = self._cpu_s + time.process_time() - begin_cpu
         record = np.array([(begin, end - begin, *times, cpu_s, *work)], dtype=STEP)
         self._file.write(record.tobytes())
-        self._last_end, self._result_s, self._cpu_s = end, 0.0, 0.0
+        self._last_end = end
+        self._result_s = self._added_s = self._cpu_s = 0.0
         return done
 
 

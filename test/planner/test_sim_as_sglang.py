@@ -52,7 +52,7 @@ def test_a_request_holds_its_row_for_a_step_after_its_last() -> None:
 
 def test_a_request_holds_its_kv_for_a_step_after_its_last() -> None:
     # The third prompt needs what the first one gives back.
-    job = make_job(own_prompts(4, 2, 4), [2, 4, 1], capacity=11, as_sglang=True)
+    job = make_job(own_prompts(4, 2, 4), [2, 4, 1], capacity=13, as_sglang=True)
     assert run(known(job)).samples[1].tolist() == [6, 2, 1, 5]
 
 

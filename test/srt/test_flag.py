@@ -85,7 +85,9 @@ def test_flag_reaches_every_scheduler(
         assert info["offline_batch"] is True
         states = info["internal_states"]
         assert len(states) == num_dp_ranks
-        assert all("max_inflight=77" in state["offline_batch"]["config"] for state in states)
+        assert all(
+            "max_inflight=77" in state["offline_batch"]["config"] for state in states
+        )
         assert_answers(running, cases[:16])
 
 

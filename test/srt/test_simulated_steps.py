@@ -108,6 +108,8 @@ def counts(
             sys.executable, str(script), json.dumps(POLICIES),
             "--model-path", str(demo_model), *server_args, "--max-total-tokens=6144",
             "--chunked-prefill-size=512", "--max-running-requests=40",
+            # As on a GPU, which the simulator models.
+            "--enable-mixed-chunk",
         ],
         env={**os.environ, "PYTHONPATH": f"{here}:{here.parent}"},
         capture_output=True,

@@ -276,6 +276,8 @@ class Conductor:
         self.show_computed()
         running_batch = self.rooms.for_decodes(running_batch)
         running_batch = self.rooms.resume(running_batch)
+        if self._nobody_can_join(running_batch):
+            return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
         running_batch, ready, held = self.online.ready(running_batch)
         choice = self._choose(running_batch, ready)
         chunked = scheduler.chunked_req
@@ -308,6 +310,22 @@ class Conductor:
             decoding = FastMembership(plan.batch_to_run.decoding_reqs)
             plan.batch_to_run.decoding_reqs = decoding
         return plan
+
+    def _nobody_can_join(self, running_batch: Any) -> bool:
+        """Whether that is clear at once, as it is in most steps of a full engine."""
+        scheduler = self.scheduler
+        if (
+            scheduler.waiting_queue
+            or scheduler.chunked_req is not None
+            or scheduler.grammar_manager.has_waiting_grammars()
+        ):
+            return False
+        if not any(len(job.backlog) for job in self.jobs.values()):
+            return True
+        rows = scheduler.get_num_allocatable_reqs(
+            len(running_batch.reqs), running_batch=running_batch
+        )
+        return bool(rows <= 0)
 
     def _is_online(self, req: Any) -> bool:
         known = self._known.get(req.rid)

@@ -55,6 +55,9 @@ def machine_of(tokenizer_manager: Any, state: dict[str, Any]) -> Machine:
             if chunk and chunk > 0
             else server_args.max_prefill_tokens,
             max_running=int(state["effective_max_running_requests_per_dp"]),
+            # The simulator knows SGLang's steps as those in which decodes and prompts
+            # are mixed.
+            as_sglang=bool(server_args.enable_mixed_chunk),
         ),
     )
 

@@ -6,8 +6,8 @@
 
 Every run has a process and an engine of its own, with the same server arguments, the
 demo model and greedy decoding. Stock SGLang gets all prompts in one call of
-``sglang.Engine.generate``, with and without ``--enable-mixed-chunk``, and of each policy
-the faster counts; ours gets them as one job. The engines of a round start side by side
+``sglang.Engine.generate``; ours gets them as one job. Both run with and without
+``--enable-mixed-chunk``, and of each policy the faster counts. The engines of a round start side by side
 and are timed one by one, each while the others sleep; then comes the next round.
 
 possible: share of the prompt tokens that a perfect prefix cache would save.
@@ -184,9 +184,10 @@ def _figures(
 ) -> list[Figure]:
     """What of a job has a target, with the policy that it is meant for."""
     number = int(job.name.split()[0])
-    ours = runs.get(Variant(True, "dual-scan" if number == 5 else "dfs", True))
-    if ours is None:
+    variant = best.get("ours dual-scan" if number == 5 else "ours dfs")
+    if variant is None:
         return []
+    ours = runs[variant]
     stock = {name: runs[v] for name, v in best.items() if not v.ours}
     fastest = min(stock.values(), key=_seconds)
     cached = _median(ours, "cached_share") / job.tree().prefix_sharing_ratio
@@ -272,8 +273,7 @@ def variants_of(number: int, options: argparse.Namespace) -> list[Variant]:
         Variant(ours, policy, mixed)
         for ours, policies in ((False, stock), (True, options.ours))
         for policy in policies
-        # Ours always mixes.
-        for mixed in ((True,) if ours else MIXED[options.mixed])
+        for mixed in MIXED[options.mixed]
     ]
 
 

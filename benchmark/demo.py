@@ -95,6 +95,9 @@ def summarize(batch: Batch, seconds: float) -> Summary:
         cached_tokens=usage.input_tokens_details.cached_tokens,
         output_tokens=usage.output_tokens,
         seconds=seconds,
+        optimal_cached_share=getattr(
+            usage.input_tokens_details, "optimal_cached_share", None
+        ),
     )
 
 

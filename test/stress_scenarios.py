@@ -46,6 +46,7 @@ def random_rounds(s: Stress, seed: int, rounds: int) -> dict[str, Any]:
                     rng.choice((5, 40, 100)),
                 ),
                 rng.choice(POLICIES),
+                max_inflight=rng.choice((None, 10)),
             )
             for j in range(rng.randint(1, 3))
         ]
@@ -122,7 +123,7 @@ def _cases(seed: int, count: int, prompt: int, output: int, shared: int = 0) -> 
     return [Case(first + tokens(rng, prompt), params) for _ in range(count)]
 
 
-def too_long(s: Stress) -> dict[str, Any]:
+def too_long(s: Stress) -> Any:
     """Requests that do not fit together, and two that do not fit alone."""
     together = s.job("together", _cases(1, 6, KV // 2, 30), "dfs")
     s.run(s.finish(together))
@@ -158,7 +159,9 @@ def aborts(s: Stress) -> dict[str, Any]:
         s.run(s.abort(job.rids[0]))
         counts = s.run(s.idle())
         found[state] = [ended, counts.get(f"aborted_{state}", 0)]
-    job = s.job("stopped", _cases(11, 60, 30, 60, shared=100), "dfs")
+    # Stopped before all its lines were sent: they still want the prefix.
+    cases = _cases(11, 60, 30, 60, shared=100)
+    job = s.job("stopped", cases, "dfs", max_inflight=10)
     s.run(_stop_and_open_again(s, job))
     found["stopped"] = len(job.answers)
     everything = s.job("everything", _cases(12, 40, 30, 90, shared=100), "dfs")
@@ -193,32 +196,38 @@ def online(s: Stress) -> dict[str, Any]:
     """Online requests beside a full batch, and alone."""
     found: dict[str, Any] = {}
     for name, online_cases in {
-        "short": _cases(20, 1, 20, 10),
-        "long": _cases(21, 1, 5 * CHUNK, 10),
+        "short": _cases(20, 4, 20, 10),
+        "long": _cases(21, 4, 5 * CHUNK, 10),
         "many": _cases(22, 20, 30, 10),
     }.items():
         for shape, batch in {
-            "decodes": _cases(23, 40, 20, 150),
-            "chunks": _cases(24, 12, 6 * CHUNK, 8),
+            "decodes": _cases(23, 40, 20, 70),
+            "chunks": _cases(24, 12, 10 * CHUNK, 8),
         }.items():
-            job = s.job(f"beside_{name}_{shape}", batch, "fcfs")
-            found[f"{name}_{shape}"] = s.run(_beside(s, job, online_cases))
+            # Estimated too short, the batch takes every row.
+            job = s.job(f"beside_{name}_{shape}_times0.1", batch, "dfs")
+            at_once = len(online_cases) if name == "many" else 1
+            found[f"{name}_{shape}"] = s.run(_beside(s, job, online_cases, at_once))
     s.run(_all_online(s, _cases(25, 30, 100, 20)))
     found["alone"] = s.run(s.idle())
     return found
 
 
-async def _beside(s: Stress, job: RunningJob, cases: list[Case]) -> dict[str, Any]:
+async def _beside(
+    s: Stress, job: RunningJob, cases: list[Case], at_once: int
+) -> dict[str, Any]:
     work = asyncio.ensure_future(s.finish(job))
-    while not job.answers:
+    # Every row decodes, or no more prompts fit beside the one in chunks.
+    while not job.answers and (await s.state())[1]["decoding"] < ROWS:
         await asyncio.sleep(0.005)
     before = (await s.state())[0]["parked"]
-    await _all_online(s, cases)
+    for first in range(0, len(cases), at_once):
+        await _all_online(s, cases[first : first + at_once])
     parked = (await s.state())[0]["parked"] - before
     unfinished = len(job.cases) - len(job.answers)
     await work
     s.check_job(job)
-    counts = await s.idle()
+    counts: dict[str, Any] = await s.idle()
     return counts | {"unfinished": unfinished, "parked_for": parked}
 
 
@@ -229,10 +238,13 @@ async def _all_online(s: Stress, cases: list[Case]) -> None:
         s.check(case, answer)
 
 
-def kinds(s: Stress) -> dict[str, Any]:
+def kinds(s: Stress) -> Any:
     """Lines with a grammar, of several answers and with logprobs among plain ones."""
     cases = _cases(40, 30, 20, 60, shared=40)
-    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}}
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "y"]}},
+    }
     schema |= {"required": ["a"], "additionalProperties": False}
     written = {"max_new_tokens": 40, "json_schema": json.dumps(schema)}
     for index in range(0, 30, 6):
@@ -260,7 +272,7 @@ async def _with_online(s: Stress, job: RunningJob, cases: list[Case]) -> list[An
     return list(answers[1:])
 
 
-def between(s: Stress) -> dict[str, Any]:
+def between(s: Stress) -> Any:
     """The cache flushed, generation paused, lines of other kinds, all beside a job."""
     cases = _cases(30, 40, 20, 120, shared=40)
     for index in range(0, 40, 5):

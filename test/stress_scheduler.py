@@ -6,6 +6,7 @@ What does not add up is an assertion, which ends the engine and with it the test
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from typing import Any
 
@@ -16,10 +17,10 @@ from sglang_batch.scheduling.job_plan import JobPlan
 from sglang_batch.srt import scheduler as offline
 
 STATE = "stress"
-# In a job's id, before the factor by which its estimates are wrong.
-WRONG_BY = "_times"
-# In a job's id, before the state in which its first line to be in it is aborted.
-ABORT_IN = "_abort_"
+# In a job's id, the factor by which its estimates are wrong.
+WRONG_BY = re.compile(r"_times([0-9.]+)")
+# In a job's id, the state in which its first line to be in it is aborted.
+ABORT_IN = re.compile(r"_abort_([a-z]+)")
 
 
 class StressScheduler(offline.OfflineScheduler):
@@ -40,9 +41,9 @@ class StressScheduler(offline.OfflineScheduler):
 
     def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
         for job in list(self.conductor.jobs.values()):
-            state = job.job_id.partition(ABORT_IN)[2]
-            if state and job.job_id not in self.aborted:
-                self.abort_one(job, state)
+            found = ABORT_IN.search(job.job_id)
+            if found and job.job_id not in self.aborted:
+                self.abort_one(job, found[1])
         plan = super().get_next_batch_to_run(running_batch, last_batch)
         self.number += plan.batch_to_run is not None
         self.check_books(plan)
@@ -50,10 +51,10 @@ class StressScheduler(offline.OfflineScheduler):
 
     def _control(self, message: Any) -> Any:
         """A job whose id says so is estimated wrong, by that factor."""
-        factor = message.job_id.partition(WRONG_BY)[2]
-        if factor and message.plans:
+        found = WRONG_BY.search(message.job_id)
+        if found and message.plans:
             plan = JobPlan.from_bytes(message.plans[0])
-            plan = dataclasses.replace(plan, steps=plan.steps * float(factor))
+            plan = dataclasses.replace(plan, steps=plan.steps * float(found[1]))
             message.plans = (plan.to_bytes(),)
         return super()._control(message)
 

@@ -282,6 +282,13 @@ class BatchRunner:
             with suppress(asyncio.CancelledError):
                 await ticker
             self._write_counts(batch_id, log)
+            # Of a batch that was resumed it would be that of the rest.
+            if job.optimal_prefix_sharing_ratio is not None and len(todo) == len(
+                requests
+            ):
+                self.store.update_batch(
+                    batch_id, optimal_cached_share=job.optimal_prefix_sharing_ratio
+                )
 
     async def _keep_counts(self, batch_id: str, log: ResultLog) -> None:
         while True:

@@ -117,6 +117,9 @@ def test_a_batch_answers_every_line_in_input_order(tmp_path: Path) -> None:
             assert counts_of(row) == (4, 4, 0)
             assert (row["input_tokens"], row["output_tokens"]) == (4, 4)
             assert row["model"] == "demo"
+            # Of four prompts of one token two are the same.
+            details = batch_object(row)["usage"]["input_tokens_details"]
+            assert details == {"cached_tokens": 0, "optimal_cached_share": 0.25}
             assert [answer_text(line) for line in outputs] == texts
             assert (errors, row["error_file_id"]) == ([], None)
             stamps = ("created_at", "in_progress_at", "finalizing_at", "completed_at")

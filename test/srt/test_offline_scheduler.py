@@ -48,18 +48,24 @@ def test_everything_is_aborted(found: Any) -> None:
 def test_an_online_request_starts_at_once(found: Any, length: str, shape: str) -> None:
     beside = found["online"][f"{length}_{shape}"]
     assert beside["unfinished"] > 0
-    assert beside["online"] == 1
+    assert beside["online"] == 4
     assert beside["delay"] <= 2
 
 
-def test_batch_lines_are_parked_for_online_requests(found: Any) -> None:
-    assert found["online"]["long_decodes"]["parked_for"] > 0
+@pytest.mark.parametrize("length", ["short", "long", "many"])
+def test_batch_lines_are_parked_for_online_requests(found: Any, length: str) -> None:
+    assert found["online"][f"{length}_decodes"]["parked_for"] > 0
 
 
 @pytest.mark.parametrize("shape", ["decodes", "chunks"])
 def test_many_online_requests_are_answered(found: Any, shape: str) -> None:
     assert found["online"][f"many_{shape}"]["online"] == 20
     assert found["online"]["alone"]["online"] == 30
+
+
+def test_lines_with_a_grammar_are_answered_by_it(found: Any) -> None:
+    assert found["kinds"]["written"] == 11
+    assert set(found["kinds"]["texts"]) <= {'{"a":"x"}', '{"a":"y"}'}
 
 
 def test_the_cache_is_flushed_when_nothing_holds_it(found: Any) -> None:

@@ -228,7 +228,8 @@ COLUMNS = {
         "seq id status endpoint input_file_id completion_window created_at expires_at "
         "metadata model errors output_file_id error_file_id in_progress_at "
         "finalizing_at completed_at failed_at cancelling_at cancelled_at total "
-        "completed failed input_tokens cached_tokens output_tokens reasoning_tokens"
+        "completed failed input_tokens cached_tokens output_tokens reasoning_tokens "
+        "optimal_cached_share"
     ),
     "migrations": "name",
 }

@@ -23,9 +23,13 @@ def batch_object(row: Row) -> dict[str, Any]:
     fields["request_counts"] = {
         key: row[key] for key in ("total", "completed", "failed")
     }
+    details: dict[str, Any] = {"cached_tokens": row["cached_tokens"]}
+    if row.get("optimal_cached_share") is not None:
+        # Not OpenAI's: what a perfect prefix cache would have saved.
+        details["optimal_cached_share"] = row["optimal_cached_share"]
     fields["usage"] = {
         "input_tokens": row["input_tokens"],
-        "input_tokens_details": {"cached_tokens": row["cached_tokens"]},
+        "input_tokens_details": details,
         "output_tokens": row["output_tokens"],
         "output_tokens_details": {"reasoning_tokens": row["reasoning_tokens"]},
         "total_tokens": row["input_tokens"] + row["output_tokens"],

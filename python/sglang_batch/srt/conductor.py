@@ -22,6 +22,7 @@ from typing import Any
 
 from sglang.srt.managers.scheduler import NextBatchPlan
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
+from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from ..request import parse_request_id
 from ..scheduling.admission import Choice, EngineNow, choose, put_back
@@ -305,11 +306,16 @@ class Conductor:
         ] + held
         if grammars and plan.batch_to_run is not None:
             ready = ready + self.online.unseen(plan.batch_to_run)
+        self._decided([line.req.rid for line in choice.lines], tokens)
         self._confirm(choice, ready, left, chunked)
         if plan.batch_to_run is not None and plan.batch_to_run.decoding_reqs:
             decoding = FastMembership(plan.batch_to_run.decoding_reqs)
             plan.batch_to_run.decoding_reqs = decoding
         return plan
+
+    @rank_consensus(same_params=["rids", "tokens"])
+    def _decided(self, rids: list[str], tokens: int) -> None:
+        """Where SGLang's checker, if it is on, compares what ranks have decided."""
 
     def _nobody_can_join(self, running_batch: Any) -> bool:
         """Whether that is clear at once, as it is in most steps of a full engine."""

@@ -141,7 +141,8 @@ class OnlineQueue:
         mixed = self._scheduler.is_mixed_chunk
         rows = len(running_batch.reqs) if mixed else 0
         page = conductor.page_size
-        return max(page, (conductor.step_tokens - rows) // page * page)
+        most: int = max(page, (conductor.step_tokens - rows) // page * page)
+        return most
 
     def _pages(self, tokens: int) -> int:
         page = self._conductor.page_size

@@ -102,7 +102,7 @@ class Rooms:
         No result may be in flight. At least ``leave`` requests stay.
         """
         rows = {req.rid for req in running_batch.reqs}
-        out = []
+        out: list[Any] = []
         for line in reversed(self._conductor.occupancy.lines):
             short = self._cache.free_or_evictable() + self._idle() < num_tokens
             short = short or len(out) < num_rows
@@ -153,9 +153,11 @@ class Rooms:
         """
         req = self._scheduler.chunked_req
         known = self._conductor.known(req) if req is not None else None
-        if known is None or known[0] is None:
+        if known is None:
             return False
         job, line = known
+        if job is None:
+            return False
         # The conductor hears of it, and others compute what it was computing.
         release_kv_cache(req, self._cache, checkpoint=False)
         req.reset_for_retract()

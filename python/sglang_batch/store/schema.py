@@ -55,7 +55,12 @@ def m001_files_and_batches(db: sqlite3.Connection) -> None:
     db.execute("CREATE INDEX batches_by_status ON batches (status)")
 
 
-MIGRATIONS = (m001_files_and_batches,)
+def m002_optimal_cached_share(db: sqlite3.Connection) -> None:
+    """What a perfect prefix cache would save of a batch's prompts, once it is planned."""
+    db.execute("ALTER TABLE batches ADD COLUMN optimal_cached_share REAL")
+
+
+MIGRATIONS = (m001_files_and_batches, m002_optimal_cached_share)
 
 
 def migrate(db: sqlite3.Connection) -> None:

@@ -179,10 +179,13 @@ def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
     state.pace = next_pace(state.pace, left_blocked)
     left_open = candidate(sim, LEFT) != NONE
     right_open = candidate(sim, RIGHT) != NONE
+    used = sim.engine.kv_capacity  # the papers' engine does not fill up by itself
+    if sim.engine.as_sglang:
+        used = state.private + sim.cache.totals[LOCKED]
     allowed = budgets(
         ScanState(
             sim.engine.kv_capacity,
-            state.private + sim.cache.totals[LOCKED],
+            used,
             _density_ahead(sim, LEFT),
             _density_ahead(sim, RIGHT),
             left_open,

@@ -119,3 +119,11 @@ def test_the_same_requests_in_another_order_are_one_job() -> None:
     assert not plan.same_requests(plan_of(prompts[:3]))
     assert not plan.same_requests(plan_of([(i, 0, 0) for i in range(4)]))
     assert not plan.same_requests(replace(plan, leaf=plan.leaf[::-1]))
+
+
+def test_a_plan_without_prefixes_has_the_same_order_and_no_followers() -> None:
+    plan, _ = planned(random_prompts(Random(5), 30), "dfs", list(range(30)))
+    alone = plan.without_prefixes()
+    assert np.array_equal(alone.turn, plan.turn)
+    assert not alone.node.any()
+    assert len(alone.parent) == len(alone.depth) == 1

@@ -8,7 +8,7 @@ the number at the end of its request id.
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -82,6 +82,17 @@ class JobPlan:
         names = ("leaf", "node", "input_len", "parent", "depth")
         return all(
             np.array_equal(getattr(self, name), getattr(other, name)) for name in names
+        )
+
+    def without_prefixes(self) -> JobPlan:
+        """The same where nothing is shared: nobody waits for another's prefix."""
+        return replace(
+            self,
+            node=np.zeros_like(self.node),
+            parent=self.parent[:1],
+            depth=self.depth[:1],
+            leaf_begin=self.leaf_begin[:1],
+            leaf_end=self.leaf_end[:1],
         )
 
     def to_bytes(self) -> bytes:

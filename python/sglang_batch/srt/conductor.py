@@ -71,6 +71,8 @@ class Conductor:
 
     def open(self, job_id: str, plan: JobPlan) -> int:
         """A job opens, or gets a new plan; returns the requests of it that are here."""
+        if self.cache.disable:
+            plan = plan.without_prefixes()
         job = self.jobs.get(job_id)
         if job is not None and job.plan.same_requests(plan):
             job.replan(plan)
@@ -292,7 +294,8 @@ class Conductor:
         scheduler.policy.chunk_limit = self.online.chunk_limit(ready, running_batch)
         tokens = -(-choice.tokens // self.page_size) * self.page_size
         stock_chunk = scheduler.chunked_prefill_size
-        scheduler.chunked_prefill_size = max(tokens, self.page_size) + rows
+        if stock_chunk is not None:  # else prompts must not be cut
+            scheduler.chunked_prefill_size = max(tokens, self.page_size) + rows
         scheduler.waiting_queue = ready + [line.req for line in choice.lines]
         running_batch.batch_is_full = False
         grammars = scheduler.grammar_manager.has_waiting_grammars()

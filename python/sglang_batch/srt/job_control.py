@@ -36,11 +36,17 @@ hook_custom_types(JobControl, JobControlOutput)
 
 
 def communicator(tokenizer_manager: Any) -> Any:
-    """A channel on which a tokenizer manager sends :class:`JobControl` messages."""
+    """The channel on which a tokenizer manager sends :class:`JobControl` messages.
+
+    One for each manager: answers go to the first that asked for them.
+    """
+    if (known := getattr(tokenizer_manager, "offline_job_control", None)) is not None:
+        return known
     channel = FanOutCommunicator(
         tokenizer_manager._dispatch_to_scheduler, get_parallel().num_dp_ranks
     )
     tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
         [(JobControlOutput, channel.handle_recv)]
     )
+    tokenizer_manager.offline_job_control = channel
     return channel

@@ -18,6 +18,7 @@ from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_batch.srt.parking import Parking, drain_results, parkable
+from sglang_batch.srt.token_counts import count_retracted
 
 PARK = "park-"
 SETTINGS = "PARKING_TEST_SETTINGS"
@@ -51,6 +52,12 @@ class ParkingScheduler(scheduler_module.Scheduler):  # type: ignore[misc]
             self.counts["host_bytes"], self.parking.host_bytes
         )
         return super().get_next_batch_to_run(running_batch, last_batch)
+
+    def get_new_batch_prefill(self, running_batch: Any) -> Any:
+        plan = super().get_new_batch_prefill(running_batch)
+        if plan.batch_to_run is not None:
+            count_retracted(plan.batch_to_run, self.model_config.vocab_size)
+        return plan
 
     def park_some(self, running_batch: Any) -> None:
         if self.settings["drain"]:

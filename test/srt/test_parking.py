@@ -59,7 +59,10 @@ def run(model: Path, name: str) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Mem Check (BUSY)" in done.stderr + done.stdout
-    assert "leak" not in (done.stderr + done.stdout).lower()
+    # Python's own resource tracker speaks of leaks too, when processes are ended.
+    lines = (done.stderr + done.stdout).splitlines()
+    leaks = [x for x in lines if "leak" in x.lower() and "resource_tracker" not in x]
+    assert not leaks
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

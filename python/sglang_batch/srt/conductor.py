@@ -34,6 +34,7 @@ from .online import OnlineQueue
 from .planned_cache import PlannedRadixCache
 from .rooms import Rooms
 from .steps import Steps
+from .token_counts import count_retracted
 
 logger = logging.getLogger(__name__)
 
@@ -311,9 +312,11 @@ class Conductor:
             ready = ready + self.online.unseen(plan.batch_to_run)
         self._decided([line.req.rid for line in choice.lines], tokens)
         self._confirm(choice, ready, left, chunked)
-        if plan.batch_to_run is not None and plan.batch_to_run.decoding_reqs:
-            decoding = FastMembership(plan.batch_to_run.decoding_reqs)
-            plan.batch_to_run.decoding_reqs = decoding
+        batch = plan.batch_to_run
+        if batch is not None:
+            count_retracted(batch, scheduler.model_config.vocab_size)
+            if batch.decoding_reqs:
+                batch.decoding_reqs = FastMembership(batch.decoding_reqs)
         return plan
 
     @rank_consensus(same_params=["rids", "tokens"])

@@ -40,6 +40,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from ..errors import EngineError
+from .token_counts import count_again, counts_tokens
 
 # SGLang keeps this slot for the outputs of padding; nobody reads it.
 _DUMMY_SLOT = 0
@@ -315,12 +316,13 @@ class Parking:
 
     def _decode_batch(self, reqs: list[Any]) -> Any:
         """A batch ready for ``merge_batch`` or ``prepare_for_decode``."""
-        plain = [req for req in reqs if not _counts_tokens(req.sampling_params)]
+        plain = [req for req in reqs if not counts_tokens(req.sampling_params)]
         batches = [self._new_batch(plain)] if plain else []
         for req in reqs:
-            if _counts_tokens(req.sampling_params):
+            if counts_tokens(req.sampling_params):
                 batches.append(self._new_batch([req]))
-                _replay_penalties(batches[-1])
+                # The last token is counted when it runs.
+                count_again(batches[-1], req.output_ids[:-1])
         for batch in batches[1:]:
             batches[0].merge_batch(batch)
         return batches[0]
@@ -367,24 +369,6 @@ def _key(parked: Parked) -> RadixKey:
         limit=parked.end,
         cache_salt=req.cache_salt,
     )
-
-
-def _counts_tokens(params: Any) -> bool:
-    """Whether sampling depends on the tokens generated so far."""
-    return bool(
-        params.frequency_penalty
-        or params.presence_penalty
-        or params.repetition_penalty != 1
-        or params.min_new_tokens
-    )
-
-
-def _replay_penalties(batch: Any) -> None:
-    """Count the output of a batch of one; its last token is counted when it runs."""
-    for token in batch.reqs[0].output_ids[:-1]:
-        batch.sampling_info.penalizer_orchestrator.cumulate_output_tokens(
-            torch.tensor([token], dtype=torch.int64, device=batch.device)
-        )
 
 
 def _num_bytes(value: Any) -> int:

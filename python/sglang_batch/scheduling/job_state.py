@@ -31,7 +31,6 @@ class JobState:
     def __init__(self, job_id: str, plan: JobPlan, page_size: int) -> None:
         self.job_id = job_id
         self.plan = plan
-        self._page_size = page_size
         self.uses = PrefixUses(plan, page_size)
         self.backlog = Backlog(plan.num_left, both_ends=plan.density is not None)
         self._followers: dict[int, list[Line]] = {}

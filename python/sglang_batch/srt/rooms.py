@@ -137,6 +137,10 @@ class Rooms:
             # It needs its prefixes again, whoever else does.
             conductor.pin(job, req, job.uses.path(line.node))
             shared = min(job.uses.kept_depth(line.node), req.kv.cache_protected_len)
+            # Should the tree lose it, the rest is lost with it: a short prefix is not
+            # worth that.
+            if 2 * shared < req.kv.kv_committed_len:
+                shared = 0
         self._parked[req.rid] = (job, line, self._parking.park(req, shared))
         conductor.steps.parked += 1
         self._just_parked = True

@@ -92,6 +92,14 @@ def end(engine: Any) -> None:
         socket.context.destroy(linger=0)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Interrupts raise, even where a shell started this in its background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(params=["server", "engine"])
 def backend(request: pytest.FixtureRequest) -> BatchBackend:
     if request.param == "engine":
@@ -277,6 +285,7 @@ def test_a_lost_connection_fails_the_unanswered_only() -> None:
 
 
 @pytest.mark.parametrize("generator_style", [False, True])
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_aborts_and_frees_the_backend(
     backend: BatchBackend, generator_style: bool
 ) -> None:

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from pathlib import Path
 
 import pytest
+from builders import make_body
+from plan_command import MAX_TOKENS_IS_USED, is_picture, line, write
 
 from sglang_batch.cli import main
 from sglang_batch.scheduling.step_record import COLUMNS, StepLog, StepRecord
 
-# Importing SGLang warns of what it cannot do without an accelerator: import it once,
-# before warnings become errors.
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import sglang.srt.entrypoints.engine
-    import sglang.srt.entrypoints.http_server  # noqa: F401
-
-pytestmark = pytest.mark.filterwarnings("ignore:max_tokens is deprecated")
+pytestmark = MAX_TOKENS_IS_USED
 
 NUM_STEPS = 1000
 
@@ -45,25 +39,10 @@ def steps(tmp_path: Path) -> Path:
     )  # fmt: skip
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    body = {"messages": [{"role": "user", "content": "Hello?"}], "max_tokens": 8}
-    line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
-    path = tmp_path / "in.jsonl"
-    lines = [json.dumps({"custom_id": f"q{i}", **line}) for i in range(5)]
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
 def rows(said: str) -> dict[str, list[str]]:
     """What follows the names in the table of measured steps."""
     table = said[said.index("Measured: ") :].splitlines()[1:]
     return {row[2:28].strip(): row[28:].split() for row in table if row}
-
-
-def is_picture(path: Path) -> bool:
-    written = path.read_bytes()
-    return written.startswith(b"\x89PNG") and len(written) > 20_000
 
 
 def test_steps_alone_need_no_job(
@@ -128,13 +107,14 @@ def test_the_columns_of_the_picture_are_means_of_all_steps(steps: Path) -> None:
 
 
 def test_a_job_and_its_steps_are_shown_together(
-    job: Path,
     steps: Path,
     demo_model: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     picture = tmp_path / "both.png"
+    body = make_body("Hello?", without="model", max_tokens=8)
+    job = write(tmp_path, [line(f"q{i}", body) for i in range(5)])
     command = [
         *("plan", "-i", str(job), "--model-path", str(demo_model)),
         *("--hardware", "cpu", "--policy", "dfs", "--steps", str(steps)),

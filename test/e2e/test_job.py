@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from builders import CHAT, FakeEngine, answer_text, make_requests, run
+from builders import CHAT, Answers, answer_text, ids_of, make_requests, run
+from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,14 +20,6 @@ from sglang_batch.request import BatchRequestInput, RequestOutput, engine_reques
 
 TEXTS = ["b x", "a 1", "b", "", "a 1", "a", "c", "b y"]
 DFS_ORDER = ["r3", "r5", "r1", "r4", "r2", "r0", "r7", "r6"]
-
-
-class Answers(dict[str, RequestOutput]):
-    """A sink: each answer under its custom id, once."""
-
-    def __call__(self, request: BatchRequestInput, output: RequestOutput) -> None:
-        assert request.custom_id not in self
-        self[request.custom_id] = output
 
 
 def make_job(
@@ -50,10 +43,6 @@ def run_job(engine: FakeEngine, *args: Any, **config: Any) -> Answers:
     answers = Answers()
     run(make_job(engine, answers, *args, **config).run())
     return answers
-
-
-def ids_of(indices: Sequence[int]) -> list[str]:
-    return [f"r{i}" for i in indices]
 
 
 # Order --------------------------------------------------------------------------

@@ -14,7 +14,7 @@ MIB = 1 << 20
 RUN_A_JOB = """
 import asyncio, json, sys, threading, time
 from pathlib import Path
-from builders import FakeEngine
+from fake_engine import FakeEngine
 from sglang_batch.batch_api.jsonl import BatchFile, LineRules, validate
 from sglang_batch.batch_api.lines import result_line
 from sglang_batch.config import OfflineBatchConfig

@@ -1,0 +1,56 @@
+"""A job's plan is the planner's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from builders import make_machine, make_request
+from feed_jobs import plan_requests, planner_of, two_kinds, unknown
+
+from sglang_batch.config import POLICIES
+from sglang_batch.planner.order import OrderSettings
+from sglang_batch.planner.plan import Observed, make_plan
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", [unknown, two_kinds])
+@pytest.mark.parametrize("observed", [False, True])
+def test_a_job_is_planned_as_the_planner_does(
+    policy: str, kind: Any, observed: bool
+) -> None:
+    requests = kind(50)  # too few for a sample
+    planner = planner_of(requests, policy)
+    answers = None
+    if observed:
+        numbers = np.arange(0, 50, 2)
+        answers = Observed(numbers, np.full(25, 17, np.int32))
+        planner.observe(numbers, answers.output_len)
+    expected = make_plan(
+        plan_requests(requests),
+        make_machine(),
+        policy,
+        settings=OrderSettings(seed=0),
+        observed=answers,
+    )
+    (found,) = planner.plans()
+    assert found.plan.policy == expected.policy
+    assert np.array_equal(found.plan.scan.requests, expected.scan.requests)
+    assert found.plan.scan.num_left == expected.scan.num_left
+    assert np.array_equal(
+        found.plan.estimates.est_output_len, expected.estimates.est_output_len
+    )
+    left, right = found.sides
+    assert sorted([*left, *right]) == list(range(50))
+
+
+def test_answers_of_several_sequences_teach_nothing() -> None:
+    requests = [make_request(i, f"prompt {i}", max_tokens=10) for i in range(100)]
+    planner = planner_of(requests)
+    planner.observe(np.arange(100), np.full(100, 40, np.int32))
+    assert planner.plans()[0].plan.estimates.est_output_len.max() == 10
+    planner.observe(np.arange(100), np.full(100, 4, np.int32))
+    assert planner.plans()[0].plan.estimates.est_output_len.max() == 4

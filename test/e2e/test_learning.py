@@ -1,0 +1,208 @@
+"""Plans made again as answers come, and what may be learnt from."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from builders import Answers, run
+from feed_jobs import (
+    DUAL,
+    Engine,
+    everything,
+    make_job,
+    plan_requests,
+    planner_of,
+    prompts_of,
+    run_job,
+    settle,
+    unknown,
+)
+
+from sglang_batch.learning import MAX_REPLANS, Learning
+from sglang_batch.planner.plan import make_plan
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+
+# Later plans --------------------------------------------------------------------
+
+
+def test_estimates_follow_the_answers_at_doubling_distances() -> None:
+    requests = unknown(1200)
+    engine = Engine()
+    run_job(engine, requests, policy="dfs", max_inflight=4)
+    assert 3 <= len(engine.openings) - 1 <= MAX_REPLANS
+    means = [plans[0].steps.mean() for plans in engine.openings]
+    true = np.mean([len(p) for p in prompts_of(requests)]) - 1
+    assert abs(means[-1] - true) < abs(means[0] - true) / 10
+    first = engine.openings[0][0]
+    assert all(first.same_requests(plans[0]) for plans in engine.openings)
+
+
+def test_answers_after_one_that_is_missing_are_not_learnt_from() -> None:
+    requests = unknown(400)
+    engine = Engine()
+    order = make_plan(plan_requests(requests), engine.machine, "dfs").order
+    slowest = f"r{order[1]}"
+    engine.hold([slowest])
+
+    async def scenario() -> None:
+        job = make_job(engine, Answers(), requests, policy="dfs", max_inflight=4)
+        work = asyncio.ensure_future(job.run())
+        await engine.until_stalled(399, 1)
+        await settle()
+        assert len(engine.openings) == 1
+        engine.release()
+        await work
+
+    run(scenario())
+
+
+def test_one_plan_is_made_at_a_time() -> None:
+    requests = unknown(600)
+    engine = Engine()
+    engine.slow[1] = asyncio.Event()
+
+    async def scenario() -> None:
+        job = make_job(engine, Answers(), requests, policy="dfs", max_inflight=4)
+        work = asyncio.ensure_future(job.run())
+        await engine.until(lambda: len(engine.answered) > 590)
+        assert len(engine.openings) == 2
+        engine.slow[1].set()
+        await work
+
+    run(scenario())
+
+
+def test_a_job_whose_last_answer_comes_does_not_wait_for_a_plan() -> None:
+    requests = unknown(100)
+    sample = [f"r{i}" for i in planner_of(requests).sample]
+    engine = Engine()
+    engine.slow[1] = asyncio.Event()
+    engine.hold(set(everything(requests)) - set(sample))
+    answers = Answers()
+
+    async def scenario() -> None:
+        work = asyncio.ensure_future(make_job(engine, answers, requests).run())
+        await engine.until(lambda: len(engine.openings) == 2)
+        engine.release()
+        await work
+
+    run(scenario())
+    assert len(answers) == 100
+    assert engine.closed == ["batch_1"]
+
+
+def test_stopping_while_a_plan_is_made() -> None:
+    requests = unknown(100)
+    engine = Engine()
+    engine.slow[1] = asyncio.Event()
+    sample = [f"r{i}" for i in planner_of(requests).sample]
+    engine.hold(set(everything(requests)) - set(sample))
+
+    async def scenario() -> None:
+        stop = asyncio.Event()
+        work = asyncio.ensure_future(
+            make_job(engine, Answers(), requests, max_inflight=20).run(stop)
+        )
+        await engine.until(
+            lambda: len(engine.openings) == 2 and len(engine.running) == 20
+        )
+        stop.set()
+        await work
+
+    run(scenario())
+    assert engine.running == set()
+    assert engine.closed == ["batch_1"]
+    assert len(engine.aborted) == 20
+
+
+def test_stopping_while_the_job_is_opened_closes_it() -> None:
+    engine = Engine()
+    engine.slow[0] = asyncio.Event()
+
+    async def scenario() -> None:
+        stop = asyncio.Event()
+        job = make_job(engine, Answers(), unknown(10))
+        work = asyncio.ensure_future(job.run(stop))
+        await engine.until(lambda: len(engine.openings) == 1)
+        stop.set()
+        await work
+
+    run(scenario())
+    assert engine.executed == []
+    assert engine.closed == ["batch_1"]
+
+
+@pytest.mark.parametrize("nth", [0, 1])
+def test_an_error_of_opening_a_job_is_raised_as_it_is(nth: int) -> None:
+    requests = unknown(100)
+    engine = Engine()
+    engine.broken[nth] = ConnectionError("the scheduler died")
+    sample = [f"r{i}" for i in planner_of(requests).sample]
+    engine.hold(set(everything(requests)) - set(sample))
+    with pytest.raises(ConnectionError, match="the scheduler died"):
+        run(make_job(engine, Answers(), requests, max_inflight=20).run())
+    assert engine.running == set()
+    assert bool(engine.executed) is bool(nth)
+
+
+@pytest.mark.parametrize("policy", [DUAL, "auto", "dfs"])
+def test_the_same_answers_make_the_same_plans(policy: str) -> None:
+    runs = []
+    for _ in range(2):
+        engine = Engine()
+        run_job(engine, unknown(300), policy=policy, max_inflight=1, seed=5)
+        runs.append(engine)
+    first, second = (engine.openings for engine in runs)
+    # When a plan is ready is a matter of time. Where it changes the order, what is
+    # answered after it does too.
+    same = None if policy == "dfs" else 2
+    for a, b in zip(first[:same], second[:same], strict=False):
+        for x, y in zip(a, b, strict=True):
+            assert np.array_equal(x.turn, y.turn)
+            assert np.array_equal(x.steps, y.steps)
+            assert x.policy == y.policy
+
+
+# What may be learnt from --------------------------------------------------------
+
+
+def test_only_complete_beginnings_of_each_way_are_taken(eager: None) -> None:
+    heard = Learning(np.zeros(0, np.int64), 10)
+    for number in range(4):
+        heard.sent("left", number)
+        heard.sent("right", 10 + number)
+    for number, length in ((1, 5), (10, 7), (11, None), (13, 9)):
+        heard.ended("left" if number < 10 else "right", number, length)
+    assert heard.due  # two ended at the beginning of the right
+    numbers, lengths = heard.take()
+    assert numbers.tolist() == [10] and lengths.tolist() == [7]
+    assert not heard.due
+    heard.ended("left", 0, 4)
+    assert heard.due  # twice as many as then
+    numbers, lengths = heard.take()
+    assert numbers.tolist() == [0, 1] and lengths.tolist() == [4, 5]
+
+
+def test_a_sample_is_waited_for_and_no_longer(eager: None) -> None:
+    heard = Learning(np.array([3, 4, 5]), 10)
+    for number in (3, 4, 6, 7, 8):
+        heard.sent(0, number)
+    for number in (3, 6, 7, 8):
+        heard.ended(0, number, 1)
+    heard.never_sent(5)
+    assert not heard.due
+    heard.ended(0, 4, None)
+    assert heard.due
+    assert heard.take()[0].tolist() == [3, 6, 7, 8]
+
+
+def test_nothing_is_learnt_where_all_is_known(eager: None) -> None:
+    heard = Learning(np.zeros(0, np.int64), 0)
+    for number in range(100):
+        heard.sent(0, number)
+        heard.ended(0, number, 1)
+    assert not heard.due

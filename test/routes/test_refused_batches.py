@@ -1,0 +1,145 @@
+"""What a batch cannot be made of, and how it is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from builders import CHAT
+from route_server import Server, error_of
+
+from sglang_batch.engine import WAVE_PATH
+
+DEEP = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'"text"', b'{"a": "\xff"}', b'{"a": "\\ud800"}', DEEP]
+)
+@pytest.mark.parametrize("path", ["/v1/batches", WAVE_PATH])
+def test_a_body_that_is_no_json_object_is_refused(
+    bare_server: Server, path: str, body: bytes
+) -> None:
+    answer = bare_server.http.post(path, content=body)
+    assert answer.status_code == 400
+    error = error_of(answer)
+    assert (error["param"], error["code"]) == (None, None)
+
+
+CREATE = {"input_file_id": "file-1", "endpoint": CHAT, "completion_window": "24h"}
+
+
+def refused(server: Server, fields: dict[str, Any]) -> dict[str, Any]:
+    """The error of a batch with these fields; it must not have been made."""
+    answer = server.http.post("/v1/batches", json=fields)
+    assert answer.status_code == 400
+    assert server.http.get("/v1/batches").json()["data"] == []
+    return error_of(answer)
+
+
+@pytest.mark.parametrize("key", CREATE)
+@pytest.mark.parametrize("null", [False, True])
+def test_a_missing_key_is_named(bare_server: Server, key: str, null: bool) -> None:
+    fields: dict[str, Any] = {k: v for k, v in CREATE.items() if k != key}
+    assert refused(bare_server, {**fields, key: None} if null else fields) == {
+        "message": f"Missing required parameter: '{key}'.",
+        "type": "invalid_request_error",
+        "param": key,
+        "code": "missing_required_parameter",
+    }
+
+
+@pytest.mark.parametrize("key", CREATE)
+@pytest.mark.parametrize("value", [1, [], {}, True])
+def test_a_key_of_another_type_is_named(
+    bare_server: Server, key: str, value: Any
+) -> None:
+    error = refused(bare_server, {**CREATE, key: value})
+    assert (error["param"], error["code"]) == (key, "invalid_type")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "supported"),
+    [
+        (
+            "endpoint",
+            "/v1/magic",
+            "'/v1/chat/completions', '/v1/completions', '/v1/embeddings'",
+        ),
+        ("completion_window", "1h", "'24h'"),
+    ],
+)
+def test_a_value_that_is_not_supported_is_named_with_those_that_are(
+    bare_server: Server, key: str, value: str, supported: str
+) -> None:
+    assert refused(bare_server, {**CREATE, key: value}) == {
+        "message": f"Invalid value: '{value}'. Supported values are: {supported}.",
+        "type": "invalid_request_error",
+        "param": key,
+        "code": "invalid_value",
+    }
+
+
+@pytest.mark.parametrize(
+    ("metadata", "param", "code"),
+    [
+        ("text", "metadata", "invalid_type"),
+        (["a"], "metadata", "invalid_type"),
+        ({f"k{i}": "v" for i in range(17)}, "metadata", "invalid_value"),
+        ({"k" * 65: "v"}, f"metadata.{'k' * 65}", "invalid_value"),
+        ({"k": "v" * 513}, "metadata.k", "invalid_value"),
+        ({"k": 1}, "metadata.k", "invalid_type"),
+        ({"k": None}, "metadata.k", "invalid_type"),
+        ({"tags": {"a": "b"}}, "metadata.tags", "invalid_type"),
+    ],
+)
+def test_metadata_that_cannot_be_kept_is_named(
+    bare_server: Server, metadata: Any, param: str, code: str
+) -> None:
+    error = refused(bare_server, {**CREATE, "metadata": metadata})
+    assert (error["param"], error["code"]) == (param, code)
+
+
+def test_metadata_of_a_wrong_type_is_refused_in_openais_words(server: Server) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        server.start(metadata={"tags": ["a"]})
+    error = raised.value
+    assert (error.param, error.code) == ("metadata.tags", "invalid_type")
+    assert isinstance(error.body, dict)
+    assert error.body["message"] == (
+        "Invalid type for 'metadata.tags': expected a string, but got an array instead."
+    )
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [None, {}, {"k" * 64: "v" * 512}, {f"k{i}": "" for i in range(16)}, {"\u00e9": "\u2028"}],
+)  # fmt: skip
+def test_metadata_within_the_limits_comes_back(server: Server, metadata: Any) -> None:
+    batch = server.start(metadata=metadata)
+    assert server.client.batches.retrieve(batch.id).metadata == metadata
+
+
+def test_a_file_of_another_purpose_is_refused(server: Server) -> None:
+    file_id = server.upload(purpose="user_data")
+    error = refused(server, {**CREATE, "input_file_id": file_id})
+    assert error["param"] == "input_file_id"
+    assert "'user_data'" in error["message"]
+
+
+def test_keys_that_are_not_known_are_ignored(server: Server) -> None:
+    batch = server.start(extra_body={"priority": 5})
+    assert server.ended(batch).status == "completed"
+
+
+def test_an_error_nobody_expected_has_the_same_body(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(batch_id: str) -> None:
+        raise OSError("disk I/O error")
+
+    monkeypatch.setattr(server.service.store, "get_batch", broken)
+    answer = server.http.get("/v1/batches/batch_1")
+    assert answer.status_code == 500
+    assert "disk" not in error_of(answer)["message"]  # that is for the log

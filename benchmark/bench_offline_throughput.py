@@ -261,7 +261,7 @@ def make_job(number: int, options: argparse.Namespace, model: Path) -> Throughpu
     if number == 4:
         return from_trace(options.trace, seed) if options.trace else two_levels(seed)
     # What it answers has to be known to give its requests their stops.
-    draft = blend_draft(seed, num_pairs=128)
+    draft = blend_draft(seed, num_pairs=768)
     task = task_of(draft.whole_answers, model, ours=False, policy="fcfs", mixed=False)
     return blend(draft, run_task(task).output_ids)
 

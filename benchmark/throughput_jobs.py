@@ -183,19 +183,22 @@ class BlendDraft:
 
 
 def blend_draft(seed: int, num_pairs: int) -> BlendDraft:
-    """Long: groups of 8, 384 tokens in common, 64 of their own, about 8 generated.
+    """Two tasks in one file, each with its instructions of 16 tokens.
 
-    Short: 16 tokens, about 96 to 160 generated; twice as many as of the long.
+    Long: questions on documents, groups of 8; a document has 192 tokens, a question 48,
+    and about 8 are generated. Short: 16 tokens, about 40 to 80 generated; twice as many
+    as of the long.
     """
     rng = np.random.default_rng([seed, 5])
     requests: list[tuple[Tokens, int, bool]] = []
-    prefixes = [_draw(rng, 384) for _ in range(-(-num_pairs // 8))]
+    ask, write = _draw(rng, 16), _draw(rng, 16)
+    documents = [np.append(ask, _draw(rng, 192)) for _ in range(-(-num_pairs // 8))]
     for index in range(num_pairs):
-        prefix = prefixes[index // 8]
-        requests.append((np.append(prefix, _draw(rng, 64)), 8, True))
+        document = documents[index // 8]
+        requests.append((np.append(document, _draw(rng, 48)), 8, True))
         for _ in range(2):
-            wanted = int(rng.integers(96, MOST_OUTPUT + 1))
-            requests.append((_draw(rng, 16), wanted, False))
+            wanted = int(rng.integers(40, 81))
+            requests.append((np.append(write, _draw(rng, 16)), wanted, False))
     order = rng.permutation(len(requests))
     prompts, wanted_lens, is_long = zip(*(requests[i] for i in order), strict=True)
     return BlendDraft(
@@ -233,7 +236,7 @@ def blend(draft: BlendDraft, answers: list[list[int]]) -> ThroughputJob:
             for index in chosen
         ],
         kv_tokens=4096,
-        max_running=64,
+        max_running=128,
         output_len=[lengths[index] for index in chosen],
     )
 

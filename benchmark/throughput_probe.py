@@ -24,7 +24,8 @@ STEP = np.dtype(
         ("schedule_s", np.float64),  # in get_next_batch_to_run, for this step
         ("result_s", np.float64),  # in process_batch_result, since the step before
         ("gap_s", np.float64),  # since the run_batch before ended, idle time included
-        ("added_s", np.float64),  # of these, in our own code; 0 with stock SGLang
+        ("host_cpu_s", np.float64),  # the thread's processor time in the same two
+        ("added_s", np.float64),  # of it, in our own code; 0 with stock SGLang
         ("cpu_s", np.float64),  # processor time in the three methods
         ("prefill_tokens", np.float64),
         ("decode_rows", np.float64),
@@ -84,7 +85,7 @@ class Probe:
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115
         self._schedule_s = 0.0
         self._result_s = 0.0
-        self._added_s = 0.0
+        self._schedule_cpu_s = self._result_cpu_s = self._added_s = 0.0
         self._cpu_s = 0.0
         self._last_end = time.perf_counter()
 
@@ -96,7 +97,9 @@ class Probe:
 
         def timed_get_next(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             begin, begin_cpu = time.perf_counter(), time.process_time()
+            begin_thread = time.thread_time()
             plan = get_next(scheduler, *args, **kwargs)
+            self._schedule_cpu_s = time.thread_time() - begin_thread
             self._schedule_s = time.perf_counter() - begin
             if plan.batch_to_run:  # an idle scheduler looks for work all the time
                 self._cpu_s += time.process_time() - begin_cpu
@@ -104,7 +107,9 @@ class Probe:
 
         def timed_process_result(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             begin, begin_cpu = time.perf_counter(), time.process_time()
+            begin_thread = time.thread_time()
             done = process_result(scheduler, *args, **kwargs)
+            self._result_cpu_s += time.thread_time() - begin_thread
             self._result_s += time.perf_counter() - begin
             self._cpu_s += time.process_time() - begin_cpu
             return done
@@ -126,9 +131,9 @@ class Probe:
 
         def timed(method: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
-                begin = time.perf_counter()
+                begin = time.thread_time()
                 done = method(*args, **kwargs)
-                self._added_s += time.perf_counter() - begin
+                self._added_s += time.thread_time() - begin
                 return done
 
             return call
@@ -137,9 +142,9 @@ class Probe:
 
         def timed_next_batch(conductor: Any, running_batch: Any, build: Any) -> Any:
             def timed_build(batch: Any) -> Any:
-                begin = time.perf_counter()
+                begin = time.thread_time()
                 plan = build(batch)
-                self._added_s -= time.perf_counter() - begin
+                self._added_s -= time.thread_time() - begin
                 return plan
 
             return timed(next_batch)(conductor, running_batch, timed_build)
@@ -153,12 +158,13 @@ class Probe:
         done = run()
         end = time.perf_counter()
         gap_s = begin - self._last_end
-        times = (self._schedule_s, self._result_s, gap_s, self._added_s)
+        host_cpu_s = self._schedule_cpu_s + self._result_cpu_s
+        times = (self._schedule_s, self._result_s, gap_s, host_cpu_s, self._added_s)
         cpu_s = self._cpu_s + time.process_time() - begin_cpu
         record = np.array([(begin, end - begin, *times, cpu_s, *work)], dtype=STEP)
         self._file.write(record.tobytes())
         self._last_end = end
-        self._result_s = self._added_s = self._cpu_s = 0.0
+        self._result_s = self._result_cpu_s = self._added_s = self._cpu_s = 0.0
         return done
 
 

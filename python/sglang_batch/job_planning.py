@@ -15,7 +15,13 @@ import numpy as np
 from .config import OfflineBatchConfig
 from .planner.candidates import best
 from .planner.density import leaf_work
-from .planner.order import ORDERS, Order, OrderSettings, make_order
+from .planner.order import (
+    ORDERS,
+    Order,
+    OrderSettings,
+    families_mixed,
+    make_order,
+)
 from .planner.output_length import (
     OutputEstimates,
     OutputLengthEstimator,
@@ -174,7 +180,10 @@ class JobPlanner:
         n = len(shard.index)
         own = _of_shard(estimates, shard)
         first = np.flatnonzero(np.isin(shard.index, self._sample))
-        scan = self._order(shard, policy, own)
+        if policy == "dual-scan" and self._knows_nothing:
+            scan = families_mixed(shard.tree, self._settings.seed)
+        else:
+            scan = self._order(shard, policy, own)
         if scan.density is not None and self._followed:
             scan = Order(self._simulate(shard, scan, own).admission_order)
         if len(first):
@@ -194,6 +203,12 @@ class JobPlanner:
             output_len=np.zeros(0, np.int32),
         )
         return ShardPlan(plan, np.concatenate([self._numbers[shard.index], too_large]))
+
+    @property
+    def _knows_nothing(self) -> bool:
+        """Whether the sides of a dual scan would be guesswork."""
+        most = 2 * self.num_unknown > len(self._requests)
+        return most and len(self._sample) > 0
 
     def _order(self, shard: ShardJob, policy: str, own: OutputEstimates) -> Order:
         return make_order(

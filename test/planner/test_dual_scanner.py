@@ -28,7 +28,9 @@ STATE = ScanState(
     decode_tokens=100,
     kv_read_time_s=0.02,
     left_reads=0,
+    right_reads=0,
     token_time_s=5e-5,
+    prompt_token_time_s=5e-5,
     pace=1.0,
 )
 densities = st.one_of(

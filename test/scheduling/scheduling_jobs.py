@@ -110,6 +110,4 @@ def line_of(
 ) -> Line:
     """A line that no job knows."""
     req = Req(f"turn-{turn}")
-    return Line(
-        req, leaf, 0, turn, own, own, max_steps, estimate, 2.0 * estimate**2, side
-    )
+    return Line(req, leaf, 0, turn, own, own, max_steps, estimate, side)

@@ -193,16 +193,18 @@ def test_who_finds_no_room_waits() -> None:
     assert choose(job, occupancy, now_of(room=51)).lines == [lines[1]]
 
 
-def dual_job() -> tuple[JobState, list[Line]]:
+def dual_job(num_right: int = 50) -> tuple[JobState, list[Line]]:
     """Long prompts on the left, short ones with long answers on the right."""
-    prompts = [(i,) * 100 for i in range(50)] + [(100 + i,) * 10 for i in range(50)]
-    density = [4.0] * 50 + [0.25] * 50
+    prompts = [(i,) * 100 for i in range(50)] + [
+        (100 + i,) * 10 for i in range(num_right)
+    ]
+    density = [4.0] * 50 + [0.25] * num_right
     job = job_of(plan_of(prompts, density=density, num_left=50, steps=20.0))
     return job, arrive_all(job)
 
 
-def test_the_right_side_keeps_within_its_reads_and_the_left_within_its_kv() -> None:
-    job, _ = dual_job()
+def test_the_right_side_leaves_the_left_its_kv() -> None:
+    job, _ = dual_job(num_right=150)
     occupancy = Occupancy(2000)
     occupancy.cover(400)
     decode_rows = 0
@@ -213,9 +215,14 @@ def test_the_right_side_keeps_within_its_reads_and_the_left_within_its_kv() -> N
                 occupancy.begin_decoding(line)
         decode_rows = sum(occupancy.decoding)
         assert sum(occupancy.kv) <= 2000
-    # Half the weight of density lies below the target of 1: the sides share the KV.
-    assert 0 < occupancy.kv[RIGHT] < 2000
-    assert 0 < occupancy.kv[LEFT] < 2000
+    # A fifth of the KV brings densities of 4 and 0.25 to the target of 1. What is on the
+    # right will have 30 tokens each.
+    assert 45 <= occupancy.decoding[RIGHT] <= 54
+    assert job.backlog.last() is not None
+    for line in [each for each in occupancy.lines if each.side == RIGHT]:
+        occupancy.leave(line)
+    job.left_blocked = True  # and it goes before any other of the right
+    assert choose(job, occupancy, now_of(room=2000)).lines[0].side == LEFT
 
 
 def test_the_right_side_starts_when_the_left_is_spent() -> None:

@@ -40,8 +40,11 @@ class ScanState(NamedTuple):
     target_density: compute density that the step should have.
     decode_tokens: requests that decode in this step.
     kv_read_time_s: time this step's decodes need to read their KV.
-    left_reads: tokens of KV that the left side's decodes read, shared ones each time.
+    left_reads, right_reads: tokens of KV that a side's decodes read, shared ones each
+        time.
     token_time_s: compute time of one token.
+    prompt_token_time_s: that of the left side's next prompt tokens, attention over what
+        comes before them included.
     pace: see :func:`next_pace`.
     """
 
@@ -55,7 +58,9 @@ class ScanState(NamedTuple):
     decode_tokens: int
     kv_read_time_s: float
     left_reads: int
+    right_reads: int
     token_time_s: float
+    prompt_token_time_s: float
     pace: float
 
 
@@ -122,11 +127,16 @@ def _only_to_fill(state: ScanState) -> bool:
     """Whether there is nothing to blend, and KV is half empty.
 
     Requests of one density keep the density of a step whatever their number, and
-    would stay as few as they are.
+    would stay as few as they are. So would those of the left side that cannot reach
+    the target by themselves: what they read decides how many of them may come.
     """
     if 2 * state.kv_used >= state.kv_capacity:
         return False
-    if not state.left_open or not state.right_open:
+    if not state.right_open:
+        return state.right_reads == 0
+    if not state.left_open:
+        return True
+    if state.target_density >= state.left_density:
         return True
     return state.left_density <= _SIMILAR * state.right_density
 
@@ -150,7 +160,8 @@ def budgets(state: ScanState) -> ScanBudgets:
         right_reads = 1e18
     elif state.token_time_s > 0.0:
         compute_s = state.target_density * state.kv_read_time_s
-        tokens = (compute_s / state.token_time_s - state.decode_tokens) * state.pace
+        compute_s -= state.decode_tokens * state.token_time_s
+        tokens = compute_s / state.prompt_token_time_s * state.pace
     return ScanBudgets(
         int(left),
         int(right),

@@ -39,6 +39,8 @@ from .prefix_tree import PrefixTree
 from .requests import Bools, Floats, Int64s, PlanRequests
 from .splitting import split_by_threshold, split_in_two
 
+# Requests that stay together where families are mixed, at most.
+_FAMILY = 16
 # Those that need no simulation to be chosen among.
 ORDERS = tuple(policy for policy in POLICIES if policy != "auto")
 
@@ -142,6 +144,25 @@ def make_order(
     raise ConfigError(
         f"policy={policy!r} is not known; choose one of {', '.join(ORDERS)}."
     )
+
+
+def families_mixed(tree: PrefixTree, seed: int) -> Order:
+    """Families one after the other in random order: for lengths that nobody knows yet.
+
+    Every stretch of it has about the job's own mix of requests, whatever their lengths
+    turn out to be. A family is what hangs from the highest node with few leaves.
+    """
+    n = tree.num_requests
+    few = tree.leaf_end - tree.leaf_begin <= _FAMILY
+    has_few_above = (tree.parent >= 0) & few[tree.parent]
+    heads = np.flatnonzero(few & ~has_few_above)
+    # A leaf begins a family unless it is inside one.
+    inside = np.zeros(n + 1, np.int64)
+    np.add.at(inside, np.minimum(tree.leaf_begin[heads] + 1, tree.leaf_end[heads]), 1)
+    np.add.at(inside, tree.leaf_end[heads], -1)
+    family = np.cumsum(np.cumsum(inside[:n]) == 0) - 1
+    place = np.random.default_rng(seed).permutation(family.max(initial=-1) + 1)
+    return Order(tree.order[np.argsort(place[family], kind="stable")])
 
 
 def _by_weight(tree: PrefixTree) -> Int64s:

@@ -172,6 +172,21 @@ def _steady_tokens(sim: Sim, side: int, kv_budget: int) -> float:
 
 
 @jit_in_place
+def _prompt_token_time(sim: Sim) -> float:
+    """Compute time of a token of the prompt that the left side computes next."""
+    i = sim.sides[LEFT].partial
+    if i == NONE:
+        i = candidate(sim, LEFT)
+    if i == NONE:
+        return sim.engine.token_time_s
+    r = sim.requests[i]
+    # In the mean, its own tokens attend to half of themselves and to all before them;
+    # a pair costs attention_time_s twice.
+    attended = 2 * r.input_len - r.own
+    return float(sim.engine.token_time_s + sim.engine.attention_time_s * attended)
+
+
+@jit_in_place
 def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
     """Admit from both sides by the dual scanner's budgets."""
     state = sim.state[0]
@@ -194,7 +209,9 @@ def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
             state.decoding,
             kv_read_time(sim),
             side_reads(sim, LEFT),
+            side_reads(sim, RIGHT),
             sim.engine.token_time_s,
+            _prompt_token_time(sim),
             state.pace,
         )
     )
@@ -206,9 +223,14 @@ def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
         tokens = int(left_tokens + _steady_tokens(sim, RIGHT, allowed.right_kv))
     done, attention = 0, 0.0
     # A left side without room goes first.
-    may_join = not left_blocked and side_reads(sim, RIGHT) < allowed.right_reads
+    may_join = not left_blocked
+    if not sim.engine.as_sglang:
+        may_join = may_join and side_reads(sim, RIGHT) < allowed.right_reads
     right = min(limit, max(tokens, sim.engine.min_step_tokens))
-    kept = max(0, allowed.left_kv - sim.sides[LEFT].kv)
+    left_kv = sim.sides[LEFT].kv
+    if sim.engine.as_sglang:
+        left_kv += sim.cache.totals[LOCKED]
+    kept = max(0, allowed.left_kv - left_kv)
     if sim.engine.as_sglang:
         # The prompt that was begun goes on first, with all that the step has.
         more = may_join or sim.sides[RIGHT].partial != NONE
@@ -222,8 +244,6 @@ def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
         done += more
         attention += over
     alone = sim.sides[RIGHT].decoding == 0
-    if sim.engine.as_sglang:  # nobody is left there to go slow for
-        alone = alone or candidate(sim, RIGHT) == NONE
     if alone and done == 0:
         tokens = max(int(tokens * _RAMP), sim.engine.min_step_tokens)
         if sim.engine.as_sglang:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..planner.dual_scanner import ScanBudgets, ScanState, budgets, next_pace
+from .job_plan import StepCost
 from .job_state import JobState
 from .line import LEFT, RIGHT, Line
 from .occupancy import Occupancy
@@ -165,17 +166,19 @@ def _from_both_ends(filling: _Filling, limit: int) -> None:
         if not tokens and now.decode_rows:
             return
     right = min(limit, max(tokens, job.plan.min_step_tokens))
-    # A left side without room goes first.
-    may_join = not job.left_blocked and occupancy.reads[RIGHT] < allowed.right_reads
+    # A left side without room goes first. Else the right side takes what the left
+    # leaves: the more it reads, the more prompt tokens the left side may compute.
+    may_join = not job.left_blocked
     if now.chunk is not None:
         more = may_join or now.chunk.side == RIGHT
         filling.continue_chunk(right if more else min(limit, tokens))
     if may_join:
-        kept = max(0, allowed.left_kv - occupancy.kv[LEFT])
+        # Shared prefixes are mostly those of the left side.
+        left_kv = occupancy.kv[LEFT] + job.uses.locked_tokens
+        kept = max(0, allowed.left_kv - left_kv)
         filling.take(RIGHT, right, kept)
-    # Nobody is left on the right, or has begun there, to go slow for.
-    alone = occupancy.decoding[RIGHT] == 0 or job.backlog.last() is None
-    if alone and filling.choice.tokens == 0:
+    # Nobody has begun on the right to go slow for.
+    if occupancy.decoding[RIGHT] == 0 and filling.choice.tokens == 0:
         tokens = max(int(tokens * _RAMP), job.plan.min_step_tokens)
         filling.continue_chunk(min(limit, tokens))
     job.left_blocked = filling.take(LEFT, min(limit, tokens), 0)
@@ -200,6 +203,7 @@ def _saved_up(job: JobState, now: EngineNow, tokens: int) -> int:
 def _budgets(job: JobState, occupancy: Occupancy, now: EngineNow) -> ScanBudgets:
     cost = job.plan.cost
     left, right = job.backlog.first(), job.backlog.last()
+    on_left = now.chunk if now.chunk is not None and now.chunk.side == LEFT else None
     return budgets(
         ScanState(
             occupancy.capacity,
@@ -208,11 +212,23 @@ def _budgets(job: JobState, occupancy: Occupancy, now: EngineNow) -> ScanBudgets
             job.density_at(right),
             left is not None,
             right is not None,
-            job.target_density(),
+            job.work.density,
             now.decode_rows,
             cost.kv_read_time_s * sum(occupancy.reads),
             occupancy.reads[LEFT],
+            occupancy.reads[RIGHT],
             cost.token_time_s,
+            _prompt_token_time(cost, left if on_left is None else on_left),
             job.pace,
         )
     )
+
+
+def _prompt_token_time(cost: StepCost, line: Line | None) -> float:
+    """Compute time of a token of a line's prompt, its share of attention included."""
+    if line is None:
+        return cost.token_time_s
+    # In the mean, its own tokens attend to half of themselves and to all before them;
+    # a pair costs attention_time_s twice.
+    attended = 2 * line.input_len - line.own
+    return cost.token_time_s + cost.attention_time_s * attended

@@ -9,13 +9,12 @@ from .backlog import Backlog
 from .job_plan import JobPlan
 from .line import Line
 from .prefix_uses import PrefixUses
+from .work_left import WorkLeft
 
 # Turns of requests that the plan does not know: after all others, as they come.
 UNPLANNED_TURN = 1 << 40
 # Decode steps expected of a request that nothing is known of.
 DEFAULT_STEPS = 256
-# Beyond this, more of one kind of work than of the other makes no difference.
-_DENSITY_RANGE = 1e6
 
 
 class JobState:
@@ -24,7 +23,7 @@ class JobState:
     Attributes:
         uses: its shared prefixes.
         backlog: lines that may be admitted.
-        compute_s, kv_read_s: what the job's steps have taken so far, by the cost model.
+        work: compute and KV reads that are left of it.
         pace, left_blocked, saved_tokens: of the dual scanner.
     """
 
@@ -35,10 +34,7 @@ class JobState:
         self.backlog = Backlog(plan.num_left, both_ends=plan.density is not None)
         self._followers: dict[int, list[Line]] = {}
         self._lines: dict[str, Line] = {}  # by request id, until they end
-        self.compute_s = 0.0
-        self.kv_read_s = 0.0
-        self.compute_planned_s = plan.compute_s
-        self.kv_read_planned_s = plan.kv_read_s
+        self.work = WorkLeft(plan)
         self.pace = 1.0
         self.left_blocked = False
         self.saved_tokens = 0
@@ -89,8 +85,7 @@ class JobState:
         if leaf < 0:
             expected = min(max_steps, DEFAULT_STEPS)
             line = Line(
-                req, -1, 0, turn, input_len, input_len, max_steps,
-                expected, 2.0 * expected**2,
+                req, -1, 0, turn, input_len, input_len, max_steps, expected
             )  # fmt: skip
         else:
             node = int(plan.node[leaf])
@@ -102,10 +97,8 @@ class JobState:
                 input_len=input_len,
                 own=input_len - int(self.uses.depth[node]),
                 max_steps=max_steps,
-                estimate=0,
-                estimate_sq=0.0,
+                estimate=self._estimate(leaf, max_steps),
             )
-            self._estimate(line)
         self._lines[req.rid] = line
         self.backlog.add(line)
         return line
@@ -119,12 +112,6 @@ class JobState:
         if density is None or line is None or line.leaf < 0:
             return 1.0
         return float(density[line.turn])
-
-    def target_density(self) -> float:
-        """Compute over KV read time of what is left, by the estimates."""
-        reads = max(self.kv_read_planned_s - self.kv_read_s, 1e-9)
-        density = max(self.compute_planned_s - self.compute_s, 0.0) / reads
-        return min(max(density, 1.0 / _DENSITY_RANGE), _DENSITY_RANGE)
 
     # Followers ------------------------------------------------------------------------
 
@@ -158,25 +145,15 @@ class JobState:
         """
         self.plan = plan
         self.uses.reorder(plan)
-        self.compute_planned_s = plan.compute_s
-        self.kv_read_planned_s = plan.kv_read_s
+        self.work.replan(plan)
         for line in self._lines.values():
             if line.leaf < 0:
                 continue
             line.turn = int(plan.turn[line.leaf])
             if not line.running and line.steps == 0:
-                self._estimate(line)
+                line.estimate = self._estimate(line.leaf, line.max_steps)
         self.backlog.reorder(plan.num_left, both_ends=plan.density is not None)
 
-    def _estimate(self, line: Line) -> None:
-        """What the plan says of a line's answer."""
-        plan, leaf = self.plan, line.leaf
-        expected = float(plan.steps[leaf])
-        line.estimate = _steps(expected, line.max_steps)
-        line.estimate_sq = float(plan.steps_sq[leaf])
-        reads = line.input_len * expected + line.estimate_sq / 2
-        line.memory_s = plan.cost.kv_read_time_s * reads
-
-
-def _steps(expected: float, max_steps: int) -> int:
-    return min(int(expected + 0.5), max_steps)
+    def _estimate(self, leaf: int, max_steps: int) -> int:
+        """Decode steps that the plan expects of a line."""
+        return min(int(float(self.plan.steps[leaf]) + 0.5), max_steps)

@@ -35,7 +35,6 @@ class Line:
     own: int
     max_steps: int
     estimate: int
-    estimate_sq: float
     side: int = LEFT
     waiting: bool = False
     arrival: int = -1  # its place among the job's lines as they came
@@ -52,7 +51,6 @@ class Line:
     base: int = 0
     final: int = 0
     event: int = -1
-    memory_s: float = 0.0
     # Nodes of the prefix tree that it computes and others wait for.
     leading: list[int] = field(default_factory=list)
 

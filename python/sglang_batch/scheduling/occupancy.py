@@ -120,11 +120,10 @@ class Occupancy:
         self.leave(line)
         line.estimate = line.planned
 
-    def tick(self) -> list[tuple[Line, int]]:
+    def tick(self) -> list[Line]:
         """A step in which the running requests decode.
 
-        Returns the lines whose estimate turned out too low, and was raised by half;
-        with what it was.
+        Returns the lines whose estimate turned out too low, and was raised by half.
         """
         self.clock += 1
         for side in (LEFT, RIGHT, ONLINE):
@@ -137,8 +136,8 @@ class Occupancy:
             if line.steps_done(self.clock) >= line.max_steps:
                 self._complete(line)
             else:
-                outlived.append((line, line.estimate))
                 self._raise(line)
+                outlived.append(line)
         return outlived
 
     def ran_out(self) -> None:

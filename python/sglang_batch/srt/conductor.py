@@ -180,7 +180,7 @@ class Conductor:
             return
         if not back:
             self.occupancy.ended(line)
-            self._revise(job, line, line.estimate, line.steps)
+            job.work.ended(line)
         if line.leaf < 0:
             return
         if checkpointed and line.leading:
@@ -212,6 +212,7 @@ class Conductor:
                 job.take(line)
             if line.leaf >= 0:
                 job.uses.skip(line)
+                job.work.ended(line)
                 self.unpin(job, job.uses.spent(line))
             taken.append(line.req)
             self.forget(job, line)
@@ -448,17 +449,6 @@ class Conductor:
         if line.leading:
             self._leaders.append((job, line))
 
-    def _revise(self, job: JobState, line: Line, before: int, steps: int) -> None:
-        """A line takes other than ``before`` steps: the work that remains changes."""
-        if not job.dual:
-            return
-        cost = job.plan.cost
-        reads = line.input_len * steps + steps * (steps + 1) / 2
-        memory_s = cost.kv_read_time_s * reads
-        job.compute_planned_s += (steps - before) * cost.token_time_s
-        job.kv_read_planned_s += memory_s - line.memory_s
-        line.memory_s = memory_s
-
     def end_step(self, batch: Any) -> None:
         """The batch of this step is made; ``None`` if there is nothing to run."""
         if batch is None:
@@ -467,14 +457,13 @@ class Conductor:
         decodes = mode.is_decode() or (mode.is_mixed() and bool(batch.decoding_reqs))
         record = self.steps.record(self, batch, decodes=decodes)
         for job in self.jobs.values():
-            job.compute_s += record.compute_s
-            job.kv_read_s += self.steps.last_kv_read_s
+            job.work.did(record.compute_s, self.steps.last_kv_read_s)
             break
         if decodes:
-            for line, before in self.occupancy.tick():
+            for line in self.occupancy.tick():
                 known = self._known.get(line.req.rid)
                 if known is not None and known[0] is not None:
-                    self._revise(known[0], line, before, line.estimate)
+                    known[0].work.expect(line, line.estimate)
 
 
 class FastMembership(list):  # type: ignore[type-arg]

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 # SGLang runs matrix products and attention one after the other.
 NO_OVERLAP = 1.0
+# Where steps are small, what gets the right side going must not fill them.
+MIN_STEP_TOKENS = 512
 # Of a device that is not in the table. Orders depend on the ratio of its rates only,
 # and that ratio differs little between data-centre devices.
 TYPICAL_DEVICE = "h100"
@@ -47,13 +49,13 @@ def machine_of(tokenizer_manager: Any, state: dict[str, Any]) -> Machine:
         interference_exponent=NO_OVERLAP,
     )
     chunk = server_args.chunked_prefill_size
+    step_tokens = chunk if chunk and chunk > 0 else server_args.max_prefill_tokens
     return Machine(
         cost,
         EngineLimits(
             kv_capacity_tokens=int(state["memory_usage"]["token_capacity"]),
-            step_tokens=chunk
-            if chunk and chunk > 0
-            else server_args.max_prefill_tokens,
+            step_tokens=step_tokens,
+            min_step_tokens=min(MIN_STEP_TOKENS, max(1, step_tokens // 8)),
             max_running=int(state["effective_max_running_requests_per_dp"]),
             # The simulator knows SGLang's steps as those in which decodes and prompts
             # are mixed.

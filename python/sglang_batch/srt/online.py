@@ -155,6 +155,6 @@ def _line(req: Any) -> Line:
     steps = len(req.output_ids)
     expected = max(steps, min(most, DEFAULT_STEPS))
     return Line(
-        req, -1, 0, UNPLANNED_TURN, length, length, most, expected, 0.0, side=ONLINE,
+        req, -1, 0, UNPLANNED_TURN, length, length, most, expected, side=ONLINE,
         steps=steps,
     )  # fmt: skip

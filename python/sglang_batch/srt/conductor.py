@@ -333,6 +333,8 @@ class Conductor:
             or scheduler.grammar_manager.has_waiting_grammars()
         ):
             return False
+        if scheduler.req_to_token_pool.available_size() <= 0:
+            return True
         if not any(len(job.backlog) for job in self.jobs.values()):
             return True
         rows = scheduler.get_num_allocatable_reqs(
@@ -455,7 +457,7 @@ class Conductor:
             return
         mode = batch.forward_mode
         decodes = mode.is_decode() or (mode.is_mixed() and bool(batch.decoding_reqs))
-        record = self.steps.record(self, batch, decodes=decodes)
+        record = self.steps.record(self, decodes=decodes)
         for job in self.jobs.values():
             job.work.did(record.compute_s, self.steps.last_kv_read_s)
             break

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..scheduling.job_plan import StepCost
-from ..scheduling.line import LEFT, ONLINE, RIGHT, Line
-from ..scheduling.step_record import StepLog, StepRecord
+from ..scheduling.line import SIDES, Line
+from ..scheduling.step_record import COLUMNS, StepLog, StepRecord
 from .step_metrics import StepMetrics
 
 if TYPE_CHECKING:
     from .conductor import Conductor
 
 _NO_COST = StepCost(0.0, 0.0, 0.0, 0.0)
+_NOTHING = (0, 0, 0)  # by side
+_SUM_EVERY = 256
+# What is summed over all steps, and the columns that it is the sum of.
+_TOTALS = {
+    "prefill_tokens": [f"prefill_{side}" for side in SIDES],
+    "decode_tokens": [f"decode_{side}" for side in SIDES],
+    **{
+        name: [name]
+        for name in (
+            "cached_tokens",
+            "evicted_tokens",
+            "parked",
+            "resumed",
+            "retracted",
+        )
+    },
+}
 
 
 class Steps:
@@ -22,7 +39,6 @@ class Steps:
     Attributes:
         parked, resumed, retracted: requests, in the step that is being made.
         last_kv_read_s: time to read KV in the last step, by the cost model.
-        totals: sums over all steps, for ``/server_info``.
     """
 
     def __init__(self, log: Path | None, metrics: StepMetrics | None) -> None:
@@ -31,10 +47,8 @@ class Steps:
         self._number = 0
         self._evicted_before = 0
         self.last_kv_read_s = 0.0
-        self.totals = dict.fromkeys(
-            ("steps", "prefill_tokens", "decode_tokens", "cached_tokens",
-             "evicted_tokens", "parked", "resumed", "retracted"), 0,
-        )  # fmt: skip
+        self._recent: list[StepRecord] = []  # not in the sums yet
+        self._totals = dict.fromkeys(("steps", *_TOTALS), 0)
         self._reset()
 
     def _reset(self) -> None:
@@ -56,11 +70,19 @@ class Steps:
             before = line.req.prefix_len
         self._attention += tokens * (2 * before + tokens)
 
-    def record(self, conductor: Conductor, batch: Any, *, decodes: bool) -> StepRecord:
-        """Close the step whose batch was just made."""
-        occupancy, jobs = conductor.occupancy, conductor.jobs.values()
-        cost = next((job.plan.cost for job in jobs), _NO_COST)
-        decode = list(occupancy.decoding) if decodes else [0, 0, 0]
+    def record(self, conductor: Conductor, *, decodes: bool) -> StepRecord:
+        """Close the step whose batch was just made. It comes in every step: no waste."""
+        occupancy = conductor.occupancy
+        cost = None
+        shared = idle = 0
+        waiting = conductor.rooms.num_parked
+        for job in conductor.jobs.values():
+            cost = cost or job.plan.cost
+            shared += job.uses.locked_tokens
+            idle += job.uses.idle_tokens
+            waiting += job.num_waiting
+        cost = cost or _NO_COST
+        decode = occupancy.decoding if decodes else _NOTHING
         tokens = sum(self._prefill) + sum(decode)
         reads = sum(occupancy.reads) if decodes else 0
         self.last_kv_read_s = reads * cost.kv_read_time_s
@@ -68,47 +90,43 @@ class Steps:
         self._number += 1
         record = StepRecord(
             self._number,
-            *(self._prefill[side] for side in (LEFT, RIGHT, ONLINE)),
-            *(decode[side] for side in (LEFT, RIGHT, ONLINE)),
-            *(occupancy.kv[side] for side in (LEFT, RIGHT, ONLINE)),
-            kv_shared=sum(job.uses.locked_tokens for job in jobs),
-            kv_cached=sum(job.uses.idle_tokens for job in jobs),
-            cached_tokens=self._cached,
-            evicted_tokens=evicted - self._evicted_before,
-            parked=self.parked,
-            resumed=self.resumed,
-            retracted=self.retracted,
-            waiting=conductor.num_waiting,
-            compute_s=tokens * cost.token_time_s
-            + self._attention * cost.attention_time_s,
-            memory_s=self.last_kv_read_s + cost.weight_read_time_s,
+            *self._prefill,
+            *decode,
+            *occupancy.kv,
+            shared,
+            idle,
+            self._cached,
+            evicted - self._evicted_before,
+            self.parked,
+            self.resumed,
+            self.retracted,
+            waiting,
+            tokens * cost.token_time_s + self._attention * cost.attention_time_s,
+            self.last_kv_read_s + cost.weight_read_time_s,
         )
         self._evicted_before = evicted
-        self._keep(record)
-        self._reset()
-        return record
-
-    def _keep(self, record: StepRecord) -> None:
-        totals = self.totals
-        totals["steps"] += 1
-        totals["prefill_tokens"] += (
-            record.prefill_left + record.prefill_right + record.prefill_online
-        )
-        totals["decode_tokens"] += (
-            record.decode_left + record.decode_right + record.decode_online
-        )
-        for name in (
-            "cached_tokens",
-            "evicted_tokens",
-            "parked",
-            "resumed",
-            "retracted",
-        ):
-            totals[name] += getattr(record, name)
+        self._recent.append(record)
+        if len(self._recent) == _SUM_EVERY:
+            self._sum_up()
         if self._log is not None:
             self._log.append(record)
         if self._metrics is not None:
             self._metrics.observe(record)
+        self._reset()
+        return record
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Sums over all steps, for ``/server_info``."""
+        self._sum_up()
+        return self._totals
+
+    def _sum_up(self) -> None:
+        columns = dict(zip(COLUMNS, zip(*self._recent, strict=True), strict=False))
+        self._totals["steps"] += len(self._recent)
+        for name, parts in _TOTALS.items():
+            self._totals[name] += sum(sum(columns.get(part, ())) for part in parts)
+        self._recent.clear()
 
     def flush(self) -> None:
         """Write what is held back; the scheduler has nothing to do."""

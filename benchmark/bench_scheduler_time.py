@@ -11,11 +11,11 @@ before its first step, and ends after as many answers as the others have.
 Counted is the scheduler thread's processor time in ``get_next_batch_to_run`` and
 ``process_batch_result``, by step: over all steps, and over steady ones, in which all
 running requests decode and nothing is prefilled. The forward is not counted, nor is
-receiving requests. Processor time, because an engine's three processes share two cores:
-``wall`` is the mean with what the others take of them. ``added`` is the part of it that is
-spent in this package's code; where that is more than ours takes over stock, SGLang's own
-admission has less to do. The engines of one size start side by side and are timed one by
-one, ``--repeats`` times; the steps of all repeats count. The last line is one JSON
+receiving requests. Processor time, because an engine's three processes share two cores.
+``added`` is the part of it that is spent in this package's code; where that is more than
+ours takes over stock, SGLang's own admission has less to do. The engines of one size run
+by turns, a fraction of a second each, so that all meet the machine as fast as it happens
+to be; ``--repeats`` times, and the steps of all repeats count. The last line is one JSON
 document; the exit status is 1 if a target is missed.
 """
 
@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 from report import RESULTS, Figure, finish, print_figures, print_table
-from throughput_engine import Task, run_tasks
+from throughput_engine import Task, run_in_slices
 from throughput_jobs import CHUNK, NUM_IDS
 from throughput_probe import Steps
 from tqdm import tqdm
@@ -97,7 +97,6 @@ class HostTime:
     """Milliseconds in the scheduler's code, of a kind of steps."""
 
     num_steps: int
-    wall_ms: float
     mean_ms: float
     p99_ms: float
     added_mean_ms: float
@@ -105,23 +104,21 @@ class HostTime:
 
     @classmethod
     def of(cls, steps: Steps) -> HostTime:
-        wall_s = steps["schedule_s"] + steps["result_s"]
         host_ms = 1e3 * steps["host_cpu_s"]
         added_ms = 1e3 * steps["added_s"]
         return cls(
-            len(steps), 1e3 * float(wall_s.mean()), float(host_ms.mean()), float(np.percentile(host_ms, 99)),
+            len(steps), float(host_ms.mean()), float(np.percentile(host_ms, 99)),
             float(added_ms.mean()), float(np.percentile(added_ms, 99)),
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A case with its times; seconds: of its last run, feeding included."""
+    """A case with its times."""
 
     case: Case
     steady: HostTime
     all_steps: HostTime
-    seconds: float
 
     @property
     def row(self) -> list[Any]:
@@ -129,11 +126,11 @@ class Measured:
             cell
             for kind in (self.steady, self.all_steps)
             for cell in (
-                f"{kind.num_steps:,}", f"{kind.wall_ms:.3f}", f"{kind.mean_ms:.3f}", f"{kind.p99_ms:.3f}",
+                f"{kind.num_steps:,}", f"{kind.mean_ms:.3f}", f"{kind.p99_ms:.3f}",
                 f"{kind.added_mean_ms:.3f}", f"{kind.added_p99_ms:.3f}",
             )
         ]  # fmt: skip
-        return [f"{self.case.running:,}", self.case.name, *times, f"{self.seconds:.1f}"]
+        return [f"{self.case.running:,}", self.case.name, *times]
 
 
 def measure(
@@ -145,12 +142,10 @@ def measure(
         RuntimeError: the engine failed, or hardly ever decoded with all it may run.
     """
     taken: dict[Case, list[Steps]] = {case: [] for case in cases}
-    seconds: dict[Case, float] = {}
     tasks = [case.task(model, seed) for case in cases]
     for _ in tqdm(range(repeats), f"{cases[0].running} running", unit="repeat"):
-        for case, done in zip(cases, run_tasks(tasks), strict=True):
+        for case, done in zip(cases, run_in_slices(tasks), strict=True):
             taken[case].append(done.steps)
-            seconds[case] = done.seconds
     for case in cases:
         steps = np.concatenate(taken[case])
         full = steps["decode_rows"] == case.running
@@ -160,7 +155,7 @@ def measure(
                 f"{case.name}: {len(steady)} of {len(steps)} steps decoded with"
                 f" {case.running} rows; {MIN_STEADY_STEPS} are needed."
             )
-        yield Measured(case, HostTime.of(steady), HostTime.of(steps), seconds[case])
+        yield Measured(case, HostTime.of(steady), HostTime.of(steps))
 
 
 def figures_of(measured: list[Measured], running: int) -> list[Figure]:
@@ -227,9 +222,8 @@ def main() -> int:
         "Milliseconds a step in the scheduler's own code",
         [
             "running", "engine",
-            *("steady steps", "wall", "mean", "p99", "added, mean", "p99"),
-            *("all steps", "wall", "mean", "p99", "added, mean", "p99"),
-            "seconds",
+            *("steady steps", "mean", "p99", "added, mean", "p99"),
+            *("all steps", "mean", "p99", "added, mean", "p99"),
         ],
         [m.row for m in measured],
     )  # fmt: skip

@@ -54,3 +54,16 @@ def test_answers_of_several_sequences_teach_nothing() -> None:
     assert planner.plans()[0].plan.estimates.est_output_len.max() == 10
     planner.observe(np.arange(100), np.full(100, 4, np.int32))
     assert planner.plans()[0].plan.estimates.est_output_len.max() == 4
+
+
+def test_sides_are_guessed_only_where_most_lengths_are_known() -> None:
+    planner = planner_of(unknown(200), "dual-scan")
+    assert len(planner.sample)
+    (first,) = planner.plans()
+    assert not first.both_ends
+    sent, _ = first.sides
+    assert set(sent[: len(planner.sample)]) == set(planner.sample)
+    planner.observe(planner.sample, np.full(len(planner.sample), 5, np.int32))
+    assert planner.plans()[0].both_ends
+    # All lengths of these are known.
+    assert planner_of(two_kinds(200), "dual-scan").plans()[0].both_ends

@@ -105,6 +105,32 @@ def test_a_step_is_brought_to_the_target_density() -> None:
     assert (left, right) == pytest.approx((19_384, 40_616), abs=2)
 
 
+def test_attention_counts_with_the_prompt_tokens_and_not_with_the_decodes() -> None:
+    # 408 tokens' time is left beside the decodes.
+    dear = scan(prompt_token_time_s=2 * STATE.token_time_s)
+    assert dear.prefill_tokens == pytest.approx(204, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fills"),
+    [
+        ({}, False),
+        # By itself the left side stays below the target, and the right is not let in.
+        ({"target_density": 3.73}, True),
+        ({"right_density": 3.0}, True),
+        ({"left_open": False}, True),
+        ({"right_open": False}, True),
+        # Somebody still decodes there, to go slow for.
+        ({"right_open": False, "right_reads": 1}, False),
+    ],
+)
+def test_half_empty_kv_is_filled_where_there_is_nothing_to_blend(
+    changes: dict[str, Any], fills: bool
+) -> None:
+    assert (scan(kv_used=20_000, **changes).prefill_tokens == 10**9) == fills
+    assert scan(kv_used=40_000, **changes).prefill_tokens < 10**9
+
+
 def test_a_side_that_has_nothing_waiting_leaves_all_to_the_other() -> None:
     assert scan(right_open=False)[:2] == (60_000, 0)
     assert scan(left_open=False)[:2] == (0, 60_000)

@@ -23,7 +23,13 @@ from plan_jobs import (
 from sglang_batch.config import POLICIES
 from sglang_batch.errors import ConfigError
 from sglang_batch.planner.cost_model import CostModel
-from sglang_batch.planner.order import ORDERS, Order, OrderSettings, make_order
+from sglang_batch.planner.order import (
+    ORDERS,
+    Order,
+    OrderSettings,
+    families_mixed,
+    make_order,
+)
 from sglang_batch.planner.prefix_groups import prefix_groups
 from sglang_batch.planner.prefix_tree import build_prefix_tree
 
@@ -370,3 +376,39 @@ def test_beginning_with_any_sample_keeps_all_requests(
             assert found.num_left == len(sample) + len(left)
             assert found.density.shape == (n,)
             assert not np.any(np.isnan(found.density))
+
+
+# Before lengths are known ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EDGE_PROMPTS)
+def test_mixed_families_are_all_requests(name: str) -> None:
+    prompts = EDGE_PROMPTS[name]
+    requests = make_requests(prompts, 10)
+    tree = build_prefix_tree(requests.tokens, requests.offsets)
+    order = families_mixed(tree, seed=0)
+    assert sorted(order.requests) == list(range(len(prompts)))
+    assert order.density is None
+
+
+@given(PROMPTS, SEEDS)
+def test_mixed_families_are_a_permutation(prompts: Sequence[Prompt], seed: int) -> None:
+    requests = make_requests(prompts, 10)
+    tree = build_prefix_tree(requests.tokens, requests.offsets)
+    assert sorted(families_mixed(tree, seed).requests) == list(range(len(prompts)))
+
+
+def test_families_stay_together_and_every_stretch_has_the_jobs_mix() -> None:
+    asked = [(1, 10 + i // 8, 1000 + i) for i in range(400)]  # fifty groups of eight
+    written = [(2, 5000 + i) for i in range(400)]
+    requests = make_requests([*asked, *written], 10)
+    tree = build_prefix_tree(requests.tokens, requests.offsets)
+    order = families_mixed(tree, seed=0).requests
+    place = np.argsort(order)
+    for first in range(0, 400, 8):
+        group = np.sort(place[first : first + 8])
+        assert np.array_equal(group, np.arange(group[0], group[0] + 8))
+    for stretch in np.split(order < 400, 4):
+        assert 0.3 < stretch.mean() < 0.7
+    assert np.array_equal(order, families_mixed(tree, seed=0).requests)
+    assert not np.array_equal(order, families_mixed(tree, seed=1).requests)

@@ -183,6 +183,23 @@ def test_a_prompt_that_was_begun_goes_first() -> None:
     assert choose(job, occupancy, nothing).tokens == 4
 
 
+@pytest.mark.parametrize("decode_rows", [0, 3])
+@pytest.mark.parametrize("dual", [False, True])
+def test_a_prompt_that_was_begun_waits_for_room(decode_rows: int, dual: bool) -> None:
+    density = [1.0] if dual else None
+    job = job_of(plan_of([(1,) * 90], density=density, num_left=1))
+    lines = arrive_all(job)
+    occupancy = Occupancy(10_000)
+    now = now_of(step_tokens=40)
+    assert choose(job, occupancy, now).lines == lines
+    now = now._replace(
+        chunk=lines[0], chunk_left=50, decode_rows=decode_rows, room=0, chunk_room=16
+    )
+    assert choose(job, occupancy, now).tokens <= 16
+    none = choose(job, occupancy, now._replace(chunk_room=0))
+    assert (none.lines, none.tokens) == ([], 0)
+
+
 def test_who_finds_no_room_waits() -> None:
     job = job_of(plan_of([(1,) * 10, (2,) * 50]))
     lines = arrive_all(job)

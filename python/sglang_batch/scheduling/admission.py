@@ -36,6 +36,9 @@ class EngineNow(NamedTuple):
     mixed: whether decodes and prompts share a step; otherwise a step with prompts has
         no decodes.
     locked_elsewhere: tokens of shared prefixes that other jobs' requests use.
+    chunk_room: most tokens of ``chunk`` that there is room for, in whole pages. Its KV
+        was counted when it joined, but pages are not full to the last token and others
+        may have outlived their estimates.
     """
 
     step_tokens: int
@@ -47,6 +50,7 @@ class EngineNow(NamedTuple):
     page_size: int
     mixed: bool = True
     locked_elsewhere: int = 0
+    chunk_room: int = 1 << 62
 
     @property
     def prompt_tokens(self) -> int:
@@ -105,7 +109,7 @@ class _Filling:
 
     def continue_chunk(self, tokens: int) -> None:
         """The prompt that was begun goes on, and before all others."""
-        some = min(self.now.chunk_left, tokens)
+        some = min(self.now.chunk_left, tokens, self.now.chunk_room)
         self.choice.tokens += some
         self.choice.room_needed += some
 

@@ -372,6 +372,7 @@ class Conductor:
         if self.rooms.num_parked and now.chunk_left:
             some = min(now.chunk_left, now.prompt_tokens)
             some = some or (0 if now.decode_rows else self.page_size)
+            some = min(some, now.chunk_room)
             self._add(total, Choice([], some, some))
         return total
 
@@ -402,7 +403,17 @@ class Conductor:
             room=self.cache.free_or_evictable() - taken,
             page_size=self.page_size,
             mixed=mixed,
+            chunk_room=self._chunk_room(rows if mixed else 0, taken),
         )
+
+    def _chunk_room(self, rows: int, taken: int) -> int:
+        """Room for the prompt that is partly computed, beside ``rows`` decodes."""
+        if self.occupancy.running <= 1:  # nobody will make room for it
+            return self.occupancy.capacity
+        idle = sum(job.uses.idle_tokens for job in self.jobs.values())
+        # Each decode may begin a page.
+        room = self.cache.free_or_evictable() + idle - taken - rows * self.page_size
+        return max(0, room // self.page_size * self.page_size)
 
     @staticmethod
     def _add(total: Choice, choice: Choice) -> None:

@@ -99,6 +99,8 @@ class OnlineQueue:
         idle = sum(job.uses.idle_tokens for job in jobs)
         locked = sum(job.uses.locked_tokens for job in jobs)
         room = conductor.cache.free_or_evictable() + idle - rows
+        if self._scheduler.chunked_req is not None:
+            room -= conductor.page_size  # SGLang has it go on beside
         if line.input_len + line.steps + conductor.page_size > room:
             return False
         return conductor.occupancy.fits(line, locked, 0)

@@ -128,6 +128,7 @@ class Probe:
     def wrap_ours(self) -> None:
         """Time what our scheduler does beside SGLang's own methods."""
         from sglang_batch.srt.conductor import Conductor
+        from sglang_batch.srt.open_jobs import OpenJobs
 
         def timed(method: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -150,8 +151,10 @@ class Probe:
             return timed(next_batch)(conductor, running_batch, timed_build)
 
         Conductor.next_batch = timed_next_batch  # type: ignore[method-assign]
-        for name in ("begin_step", "end_step", "released"):
-            setattr(Conductor, name, timed(getattr(Conductor, name)))
+        for owner, name in (
+            (Conductor, "begin_step"), (Conductor, "end_step"), (OpenJobs, "released"),
+        ):  # fmt: skip
+            setattr(owner, name, timed(getattr(owner, name)))
 
     def _record(self, work: tuple[int, int, int], run: Callable[[], Any]) -> Any:
         begin, begin_cpu = time.perf_counter(), time.process_time()

@@ -42,7 +42,7 @@ class ParkingScheduler(scheduler_module.Scheduler):  # type: ignore[misc]
         self.steps += 1
         if any(req.rid.startswith(PARK) for req in running_batch.reqs):
             if self.steps % 3 == 0:
-                self.park_some(running_batch)
+                self.park_some(running_batch, last_batch)
             if self.steps % self.settings["evict_every"] == 0:
                 self.counts["evictions"] += 1
                 self.tree_cache.evict(EvictParams(num_tokens=10**6))
@@ -59,7 +59,7 @@ class ParkingScheduler(scheduler_module.Scheduler):  # type: ignore[misc]
             count_retracted(plan.batch_to_run, self.model_config.vocab_size)
         return plan
 
-    def park_some(self, running_batch: Any) -> None:
+    def park_some(self, running_batch: Any, last_batch: Any) -> None:
         if self.settings["drain"]:
             self.counts["drained"] += drain_results(self)
         running_batch.filter_batch()
@@ -82,7 +82,9 @@ class ParkingScheduler(scheduler_module.Scheduler):  # type: ignore[misc]
             self.counts["left_to_tree"] += shared_len
         running_batch.filter_batch(reqs_to_exclude=chosen)
         running_batch.batch_is_full = False
-        if running_batch.is_empty() and self.last_batch is None:
+        # A prompt that was just computed is in the last batch only, with its KV.
+        last = last_batch.reqs if last_batch is not None else []
+        if running_batch.is_empty() and not any(req.kv.holds_kv for req in last):
             self.check_idle()
 
     def resume_some(self, running_batch: Any) -> Any:

@@ -40,7 +40,7 @@ class StressScheduler(offline.OfflineScheduler):
         super().__init__(*args, **kwargs)
 
     def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
-        for job in list(self.conductor.jobs.values()):
+        for job in list(self.conductor.jobs):
             found = ABORT_IN.search(job.job_id)
             if found and job.job_id not in self.aborted:
                 self.abort_one(job, found[1])
@@ -98,7 +98,7 @@ class StressScheduler(offline.OfflineScheduler):
         for req in [*running, *batch]:
             if not req.finished():
                 assert id(req) in known, f"{req.rid} runs and nobody counts it"
-        for job in conductor.jobs.values():
+        for job in conductor.jobs:
             self.check_prefixes(job.uses)
 
     def check_prefixes(self, uses: Any) -> None:
@@ -152,11 +152,11 @@ class StressScheduler(offline.OfflineScheduler):
         kv = self.token_to_kv_pool_allocator
         return {
             "jobs": len(conductor.jobs),
-            "closed": len(conductor._closed),
-            "known": len(conductor._known),
-            "leaders": sum(line.running for _, line in conductor._leaders),
+            "closed": len(conductor.jobs._closed),
+            "known": len(conductor.jobs._known),
+            "leaders": sum(line.running for _, line in conductor.jobs._leaders),
             "waiting": conductor.num_waiting + len(self.waiting_queue),
-            "tokens": conductor.waiting_tokens,
+            "tokens": conductor.jobs.waiting_tokens,
             "running": occupancy.running,
             "decoding": sum(occupancy.decoding),
             "kv": sum(occupancy.kv),

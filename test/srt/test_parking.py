@@ -88,6 +88,11 @@ def test_every_parked_request_leaves_the_host(demo_model: Path, name: str) -> No
     assert counts["parked"] == counts["resumed"] + counts.get("given_up", 0)
 
 
+def test_with_everything_parked_no_kv_is_missing(demo_model: Path) -> None:
+    counts = [run(demo_model, name)["counts"] for name in SETTINGS]
+    assert sum(each.get("idle_checks", 0) for each in counts) > 0
+
+
 @pytest.mark.parametrize("name", ["overlap", "in-flight", "normal-loop"])
 def test_nothing_is_computed_twice(demo_model: Path, name: str) -> None:
     found = run(demo_model, name)

@@ -21,16 +21,14 @@ import logging
 from typing import Any
 
 from sglang.srt.managers.scheduler import NextBatchPlan
-from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
-from ..request import parse_request_id
 from ..scheduling.admission import Choice, EngineNow, choose, put_back
-from ..scheduling.job_plan import JobPlan
 from ..scheduling.job_state import JobState
 from ..scheduling.line import Line
 from ..scheduling.occupancy import Occupancy
 from .online import OnlineQueue
+from .open_jobs import OpenJobs
 from .planned_cache import PlannedRadixCache
 from .rooms import Rooms
 from .steps import Steps
@@ -43,7 +41,7 @@ class Conductor:
     """The plans of one scheduler process.
 
     Attributes:
-        jobs: open jobs by id, in the order in which they were opened.
+        jobs: what is open, and its requests.
         occupancy: what runs.
     """
 
@@ -54,213 +52,33 @@ class Conductor:
         self.step_tokens = (
             scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
         )
+        self.steps = steps
         self.occupancy = Occupancy(int(scheduler.max_total_num_tokens))
-        self.jobs: dict[str, JobState] = {}
-        self._closed: set[str] = set()
-        self._num_retired = 0
-        self._known: dict[str, tuple[JobState | None, Line]] = {}
+        self.jobs = OpenJobs(self.cache, self.occupancy, steps, self.page_size)
         self._starting: list[Line] = []
-        self._leaders: list[tuple[JobState, Line]] = []
         self.rooms = Rooms(self)
         self.online = OnlineQueue(self)
-        self.steps = steps
         self.cache.let_go = self.rooms.let_go
-        self.cache.on_released = self.released
-        self.cache.on_reset = self.forget_pins
-
-    # Jobs -----------------------------------------------------------------------------
-
-    def open(self, job_id: str, plan: JobPlan) -> int:
-        """A job opens, or gets a new plan; returns the requests of it that are here."""
-        if self.cache.disable:
-            plan = plan.without_prefixes()
-        job = self.jobs.get(job_id)
-        if job is not None and job.plan.same_requests(plan):
-            job.replan(plan)
-        else:
-            if job is not None:
-                self._retire(job)
-            self.jobs[job_id] = JobState(job_id, plan, self.page_size)
-        self._closed.discard(job_id)
-        longest = plan.steps.max(initial=1.0)
-        self.occupancy.cover(int(longest) + 1)
-        return len(self.jobs[job_id])
-
-    def _retire(self, job: JobState) -> None:
-        """A job that was stopped is started again before its last requests have left."""
-        del self.jobs[job.job_id]
-        self._num_retired += 1
-        job.job_id = f"{job.job_id} (stopped, {self._num_retired})"
-        self.jobs[job.job_id] = job
-        self._closed.add(job.job_id)
-        self._drop_if_done(job.job_id)
-
-    def close(self, job_id: str) -> int:
-        """No more requests of a job will come; what is here of it goes on."""
-        if job_id not in self.jobs:
-            return 0
-        self._closed.add(job_id)
-        left = len(self.jobs[job_id])
-        self._drop_if_done(job_id)
-        return left
-
-    def _drop_if_done(self, job_id: str) -> None:
-        if job_id in self._closed and not len(self.jobs[job_id]):
-            self._closed.discard(job_id)
-            self.unpin(self.jobs[job_id], list(self.jobs[job_id].uses.pins))
-            del self.jobs[job_id]
+        self.cache.on_released = self.jobs.released
+        self.cache.on_reset = self.jobs.forget_pins
 
     @property
     def num_waiting(self) -> int:
-        waiting = sum(job.num_waiting for job in self.jobs.values())
-        return waiting + self.rooms.num_parked
-
-    @property
-    def locked_tokens(self) -> int:
-        """Tokens of shared prefixes that running requests use."""
-        return sum(job.uses.locked_tokens for job in self.jobs.values())
-
-    @property
-    def waiting_tokens(self) -> int:
-        return sum(job.waiting_tokens for job in self.jobs.values())
-
-    # Requests come and go -------------------------------------------------------------
-
-    def enqueue(self, req: Any) -> bool:
-        """Take a request that is to wait; False for one that belongs to no job."""
-        known = self._known.get(req.rid)
-        if known is not None:
-            job, line = known
-            if job is None:
-                return False
-            if not line.waiting and not line.running:  # SGLang retracted it
-                line.steps = max(0, len(req.output_ids))
-                job.backlog.add(line)
-                self.steps.retracted += 1
-            return True
-        job_id, number, part = parse_request_id(req.rid)
-        job = self.jobs.get(job_id)
-        if job is None:
-            return False
-        line = job.add(
-            req,
-            number,
-            len(req.origin_input_ids),
-            max(0, (req.sampling_params.max_new_tokens or 0) - 1),
-            part=part,
-        )
-        self._known[req.rid] = (job, line)
-        return True
-
-    def known(self, req: Any) -> tuple[JobState | None, Line] | None:
-        return self._known.get(req.rid)
-
-    def join_online(self, line: Line) -> None:
-        self._known[line.req.rid] = (None, line)
-        self.occupancy.join(line)
-
-    def released(self, req: Any, checkpointed: bool) -> None:
-        """A request gave its KV back: it ended, or SGLang retracted or aborted it."""
-        known = self._known.get(req.rid)
-        if known is None:
-            return
-        job, line = known
-        finished = req.finished()
-        if line.running:
-            self._leave(job, line, checkpointed=checkpointed, back=not finished)
-        # An online request that SGLang retracted is known again when it joins.
-        if finished or job is None:
-            self.forget(job, line)
-
-    def _leave(
-        self, job: JobState | None, line: Line, *, checkpointed: bool, back: bool
-    ) -> None:
-        self.occupancy.leave(line)
-        if job is None:
-            return
-        if not back:
-            self.occupancy.ended(line)
-            job.work.ended(line)
-        if line.leaf < 0:
-            return
-        if checkpointed and line.leading:
-            self._show(job, line, line.input_len)
-        job.release_followers(job.uses.leave(line, parked=back))
-
-    def forget(self, job: JobState | None, line: Line) -> None:
-        """A request is over."""
-        self._known.pop(line.req.rid, None)
-        if job is not None:
-            job.forget(line)
-            self._drop_if_done(job.job_id)
+        """Requests of jobs that do not run, parked ones among them."""
+        return self.jobs.num_waiting + self.rooms.num_parked
 
     def abort(self, rid: str, *, everything: bool) -> list[Any]:
         """Take requests out that wait or are parked; returns them to be answered.
 
         A ``rid`` that is one of ours means that request only, any other is a prefix.
         """
-        if not everything and rid in self._known:
-            rids = [rid]
-        else:
-            rids = [r for r in self._known if everything or r.startswith(rid)]
         taken = []
-        for each in rids:
-            job, line = self._known[each]
-            if job is None or line.running:
-                continue
+        for job, line in self.jobs.not_running(rid, everything=everything):
             if not self.rooms.drop(line):
                 job.take(line)
-            if line.leaf >= 0:
-                job.uses.skip(line)
-                job.work.ended(line)
-                self.unpin(job, job.uses.spent(line))
+            self.jobs.skip(job, line)
             taken.append(line.req)
-            self.forget(job, line)
         return taken
-
-    # Prefixes -------------------------------------------------------------------------
-
-    def pin(self, job: JobState, req: Any, nodes: list[int]) -> None:
-        """Keep those of a request's prefixes that others will need."""
-        for node in nodes:
-            if job.uses.wanted(node):
-                lock = self.cache.keep(req, int(job.uses.depth[node]))
-                if lock is not None:
-                    job.uses.pin(node, lock)
-
-    def unpin(self, job: JobState, nodes: list[int]) -> None:
-        for node in nodes:
-            self.cache.unlock(job.uses.unpin(node))
-
-    def forget_pins(self) -> None:
-        """The tree was emptied, and its locks with it."""
-        for job in self.jobs.values():
-            job.uses.forget_pins()
-
-    def _show(self, job: JobState, line: Line, num_tokens: int) -> None:
-        done = job.uses.computed(line, num_tokens)
-        self.pin(job, line.req, done)
-        job.release_followers(done)
-
-    def show_computed(self) -> None:
-        """Make what leaders computed in the last step visible to this one.
-
-        SGLang would do so when the step's result is processed, after the next batch
-        was built. The next forward runs after the last one, so that it may read the
-        KV which that one writes.
-        """
-        chunked = self.scheduler.chunked_req
-        going_on = []
-        for job, line in self._leaders:
-            if not line.running or not line.leading:
-                continue
-            if line.req is chunked:  # SGLang has put it into the tree already
-                self._show(job, line, line.req.prefix_len)
-                going_on.append((job, line))
-            elif not line.req.finished() and line.req.kv.holds_kv:
-                checkpoint_kv_cache(line.req, self.cache)
-                self._show(job, line, line.input_len)
-        self._leaders = going_on
 
     # A step ---------------------------------------------------------------------------
 
@@ -278,7 +96,7 @@ class Conductor:
             build: SGLang's ``get_new_batch_prefill``.
         """
         scheduler = self.scheduler
-        self.show_computed()
+        self.jobs.show_computed(scheduler.chunked_req)
         running_batch = self.rooms.for_decodes(running_batch)
         running_batch = self.rooms.resume(running_batch)
         if self._nobody_can_join(running_batch):
@@ -305,9 +123,10 @@ class Conductor:
             plan: NextBatchPlan = build(running_batch)
         finally:
             scheduler.chunked_prefill_size = stock_chunk
+        plan.running_batch.batch_is_full = False  # of this choice only
         left = {req.rid for req in scheduler.waiting_queue}
         scheduler.waiting_queue = [
-            req for req in scheduler.waiting_queue if self._is_online(req)
+            req for req in scheduler.waiting_queue if self.jobs.is_online(req)
         ] + held
         if grammars and plan.batch_to_run is not None:
             ready = ready + self.online.unseen(plan.batch_to_run)
@@ -333,18 +152,16 @@ class Conductor:
             or scheduler.grammar_manager.has_waiting_grammars()
         ):
             return False
-        if scheduler.req_to_token_pool.available_size() <= 0:
+        # SGLang's mark for "no rows left"; it takes it off when a request leaves.
+        if running_batch.batch_is_full:
             return True
-        if not any(len(job.backlog) for job in self.jobs.values()):
+        if not any(len(job.backlog) for job in self.jobs):
             return True
         rows = scheduler.get_num_allocatable_reqs(
             len(running_batch.reqs), running_batch=running_batch
         )
+        running_batch.batch_is_full = rows <= 0
         return bool(rows <= 0)
-
-    def _is_online(self, req: Any) -> bool:
-        known = self._known.get(req.rid)
-        return known is None or known[0] is None
 
     def _choose(self, running_batch: Any, ready: list[Any]) -> Choice:
         """What joins this step; ``ready`` online requests join in any case."""
@@ -353,10 +170,10 @@ class Conductor:
             tokens=self.step_tokens - now.step_tokens,
             room_needed=self.cache.free_or_evictable() - now.room,
         )
-        for job in self.jobs.values():
+        for job in self.jobs:
             if self.rooms.num_parked:
                 break
-            elsewhere = self.locked_tokens - job.uses.locked_tokens
+            elsewhere = self.jobs.locked_tokens - job.uses.locked_tokens
             now = now._replace(locked_elsewhere=elsewhere)
             choice = choose(job, self.occupancy, now)
             self._add(total, choice)
@@ -381,7 +198,7 @@ class Conductor:
         # Those that are complete decode no more; SGLang takes them out in time.
         rows = max(0, len(running_batch.reqs) - self.occupancy.complete)
         chunked = scheduler.chunked_req
-        known = self._known.get(chunked.rid) if chunked is not None else None
+        known = self.jobs.known(chunked) if chunked is not None else None
         left = 0
         if chunked is not None:
             left = len(chunked.full_untruncated_fill_ids) - chunked.extend_end
@@ -410,7 +227,7 @@ class Conductor:
         """Room for the prompt that is partly computed, beside ``rows`` decodes."""
         if self.occupancy.running <= 1:  # nobody will make room for it
             return self.occupancy.capacity
-        idle = sum(job.uses.idle_tokens for job in self.jobs.values())
+        idle = self.jobs.idle_tokens
         # Each decode may begin a page.
         room = self.cache.free_or_evictable() + idle - taken - rows * self.page_size
         return max(0, room // self.page_size * self.page_size)
@@ -425,25 +242,22 @@ class Conductor:
         self, choice: Choice, ready: list[Any], left: set[str], chunked: Any
     ) -> None:
         """Take note of what SGLang admitted, and of what it did not."""
-        scheduler = self.scheduler
-        for line in choice.lines:
-            job, _ = self._known[line.req.rid]
-            assert job is not None
-            if line.req.rid in left:
+        jobs = self.jobs
+        for req in [line.req for line in choice.lines] + ready:
+            known = jobs.known(req)
+            assert known is not None
+            job, line = known
+            if req.rid not in left:
+                self._admitted(job, line)
+            elif job is not None:
                 put_back(job, self.occupancy, line)
             else:
-                self._admitted(job, line)
-        for req in ready:
-            if req.rid not in left:
-                self._admitted(None, self._known[req.rid][1])
-            else:
-                self.online.put_back(self._known.pop(req.rid)[1])
-        if chunked is not None:
-            known = self._known.get(chunked.rid)
-            if known is not None:
-                self.steps.prefilled(known[1], chunked.extend_end - chunked.prefix_len)
-                if scheduler.chunked_req is not chunked:
-                    self._starting.append(known[1])
+                jobs.leave_online(line)
+        chunk = jobs.known(chunked) if chunked is not None else None
+        if chunk is not None:
+            self.steps.prefilled(chunk[1], chunked.extend_end - chunked.prefix_len)
+            if self.scheduler.chunked_req is not chunked:
+                self._starting.append(chunk[1])
 
     def _admitted(self, job: JobState | None, line: Line) -> None:
         req = line.req
@@ -451,16 +265,8 @@ class Conductor:
         self.steps.admitted(line, cached, req.extend_end - cached)
         if req is not self.scheduler.chunked_req:
             self._starting.append(line)
-        if job is None or line.leaf < 0:
-            return
-        job.uses.lead(line, cached)
-        if line.leading:
-            self._show(job, line, cached)
-        kept = [n for n in job.uses.path(line.node) if job.uses.depth[n] <= cached]
-        self.pin(job, req, kept)
-        self.unpin(job, job.uses.spent(line))
-        if line.leading:
-            self._leaders.append((job, line))
+        if job is not None and line.leaf >= 0:
+            self.jobs.started(job, line, cached)
 
     def end_step(self, batch: Any) -> None:
         """The batch of this step is made; ``None`` if there is nothing to run."""
@@ -469,12 +275,12 @@ class Conductor:
         mode = batch.forward_mode
         decodes = mode.is_decode() or (mode.is_mixed() and bool(batch.decoding_reqs))
         record = self.steps.record(self, decodes=decodes)
-        for job in self.jobs.values():
+        for job in self.jobs:
             job.work.did(record.compute_s, self.steps.last_kv_read_s)
             break
         if decodes:
             for line in self.occupancy.tick():
-                known = self._known.get(line.req.rid)
+                known = self.jobs.known(line.req)
                 if known is not None and known[0] is not None:
                     known[0].work.expect(line, line.estimate)
 

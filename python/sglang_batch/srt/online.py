@@ -47,7 +47,7 @@ class OnlineQueue:
                 if not self._fits(running_batch, line, len(ready)):
                     self._in_vain = state
                     break
-            self._conductor.join_online(line)
+            self._conductor.jobs.join_online(line)
             ready.append(req)
         if ready and self._needs_chunks(ready[0], running_batch):
             # SGLang computes one prompt in chunks at a time: first come, first served
@@ -72,14 +72,10 @@ class OnlineQueue:
     def unseen(self, batch: Any) -> list[Any]:
         """Requests that SGLang admitted past :meth:`ready`: their grammar was compiled
         while it built the batch."""
-        unseen = [req for req in batch.reqs if self._conductor.known(req) is None]
+        unseen = [req for req in batch.reqs if self._conductor.jobs.known(req) is None]
         for req in unseen:
-            self._conductor.join_online(_line(req))
+            self._conductor.jobs.join_online(_line(req))
         return unseen
-
-    def put_back(self, line: Line) -> None:
-        """SGLang could not admit it in this step."""
-        self._conductor.occupancy.leave(line)
 
     def _num_running(self) -> int:
         lines = self._conductor.occupancy.lines
@@ -95,15 +91,12 @@ class OnlineQueue:
         )
         if free_rows <= num_ready:
             return False
-        jobs = conductor.jobs.values()
-        idle = sum(job.uses.idle_tokens for job in jobs)
-        locked = sum(job.uses.locked_tokens for job in jobs)
-        room = conductor.cache.free_or_evictable() + idle - rows
+        room = conductor.cache.free_or_evictable() + conductor.jobs.idle_tokens - rows
         if self._scheduler.chunked_req is not None:
             room -= conductor.page_size  # SGLang has it go on beside
         if line.input_len + line.steps + conductor.page_size > room:
             return False
-        return conductor.occupancy.fits(line, locked, 0)
+        return conductor.occupancy.fits(line, conductor.jobs.locked_tokens, 0)
 
     def _make_room(self, running_batch: Any, line: Line, num_ready: int) -> Any:
         conductor = self._conductor

@@ -27,6 +27,7 @@ class Rooms:
         self._conductor = conductor
         self._scheduler = conductor.scheduler
         self._cache = conductor.cache
+        self._jobs = conductor.jobs
         self._parking = _parking(conductor.scheduler)
         self._parked: dict[str, tuple[JobState, Line, Parked]] = {}
         self._just_parked = False
@@ -44,23 +45,14 @@ class Rooms:
     def let_go(self, num_tokens: int) -> None:
         """Take pins off until the cache can evict ``num_tokens``."""
         while self._cache.evictable_size() < num_tokens:
-            if not self._unpin_furthest():
+            if not self._jobs.unpin_furthest():
                 return
 
     def make(self, num_tokens: int) -> None:
         """Take pins off until ``num_tokens`` can be allocated."""
         while self._cache.free_or_evictable() < num_tokens:
-            if not self._unpin_furthest():
+            if not self._jobs.unpin_furthest():
                 return
-
-    def _unpin_furthest(self) -> bool:
-        # Of the job that was opened last first: its turn comes last.
-        for job in reversed(self._conductor.jobs.values()):
-            node = job.uses.furthest()
-            if node:
-                self._conductor.unpin(job, [node])
-                return True
-        return False
 
     # Parking --------------------------------------------------------------------------
 
@@ -104,7 +96,9 @@ class Rooms:
         rows = {req.rid for req in running_batch.reqs}
         out: list[Any] = []
         for line in reversed(self._conductor.occupancy.lines):
-            short = self._cache.free_or_evictable() + self._idle() < num_tokens
+            short = (
+                self._cache.free_or_evictable() + self._jobs.idle_tokens < num_tokens
+            )
             short = short or len(out) < num_rows
             if not short or len(rows) - len(out) <= leave:
                 break
@@ -115,12 +109,9 @@ class Rooms:
             running_batch.batch_is_full = False
         return running_batch
 
-    def _idle(self) -> int:
-        return sum(job.uses.idle_tokens for job in self._conductor.jobs.values())
-
     def park(self, line: Line) -> bool:
         """Move one running batch line to the host; False if that is not possible."""
-        known = self._conductor.known(line.req)
+        known = self._jobs.known(line.req)
         if known is None or known[0] is None or not line.decoding:
             return False
         if self._parking is None:
@@ -135,7 +126,7 @@ class Rooms:
         if line.leaf >= 0:
             job.release_followers(job.uses.leave(line, parked=True))
             # It needs its prefixes again, whoever else does.
-            conductor.pin(job, req, job.uses.path(line.node))
+            self._jobs.pin(job, req, job.uses.path(line.node))
             shared = min(job.uses.kept_depth(line.node), req.kv.cache_protected_len)
             # Should the tree lose it, the rest is lost with it: a short prefix is not
             # worth that.
@@ -156,7 +147,7 @@ class Rooms:
             False if there is none, or the prompt is an online request's.
         """
         req = self._scheduler.chunked_req
-        known = self._conductor.known(req) if req is not None else None
+        known = self._jobs.known(req) if req is not None else None
         if known is None:
             return False
         job, line = known
@@ -209,7 +200,7 @@ class Rooms:
             rows, running_batch=running_batch
         ):
             return None
-        locked = conductor.locked_tokens + uses.newly_locked(line.node)
+        locked = self._jobs.locked_tokens + uses.newly_locked(line.node)
         if not conductor.occupancy.fits(line, locked, 0):
             return None
         reserve = rows + conductor.page_size
@@ -222,7 +213,7 @@ class Rooms:
         conductor.occupancy.begin_decoding(line)
         if line.leaf >= 0:
             uses.start(line, line.input_len)
-            conductor.unpin(job, uses.spent(line))
+            self._jobs.unpin(job, uses.spent(line))
         conductor.steps.resumed += 1
         return back
 

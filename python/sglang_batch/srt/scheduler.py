@@ -103,11 +103,11 @@ class OfflineScheduler(MarkedScheduler):
 
     def _control(self, message: JobControl) -> JobControlOutput:
         if message.action == CLOSE:
-            left = self.conductor.close(message.job_id)
+            left = self.conductor.jobs.close(message.job_id)
         else:
             plans, rank = message.plans, get_parallel().dp_rank or 0
             plan = JobPlan.from_bytes(plans[min(rank, len(plans) - 1)])
-            left = self.conductor.open(message.job_id, plan)
+            left = self.conductor.jobs.open(message.job_id, plan)
         return JobControlOutput(job_id=message.job_id, num_requests=left)
 
     # Steps ----------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class OfflineScheduler(MarkedScheduler):
     # The waiting queue ----------------------------------------------------------------
 
     def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
-        if not self.conductor.enqueue(req):
+        if not self.conductor.jobs.enqueue(req):
             super()._add_request_to_queue(req, is_retracted)
             return
         if not is_retracted:

@@ -76,7 +76,7 @@ class Steps:
         cost = None
         shared = idle = 0
         waiting = conductor.rooms.num_parked
-        for job in conductor.jobs.values():
+        for job in conductor.jobs:
             cost = cost or job.plan.cost
             shared += job.uses.locked_tokens
             idle += job.uses.idle_tokens

@@ -28,4 +28,4 @@ class WaitingView:
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._queue
-        yield Backlogged(self._conductor.waiting_tokens)
+        yield Backlogged(self._conductor.jobs.waiting_tokens)

@@ -1,0 +1,110 @@
+"""The kernels compile for the devices they are meant for; no device is needed."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sgl_kernel_ext.merge_state.kernel import merge_parts_kernel, merge_state_kernel
+from sgl_kernel_ext.shared_prefix_attention.configs import pick_tiles
+from sgl_kernel_ext.shared_prefix_attention.kernel import (
+    shared_prefix_attention_kernel,
+)
+from sgl_kernel_ext.utils import next_power_of_two
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the kernels are interpreted"
+)
+
+# Target, family in the tile table, and shared memory that one program may use.
+DEVICES = {
+    "h100": (GPUTarget("cuda", 90, 32), "hopper", 227 << 10),
+    "a100": (GPUTarget("cuda", 80, 32), "ampere", 163 << 10),
+    "mi300": (GPUTarget("hip", "gfx942", 64), "mi300", 64 << 10),
+}
+TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+INDEX_POINTERS = {
+    "header_ptr",
+    "tasks_ptr",
+    "gather_ptr",
+    "indptr_ptr",
+    "rows_ptr",
+    "num_tokens_ptr",
+    "table_ptr",
+}
+VALUE_POINTERS = {"q_ptr", "k_ptr", "v_ptr", "out_ptr", "a_ptr", "b_ptr"}
+
+
+def compiled(
+    kernel: Any, target: GPUTarget, value: str, constants: dict[str, Any], warps: int
+) -> Any:
+    """Compile as a launch with aligned pointers and strides would."""
+    signature, attributes = {}, {}
+    for i, name in enumerate(inspect.signature(kernel.fn).parameters):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        if name in INDEX_POINTERS:
+            signature[name] = "*i32"
+        elif name == "kv_len_ptr":
+            signature[name] = "*i64"
+        elif name in VALUE_POINTERS:
+            signature[name] = f"*{value}"
+        elif name.endswith("_ptr") or name == "scale_log2":
+            signature[name] = "*fp32" if name.endswith("_ptr") else "fp32"
+        else:
+            signature[name] = "i32"
+        if name not in ("scale_log2", "stride_lt"):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options={"num_warps": warps})
+
+
+@pytest.mark.parametrize(
+    ("device", "value", "head_dim", "max_tile", "page_size"),
+    [
+        ("h100", "bf16", 128, 64, 1),
+        ("h100", "bf16", 80, 128, 16),
+        ("h100", "fp32", 64, 64, 1),
+        ("a100", "fp16", 128, 64, 1),
+        ("mi300", "bf16", 128, 64, 16),
+    ],
+)
+def test_attention(
+    device: str, value: str, head_dim: int, max_tile: int, page_size: int
+) -> None:
+    target, family, shared_memory = DEVICES[device]
+    tiles = pick_tiles(family, head_dim, TYPES[value].itemsize)
+    constants = {
+        "NUM_Q_HEADS": 32,
+        "NUM_KV_HEADS": 8,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": next_power_of_two(head_dim),
+        "PAGE_SIZE": page_size,
+        "MAX_TILE": max_tile,
+        "SELECT": 0,
+        "HAS_LSE": True,
+        "PRECISION": "tf32x3" if value == "fp32" else "ieee",
+    }
+    for i, rows in enumerate((16, 64, 128)):
+        constants[f"BLOCK_N_{rows}"] = tiles.block_n[i]
+        constants[f"STAGES_{rows}"] = tiles.num_stages[i]
+    warps = tiles.num_warps_wide if max_tile > 64 else tiles.num_warps
+    kernel = compiled(shared_prefix_attention_kernel, target, value, constants, warps)
+    assert kernel.metadata.shared <= shared_memory
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_merges(device: str) -> None:
+    target = DEVICES[device][0]
+    shape = {"NUM_HEADS": 32, "HEAD_DIM": 80, "BLOCK_H": 4, "BLOCK_D": 128}
+    compiled(merge_state_kernel, target, "bf16", shape, 4)
+    shape |= {"BLOCK_P": 4, "HAS_LSE": True}
+    compiled(merge_parts_kernel, target, "bf16", shape, 4)

@@ -1,0 +1,232 @@
+"""The shared-prefix kernel against each request's own attention, interpreted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import (
+    FORESTS,
+    SMALL,
+    Batch,
+    assert_attention_close,
+    ints,
+    make_batch,
+    make_planner,
+    poisoned_outputs,
+)
+
+from sgl_kernel_ext.shared_prefix_attention import Planner, run
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+
+
+def check_run(batch: Batch, planner: Planner, grid: int | None = None) -> None:
+    """Plan, run into poisoned memory, and compare."""
+    plan = planner.plan(*batch.planned())
+    out, lse = poisoned_outputs(batch, plan)
+    run(plan, *batch.tensors(), out, batch.scale, lse=lse, grid=grid)
+    assert_attention_close(batch, out, lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("page_size", [1, 16], ids="page{}".format)
+@pytest.mark.parametrize("name", FORESTS)
+def test_forests(name: str, page_size: int, dtype: torch.dtype) -> None:
+    batch = make_batch(**FORESTS[name], page_size=page_size, dtype=dtype)  # type: ignore[arg-type]
+    planner = make_planner(batch)
+    check_run(batch, planner)
+
+
+@pytest.mark.parametrize("head_dim", [16, 80, 96, 128])
+def test_head_dims(head_dim: int) -> None:
+    batch = make_batch(**FORESTS["one-root"], head_dim=head_dim)  # type: ignore[arg-type]
+    check_run(batch, make_planner(batch))
+
+
+@pytest.mark.parametrize(
+    ("heads", "max_tile"), [((3, 3), 16), ((6, 1), 64), ((20, 2), 64), ((8, 4), 128)]
+)
+def test_groups_and_tiles(heads: tuple[int, int], max_tile: int) -> None:
+    batch = make_batch(**FORESTS["chunks"], heads=heads)  # type: ignore[arg-type]
+    check_run(batch, make_planner(batch, max_tile=max_tile))
+
+
+def test_wide_tiles_with_and_without_a_mask() -> None:
+    batch = make_batch(
+        node_parent=[-1],
+        node_end=[40],
+        request_node=[0, 0],
+        own_len=[100, 80],
+        q_len=[70, 64],
+        heads=(2, 1),
+    )
+    planner = make_planner(batch, max_tile=128)
+    plan = planner.plan(*batch.planned())
+    assert (plan.task_table[:, 8] == 2).any()
+    check_run(batch, planner)
+
+
+@pytest.mark.parametrize("grid", [1, 7, 200], ids="grid{}".format)
+def test_any_grid_gives_the_same(grid: int) -> None:
+    batch = make_batch(**FORESTS["three-levels"])  # type: ignore[arg-type]
+    plan = make_planner(batch).plan(*batch.planned())
+    exact, exact_lse = poisoned_outputs(batch, plan)
+    run(plan, *batch.tensors(), exact, batch.scale, lse=exact_lse)
+    out, lse = poisoned_outputs(batch, plan)
+    run(plan, *batch.tensors(), out, batch.scale, lse=lse, grid=grid)
+    assert torch.equal(out, exact)
+    assert torch.equal(lse, exact_lse)
+
+
+def test_one_fixed_grid_serves_batch_after_batch() -> None:
+    first = make_batch(**FORESTS["three-levels"])  # type: ignore[arg-type]
+    planner = make_planner(first)
+    small = replace(SMALL, num_sms=1)
+    planner = make_planner(first, config=small)
+    for name in ("three-levels", "no-forest", "two-groups"):
+        batch = make_batch(**FORESTS[name])  # type: ignore[arg-type]
+        check_run(batch, planner, grid=planner.fixed_grid)
+
+
+def test_a_plan_is_reused_while_decodes_grow() -> None:
+    batch = make_batch(**FORESTS["two-groups"], room=16)  # type: ignore[arg-type]
+    plan = make_planner(batch).plan(*batch.planned())
+    for tokens in ([1] * 7, [0, 3, 16, 1, 2, 0, 16]):
+        grown = batch.grown(tokens)
+        assert plan.still_good(grown.kv_len)
+        out, lse = poisoned_outputs(grown, plan)
+        run(plan, *grown.tensors(), out, grown.scale, lse=lse)
+        assert_attention_close(grown, out, lse)
+
+
+def test_node_and_suffix_launches_are_the_fused_one() -> None:
+    batch = make_batch(**FORESTS["three-levels"])  # type: ignore[arg-type]
+    plan = make_planner(batch, separate_nodes=True).plan(*batch.planned())
+    assert 0 < plan.num_node_tasks < plan.num_tasks
+    out, lse = poisoned_outputs(batch, plan)
+    tensors = batch.tensors()
+    run(plan, *tensors, out, batch.scale, lse=lse, select="nodes", merge=False)
+    run(plan, *tensors, out, batch.scale, lse=lse, select="suffixes", merge=True)
+    assert_attention_close(batch, out, lse)
+
+
+def test_without_node_tasks_nothing_is_launched_for_them() -> None:
+    batch = make_batch(own_len=[5, 9])
+    plan = make_planner(batch, separate_nodes=True).plan(*batch.planned())
+    out, _ = poisoned_outputs(batch, plan)
+    run(plan, *batch.tensors(), out, batch.scale, select="nodes")
+    assert out.isnan().all()
+
+
+def test_strided_tensors_and_padded_rows() -> None:
+    batch = make_batch(**FORESTS["chunks"], page_size=16)  # type: ignore[arg-type]
+    plan = make_planner(batch).plan(*batch.planned())
+    rows, heads, dim = batch.q.shape
+
+    def strided(tensor: torch.Tensor, extra_rows: int) -> torch.Tensor:
+        shape = (tensor.shape[0] + extra_rows, tensor.shape[1] + 1, tensor.shape[2] + 8)
+        wide = torch.full(shape, torch.nan)
+        wide[: tensor.shape[0], 1:, :dim] = tensor
+        return wide[:, 1:, :dim]
+
+    out = strided(poisoned_outputs(batch, plan)[0], 5)
+    wide_lse = torch.full((rows + 5, heads + 3), torch.nan)
+    run(
+        plan,
+        strided(batch.q, 5),
+        strided(batch.k_cache, 0),
+        strided(batch.v_cache, 0),
+        torch.cat([batch.table, batch.table], dim=1)[:, : batch.table.shape[1]],
+        batch.device_kv_len.long(),
+        out,
+        batch.scale,
+        lse=wide_lse[:, :heads],
+    )
+    assert_attention_close(batch, out, wide_lse[:, :heads])
+    assert out[rows:].isnan().all()
+    assert wide_lse[rows:].isnan().all()
+    assert wide_lse[:, heads:].isnan().all()
+
+
+def test_a_tail_that_is_empty_is_the_identity() -> None:
+    """A length below the planned one must not occur, and yet gives no NaN."""
+    batch = make_batch(own_len=[40, 40])
+    plan = make_planner(batch).plan(*batch.planned())
+    assert plan.num_parts > 0
+    shorter = batch.grown([-39, -39])
+    out, lse = poisoned_outputs(batch, plan)
+    cut = plan.task_table[:, 6] < 0
+    run(plan, *shorter.tensors(), out, batch.scale, lse=lse)
+    assert cut.any()
+    assert not out.isnan().any()
+    assert not lse.isnan().any()
+
+
+def test_int64_slot_addresses_and_large_logits() -> None:
+    batch = make_batch(own_len=[20, 33], head_dim=64)
+    large = replace(batch, q=batch.q * 100)
+    check_run(large, make_planner(large))
+
+
+def test_random_forests() -> None:
+    for seed in range(4):
+        random = np.random.default_rng(seed)
+        nodes = int(random.integers(1, 5))
+        parents = [int(random.integers(-1, node)) for node in range(nodes)]
+        ends: list[int] = []
+        for parent in parents:
+            above = ends[parent] if parent >= 0 else 0
+            ends.append(above + int(random.integers(0, 50)))
+        count = int(random.integers(2, 7))
+        q_len = random.choice([1, 1, 1, 5, 20], count)
+        batch = make_batch(
+            node_parent=parents,
+            node_end=ends,
+            request_node=random.integers(-1, nodes, count),
+            q_len=q_len,
+            own_len=ints(q_len + random.integers(0, 40, count)),
+            page_size=int(random.choice([1, 4])),
+            seed=seed,
+        )
+        check_run(batch, make_planner(batch, max_tile=int(random.choice([16, 64]))))
+
+
+def test_what_run_refuses() -> None:
+    batch = make_batch(own_len=[5, 9], page_size=4)
+    plan = make_planner(batch).plan(*batch.planned())
+    q, k, v, table, kv_len = batch.tensors()
+    good: dict[str, object] = {
+        "q": q,
+        "k_cache": k,
+        "v_cache": v,
+        "table": table,
+        "kv_len": kv_len,
+        "out": torch.empty_like(q),
+        "scale": batch.scale,
+    }
+    refusals: list[tuple[dict[str, object], str]] = [
+        ({"sliding_window": 128}, "sliding_window is 128"),
+        ({"logit_cap": 30.0}, "logit_cap is 30.0"),
+        ({"scale": 0.0}, "scale is 0.0"),
+        ({"v_cache": v[..., :16]}, "k_cache has head_dim 32, v_cache 16"),
+        ({"q": q.half()}, "q is torch.float16"),
+        ({"k_cache": k.bfloat16()}, "k_cache is torch.bfloat16"),
+        ({"q": q[:1]}, "q has 1 rows; this batch needs 2"),
+        ({"out": torch.empty(2, 4, 16)}, r"out has shape \[2, 4, 16\]"),
+        ({"k_cache": k[:, :1], "v_cache": v[:, :1]}, r"k_cache has shape .* 1, 32\]"),
+        ({"table": table.long()}, "table is torch.int64"),
+        ({"table": table[:, :1]}, "table has 1 pages of 4 tokens"),
+        ({"table": table[:1]}, "table has 1 rows"),
+        ({"kv_len": kv_len[:1]}, "kv_len has 1 rows; this batch needs 2"),
+        ({"kv_len": kv_len.float()}, "kv_len is torch.float32"),
+        ({"lse": torch.empty(2, 3)}, r"lse has shape \[2, 3\]"),
+        ({"lse": torch.empty(2, 4).half()}, "lse is torch.float16"),
+        ({"select": "nodes"}, "separate_nodes=True"),
+        ({"q": torch.empty(2, 4, 64)[..., ::2]}, "q has stride 2"),
+    ]
+    for change, message in refusals:
+        with pytest.raises(ValueError, match=message):
+            run(plan, **(good | change))  # type: ignore[arg-type]

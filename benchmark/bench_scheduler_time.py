@@ -10,10 +10,10 @@ before its first step, and ends after as many answers as the others have.
 
 Counted is the scheduler thread's processor time in ``get_next_batch_to_run`` and
 ``process_batch_result``, by step: over all steps, and over steady ones, in which all
-running requests decode and nothing is prefilled. The forward is not counted, nor is
+running requests decode and no prefill's result is processed any more. The forward is not counted, nor is
 receiving requests. Processor time, because an engine's three processes share two cores.
-``added`` is the part of it that is spent in this package's code; where that is more than
-ours takes over stock, SGLang's own admission has less to do. The engines of one size run
+``added`` is the part of it that is spent in this package's code, looked at in every other
+step; the steps looked at do not count for the rest. The engines of one size run
 by turns, a fraction of a second each, so that all meet the machine as fast as it happens
 to be; ``--repeats`` times, and the steps of all repeats count. The last line is one JSON
 document; the exit status is 1 if a target is missed.
@@ -104,8 +104,11 @@ class HostTime:
 
     @classmethod
     def of(cls, steps: Steps) -> HostTime:
-        host_ms = 1e3 * steps["host_cpu_s"]
-        added_ms = 1e3 * steps["added_s"]
+        looked_at = np.isfinite(steps["added_s"])
+        added_ms = 1e3 * steps["added_s"][looked_at]
+        host_ms = 1e3 * steps["host_cpu_s"][~looked_at]
+        if not len(added_ms):  # stock SGLang
+            added_ms = np.zeros(1)
         return cls(
             len(steps), float(host_ms.mean()), float(np.percentile(host_ms, 99)),
             float(added_ms.mean()), float(np.percentile(added_ms, 99)),
@@ -148,14 +151,24 @@ def measure(
             taken[case].append(done.steps)
     for case in cases:
         steps = np.concatenate(taken[case])
-        full = steps["decode_rows"] == case.running
-        steady = steps[full & (steps["prefill_tokens"] == 0)]
+        steady = np.concatenate([_steady(each, case.running) for each in taken[case]])
         if len(steady) < MIN_STEADY_STEPS:
             raise RuntimeError(
                 f"{case.name}: {len(steady)} of {len(steps)} steps decoded with"
                 f" {case.running} rows; {MIN_STEADY_STEPS} are needed."
             )
         yield Measured(case, HostTime.of(steady), HostTime.of(steps))
+
+
+def _steady(steps: Steps, running: int) -> Steps:
+    """Steps that decode with all that may run; the results they process are such, too.
+
+    A step's result is processed up to two steps later.
+    """
+    full = (steps["decode_rows"] == running) & (steps["prefill_tokens"] == 0)
+    full[1:] &= full[:-1].copy()
+    full[1:] &= full[:-1].copy()
+    return steps[full]
 
 
 def figures_of(measured: list[Measured], running: int) -> list[Figure]:

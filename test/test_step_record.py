@@ -181,7 +181,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_summary_adds_up(tmp_path: Path) -> None:
-    first = StepRecord(1, *range(2, 19), compute_s=0.5, memory_s=0.25)
+    first = StepRecord(1, *range(2, 20), compute_s=0.5, memory_s=0.25)
     second = record(2, kv_shared=500, parked=1, compute_s=0.5)
     found = summarize(read_steps(write(tmp_path / "steps.csv", first, second)))
     assert found.num_steps == 2

@@ -41,7 +41,7 @@ def values(registry: CollectorRegistry) -> dict[str, float]:
 def test_counters_add_up_and_gauges_are_the_last_step() -> None:
     registry = CollectorRegistry()
     metrics = StepMetrics(LABELS, registry=registry)
-    first = StepRecord(1, *range(2, 19), compute_s=0.5, memory_s=0.25)
+    first = StepRecord(1, *range(2, 20), compute_s=0.5, memory_s=0.25)
     metrics.observe(first)
     metrics.observe(first._replace(kv_left=70, kv_shared=80, waiting=3))
     metrics.flush()
@@ -65,6 +65,7 @@ def test_counters_add_up_and_gauges_are_the_last_step() -> None:
         "sglang_batch_resumed_total": 32,
         "sglang_batch_retracted_total": 34,
         "sglang_batch_waiting_requests": 3,
+        "sglang_batch_kv_read_bytes_saved_total": 38,
         "sglang_batch_compute_seconds_total": 1.0,
         "sglang_batch_memory_seconds_total": 0.5,
     }

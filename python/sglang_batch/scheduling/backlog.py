@@ -19,6 +19,10 @@ class Backlog:
 
     num_left: turns below it are the left side; the right scanner does not take them,
         nor what is not planned.
+
+    Attributes:
+        count: lines that wait; asked for in every step.
+        tokens: of all their prompts.
     """
 
     def __init__(self, num_left: int, *, both_ends: bool) -> None:
@@ -29,10 +33,11 @@ class Backlog:
         self._last: list[tuple[int, int, int, Line]] = []
         self._arrivals = 0
         self._entries = 0
-        self.tokens = 0  # of all their prompts
+        self.count = 0
+        self.tokens = 0
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return self.count
 
     def __iter__(self) -> Iterator[Line]:
         """Lines in the order in which they were added."""
@@ -46,6 +51,7 @@ class Backlog:
         line.waiting = True
         line.entry = self._entries
         self._lines[line.entry] = line
+        self.count += 1
         self.tokens += line.input_len
         self._push(line)
 
@@ -57,6 +63,7 @@ class Backlog:
     def remove(self, line: Line) -> None:
         line.waiting = False
         del self._lines[line.entry]
+        self.count -= 1
         self.tokens -= line.input_len
         line.entry = -1
 

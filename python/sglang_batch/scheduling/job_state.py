@@ -24,7 +24,8 @@ class JobState:
         uses: its shared prefixes.
         backlog: lines that may be admitted.
         work: compute and KV reads that are left of it.
-        pace, left_blocked, saved_tokens: of the dual scanner.
+        num_followers: lines set aside until a prefix is computed.
+    pace, left_blocked, saved_tokens: of the dual scanner.
     """
 
     def __init__(self, job_id: str, plan: JobPlan, page_size: int) -> None:
@@ -33,6 +34,7 @@ class JobState:
         self.uses = PrefixUses(plan, page_size)
         self.backlog = Backlog(plan.num_left, both_ends=plan.density is not None)
         self._followers: dict[int, list[Line]] = {}
+        self.num_followers = 0
         self._lines: dict[str, Line] = {}  # by request id, until they end
         self.work = WorkLeft(plan)
         self.pace = 1.0
@@ -44,7 +46,7 @@ class JobState:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.backlog) + sum(map(len, self._followers.values()))
+        return self.backlog.count + self.num_followers
 
     @property
     def waiting_tokens(self) -> int:
@@ -119,11 +121,13 @@ class JobState:
         """Set a waiting line aside until ``node`` is computed."""
         self.backlog.remove(line)
         self._followers.setdefault(node, []).append(line)
+        self.num_followers += 1
 
     def release_followers(self, nodes: list[int]) -> None:
         """Nobody computes ``nodes`` any more: who waited for them may go on."""
         for node in nodes:
             for line in self._followers.pop(node, []):
+                self.num_followers -= 1
                 self.backlog.add(line)
 
     def take(self, line: Line) -> None:
@@ -134,6 +138,7 @@ class JobState:
         for lines in self._followers.values():
             if line in lines:
                 lines.remove(line)
+                self.num_followers -= 1
                 return
 
     # A new plan -----------------------------------------------------------------------

@@ -51,6 +51,7 @@ class Line:
     base: int = 0
     final: int = 0
     event: int = -1
+    cached_node: int = -1  # the deepest of its nodes in the cache; -1: not asked yet
     # Nodes of the prefix tree that it computes and others wait for.
     leading: list[int] = field(default_factory=list)
 

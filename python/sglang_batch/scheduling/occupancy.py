@@ -7,6 +7,8 @@ running requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..planner import kv_forecast
 from ..planner.kv_forecast import KvForecast, make_forecast
 from .line import LEFT, ONLINE, RIGHT, Line
@@ -19,6 +21,8 @@ _MARGIN_UP, _MARGIN_DOWN = 2.0, 0.998
 _BIAS_MAX = 16.0
 # So many estimates count as right before anything was observed.
 _PRIOR = 32.0
+_EACH_SIDE = (LEFT, RIGHT, ONLINE)
+_NOBODY: tuple[Line, ...] = ()
 
 
 class Occupancy:
@@ -113,6 +117,7 @@ class Occupancy:
             self._forget_event(line)
         self.complete -= line.complete
         line.running = line.decoding = line.complete = False
+        line.cached_node = -1
         line.steps = steps
 
     def withdraw(self, line: Line) -> None:
@@ -120,18 +125,23 @@ class Occupancy:
         self.leave(line)
         line.estimate = line.planned
 
-    def tick(self) -> list[Line]:
+    def tick(self) -> Sequence[Line]:
         """A step in which the running requests decode.
 
         Returns the lines whose estimate turned out too low, and was raised by half.
         """
         self.clock += 1
-        for side in (LEFT, RIGHT, ONLINE):
-            self.kv[side] += self.decoding[side]
-            self.reads[side] += self.decoding[side]
-        self.margin = max(MARGIN_MIN, self.margin * _MARGIN_DOWN)
+        kv, reads, decoding = self.kv, self.reads, self.decoding
+        for side in _EACH_SIDE:
+            kv[side] += decoding[side]
+            reads[side] += decoding[side]
+        if self.margin > MARGIN_MIN:
+            self.margin = max(MARGIN_MIN, self.margin * _MARGIN_DOWN)
+        due = self._events.pop(self.clock, None)
+        if due is None:
+            return _NOBODY
         outlived = []
-        for line in self._events.pop(self.clock, []):
+        for line in due:
             line.event = -1
             if line.steps_done(self.clock) >= line.max_steps:
                 self._complete(line)

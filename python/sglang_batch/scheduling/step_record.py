@@ -37,6 +37,8 @@ class StepRecord(NamedTuple):
     evicted_tokens: tokens of KV dropped from the cache in this step.
     parked, resumed, retracted: requests, in this step.
     waiting: requests in the backlog.
+    kv_saved_bytes: of KV, in all layers, that the step before did not have to read
+        again because requests share it; 0 without --attention-backend shared_prefix.
     compute_s, memory_s: estimated seconds at the device's full rates.
     """
 
@@ -58,6 +60,7 @@ class StepRecord(NamedTuple):
     resumed: int
     retracted: int
     waiting: int
+    kv_saved_bytes: int
     compute_s: float
     memory_s: float
 

@@ -118,6 +118,7 @@ class Conductor:
             scheduler.chunked_prefill_size = max(tokens, self.page_size) + rows
         scheduler.waiting_queue = ready + [line.req for line in choice.lines]
         running_batch.batch_is_full = False
+        self.rooms.taken()
         grammars = scheduler.grammar_manager.has_waiting_grammars()
         try:
             plan: NextBatchPlan = build(running_batch)
@@ -155,7 +156,7 @@ class Conductor:
         # SGLang's mark for "no rows left"; it takes it off when a request leaves.
         if running_batch.batch_is_full:
             return True
-        if not any(len(job.backlog) for job in self.jobs):
+        if not any(job.backlog.count for job in self.jobs.each):
             return True
         rows = scheduler.get_num_allocatable_reqs(
             len(running_batch.reqs), running_batch=running_batch
@@ -275,7 +276,7 @@ class Conductor:
         mode = batch.forward_mode
         decodes = mode.is_decode() or (mode.is_mixed() and bool(batch.decoding_reqs))
         record = self.steps.record(self, decodes=decodes)
-        for job in self.jobs:
+        for job in self.jobs.each:
             job.work.did(record.compute_s, self.steps.last_kv_read_s)
             break
         if decodes:

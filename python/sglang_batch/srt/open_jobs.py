@@ -23,7 +23,11 @@ Known = tuple[JobState | None, Line]
 
 
 class OpenJobs:
-    """Jobs in the order in which they were opened, and all requests that are known."""
+    """Jobs in the order in which they were opened, and all requests that are known.
+
+    Attributes:
+        each: the jobs; quicker to go over than this object itself.
+    """
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class OpenJobs:
         self._steps = steps
         self._page_size = page_size
         self._jobs: dict[str, JobState] = {}
+        self.each = self._jobs.values()
         self._closed: set[str] = set()
         self._num_retired = 0
         self._known: dict[str, Known] = {}
@@ -46,10 +51,10 @@ class OpenJobs:
         return len(self._jobs)
 
     def __iter__(self) -> Iterator[JobState]:
-        return iter(self._jobs.values())
+        return iter(self.each)
 
     def __reversed__(self) -> Iterator[JobState]:
-        return reversed(self._jobs.values())
+        return reversed(self.each)
 
     # Jobs -----------------------------------------------------------------------------
 
@@ -268,6 +273,8 @@ class OpenJobs:
 
         chunked: the request whose prompt is partly computed, or None.
         """
+        if not self._leaders:
+            return
         going_on = []
         for job, line in self._leaders:
             if not line.running or not line.leading:

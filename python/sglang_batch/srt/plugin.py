@@ -12,6 +12,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -56,9 +57,11 @@ def _is_sglang_child() -> bool:
 
 def _hook_flag() -> None:
     from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.server_args import add_attention_backend_choices
 
-    from . import server_args
+    from . import server_args, support
 
+    add_attention_backend_choices([support.ATTENTION_BACKEND])
     add_cli_args, from_cli_args = FLAG_HOOKS
     HookRegistry.register(add_cli_args, server_args.add_cli_args, HookType.AFTER)
     HookRegistry.register(from_cli_args, server_args.from_cli_args, HookType.AROUND)
@@ -104,11 +107,23 @@ def _hook_scheduler() -> None:
     # would cost seconds and memory; the module is there where one does.
     if "sglang.srt.managers.scheduler" not in sys.modules:
         return
-    from . import planned_cache, pooling
+    from sglang.srt.layers.attention.attention_registry import (
+        register_attention_backend,
+    )
+
+    from . import planned_cache, pooling, support
     from .scheduler import MarkedScheduler, OfflineScheduler
 
     pooling.register_config_hook()
     pooling.register_pooler_hook()
     planned_cache.register()
+    register_attention_backend(support.ATTENTION_BACKEND)(_make_attention)
     ours = OfflineScheduler if _offline_child == "offline" else MarkedScheduler
     HookRegistry.register(SCHEDULER_HOOKS[0], ours, HookType.REPLACE)
+
+
+def _make_attention(model_runner: Any) -> Any:
+    # Triton and the kernels are loaded only where they are asked for.
+    from .attention_backend import make_backend
+
+    return make_backend(model_runner)

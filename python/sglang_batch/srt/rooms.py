@@ -31,6 +31,7 @@ class Rooms:
         self._parking = _parking(conductor.scheduler)
         self._parked: dict[str, tuple[JobState, Line, Parked]] = {}
         self._just_parked = False
+        self._sure_steps = 0
 
     @property
     def num_parked(self) -> int:
@@ -59,9 +60,14 @@ class Rooms:
     def for_decodes(self, running_batch: Any) -> Any:
         """Make sure that the running requests can decode; park the newest if not."""
         self._just_parked = False
-        # SGLang's own check walks over all requests.
-        enough = len(running_batch.reqs) * self._conductor.page_size
-        if self._scheduler.token_to_kv_pool_allocator.available_size() >= enough:
+        if self._sure_steps > 0:
+            self._sure_steps -= 1
+            return running_batch
+        # SGLang's own check walks over all requests. Each may begin a page.
+        need = len(running_batch.reqs) * self._conductor.page_size
+        available = self._scheduler.token_to_kv_pool_allocator.available_size()
+        if available >= need > 0:
+            self._sure_steps = available // need - 1
             return running_batch
         if running_batch.is_empty() or running_batch.check_decode_mem():
             return running_batch
@@ -84,6 +90,10 @@ class Rooms:
         if running_batch.reqs and not running_batch.check_decode_mem():
             self.set_chunk_aside()  # those that are left cannot be parked
         return running_batch
+
+    def taken(self) -> None:
+        """KV was allocated for other things than the running requests' next tokens."""
+        self._sure_steps = 0
 
     def free(
         self, running_batch: Any, num_tokens: int, *, leave: int, num_rows: int = 0
@@ -162,7 +172,7 @@ class Rooms:
 
     def resume(self, running_batch: Any) -> Any:
         """Bring parked requests back, in the order in which they were parked."""
-        if self._just_parked or self._parking is None:
+        if not self._parked or self._just_parked or self._parking is None:
             return running_batch
         for rid in list(self._parked):
             job, line, parked = self._parked[rid]
@@ -209,6 +219,7 @@ class Rooms:
         back = self._parking.resume([parked], reserve)
         if back is None:
             return None
+        self.taken()
         conductor.occupancy.join(line)
         conductor.occupancy.begin_decoding(line)
         if line.leaf >= 0:

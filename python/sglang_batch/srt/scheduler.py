@@ -21,6 +21,7 @@ from ..scheduling.job_plan import JobPlan
 from .adder import OfflinePrefillAdder, OfflineSchedulePolicy
 from .conductor import Conductor
 from .job_control import CLOSE, JobControl, JobControlOutput
+from .sharing import Sharing
 from .step_metrics import step_metrics
 from .steps import Steps
 from .waiting_view import WaitingView
@@ -50,6 +51,7 @@ class OfflineScheduler(MarkedScheduler):
     """The scheduler of an offline server; REPLACEs SGLang's in its processes."""
 
     conductor: Conductor
+    sharing: Sharing
 
     def init_schedule_policy(self) -> None:
         super().init_schedule_policy()
@@ -73,6 +75,7 @@ class OfflineScheduler(MarkedScheduler):
         # The first place where all that the conductor looks at is there.
         compile_planner()
         self.conductor = Conductor(self, self._make_steps())
+        self.sharing = Sharing(self.tp_worker.model_runner, self.conductor.jobs)
         self.load_inquirer = dataclasses.replace(
             self.load_inquirer,
             get_waiting_queue=lambda: WaitingView(self.waiting_queue, self.conductor),
@@ -98,6 +101,7 @@ class OfflineScheduler(MarkedScheduler):
             "parked_now": conductor.rooms.num_parked,
             "parked_host_bytes": conductor.rooms.host_bytes,
             **conductor.steps.totals,
+            **self.sharing.totals,
         }
         return output
 
@@ -120,6 +124,14 @@ class OfflineScheduler(MarkedScheduler):
 
     def get_new_batch_prefill(self, running_batch: Any) -> Any:
         return self.conductor.next_batch(running_batch, super().get_new_batch_prefill)
+
+    def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.sharing.backends:
+            return super().run_batch(batch, *args, **kwargs)
+        self.sharing.show(batch)
+        result = super().run_batch(batch, *args, **kwargs)
+        self.conductor.steps.kv_saved_bytes = self.sharing.saved_bytes
+        return result
 
     def on_idle(self) -> None:
         self.conductor.steps.flush()

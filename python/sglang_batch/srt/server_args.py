@@ -17,10 +17,12 @@ from sglang.srt.environ import envs
 
 from ..config import OfflineBatchConfig
 from ..errors import ConfigError, SGLangBatchError
+from .support import ATTENTION_BACKEND
 
 FLAG = "offline_batch"
 COMPANIONS = ("offline_batch_config", "offline_batch_dir")
 # Ways to run SGLang in which its HTTP server or its processes are not the usual ones.
+_PHASES = ("prefill", "decode")
 UNSUPPORTED = ("grpc_mode", "smg_grpc_mode", "encoder_only", "use_ray")
 
 
@@ -92,6 +94,10 @@ def from_cli_args(original: Any, cls: type, args: argparse.Namespace) -> Any:
     for name in COMPANIONS:
         if getattr(args, name, None) is not None:
             flag = "--" + name.replace("_", "-")
+            raise SystemExit(f"error: {flag} needs --offline-batch.")
+    for name in ("attention_backend", *(f"{x}_attention_backend" for x in _PHASES)):
+        if getattr(args, name, None) == ATTENTION_BACKEND:
+            flag = f"--{name.replace('_', '-')} {ATTENTION_BACKEND}"
             raise SystemExit(f"error: {flag} needs --offline-batch.")
     return original(cls, args)
 

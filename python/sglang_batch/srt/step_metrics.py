@@ -31,6 +31,10 @@ _COUNTERS = {
     "parked": ("parked", "Requests set aside while they ran."),
     "resumed": ("resumed", "Parked requests that were taken up again."),
     "retracted": ("retracted", "Requests that gave their KV back while they ran."),
+    "kv_read_bytes_saved": (
+        "kv_saved_bytes",
+        "Bytes of KV not read again because running requests share it.",
+    ),
     "compute_seconds": ("compute_s", "Estimated compute time of the steps."),
     "memory_seconds": ("memory_s", "Estimated memory time of the steps."),
 }

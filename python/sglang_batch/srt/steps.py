@@ -38,6 +38,7 @@ class Steps:
 
     Attributes:
         parked, resumed, retracted: requests, in the step that is being made.
+        kv_saved_bytes: of KV that attention did not read twice, up to the last step.
         last_kv_read_s: time to read KV in the last step, by the cost model.
     """
 
@@ -46,6 +47,7 @@ class Steps:
         self._metrics = metrics
         self._number = 0
         self._evicted_before = 0
+        self.kv_saved_bytes = self._saved_before = 0
         self.last_kv_read_s = 0.0
         self._recent: list[StepRecord] = []  # not in the sums yet
         self._totals = dict.fromkeys(("steps", *_TOTALS), 0)
@@ -76,11 +78,11 @@ class Steps:
         cost = None
         shared = idle = 0
         waiting = conductor.rooms.num_parked
-        for job in conductor.jobs:
+        for job in conductor.jobs.each:
             cost = cost or job.plan.cost
             shared += job.uses.locked_tokens
             idle += job.uses.idle_tokens
-            waiting += job.num_waiting
+            waiting += job.backlog.count + job.num_followers
         cost = cost or _NO_COST
         decode = occupancy.decoding if decodes else _NOTHING
         tokens = sum(self._prefill) + sum(decode)
@@ -88,7 +90,7 @@ class Steps:
         self.last_kv_read_s = reads * cost.kv_read_time_s
         evicted = conductor.cache.evicted_tokens
         self._number += 1
-        record = StepRecord(
+        values = (
             self._number,
             *self._prefill,
             *decode,
@@ -101,10 +103,14 @@ class Steps:
             self.resumed,
             self.retracted,
             waiting,
+            self.kv_saved_bytes - self._saved_before,
             tokens * cost.token_time_s + self._attention * cost.attention_time_s,
             self.last_kv_read_s + cost.weight_read_time_s,
         )
+        # What StepRecord(*values) does, in half the time.
+        record: StepRecord = tuple.__new__(StepRecord, values)
         self._evicted_before = evicted
+        self._saved_before = self.kv_saved_bytes
         self._recent.append(record)
         if len(self._recent) == _SUM_EVERY:
             self._sum_up()

@@ -23,6 +23,8 @@ from ..errors import ConfigError
 
 # The name under which our prefix cache is registered with SGLang.
 CACHE_BACKEND = "planned"
+# And our attention, which reads a shared prefix once.
+ATTENTION_BACKEND = "shared_prefix"
 STOCK_SCHEDULER = """--offline-batch-config '{"scheduler": "stock"}'"""
 
 

@@ -1,0 +1,292 @@
+"""SGLang's attention with shared prefixes read once: ``--attention-backend shared_prefix``.
+
+The backend is one of SGLang's own with another way to run some steps. Before a forward
+the scheduler leaves here which requests share what (:mod:`.prefix_groups`); the plan of
+``sgl_kernel_ext.shared_prefix_attention`` then says whether reading each shared prefix
+once pays. Where it does not, and for prompts that nobody decodes beside, the step runs
+as SGLang would run it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.runtime_context import get_parallel
+
+from sgl_kernel_ext.shared_prefix_attention import Plan, Planner, run, run_reference
+
+from ..errors import ConfigError
+from .prefix_groups import PrefixGroups
+from .support import ATTENTION_BACKEND
+
+logger = logging.getLogger(__name__)
+
+# Modelled time without sharing over that with it, from which on a plan is taken.
+MIN_GAIN = 1.05
+# Nodes of the forest per request, at most; more are read without sharing.
+NODES_PER_REQUEST = 4
+
+NO_GROUPS = PrefixGroups(*(np.zeros(0, np.int32) for _ in range(4)))
+
+
+def make_backend(model_runner: Any) -> Any:
+    """SGLang's factory: the platform's own backend, which learns to share.
+
+    Raises:
+        ConfigError: the model's attention is of a kind that the kernels do not have.
+    """
+    check_model(model_runner)
+    stock = "triton" if model_runner.device == "cuda" else "torch_native"
+    backend = ATTENTION_BACKENDS[stock](model_runner)
+    kind = type(backend)
+    backend.__class__ = type(f"Shared{kind.__name__}", (SharedPrefixMixin, kind), {})
+    backend.set_up_sharing(model_runner)
+    return backend
+
+
+def check_model(model_runner: Any) -> None:
+    """Raise a ConfigError for attention that cannot share prefixes."""
+    config, pool = model_runner.model_config, model_runner.token_to_kv_pool
+    text = config.hf_text_config
+    sliding = getattr(model_runner, "sliding_window_size", None)
+    obstacles = {
+        "latent attention (MLA)": config.attention_arch != AttentionArch.MHA,
+        f"a window of {sliding} tokens": bool(sliding) and sliding > 0,
+        "capped logits": bool(getattr(text, "attn_logit_softcapping", None)),
+        "an encoder": config.is_encoder_decoder,
+        f"heads of {config.head_dim} values for K and {config.v_head_dim} for V": (
+            config.head_dim != config.v_head_dim
+        ),
+        f"a KV cache of {pool.dtype}": pool.dtype != model_runner.dtype,
+        f"a {type(pool).__name__}": type(pool) is not MHATokenToKVPool,
+    }
+    found = next((name for name, is_there in obstacles.items() if is_there), None)
+    if found is not None:
+        raise ConfigError(
+            f"--attention-backend {ATTENTION_BACKEND} does not work with {found}; "
+            "leave the option out, and SGLang chooses."
+        )
+
+
+class SharingCounts:
+    """What sharing has brought so far.
+
+    steps, shared_steps: forwards that could have shared, and those that did.
+    kv_bytes, kv_bytes_unshared: read from the KV cache in them, in all layers, and
+        what that would have been with every request reading all of its own.
+    """
+
+    def __init__(self) -> None:
+        self.steps = self.shared_steps = 0
+        self.kv_bytes = self.kv_bytes_unshared = 0
+
+    def count(self, unshared: int, saved: int) -> None:
+        """One forward; bytes in all layers."""
+        self.steps += 1
+        self.shared_steps += saved > 0
+        self.kv_bytes += unshared - saved
+        self.kv_bytes_unshared += unshared
+
+
+class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
+    """In front of one of SGLang's backends: takes the steps in which sharing pays.
+
+    Attributes:
+        groups: of the next forward; the scheduler sets it.
+        counts: what was read and saved.
+    """
+
+    shares_prefixes = True
+    groups: PrefixGroups = NO_GROUPS
+
+    def set_up_sharing(self: Any, model_runner: Any) -> None:
+        config = model_runner.model_config
+        tp_size = get_parallel().attn_tp_size
+        pool = model_runner.token_to_kv_pool
+        self._slots = model_runner.req_to_token_pool.req_to_token
+        self._kv = model_runner.token_to_kv_pool
+        self._num_layers = int(pool.layer_num)
+        self._most_requests = int(self._slots.shape[0])
+        self.counts = SharingCounts()
+        self._plan: Plan | None = None
+        self._planned: PrefixGroups | None = None
+        self._grid: int | None = None
+        self._run: Callable[..., None] = run_reference
+        if model_runner.device == "cuda":
+            self._run = run
+
+        num_kv_heads = config.get_num_kv_heads(tp_size)
+        token_bytes = 2 * num_kv_heads * config.head_dim * pool.dtype.itemsize
+        self._token_bytes = token_bytes * self._num_layers
+
+        def planner(max_tokens: int, max_tile: int) -> Planner:
+            return Planner(
+                num_q_heads=config.get_num_attention_heads(tp_size),
+                num_kv_heads=num_kv_heads,
+                head_dim=config.head_dim,
+                dtype=pool.dtype,
+                page_size=1,  # req_to_token names the slot of each token
+                device=model_runner.device,
+                max_requests=self._most_requests,
+                max_tokens=max_tokens,
+                max_nodes=NODES_PER_REQUEST * self._most_requests,
+                max_tile=max_tile,
+            )
+
+        self._decode_planner = planner(self._most_requests, 64)
+        # Prompts come in chunks beside the decodes.
+        self._max_mixed = self._most_requests + int(
+            model_runner.server_args.chunked_prefill_size or 0
+        )
+        self._make_mixed = lambda: planner(self._max_mixed, 128)
+        self._mixed_planner: Planner | None = None
+
+    # SGLang's interface ---------------------------------------------------------------
+
+    def init_forward_metadata(self: Any, forward_batch: Any) -> None:
+        mode = forward_batch.forward_mode
+        self._plan, self._grid = None, None
+        if mode.is_decode() or mode.is_mixed():
+            self._plan = self._plan_step(forward_batch)
+        self.groups = NO_GROUPS
+        if self._plan is None:
+            super().init_forward_metadata(forward_batch)  # type: ignore[misc]
+
+    def init_forward_metadata_out_graph(
+        self: Any, forward_batch: Any, in_capture: bool = False
+    ) -> None:
+        """A captured graph has one way to attend: ours, whatever is shared."""
+        if not forward_batch.forward_mode.is_decode():
+            super().init_forward_metadata_out_graph(  # type: ignore[misc]
+                forward_batch, in_capture
+            )
+            return
+        groups, kv_len = self.groups, _host_lengths(forward_batch)
+        self.groups = NO_GROUPS
+        if in_capture or not len(groups.table_row):
+            groups = _alone(np.zeros(len(kv_len), np.int32))
+        kv_len = kv_len[: len(groups.table_row)]
+        self._plan = self._planned_again(groups, kv_len)
+        self._grid = self._decode_planner.fixed_grid
+        if not in_capture:
+            self._count(kv_len, self._plan)
+
+    def forward_decode(
+        self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any,
+        save_kv_cache: bool = True, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        if self._plan is None:
+            return super().forward_decode(  # type: ignore[misc]
+                q, k, v, layer, forward_batch, save_kv_cache, **kwargs
+            )
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def forward_extend(
+        self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any,
+        save_kv_cache: bool = True, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        if self._plan is None:
+            return super().forward_extend(  # type: ignore[misc]
+                q, k, v, layer, forward_batch, save_kv_cache, **kwargs
+            )
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
+
+    # Ours -----------------------------------------------------------------------------
+
+    def _attend(
+        self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save: bool
+    ) -> Any:
+        if save and k is not None:
+            self._kv.set_kv_buffer(
+                layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v
+            )
+        shape = (-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = torch.empty_like(q)
+        options = {} if self._grid is None else {"grid": self._grid}
+        self._run(
+            self._plan,
+            q.view(shape),
+            self._kv.get_key_buffer(layer.layer_id),
+            self._kv.get_value_buffer(layer.layer_id),
+            self._slots,
+            forward_batch.seq_lens,
+            out.view(shape),
+            layer.scaling,
+            **options,
+        )
+        return out
+
+    def _plan_step(self: Any, forward_batch: Any) -> Plan | None:
+        """The plan of an eager step; None if the step is better off without one."""
+        groups, kv_len = self.groups, _host_lengths(forward_batch)
+        if len(groups.table_row) != len(kv_len):
+            return None  # a batch that the scheduler did not make, at warm-up
+        plan: Plan | None = None
+        if (
+            len(groups.node_end)
+            and len(groups.node_end) <= self._decode_planner.max_nodes
+        ):
+            if forward_batch.forward_mode.is_decode():
+                plan = self._planned_again(groups, kv_len)
+            else:
+                plan = self._plan_mixed(forward_batch, groups, kv_len)
+        if plan is not None and plan.predicted_gain < MIN_GAIN:
+            plan = None
+        self._count(kv_len, plan)
+        return plan
+
+    def _planned_again(self: Any, groups: PrefixGroups, kv_len: Any) -> Plan:
+        """The last plan where the same requests have only grown, else a new one."""
+        plan = self._last
+        if plan is None or groups is not self._planned or not plan.still_good(kv_len):
+            q_len = np.ones(len(kv_len), np.int32)
+            plan = _plan(self._decode_planner, q_len, kv_len, groups)
+            self._last, self._planned = plan, groups
+        return plan
+
+    _last: Plan | None = None
+
+    def _plan_mixed(
+        self: Any, forward_batch: Any, groups: PrefixGroups, kv_len: Any
+    ) -> Plan | None:
+        q_len = np.array(forward_batch.extend_seq_lens_cpu, np.int32)
+        if q_len.sum() > self._max_mixed:
+            return None  # prompts that may not be cut
+        if self._mixed_planner is None:
+            self._mixed_planner = self._make_mixed()
+        return _plan(self._mixed_planner, q_len, kv_len, groups)
+
+    def _count(self: Any, kv_len: Any, plan: Plan | None) -> None:
+        saved = 0
+        if plan is not None:
+            saved = (plan.kv_bytes_unshared - plan.kv_bytes) * self._num_layers
+        self.counts.count(int(kv_len.sum()) * self._token_bytes, saved)
+
+
+def _plan(planner: Planner, q_len: Any, kv_len: Any, groups: PrefixGroups) -> Plan:
+    return planner.plan(
+        q_len,
+        kv_len,
+        groups.table_row,
+        groups.node_parent,
+        groups.node_end,
+        groups.request_node,
+    )
+
+
+def _alone(table_row: Any) -> PrefixGroups:
+    """Groups of requests that share nothing."""
+    alone = np.full(len(table_row), -1, np.int32)
+    return PrefixGroups(table_row, alone, NO_GROUPS.node_parent, NO_GROUPS.node_end)
+
+
+def _host_lengths(forward_batch: Any) -> Any:
+    return forward_batch.seq_lens_cpu.numpy().astype(np.int32)

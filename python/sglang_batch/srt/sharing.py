@@ -1,0 +1,62 @@
+"""Tells the attention backend, step by step, who shares which prefix; sums up what
+that saved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .prefix_groups import GroupFinder
+
+if TYPE_CHECKING:
+    from .open_jobs import OpenJobs
+
+
+class Sharing:
+    """The scheduler's side of ``--attention-backend shared_prefix``.
+
+    Attributes:
+        backends: of that kind; empty where another one is in use.
+    """
+
+    def __init__(self, model_runner: Any, jobs: OpenJobs) -> None:
+        self.backends = _backends_of(model_runner)
+        self._finder = GroupFinder(jobs)
+
+    def show(self, batch: Any) -> None:
+        """Leave a batch's groups with the backend, right before the batch runs."""
+        mode = batch.forward_mode
+        if batch.reqs and (mode.is_decode() or mode.is_mixed()):
+            groups = self._finder.of(batch.reqs, decodes=mode.is_decode())
+            for backend in self.backends:
+                backend.groups = groups
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of KV that did not have to be read again, so far."""
+        return sum(
+            backend.counts.kv_bytes_unshared - backend.counts.kv_bytes
+            for backend in self.backends
+        )
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """For ``/server_info``; empty without the backend."""
+        if not self.backends:
+            return {}
+        counts = [backend.counts for backend in self.backends]
+        return {
+            "attention_steps": sum(each.steps for each in counts),
+            "attention_steps_shared": sum(each.shared_steps for each in counts),
+            "kv_read_bytes": sum(each.kv_bytes for each in counts),
+            "kv_read_bytes_saved": self.saved_bytes,
+        }
+
+
+def _backends_of(model_runner: Any) -> list[Any]:
+    """The shared-prefix backends that a model runner uses: none, one or two."""
+    used = model_runner.attn_backend
+    parts = [
+        used,
+        *(getattr(used, f"{x}_backend", None) for x in ("prefill", "decode")),
+    ]
+    return [part for part in parts if getattr(part, "shares_prefixes", False)]

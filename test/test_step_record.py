@@ -151,8 +151,8 @@ GOOD = ",".join(["1"] * len(COLUMNS)) + "\n"
     [
         ("", "line 1: this is not a log of steps"),
         ("step,prefill\n1,2\n", "line 1: this is not a log of steps"),
-        (HEADER + GOOD + "1,2\n", "line 3: 2 values instead of 20"),
-        (HEADER + "\n" + GOOD, "line 2: 1 values instead of 20"),
+        (HEADER + GOOD + "1,2\n", "line 3: 2 values instead of 21"),
+        (HEADER + "\n" + GOOD, "line 2: 1 values instead of 21"),
         (HEADER + GOOD.replace("1", "one", 1), "line 2: invalid literal"),
         (HEADER + GOOD + GOOD.replace("1", "1.5", 1), "line 3: invalid literal"),
         (HEADER + GOOD[:-2] + "fast\n", "line 2: could not convert"),

@@ -67,6 +67,7 @@ def test_the_table_names_what_people_look_for(
     assert "16  (of 15 lines)" in said
     assert "long: The input" in said
     assert "KV capacity               700 tokens" in said
+    assert " s with --attention-backend shared_prefix)\n" in said
     assert "1 lengths are known; the others assumed: 256 on average" in said
     rows = [each for each in said.splitlines() if "%" in each and each[:2] in "*   "]
     assert {"dfs", "lpt", "fcfs"} <= {row.replace("*", "").split()[0] for row in rows}
@@ -103,6 +104,26 @@ def test_the_assumed_length_and_measured_figures_count(
     assert other["job"]["expected_output_tokens"] == 800
     assert other["machine"]["compute_flops"] == 2e12
     assert other["machine"]["bandwidth_bytes_per_s"] == 5e11
+
+
+@pytest.mark.parametrize(
+    "option", [["--shared-prefix-attention"], ["--attention-backend=shared_prefix"]]
+)
+def test_shared_prefixes_read_once_are_predicted(
+    small_job: Path,
+    demo_model: Path,
+    capsys: pytest.CaptureFixture[str],
+    option: list[str],
+) -> None:
+    def memory_s(*options: str) -> float:
+        assert plan(small_job, demo_model, "--json", "--policy", "dfs", *options) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        job = found["job"]
+        assert 0 < job["kv_read_shared_s"] < job["kv_read_s"]
+        seconds: float = found["policies"][0]["memory_s"]
+        return seconds
+
+    assert memory_s(*option) < memory_s()
 
 
 def test_the_forecast_is_that_of_the_plan_a_run_makes() -> None:

@@ -27,6 +27,8 @@ POLICIES = (
 )
 # Who carries the plan out inside SGLang's scheduler processes.
 SCHEDULERS = ("offline", "stock")
+# What computes attention with --attention-backend shared_prefix.
+ATTENTIONS = ("auto", "triton", "torch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,9 @@ class OfflineBatchConfig:
     mixed_chunk: whether decodes ride with prompts in one step, as with SGLang's
         ``--enable-mixed-chunk``. None: wherever an accelerator is; the attention that
         SGLang has for machines without one takes far longer for it.
+    attention: one of ``ATTENTIONS``, for ``--attention-backend shared_prefix``: the
+        Triton kernel, or the same plan in PyTorch, which is the way on a CPU and a
+        reference elsewhere. ``auto``: Triton wherever an accelerator is.
     step_log: CSV file to which the offline scheduler appends a line for each step,
         for ``sglang-batch plan --steps``.
     """
@@ -59,6 +64,7 @@ class OfflineBatchConfig:
     scheduler: str = "offline"
     step_log: str | None = None
     mixed_chunk: bool | None = None
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -69,6 +75,11 @@ class OfflineBatchConfig:
             raise ConfigError(
                 f"scheduler={self.scheduler!r} is not known; "
                 f"choose one of {', '.join(SCHEDULERS)}."
+            )
+        if self.attention not in ATTENTIONS:
+            raise ConfigError(
+                f"attention={self.attention!r} is not known; "
+                f"choose one of {', '.join(ATTENTIONS)}."
             )
         if (
             not isinstance(self.seed, int)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from sgl_kernel_ext.shared_prefix_attention import (
     DeviceConfig,
@@ -16,8 +16,6 @@ from sgl_kernel_ext.shared_prefix_attention import (
     TileConfig,
     attention_ref,
 )
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # Small tiles and short splits, so that small batches exercise all of the planner.
 SMALL = DeviceConfig(
@@ -60,7 +58,7 @@ class Batch:
 
     @property
     def device_kv_len(self) -> torch.Tensor:
-        return torch.from_numpy(self.kv_len.copy())
+        return torch.from_numpy(self.kv_len.copy()).to(self.q.device)
 
     def planned(self) -> tuple[np.ndarray, ...]:
         """The arguments of ``Planner.plan``."""
@@ -266,3 +264,27 @@ FORESTS: dict[str, dict[str, object]] = {
         "q_len": [1, 37, 12, 17, 1, 3],
     },
 }
+
+
+@st.composite
+def batches(draw: st.DrawFn, longest: int = 60) -> Batch:
+    """Any small forest with decodes and chunks below and beside it."""
+    num_nodes = draw(st.integers(0, 6))
+    parents = [draw(st.integers(-1, node - 1)) for node in range(num_nodes)]
+    ends: list[int] = []
+    for parent in parents:
+        above = ends[parent] if parent >= 0 else 0
+        ends.append(above + draw(st.integers(0, longest)))
+    count = draw(st.integers(1, 8))
+    q_len = [draw(st.sampled_from([1, 1, 1, 2, 17, 40])) for _ in range(count)]
+    return make_batch(
+        node_parent=parents,
+        node_end=ends,
+        request_node=[draw(st.integers(-1, num_nodes - 1)) for _ in range(count)],
+        q_len=q_len,
+        own_len=[size + draw(st.integers(0, longest)) for size in q_len],
+        heads=draw(st.sampled_from([(2, 2), (4, 2), (3, 1), (7, 1)])),
+        head_dim=16,
+        page_size=draw(st.sampled_from([1, 4, 16])),
+        seed=draw(st.integers(0, 3)),
+    )

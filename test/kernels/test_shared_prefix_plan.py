@@ -15,6 +15,7 @@ from attention_cases import (
     SMALL,
     Batch,
     assert_attention_close,
+    batches,
     ints,
     make_batch,
     make_planner,
@@ -28,35 +29,9 @@ from sgl_kernel_ext.shared_prefix_attention import (
     Planner,
     TileConfig,
     pick_config,
-    run,
     run_reference,
 )
 from sgl_kernel_ext.shared_prefix_attention import tasks as fields
-from sgl_kernel_ext.shared_prefix_attention.forest import keep_nodes
-
-
-@st.composite
-def batches(draw: st.DrawFn, longest: int = 60) -> Batch:
-    """Any small forest with decodes and chunks below and beside it."""
-    num_nodes = draw(st.integers(0, 6))
-    parents = [draw(st.integers(-1, node - 1)) for node in range(num_nodes)]
-    ends: list[int] = []
-    for parent in parents:
-        above = ends[parent] if parent >= 0 else 0
-        ends.append(above + draw(st.integers(0, longest)))
-    count = draw(st.integers(1, 8))
-    q_len = [draw(st.sampled_from([1, 1, 1, 2, 17, 40])) for _ in range(count)]
-    return make_batch(
-        node_parent=parents,
-        node_end=ends,
-        request_node=[draw(st.integers(-1, num_nodes - 1)) for _ in range(count)],
-        q_len=q_len,
-        own_len=[size + draw(st.integers(0, longest)) for size in q_len],
-        heads=draw(st.sampled_from([(2, 2), (4, 2), (3, 1), (7, 1)])),
-        head_dim=16,
-        page_size=draw(st.sampled_from([1, 4, 16])),
-        seed=draw(st.integers(0, 3)),
-    )
 
 
 def requests_of_tokens(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
@@ -149,13 +124,6 @@ def test_the_cpu_needs_no_splits() -> None:
     check_reference(batch, plan)
 
 
-def test_triton_refuses_cpu_tensors() -> None:
-    batch = make_batch(own_len=[3])
-    plan = make_planner(batch).plan(*batch.planned())
-    with pytest.raises(ValueError, match="on CPU tensors use run_reference"):
-        run(plan, *batch.tensors(), torch.empty_like(batch.q), batch.scale)
-
-
 def test_tokens_below_a_kept_node_lie_together() -> None:
     batch = make_batch(**FORESTS["three-levels"])  # type: ignore[arg-type]
     plan = make_planner(batch).plan(*batch.planned())
@@ -190,108 +158,6 @@ def test_the_dearest_tasks_come_first(separate: bool) -> None:
         assert (np.diff(cost[~is_node]) <= 0).all()
     else:
         assert (np.diff(cost) <= 0).all()
-
-
-def brute_force_cost(
-    batch: Batch, kept: set[int], tile: int, kv: int, part: int, task: int
-) -> int:
-    """The documented cost of keeping exactly these nodes."""
-    group = 3
-    parents, ends = batch.node_parent, batch.node_end
-
-    def start_of(node: int) -> int:
-        while node >= 0 and node not in kept:
-            node = parents[node]
-        return int(ends[node]) if node >= 0 else 0
-
-    def is_below(node: int, above: int) -> bool:
-        while node >= 0 and node != above:
-            node = parents[node]
-        return node == above
-
-    total = 0
-    for node in kept:
-        below = [is_below(each, node) for each in batch.request_node]
-        rows = int(batch.q_len[below].sum()) * group
-        tiles = math.ceil(rows / tile)
-        total += tiles * (int(ends[node]) - start_of(parents[node])) * kv
-        total += rows * part + tiles * task
-    for i, node in enumerate(batch.request_node):
-        tiles = math.ceil(int(batch.q_len[i]) * group / tile)
-        total += tiles * (int(batch.kv_len[i]) - start_of(node)) * kv
-    return total
-
-
-@given(
-    batch=batches(longest=200),
-    part=st.sampled_from([1, 100, 500]),
-    task=st.sampled_from([0, 3000]),
-)
-@settings(max_examples=60, deadline=None)
-def test_no_other_choice_of_nodes_is_cheaper(
-    batch: Batch, part: int, task: int
-) -> None:
-    num_nodes = len(batch.node_parent)
-    keep = np.zeros(num_nodes, np.bool_)
-    keep_nodes(
-        batch.q_len,
-        batch.node_parent,
-        batch.node_end,
-        batch.request_node,
-        3,
-        64,
-        128,
-        part,
-        task,
-        keep,
-    )
-    chosen = brute_force_cost(
-        batch, set(np.flatnonzero(keep).tolist()), 64, 128, part, task
-    )
-    below = [0] * num_nodes
-    for node in batch.request_node:
-        while node >= 0:
-            below[node] += 1
-            node = batch.node_parent[node]
-    shared = [node for node in range(num_nodes) if below[node] >= 2]
-    assert not any(keep[node] for node in range(num_nodes) if below[node] < 2)
-    for size in range(len(shared) + 1):
-        for kept in itertools.combinations(shared, size):
-            assert chosen <= brute_force_cost(batch, set(kept), 64, 128, part, task)
-
-
-def kept_nodes(task_bytes: int = 0, **changes: object) -> int:
-    """How many nodes are kept at float32, head_dim 32, two query heads per KV head."""
-    batch = make_batch(**changes)  # type: ignore[arg-type]
-    config = replace(SMALL, task_bytes=task_bytes)
-    return make_planner(batch, config=config).plan(*batch.planned()).num_kept_nodes
-
-
-def test_when_a_node_is_kept() -> None:
-    """One node, n decodes: n * L * 256 bytes against L * 256 + n * 2 * 264."""
-    group = {"node_parent": [-1], "own_len": [4] * 4, "request_node": [0] * 4}
-    assert kept_nodes(node_end=[2], **group) == 0  # 2048 against 512 + 2112
-    assert kept_nodes(node_end=[3], **group) == 1  # 3072 against 768 + 2112
-    assert kept_nodes(node_end=[3], task_bytes=193, **group) == 0
-    assert kept_nodes(node_end=[3], task_bytes=191, **group) == 1
-    alone = {"node_parent": [-1], "own_len": [4, 4], "request_node": [0, -1]}
-    assert kept_nodes(node_end=[500], **alone) == 0
-
-
-def test_a_folded_root_makes_its_children_longer() -> None:
-    """A few tokens that all share are read by each group, not by a task for all."""
-    batch = make_batch(
-        node_parent=[-1, 0, 0],
-        node_end=[3, 80, 90],
-        request_node=[1, 1, 1, 2, 2, 2],
-        own_len=[4] * 6,
-        heads=(16, 1),
-    )
-    plan = make_planner(batch, max_tile=64).plan(*batch.planned())
-    assert plan.num_kept_nodes == 2
-    nodes = plan.task_table[plan.task_table[:, fields.IS_NODE] == 1]
-    assert nodes[:, fields.KV_BEGIN].min() == 0
-    check_covered_once(batch, plan)
 
 
 @pytest.mark.parametrize("page_size", [1, 48], ids="page{}".format)
@@ -362,91 +228,6 @@ def test_a_planner_keeps_its_addresses() -> None:
     assert np.array_equal(table.numpy(), plan.task_table)
     sharing = make_planner(batch, workspace=workspace)
     assert sharing.max_parts == planner.max_parts
-
-
-def test_buffers_that_are_too_small() -> None:
-    batch = make_batch(**FORESTS["two-groups"])  # type: ignore[arg-type]
-    plan = make_planner(batch).plan(*batch.planned())
-    needed = {
-        "requests": 7,
-        "nodes": 2,
-        "tokens": 7,
-        "tasks": plan.num_tasks,
-        "parts": plan.num_parts,
-    }
-    for name, count in needed.items():
-        enough = make_planner(batch, **{f"max_{name}": count})
-        assert enough.plan(*batch.planned()).num_tasks == plan.num_tasks
-        small = make_planner(batch, **{f"max_{name}": count - 1})
-        with pytest.raises(ValueError, match=f"{count} {name}, .*: 1 too few"):
-            small.plan(*batch.planned())
-
-
-def test_what_plan_refuses() -> None:
-    good = {
-        "q_len": [1, 3],
-        "kv_len": [10, 20],
-        "table_row": [0, 1],
-        "node_parent": [-1, 0],
-        "node_end": [5, 9],
-        "request_node": [1, 1],
-    }
-    planner = make_planner(make_batch())
-    planner.plan(**{name: ints(values) for name, values in good.items()})
-    refusals: list[tuple[dict[str, list[int]], str]] = [
-        ({"node_parent": [-1, 1]}, r"node_parent\[1\] is 1; parents come before"),
-        ({"node_parent": [-1, -2]}, r"node_parent\[1\] is -2"),
-        ({"node_end": [5, 4]}, r"node_end\[1\] is 4, before the end"),
-        ({"node_end": [-5, 9]}, r"node_end\[0\] is -5"),
-        ({"q_len": [0, 3]}, r"q_len\[0\] is 0"),
-        ({"q_len": [11, 3]}, r"kv_len\[0\] is 10; it counts the 11 queries"),
-        ({"request_node": [1, 2]}, r"request_node\[1\] is 2; the forest has 2"),
-        ({"request_node": [-2, 1]}, r"request_node\[0\] is -2"),
-        ({"node_end": [5, 10]}, "ends at 10, but the queries begin at 9"),
-        ({"table_row": [0, -1]}, r"table_row\[1\] is -1"),
-        ({"kv_len": [10]}, "kv_len has 1 entries, q_len has 2"),
-        ({"node_end": [5]}, "node_end has 1 entries, node_parent has 2"),
-    ]
-    for change, message in refusals:
-        arrays = {name: ints(values) for name, values in (good | change).items()}
-        with pytest.raises(ValueError, match=message):
-            planner.plan(**arrays)
-    arrays = {name: ints(values) for name, values in good.items()}
-    with pytest.raises(ValueError, match="kv_len is int64"):
-        planner.plan(**(arrays | {"kv_len": np.array([10, 20])}))
-    nothing = {name: ints([]) for name in good}
-    with pytest.raises(ValueError, match="no requests"):
-        planner.plan(**nothing)
-
-
-def test_what_a_planner_refuses() -> None:
-    batch = make_batch()
-    refusals: list[tuple[dict[str, object], str]] = [
-        ({"num_q_heads": 3}, "3 query heads cannot be divided among 2"),
-        ({"num_q_heads": 34, "max_tile": 16}, "17 query heads per KV head exceed"),
-        ({"max_tile": 32}, "max_tile is 32"),
-        ({"head_dim": 512}, "head_dim is 512"),
-        ({"head_dim": 8}, "head_dim is 8"),
-        ({"dtype": torch.float8_e4m3fn}, r"dtype is torch\.float8"),
-        ({"page_size": 0}, "page_size is 0"),
-        ({"max_tasks": 1 << 21}, "too few"),
-    ]
-    for change, message in refusals:
-        with pytest.raises(ValueError, match=message):
-            make_planner(batch, **change)
-
-
-def test_features_that_run_reference_refuses() -> None:
-    batch = make_batch(own_len=[3])
-    plan = make_planner(batch).plan(*batch.planned())
-    out = torch.empty_like(batch.q)
-    for feature in ({"sliding_window": 4}, {"logit_cap": 1.0}):
-        with pytest.raises(ValueError, match="another kernel"):
-            run_reference(plan, *batch.tensors(), out, batch.scale, **feature)  # type: ignore[arg-type]
-    run_reference(
-        plan, *batch.tensors(), out, batch.scale, sliding_window=-1, logit_cap=0.0
-    )
-    assert_attention_close(batch, out)
 
 
 def running(num_requests: int, num_nodes: int) -> tuple[np.ndarray, ...]:

@@ -59,6 +59,7 @@ def plan_of(
         turn=by_leaf.astype(np.int32),
         node=tree.leaf_parent.astype(np.int32),
         input_len=tree.input_len,
+        read_len=tree.input_len,
         steps=np.full(n, steps),
         steps_sq=np.full(n, steps**2),
         parent=tree.parent,

@@ -28,9 +28,7 @@ def check_sums(occupancy: Occupancy, running: list[Known]) -> None:
         rows = [each for each in own if each.decoding]
         assert occupancy.decoding[side] == len(rows)
         assert occupancy.kv[side] == sum(k.line.own + k.steps for k in own)
-        assert occupancy.reads[side] == sum(
-            k.line.input_len + k.steps + 1 for k in rows
-        )
+        assert occupancy.reads[side] == sum(k.line.read_len + k.steps + 1 for k in rows)
     assert occupancy.running == len(running)
     assert occupancy.lines == [each.line for each in running]
     assert MARGIN_MIN <= occupancy.margin <= MARGIN_MAX

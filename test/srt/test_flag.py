@@ -151,6 +151,14 @@ BAD_SETTINGS = (
         ["--offline-batch", '--offline-batch-config={"scheduler": "own"}'],
         "scheduler='own' is not known; choose one of offline, stock.",
     ),
+    (
+        ["--offline-batch", '--offline-batch-config={"attention": "fast"}'],
+        "attention='fast' is not known; choose one of auto, triton, torch.",
+    ),
+    (
+        ["--decode-attention-backend=shared_prefix"],
+        "--decode-attention-backend shared_prefix needs --offline-batch.",
+    ),
     (["--offline-batch", "--use-ray"], "does not work with --use-ray"),
     (["--offline-batch-dir=/tmp"], "--offline-batch-dir needs --offline-batch."),
 )

@@ -84,6 +84,10 @@ def test_parameters_are_names_and_stars() -> None:
             "planned_cache.PlannedRadixCache",
             "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache",
         ),
+        (
+            "attention_backend.SharedPrefixMixin",
+            "sglang.srt.layers.attention.base_attn_backend:AttentionBackend",
+        ),
     ],
 )
 def test_every_override_is_a_seam(ours: str, place: str) -> None:

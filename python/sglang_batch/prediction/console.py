@@ -66,6 +66,7 @@ def make_machine(
         tp=options.tp,
         attention_flops=not paper_costs,
         weight_reads=not paper_costs,
+        shared_kv_read_once=options.shared_prefix_attention,
         interference_exponent=options.overlap,
     )
     return Machine(cost, EngineLimits(capacity, options.chunked_prefill_size))

@@ -6,7 +6,7 @@ Every policy is simulated, with the true output lengths where they are known.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -45,6 +45,8 @@ class Forecast:
     output_len: int32 ``[n]``, the lengths that were simulated.
     num_sampled: requests whose true lengths made the estimates.
     work: expected work at the leaves, by true lengths where they are known.
+    kv_read_s, kv_read_shared_s: time to read the KV of all decodes, with every request
+        reading all of its own and with shared prefixes read once.
     densities: float64 ``[n]``, compute density of each request at a leaf of the tree.
     """
 
@@ -56,6 +58,8 @@ class Forecast:
     expected_output_tokens: float
     num_sampled: int
     work: LeafWork
+    kv_read_s: float
+    kv_read_shared_s: float
     densities: Floats
     density: float
     bounds: Bounds
@@ -110,6 +114,11 @@ def forecast(
         estimate_sq = estimate**2
     work = leaf_work(job.tree, machine.cost, estimate, estimate_sq)
     capacity = machine.limits.kv_capacity_tokens
+
+    def kv_read_s(shared: bool) -> float:
+        cost = replace(machine.cost, shared_kv_read_once=shared)
+        return float(leaf_work(job.tree, cost, estimate, estimate_sq).memory_s.sum())
+
     return Forecast(
         machine=machine,
         too_large=job.too_large,
@@ -119,6 +128,8 @@ def forecast(
         expected_output_tokens=float(estimate.sum()),
         num_sampled=0 if observed is None else len(observed.requests),
         work=work,
+        kv_read_s=kv_read_s(False),
+        kv_read_shared_s=kv_read_s(True),
         densities=leaf_densities(job.tree, machine.cost, work),
         density=root_density(job.tree, machine.cost, work),
         bounds=lower_bounds(job.tree, machine.cost, job.output_len, capacity),

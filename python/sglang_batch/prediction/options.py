@@ -204,6 +204,11 @@ def _add_machine(
         help="most tokens of a step, prompts and answers together (default: 2048)",
     )  # fmt: skip
     group.add_argument(
+        "--shared-prefix-attention", action="store_true",
+        help="running requests read a prefix that they share once for all of them, as "
+        "in an offline server with --attention-backend shared_prefix",
+    )  # fmt: skip
+    group.add_argument(
         "--overlap", type=_exponent, default=overlap, metavar="K",
         help="how compute and memory time overlap in a step: 1 not at all, as in "
         "SGLang today; 1.47 fits BlendServe's results; inf perfectly "

@@ -79,11 +79,13 @@ def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
     with validated_file(path, LineRules(require_model=False)).closing():
         pass
     device, note = _device(options)
-    from ..srt import launch, render
+    from ..srt import launch, machine, render
 
     server_args = launch.parse_server_args(
         ["--model-path", options.model_path, *server_argv]
     )
+    if machine.decodes_share(server_args):
+        options.shared_prefix_attention = True
     rules = LineRules(
         models=(launch.model_name(server_args),),
         require_model=False,

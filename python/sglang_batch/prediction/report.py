@@ -113,6 +113,8 @@ class Report:
             "expected_output_tokens": f.expected_output_tokens,
             "simulated_output_tokens": int(f.output_len.sum(dtype=np.int64)),
             "output_lengths_from": self.lengths,
+            "kv_read_s": f.kv_read_s,
+            "kv_read_shared_s": f.kv_read_shared_s,
             "compute_density": f.density,
             "compute_density_p5": _quantile(order, 0.05),
             "compute_density_p50": _quantile(order, 0.5),

@@ -43,6 +43,7 @@ def _job_rows(report: Report) -> list[Row]:
             "expected output tokens",
             f"{figures['expected_output_tokens']:,.0f}  ({report.lengths})",
         ),
+        ("reading their KV", _kv_reads(report)),
         (
             "compute density",
             f"{_number(figures['compute_density'])}  (compute time / memory time of "
@@ -65,6 +66,14 @@ def _job_rows(report: Report) -> list[Row]:
             )
         )
     return rows
+
+
+def _kv_reads(report: Report) -> str:
+    f = report.forecast
+    alone, shared = f"{_seconds(f.kv_read_s)} s", f"{_seconds(f.kv_read_shared_s)} s"
+    if f.machine.cost.shared_kv_read_once:
+        return f"{shared}  ({alone} if every request read all of its own)"
+    return f"{alone}  ({shared} with --attention-backend shared_prefix)"
 
 
 def _machine_name(report: Report) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..planner.cost_model import CostModel
+from ..planner.density import read_len
 from ..planner.output_length import OutputEstimates
 from ..planner.plan import Machine, Plan
 from ..planner.requests import Floats, Int32s, Int64s
@@ -46,6 +47,8 @@ class JobPlan:
     leaf: int32 by number of the request in the job; its leaf, -1 for not planned here.
     turn, node, input_len: int32 ``[n]`` by leaf: place in the order, node that the
         prompt hangs from, prompt tokens.
+    read_len: int32 ``[n]`` by leaf: prompt tokens that a decode step reads; its part of
+        them where attention reads a shared prefix once.
     steps, steps_sq: float64 ``[n]`` by leaf: moments of its decode steps.
     parent, depth: int32 ``[m]`` by node. leaf_begin, leaf_end: the leaves below.
     density: float64 ``[n]`` by turn for an order that is taken from both ends;
@@ -60,6 +63,7 @@ class JobPlan:
     turn: Int32s
     node: Int32s
     input_len: Int32s
+    read_len: Int32s
     steps: Floats
     steps_sq: Floats
     parent: Int32s
@@ -89,6 +93,7 @@ class JobPlan:
         return replace(
             self,
             node=np.zeros_like(self.node),
+            read_len=self.input_len,
             parent=self.parent[:1],
             depth=self.depth[:1],
             leaf_begin=self.leaf_begin[:1],
@@ -130,6 +135,7 @@ def job_plan(plan: Plan, numbers: Int64s, machine: Machine) -> JobPlan:
         turn=turn,
         node=tree.leaf_parent.astype(np.int32),
         input_len=tree.input_len.astype(np.int32),
+        read_len=np.rint(read_len(tree, cost)).astype(np.int32),
         steps=steps[tree.order],
         steps_sq=steps_sq[tree.order],
         parent=tree.parent,
@@ -155,6 +161,7 @@ def unplanned(machine: Machine) -> JobPlan:
         turn=none,
         node=none,
         input_len=none,
+        read_len=none,
         steps=np.zeros(0),
         steps_sq=np.zeros(0),
         parent=root - 1,

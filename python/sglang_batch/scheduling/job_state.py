@@ -100,6 +100,7 @@ class JobState:
                 own=input_len - int(self.uses.depth[node]),
                 max_steps=max_steps,
                 estimate=self._estimate(leaf, max_steps),
+                read_len=int(plan.read_len[leaf]),
             )
         self._lines[req.rid] = line
         self.backlog.add(line)

@@ -25,6 +25,7 @@ class Line:
     max_steps: most decode steps it may take.
     estimate: decode steps that it is expected to take in all.
     side: which scanner admitted it.
+    read_len: prompt tokens that its decodes read; -1 for all of them.
     """
 
     req: Any
@@ -36,6 +37,7 @@ class Line:
     max_steps: int
     estimate: int
     side: int = LEFT
+    read_len: int = -1
     waiting: bool = False
     arrival: int = -1  # its place among the job's lines as they came
     entry: int = -1  # where the backlog has it
@@ -54,6 +56,10 @@ class Line:
     cached_node: int = -1  # the deepest of its nodes in the cache; -1: not asked yet
     # Nodes of the prefix tree that it computes and others wait for.
     leading: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.read_len < 0:
+            self.read_len = self.input_len
 
     def steps_done(self, clock: int) -> int:
         """Decode steps taken so far."""

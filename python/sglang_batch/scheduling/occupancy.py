@@ -98,7 +98,7 @@ class Occupancy:
         line.decoding = True
         line.begin = self.clock
         self.decoding[line.side] += 1
-        self.reads[line.side] += line.input_len + line.steps + 1
+        self.reads[line.side] += line.read_len + line.steps + 1
         if line.steps >= line.max_steps:
             self._complete(line)
         else:
@@ -113,7 +113,7 @@ class Occupancy:
         self.kv[line.side] -= line.own + steps
         if line.decoding:
             self.decoding[line.side] -= 1
-            self.reads[line.side] -= line.input_len + steps + 1
+            self.reads[line.side] -= line.read_len + steps + 1
             self._forget_event(line)
         self.complete -= line.complete
         line.running = line.decoding = line.complete = False
@@ -181,7 +181,7 @@ class Occupancy:
         """A line has taken its last step."""
         line.steps = line.steps_done(self.clock)
         self.decoding[line.side] -= 1
-        self.reads[line.side] -= line.input_len + line.steps + 1
+        self.reads[line.side] -= line.read_len + line.steps + 1
         line.decoding, line.complete = False, True
         self.complete += 1
 

@@ -30,9 +30,9 @@ class WorkLeft:
 
     def _follow(self, plan: JobPlan) -> None:
         self._cost = plan.cost
-        self._input_len = plan.input_len
+        self._read_len = plan.read_len
         self._steps = plan.steps.copy()
-        self._reads = plan.input_len * plan.steps + plan.steps_sq / 2
+        self._reads = plan.read_len * plan.steps + plan.steps_sq / 2
         self._compute_s = plan.compute_s
         self._kv_read_s = plan.kv_read_s
 
@@ -58,11 +58,11 @@ class WorkLeft:
         # No plan had counted it.
         steps = float(line.steps)
         self._compute_s += (line.own + steps) * self._cost.token_time_s
-        reads = line.input_len * steps + _own_reads(steps)
+        reads = line.read_len * steps + _own_reads(steps)
         self._kv_read_s += reads * self._cost.kv_read_time_s
 
     def _correct(self, leaves: Int64s, steps: Floats) -> None:
-        reads = self._input_len[leaves] * steps + _own_reads(steps)
+        reads = self._read_len[leaves] * steps + _own_reads(steps)
         more_steps = float((steps - self._steps[leaves]).sum())
         more_reads = float((reads - self._reads[leaves]).sum())
         self._compute_s += more_steps * self._cost.token_time_s

@@ -15,17 +15,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.layers.attention.base_attn_backend import (
+    AttentionBackend,
+    SharedReadEnds,
+)
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 
 from sgl_kernel_ext.shared_prefix_attention import Plan, Planner, run, run_reference
 
 from ..errors import ConfigError
+from .attention_checks import check_model
 from .prefix_groups import PrefixGroups
-from .support import ATTENTION_BACKEND
 
 logger = logging.getLogger(__name__)
 
@@ -52,28 +54,18 @@ def make_backend(model_runner: Any) -> Any:
     return backend
 
 
-def check_model(model_runner: Any) -> None:
-    """Raise a ConfigError for attention that cannot share prefixes."""
-    config, pool = model_runner.model_config, model_runner.token_to_kv_pool
-    text = config.hf_text_config
-    sliding = getattr(model_runner, "sliding_window_size", None)
-    obstacles = {
-        "latent attention (MLA)": config.attention_arch != AttentionArch.MHA,
-        f"a window of {sliding} tokens": bool(sliding) and sliding > 0,
-        "capped logits": bool(getattr(text, "attn_logit_softcapping", None)),
-        "an encoder": config.is_encoder_decoder,
-        f"heads of {config.head_dim} values for K and {config.v_head_dim} for V": (
-            config.head_dim != config.v_head_dim
-        ),
-        f"a KV cache of {pool.dtype}": pool.dtype != model_runner.dtype,
-        f"a {type(pool).__name__}": type(pool) is not MHATokenToKVPool,
-    }
-    found = next((name for name, is_there in obstacles.items() if is_there), None)
-    if found is not None:
+def _implementation(model_runner: Any) -> Callable[..., None]:
+    chosen = model_runner.server_args.offline_config.attention
+    on_gpu = model_runner.device == "cuda"
+    if chosen == "triton" and not on_gpu:
         raise ConfigError(
-            f"--attention-backend {ATTENTION_BACKEND} does not work with {found}; "
-            "leave the option out, and SGLang chooses."
+            f'attention="triton" needs a GPU, and this is a {model_runner.device}; '
+            'leave "auto".'
         )
+    implementation: Callable[..., None]
+    implementation = run if on_gpu and chosen != "torch" else run_reference
+    logger.info("Shared prefixes are read once, by %s.", implementation.__module__)
+    return implementation
 
 
 class SharingCounts:
@@ -105,6 +97,8 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
     """
 
     shares_prefixes = True
+    # Plans are made from the lengths on the host.
+    needs_cpu_seq_lens = True
     groups: PrefixGroups = NO_GROUPS
 
     def set_up_sharing(self: Any, model_runner: Any) -> None:
@@ -119,9 +113,7 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
         self._plan: Plan | None = None
         self._planned: PrefixGroups | None = None
         self._grid: int | None = None
-        self._run: Callable[..., None] = run_reference
-        if model_runner.device == "cuda":
-            self._run = run
+        self._run = _implementation(model_runner)
 
         num_kv_heads = config.get_num_kv_heads(tp_size)
         token_bytes = 2 * num_kv_heads * config.head_dim * pool.dtype.itemsize
@@ -151,6 +143,11 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
 
     # SGLang's interface ---------------------------------------------------------------
 
+    def shared_read_ends(self, fm: Any) -> SharedReadEnds:
+        """Every layer reads ``req_to_token``, and a prefix through one request's row:
+        that row must not be given away before the last layer has run."""
+        return SharedReadEnds.UNKNOWN
+
     def init_forward_metadata(self: Any, forward_batch: Any) -> None:
         mode = forward_batch.forward_mode
         self._plan, self._grid = None, None
@@ -169,6 +166,11 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
                 forward_batch, in_capture
             )
             return
+        if self._run is run_reference:
+            raise ConfigError(
+                'attention="torch" cannot be captured in a CUDA graph; add '
+                "--disable-cuda-graph."
+            )
         groups, kv_len = self.groups, _host_lengths(forward_batch)
         self.groups = NO_GROUPS
         if in_capture or not len(groups.table_row):
@@ -289,4 +291,7 @@ def _alone(table_row: Any) -> PrefixGroups:
 
 
 def _host_lengths(forward_batch: Any) -> Any:
-    return forward_batch.seq_lens_cpu.numpy().astype(np.int32)
+    lengths = forward_batch.seq_lens_cpu
+    if lengths is None:  # a batch that exists to capture a graph
+        return np.ones(forward_batch.batch_size, np.int32)
+    return lengths.numpy().astype(np.int32)

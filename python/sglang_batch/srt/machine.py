@@ -12,6 +12,7 @@ from ..planner.cost_model import CostModel, ModelSpec
 from ..planner.hardware import HardwareSpec, hardware, match_hardware
 from ..planner.plan import Machine
 from ..planner.simulator import EngineLimits
+from .support import ATTENTION_BACKEND
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ def machine_of(tokenizer_manager: Any, state: dict[str, Any]) -> Machine:
         tp=server_args.tp_size,
         attention_flops=True,
         weight_reads=True,
+        shared_kv_read_once=decodes_share(server_args),
         interference_exponent=NO_OVERLAP,
     )
     chunk = server_args.chunked_prefill_size
@@ -62,6 +64,12 @@ def machine_of(tokenizer_manager: Any, state: dict[str, Any]) -> Machine:
             as_sglang=bool(server_args.enable_mixed_chunk),
         ),
     )
+
+
+def decodes_share(server_args: Any) -> bool:
+    """Whether decodes read a prefix that they share once for all of them."""
+    chosen = server_args.decode_attention_backend or server_args.attention_backend
+    return bool(chosen == ATTENTION_BACKEND)
 
 
 def model_spec(hf_config: Any) -> ModelSpec:

@@ -158,6 +158,23 @@ SEAMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "a prefix as the tree's key",
         ),
     },
+    # Overridden by SharedPrefixMixin, in a subclass of the platform's backend.
+    "sglang.srt.layers.attention.base_attn_backend:AttentionBackend": {
+        "init_forward_metadata": ("forward_batch", "the plan of a step"),
+        "init_forward_metadata_out_graph": (
+            "forward_batch, in_capture",
+            "the same for a captured CUDA graph",
+        ),
+        "shared_read_ends": ("fm", "rows are read in every layer"),
+        "forward_decode": (
+            "q, k, v, layer, forward_batch, save_kv_cache, **kwargs",
+            "a decode step",
+        ),
+        "forward_extend": (
+            "q, k, v, layer, forward_batch, save_kv_cache, **kwargs",
+            "a step that mixes prompts and decodes",
+        ),
+    },
     "sglang.srt.managers.schedule_batch:ScheduleBatch": {
         "init_new": (
             "reqs, req_to_token_pool, token_to_kv_pool_allocator, tree_cache, "

@@ -1,0 +1,53 @@
+"""Kinds of attention that cannot read shared prefixes once, refused at start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from ..errors import ConfigError
+from .support import ATTENTION_BACKEND
+
+
+def check_model(model_runner: Any) -> None:
+    """Raise a ConfigError for attention that the kernels do not have."""
+    found = _pool_obstacle(model_runner) or next(
+        filter(None, map(_layer_obstacle, model_runner.model.modules())), None
+    )
+    if any(name.endswith("sinks") for name, _ in model_runner.model.named_parameters()):
+        found = "attention sinks"
+    if found is not None:
+        raise ConfigError(
+            f"--attention-backend {ATTENTION_BACKEND} does not work with {found}; "
+            "leave the option out, and SGLang chooses."
+        )
+
+
+def _pool_obstacle(model_runner: Any) -> str | None:
+    pool = model_runner.token_to_kv_pool
+    if model_runner.model_config.attention_arch != AttentionArch.MHA:
+        return "latent attention (MLA)"
+    if type(pool) is not MHATokenToKVPool:
+        return f"a {type(pool).__name__}"
+    if pool.dtype != model_runner.dtype:
+        return f"a KV cache of {pool.dtype} beside a model of {model_runner.dtype}"
+    return None
+
+
+def _layer_obstacle(layer: Any) -> str | None:
+    if not isinstance(layer, RadixAttention):
+        return None
+    if layer.sliding_window_size > 0:
+        return f"a sliding window of {layer.sliding_window_size} tokens"
+    if layer.logit_cap > 0:
+        return f"logits capped at {layer.logit_cap}"
+    if layer.qk_head_dim != layer.v_head_dim:
+        return f"heads of {layer.qk_head_dim} values for K, {layer.v_head_dim} for V"
+    if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
+        return f"attention of type {layer.attn_type}"
+    if layer.xai_temperature_len > 0:
+        return "a temperature that changes with the position"
+    return None

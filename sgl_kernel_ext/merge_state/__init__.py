@@ -1,0 +1,172 @@
+"""Merge partial attention results by their log-sum-exp.
+
+Each part comes with the natural logarithm of the sum of its exponentiated logits
+(lse). A part with lse -inf is empty: it changes nothing, and its output is not read.
+Where all parts are empty the output is 0 and the lse is -inf.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sgl_kernel_ext.merge_state.kernel import merge_parts_kernel, merge_state_kernel
+from sgl_kernel_ext.merge_state.reference import merge_parts_ref, merge_state_ref
+from sgl_kernel_ext.utils import (
+    FLOAT_DTYPES,
+    check_device,
+    check_dtype,
+    check_last_stride,
+    check_rows,
+    check_runnable,
+    check_shape,
+    next_power_of_two,
+)
+
+__all__ = ["merge_parts", "merge_parts_ref", "merge_state", "merge_state_ref"]
+
+# Values that one program holds: 16 per thread of four warps.
+BLOCK_VALUES = 2048
+# Parts that are loaded at once: most tokens have two to four.
+BLOCK_PARTS = 4
+
+
+def merge_state(
+    a: torch.Tensor,
+    lse_a: torch.Tensor,
+    b: torch.Tensor,
+    lse_b: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge two partial attention results.
+
+    Args:
+        a, b: partial outputs, float32, float16 or bfloat16
+            ``[num_tokens, num_heads, head_dim]``; any strides but the last.
+        lse_a, lse_b: float32 ``[num_tokens, num_heads]``, contiguous, natural log.
+        out: where to write the output; by default like ``a``. It may be ``a``.
+        lse: float32 ``[num_tokens, num_heads]``, contiguous. It may be ``lse_a``.
+
+    Returns:
+        ``out`` and ``lse``.
+
+    Raises:
+        ValueError: for a wrong shape, dtype, stride or device.
+    """
+    out = torch.empty_like(a) if out is None else out
+    lse = torch.empty_like(lse_a) if lse is None else lse
+    check_shape("a", a, None, None, None)
+    num_tokens, num_heads, head_dim = a.shape
+    for name, value in (("a", a), ("b", b), ("out", out)):
+        check_shape(name, value, num_tokens, num_heads, head_dim)
+        check_dtype(name, value, *FLOAT_DTYPES)
+        check_last_stride(name, value)
+        check_device(name, value, a.device)
+    for name, value in (("lse_a", lse_a), ("lse_b", lse_b), ("lse", lse)):
+        _check_lse(name, value, num_tokens, num_heads, a.device)
+    check_runnable(merge_state_kernel, a.device, "merge_state_ref")
+    if num_tokens == 0:
+        return out, lse
+    block_d = next_power_of_two(head_dim)
+    block_h = _block_heads(num_heads, block_d)
+    merge_state_kernel[(num_tokens, -(-num_heads // block_h))](
+        a,
+        lse_a,
+        b,
+        lse_b,
+        out,
+        lse,
+        *a.stride()[:2],
+        *b.stride()[:2],
+        *out.stride()[:2],
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_H=block_h,
+        BLOCK_D=block_d,
+    )
+    return out, lse
+
+
+def merge_parts(
+    o_parts: torch.Tensor,
+    lse_parts: torch.Tensor,
+    indptr: torch.Tensor,
+    rows: torch.Tensor,
+    num_tokens: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    *,
+    num_programs: int,
+) -> None:
+    """Merge a varying number of parts per token into ``out`` (and ``lse``).
+
+    Token ``t`` has the parts ``indptr[t]:indptr[t + 1]`` and is written to row
+    ``rows[t]``; rows of tokens without parts are left as they are.
+
+    Args:
+        o_parts: float32 ``[num_parts, num_heads, head_dim]``, contiguous.
+        lse_parts: float32 ``[num_parts, num_heads]``, contiguous, natural log.
+        indptr: int32 ``[at least num_tokens + 1]``.
+        rows: int32 ``[at least num_tokens]``.
+        num_tokens: int32 ``[1]`` on the device, so that a CUDA graph can be replayed
+            with another number of tokens.
+        out: ``[num_rows, num_heads, head_dim]``, changed in place.
+        lse: float32 ``[num_rows, num_heads]``, changed in place.
+        num_programs: size of the grid over tokens; any size gives the same result.
+
+    Raises:
+        ValueError: for a wrong shape, dtype, stride or device.
+    """
+    check_shape("o_parts", o_parts, None, None, None)
+    num_parts, num_heads, head_dim = o_parts.shape
+    check_dtype("o_parts", o_parts, torch.float32)
+    if not o_parts.is_contiguous():
+        raise ValueError("o_parts is not contiguous; pass a contiguous tensor")
+    _check_lse("lse_parts", lse_parts, num_parts, num_heads, o_parts.device)
+    for name, index in (("indptr", indptr), ("rows", rows), ("num_tokens", num_tokens)):
+        check_dtype(name, index, torch.int32)
+        check_shape(name, index, None)
+    check_rows("indptr", indptr, rows.shape[0] + 1)
+    check_shape("out", out, None, num_heads, head_dim)
+    check_dtype("out", out, *FLOAT_DTYPES)
+    check_last_stride("out", out)
+    if lse is not None:
+        check_shape("lse", lse, out.shape[0], num_heads)
+        check_dtype("lse", lse, torch.float32)
+        check_last_stride("lse", lse)
+    check_runnable(merge_parts_kernel, out.device, "merge_parts_ref")
+    block_d = next_power_of_two(head_dim)
+    block_h = _block_heads(num_heads, block_d * BLOCK_PARTS)
+    merge_parts_kernel[(num_programs, -(-num_heads // block_h))](
+        o_parts,
+        lse_parts,
+        indptr,
+        rows,
+        num_tokens,
+        out,
+        lse_parts if lse is None else lse,
+        *out.stride()[:2],
+        0 if lse is None else lse.stride(0),
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_P=BLOCK_PARTS,
+        BLOCK_H=block_h,
+        BLOCK_D=block_d,
+        HAS_LSE=lse is not None,
+    )
+
+
+def _block_heads(num_heads: int, values_per_head: int) -> int:
+    fitting = max(1, BLOCK_VALUES // values_per_head)
+    return min(fitting, next_power_of_two(num_heads))
+
+
+def _check_lse(
+    name: str, lse: torch.Tensor, rows: int, num_heads: int, device: torch.device
+) -> None:
+    check_shape(name, lse, rows, num_heads)
+    check_dtype(name, lse, torch.float32)
+    check_device(name, lse, device)
+    if not lse.is_contiguous():
+        raise ValueError(f"{name} is not contiguous; pass a contiguous tensor")

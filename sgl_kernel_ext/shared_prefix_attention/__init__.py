@@ -1,0 +1,39 @@
+"""Attention of one engine step in which shared KV prefixes are read once.
+
+``Planner.plan`` turns a batch and its forest of shared prefixes into a task table,
+once per step or less often; ``run`` executes it for each layer. Without a GPU,
+``run_reference`` executes the same plan in PyTorch.
+
+    planner = Planner(num_q_heads=32, num_kv_heads=8, head_dim=128, ...)
+    plan = planner.plan(q_len, kv_len, table_row, node_parent, node_end, request_node)
+    for layer in layers:
+        run(plan, q, k_cache, v_cache, table, kv_len_on_device, out, scale)
+
+Next step, if only the lengths have grown: ``plan.still_good(kv_len)`` and then ``run``
+with the same plan, as the ends of the decodes are read on the device.
+"""
+
+from sgl_kernel_ext.shared_prefix_attention.buffers import Workspace
+from sgl_kernel_ext.shared_prefix_attention.configs import (
+    DeviceConfig,
+    TileConfig,
+    pick_config,
+)
+from sgl_kernel_ext.shared_prefix_attention.launch import run
+from sgl_kernel_ext.shared_prefix_attention.plan import Plan, Planner
+from sgl_kernel_ext.shared_prefix_attention.reference import (
+    attention_ref,
+    run_reference,
+)
+
+__all__ = [
+    "DeviceConfig",
+    "Plan",
+    "Planner",
+    "TileConfig",
+    "Workspace",
+    "attention_ref",
+    "pick_config",
+    "run",
+    "run_reference",
+]

@@ -1,0 +1,128 @@
+"""Tile sizes and planning constants per device family.
+
+Every entry says how it was obtained. An entry that was not measured is a reasoned
+default: the KV tiles of the loop (K and V x stages) fit the shared memory about twice
+on NVIDIA and once on AMD, so that two programs share a multiprocessor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sgl_kernel_ext.utils import next_power_of_two
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """How the kernel is compiled: one value per tile of 16, 64 and 128 rows."""
+
+    block_n: tuple[int, int, int]  # KV tokens per loop step
+    num_stages: tuple[int, int, int]  # loop steps in flight
+    num_warps: int  # where tiles of at most 64 rows are in use
+    num_warps_wide: int  # where tiles of 128 rows are in use
+    source: str  # how the values were obtained
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """What the planner assumes of a device."""
+
+    name: str
+    num_sms: int  # multiprocessors
+    flops_per_byte: int  # attention FLOPs in the time of one byte of memory traffic
+    items_per_sm: int  # work items per multiprocessor below which spans are split
+    min_split_tokens: int  # shortest split of a span, KV tokens
+    task_bytes: int  # bytes one work item could have read while it starts and ends
+    tiles: TileConfig
+    source: str
+
+
+UNMEASURED = "not measured: default"
+
+
+def _tiles(
+    block_n: tuple[int, int, int],
+    num_stages: tuple[int, int, int],
+    num_warps: int = 4,
+    num_warps_wide: int = 8,
+) -> TileConfig:
+    return TileConfig(block_n, num_stages, num_warps, num_warps_wide, UNMEASURED)
+
+
+# By device family, then by bytes of one padded KV row (head_dim x bytes per value).
+TILES: dict[str, dict[int, TileConfig]] = {
+    "hopper": {
+        128: _tiles((128, 128, 64), (3, 3, 3)),
+        256: _tiles((64, 64, 64), (3, 3, 3)),
+        512: _tiles((32, 32, 32), (3, 3, 3)),
+        1024: _tiles((16, 16, 16), (3, 3, 3)),
+    },
+    "ampere": {
+        128: _tiles((64, 64, 64), (3, 3, 3)),
+        256: _tiles((64, 64, 64), (2, 2, 2)),
+        512: _tiles((32, 32, 32), (2, 2, 2)),
+        1024: _tiles((16, 16, 16), (2, 2, 2)),
+    },
+    "mi300": {
+        128: _tiles((64, 64, 64), (2, 2, 2)),
+        256: _tiles((64, 64, 64), (2, 2, 2)),
+        512: _tiles((32, 32, 32), (1, 1, 1)),
+        1024: _tiles((16, 16, 16), (1, 1, 1)),
+    },
+    "default": {
+        128: _tiles((64, 64, 64), (2, 2, 2)),
+        256: _tiles((32, 32, 32), (2, 2, 2)),
+        512: _tiles((16, 16, 16), (2, 2, 2)),
+        1024: _tiles((16, 16, 16), (1, 1, 1)),
+    },
+}
+
+# flops_per_byte: published dense bf16 rate over memory bandwidth, halved because an
+# attention loop reaches about half of that rate. task_bytes: one multiprocessor's
+# share of the bandwidth x about one microsecond.
+_FAMILIES: dict[str, tuple[int, int]] = {
+    "hopper": (100, 32768),
+    "ampere": (75, 16384),
+    "mi300": (120, 16384),
+    "default": (75, 16384),
+}
+
+
+def device_family(device: torch.device) -> str:
+    """Which part of the table a device takes."""
+    if device.type != "cuda":
+        return "default"
+    if torch.version.hip is not None:
+        name = torch.cuda.get_device_properties(device).gcnArchName
+        return "mi300" if name.startswith("gfx94") else "default"
+    major = torch.cuda.get_device_capability(device)[0]
+    return {8: "ampere", 9: "hopper"}.get(major, "default")
+
+
+def pick_tiles(family: str, head_dim: int, value_bytes: int) -> TileConfig:
+    """The tile entry for heads of ``head_dim`` values of ``value_bytes`` bytes."""
+    row_bytes = next_power_of_two(head_dim) * value_bytes
+    table = TILES[family]
+    return table[min(max(row_bytes, min(table)), max(table))]
+
+
+def pick_config(device: torch.device, head_dim: int, value_bytes: int) -> DeviceConfig:
+    """The planning constants and tiles for a device."""
+    family = device_family(device)
+    tiles = pick_tiles(family, head_dim, value_bytes)
+    if device.type != "cuda":
+        # One core works through all tasks: nothing is gained by splitting a span.
+        return DeviceConfig(device.type, 1, 16, 1, 1 << 20, 16384, tiles, UNMEASURED)
+    flops_per_byte, task_bytes = _FAMILIES[family]
+    return DeviceConfig(
+        name=family,
+        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        flops_per_byte=flops_per_byte,
+        items_per_sm=8,
+        min_split_tokens=128,
+        task_bytes=task_bytes,
+        tiles=tiles,
+        source=UNMEASURED,
+    )

@@ -1,0 +1,195 @@
+"""Running a plan: one attention launch over its work items, one merge launch."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+
+from sgl_kernel_ext.merge_state import merge_parts
+from sgl_kernel_ext.shared_prefix_attention.checks import check_features, check_tensors
+from sgl_kernel_ext.shared_prefix_attention.kernel import (
+    ALL_TASKS,
+    NODE_TASKS,
+    SUFFIX_TASKS,
+    shared_prefix_attention_kernel,
+)
+from sgl_kernel_ext.shared_prefix_attention.plan import Plan
+from sgl_kernel_ext.utils import check_runnable, next_power_of_two
+
+_SELECT = {"all": ALL_TASKS, "nodes": NODE_TASKS, "suffixes": SUFFIX_TASKS}
+# Programs of the merge per multiprocessor where the grid is fixed.
+MERGE_PROGRAMS_PER_SM = 8
+
+
+def run(
+    plan: Plan,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table: torch.Tensor,
+    kv_len: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    *,
+    lse: torch.Tensor | None = None,
+    grid: int | None = None,
+    select: Literal["all", "nodes", "suffixes"] = "all",
+    merge: bool = True,
+    sliding_window: int | None = None,
+    logit_cap: float | None = None,
+) -> None:
+    """Attention of one layer for a planned batch.
+
+    Slot of position ``p`` of a request: ``table[row, p // page_size] * page_size +
+    p % page_size``. All tensors lie on the planner's device; any strides but the last.
+
+    Args:
+        plan: the newest plan of its planner, or one that is ``still_good``.
+        q: ``[at least num_tokens, num_q_heads, head_dim]`` in the batch's order.
+        k_cache, v_cache: ``[num_slots, num_kv_heads, head_dim]``.
+        table: int32 ``[rows, max_pages]``.
+        kv_len: int32 or int64 ``[at least num_requests]``: the KV lengths now. Decodes
+            read their end from it, chunks keep the planned one.
+        out: like q in shape, written; rows from num_tokens on stay as they are.
+        scale: of the logits, positive.
+        lse: float32 ``[at least num_tokens, num_q_heads]``, written; natural log.
+        grid: number of programs; by default one per work item. Give
+            ``planner.fixed_grid`` where a CUDA graph captures the launch.
+        select: "nodes" or "suffixes" launches only those tasks; it needs a planner
+            with ``separate_nodes``.
+        merge: whether to merge parts after the launch; tokens with one result only
+            are written by the launch itself.
+        sliding_window, logit_cap: of the layer; only None (also -1, 0.0) is supported.
+
+    Raises:
+        ValueError: for a feature, shape, dtype, stride or device not supported.
+    """
+    check_features(scale, sliding_window, logit_cap)
+    check_run(plan, q, k_cache, v_cache, table, kv_len, out, lse)
+    check_runnable(shared_prefix_attention_kernel, q.device, "run_reference")
+    if select != "all" and not plan.planner.separate_nodes:
+        raise ValueError(
+            f'select is "{select}" but node tasks are mixed with the others; make the '
+            "planner with separate_nodes=True"
+        )
+    _attend(plan, q, k_cache, v_cache, table, kv_len, out, scale, lse, grid, select)
+    if merge and (grid is not None or plan.num_parts > 0):
+        planner = plan.planner
+        most = MERGE_PROGRAMS_PER_SM * planner.config.num_sms
+        merge_parts(
+            planner.workspace.o_parts,
+            planner.workspace.lse_parts,
+            planner.buffers.part_indptr,
+            planner.buffers.gather,
+            planner.buffers.num_tokens,
+            out,
+            lse,
+            num_programs=plan.num_tokens
+            if grid is None
+            else min(most, planner.max_tokens),
+        )
+
+
+def _attend(
+    plan: Plan,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table: torch.Tensor,
+    kv_len: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    lse: torch.Tensor | None,
+    grid: int | None,
+    select: Literal["all", "nodes", "suffixes"],
+) -> None:
+    planner = plan.planner
+    num_tasks = {
+        "all": plan.num_tasks,
+        "nodes": plan.num_node_tasks,
+        "suffixes": plan.num_tasks - plan.num_node_tasks,
+    }[select]
+    programs = num_tasks * planner.num_kv_heads if grid is None else grid
+    if programs == 0:
+        return
+    buffers, workspace, tiles = planner.buffers, planner.workspace, planner.config.tiles
+    wide = planner.max_tile > 64
+    shared_prefix_attention_kernel[(programs,)](
+        buffers.header,
+        buffers.tasks,
+        buffers.gather,
+        buffers.part_indptr,
+        q,
+        k_cache,
+        v_cache,
+        table,
+        kv_len,
+        out,
+        workspace.lse_parts if lse is None else lse,
+        workspace.o_parts,
+        workspace.lse_parts,
+        scale * math.log2(math.e),
+        *q.stride()[:2],
+        *k_cache.stride()[:2],
+        *v_cache.stride()[:2],
+        table.stride(0),
+        *out.stride()[:2],
+        0 if lse is None else lse.stride(0),
+        NUM_Q_HEADS=planner.num_q_heads,
+        NUM_KV_HEADS=planner.num_kv_heads,
+        HEAD_DIM=planner.head_dim,
+        BLOCK_D=next_power_of_two(planner.head_dim),
+        PAGE_SIZE=planner.page_size,
+        MAX_TILE=planner.max_tile,
+        BLOCK_N_16=tiles.block_n[0],
+        BLOCK_N_64=tiles.block_n[1],
+        BLOCK_N_128=tiles.block_n[2],
+        STAGES_16=tiles.num_stages[0],
+        STAGES_64=tiles.num_stages[1],
+        STAGES_128=tiles.num_stages[2],
+        SELECT=_SELECT[select],
+        HAS_LSE=lse is not None,
+        PRECISION=dot_precision(planner.dtype, planner.device),
+        num_warps=tiles.num_warps_wide if wide else tiles.num_warps,
+    )
+
+
+def dot_precision(dtype: torch.dtype, device: torch.device) -> str:
+    """How the kernel multiplies: tensor cores in three steps for NVIDIA's float32."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return "tf32x3" if nvidia and dtype == torch.float32 else "ieee"
+
+
+def check_run(
+    plan: Plan,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table: torch.Tensor,
+    kv_len: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Raise a ValueError for tensors that do not fit the plan."""
+    planner = plan.planner
+    check_tensors(
+        num_tokens=plan.num_tokens,
+        num_requests=plan.num_requests,
+        max_table_row=plan.max_table_row,
+        max_kv_len=plan.max_kv_len,
+        num_q_heads=planner.num_q_heads,
+        num_kv_heads=planner.num_kv_heads,
+        head_dim=planner.head_dim,
+        page_size=planner.page_size,
+        dtype=planner.dtype,
+        device=planner.device,
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        table=table,
+        kv_len=kv_len,
+        out=out,
+        lse=lse,
+    )

@@ -1,0 +1,181 @@
+"""The shared-prefix kernel at real sizes; needs an accelerator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import Batch, ints, make_planner, poisoned_outputs
+
+from sgl_kernel_ext.merge_state import merge_state, merge_state_ref
+from sgl_kernel_ext.shared_prefix_attention import run
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def accelerator() -> None:
+    """Skip where there is no device."""
+    if not torch.cuda.is_available():
+        pytest.skip("no accelerator")
+
+
+def real_batch(
+    *,
+    groups: int = 16,
+    siblings: int = 16,
+    prefix: int = 2000,
+    own: int = 250,
+    chunk: int = 0,
+    heads: tuple[int, int] = (32, 8),
+    head_dim: int = 128,
+    page_size: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    room: int = 64,
+) -> Batch:
+    """Groups of decodes below one prefix each, and a prefill chunk beside them."""
+    torch.manual_seed(0)
+    decodes = groups * siblings
+    q_len = [1] * decodes + ([chunk] if chunk else [])
+    own_len = torch.randint(1, 2 * own, (decodes,)).tolist() + (
+        [chunk] if chunk else []
+    )
+    nodes = [i % groups for i in range(decodes)] + ([0] if chunk else [])
+    kv_len = ints([prefix + size for size in own_len])
+    # Whole pages of a prefix are shared; the page behind it is each request's own.
+    shared_pages = prefix // page_size
+    width = -(-(int(kv_len.max()) + room) // page_size)
+    own_pages = width - shared_pages
+    pages = torch.randperm(groups * shared_pages + len(q_len) * own_pages)
+    shared = pages[: groups * shared_pages].view(groups, shared_pages)
+    private = pages[groups * shared_pages :].view(len(q_len), own_pages)
+    table = torch.cat([shared[torch.tensor(nodes)], private], dim=1).int()
+    slots = len(pages) * page_size
+    q_heads, kv_heads = heads
+    return Batch(
+        q_len=ints(q_len),
+        kv_len=kv_len,
+        table_row=ints(range(len(q_len))),
+        node_parent=ints([-1] * groups),
+        node_end=ints([shared_pages * page_size] * groups),
+        request_node=ints(nodes),
+        q=torch.randn(sum(q_len), q_heads, head_dim, dtype=dtype, device="cuda"),
+        k_cache=torch.randn(slots, kv_heads, head_dim, dtype=dtype, device="cuda"),
+        v_cache=torch.randn(slots, kv_heads, head_dim, dtype=dtype, device="cuda"),
+        table=table.cuda(),
+        page_size=page_size,
+        scale=head_dim**-0.5,
+    )
+
+
+def assert_near(batch: Batch, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Within 1e-2 of the norm of the float32 truth; lse within 1e-2."""
+    wanted, wanted_lse = batch.truth()
+    error = (out.float() - wanted).norm() / wanted.norm()
+    assert error < (1e-4 if batch.q.dtype == torch.float32 else 1e-2)
+    worst = (out.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert worst.max() < 5e-2
+    torch.testing.assert_close(lse, wanted_lse, atol=1e-2, rtol=1e-2)
+
+
+SHAPES: dict[str, dict[str, object]] = {
+    "sd16": {},
+    "sd4": {"groups": 32, "siblings": 4},
+    "one-prefix": {"groups": 1, "siblings": 256},
+    "alone": {"groups": 64, "siblings": 1},
+    "few": {"groups": 1, "siblings": 10, "prefix": 4000, "own": 400},
+    "page16": {"page_size": 16, "prefix": 2011},
+    "page64": {"page_size": 64},
+    "chunk": {"chunk": 700, "groups": 4},
+    "d64": {"head_dim": 64, "groups": 4},
+    "d80": {"head_dim": 80, "groups": 4, "heads": (32, 32)},
+    "d96": {"head_dim": 96, "groups": 4},
+    "d192": {"head_dim": 192, "groups": 4},
+    "d256": {"head_dim": 256, "groups": 4, "heads": (16, 8)},
+    "fp16": {"dtype": torch.float16, "groups": 4},
+    "fp32": {"dtype": torch.float32, "groups": 4},
+    "group7": {"heads": (28, 4), "groups": 4},
+}
+
+
+@pytest.mark.parametrize("max_tile", [64, 128], ids="tile{}".format)
+@pytest.mark.parametrize("name", SHAPES)
+def test_real_sizes(name: str, max_tile: int) -> None:
+    batch = real_batch(**SHAPES[name])  # type: ignore[arg-type]
+    planner = make_planner(
+        batch, config=None, max_tile=max_tile, max_requests=512, max_tokens=2048
+    )
+    plan = planner.plan(*batch.planned())
+    for grid in (None, planner.fixed_grid):
+        out, lse = poisoned_outputs(batch, plan)
+        run(plan, *batch.tensors(), out, batch.scale, lse=lse, grid=grid)
+        assert_near(batch, out, lse)
+
+
+def test_a_graph_replays_grown_and_replanned_batches() -> None:
+    batch = real_batch(groups=4)
+    planner = make_planner(batch, config=None, max_requests=512, max_tokens=512)
+    plan = planner.plan(*batch.planned())
+    q, k_cache, v_cache, table, kv_len = batch.tensors()
+    out, lse = poisoned_outputs(batch, plan)
+
+    def launch() -> None:
+        grid = planner.fixed_grid
+        run(
+            plan,
+            q,
+            k_cache,
+            v_cache,
+            table,
+            kv_len,
+            out,
+            batch.scale,
+            lse=lse,
+            grid=grid,
+        )
+
+    launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+
+    def replay(now: Batch) -> None:
+        kv_len.copy_(torch.from_numpy(now.kv_len))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert_near(now, out, lse)
+
+    replay(batch)
+    grown = batch.grown([33] * len(batch.q_len))
+    assert plan.still_good(grown.kv_len)
+    replay(grown)
+    apart = replace(grown, request_node=ints([-1] * len(batch.q_len)))
+    planner.plan(*apart.planned())
+    replay(apart)
+
+
+def test_plans_in_quick_succession_do_not_overwrite_each_other() -> None:
+    batches = [real_batch(groups=groups, siblings=8) for groups in (1, 2, 3, 4, 5)]
+    planner = make_planner(batches[0], config=None)
+    outs = []
+    for batch in batches:
+        plan = planner.plan(*batch.planned())
+        out = torch.full_like(batch.q, torch.nan)
+        run(plan, *batch.tensors(), out, batch.scale)
+        outs.append(out)
+    for batch, out in zip(batches, outs, strict=True):
+        wanted, _ = batch.truth()
+        assert (out.float() - wanted).norm() / wanted.norm() < 1e-2
+
+
+def test_merge_state() -> None:
+    torch.manual_seed(0)
+    parts = [torch.randn(300, 32, 128, device="cuda").bfloat16() for _ in range(2)]
+    lses = [torch.randn(300, 32, device="cuda") * 5 for _ in range(2)]
+    parts[0][7] = torch.nan
+    lses[0][7] = -torch.inf
+    out, lse = merge_state(parts[0], lses[0], parts[1], lses[1])
+    wanted, wanted_lse = merge_state_ref(parts[0], lses[0], parts[1], lses[1])
+    torch.testing.assert_close(out, wanted, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse, wanted_lse)

@@ -1,0 +1,101 @@
+"""``--attention-backend shared_prefix``: the same tokens, with less KV read."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batches import client, jsonl, line, results, submit, wait
+from prompts import MAX_TOKENS, Case
+from servers import Server, server
+from stress_runs import scenario
+
+COMPLETIONS = "/v1/completions"
+BACKEND = "--attention-backend=shared_prefix"
+ENGINES = {
+    "mixed": (BACKEND, "--enable-mixed-chunk"),
+    "decodes-only-pages": (
+        "--decode-attention-backend=shared_prefix",
+        "--disable-overlap-schedule",
+        "--page-size=16",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def sharing(
+    demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """Prompts come in chunks, beside requests that decode."""
+    directory = tmp_path_factory.mktemp("sharing-server")
+    with server(
+        demo_model,
+        "--offline-batch",
+        f"--offline-batch-dir={directory / 'batches'}",
+        BACKEND,
+        "--enable-mixed-chunk",
+        "--chunked-prefill-size=256",
+        "--enable-metrics",
+        log_dir=directory,
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def answers(sharing: Server, cases: list[Case]) -> list[dict[str, Any]]:
+    api = client(sharing.url)
+    body = {"max_tokens": MAX_TOKENS, "return_token_ids": True}
+    lines = [
+        line(case.custom_id, {**body, "prompt": case.prompt}, COMPLETIONS)
+        for case in cases
+    ]
+    batch = wait(api, submit(api, jsonl(lines), COMPLETIONS).id)
+    assert batch.status == "completed"
+    return results(api, batch.output_file_id)
+
+
+def output_ids(answer: dict[str, Any]) -> list[int]:
+    choice = answer["response"]["body"]["choices"][0]
+    # SGLang names them differently per endpoint.
+    ids: list[int] = choice.get("token_ids") or choice["response_token_ids"]
+    return ids
+
+
+def test_a_batch_answers_as_transformers(
+    answers: list[dict[str, Any]], cases: list[Case]
+) -> None:
+    found = {each["custom_id"]: output_ids(each) for each in answers}
+    assert found == {case.custom_id: case.output_ids for case in cases}
+
+
+def test_the_server_says_what_was_saved(
+    sharing: Server, answers: list[dict[str, Any]]
+) -> None:
+    with urllib.request.urlopen(f"{sharing.url}/server_info") as answer:
+        state = json.load(answer)["internal_states"][0]["offline_batch"]
+    assert answers
+    assert 0 < state["attention_steps_shared"] <= state["attention_steps"]
+    # Two documents of 400 and 600 tokens, 20 requests each; prompts of up to 650.
+    read, saved = state["kv_read_bytes"], state["kv_read_bytes_saved"]
+    assert 0.4 < saved / (read + saved) < 0.95
+    with urllib.request.urlopen(f"{sharing.url}/metrics") as answer:
+        text = answer.read().decode()
+    found = re.search(
+        r"^sglang_batch_kv_read_bytes_saved_total\{.*\} (\S+)", text, re.M
+    )
+    assert found is not None
+    # Each step reports what the one before it saved.
+    assert 0.8 * saved < float(found[1]) <= saved
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_jobs_at_random_are_answered_right(demo_model: Path, name: str) -> None:
+    """Parked requests, followers, chunks, aborts and online requests go on beside."""
+    found = scenario(demo_model, "random", 3, 4, *ENGINES[name])
+    assert found["lines"] > 50
+    assert found["parked"] >= found["resumed"]

@@ -1,0 +1,185 @@
+"""Baselines from libraries: torch's SDPA and FlexAttention, FlashInfer's cascade."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import torch
+from inputs import Inputs
+from variants import Builder, Unavailable, Variant
+
+SDPA = "SDPA, gathered KV"
+FLEX = "FlexAttention"
+FLASHINFER = "FlashInfer cascade"
+
+# Gathered KV of all layers, bytes; mask cells of FlexAttention. More takes too long.
+MAX_GATHERED = 6 << 30
+MAX_CELLS = 1 << 26
+FLEX_BLOCK = 128
+FLASHINFER_WORKSPACE = 256 << 20
+
+
+def sdpa(inputs: Inputs) -> Variant:
+    """Every request's KV copied together beforehand, which is not counted."""
+    layout = inputs.layout
+    count, longest = len(layout.kv_len), int(layout.kv_len.max())
+    layers = len(inputs.k_caches)
+    size = layers * count * longest * inputs.token_bytes
+    if size > MAX_GATHERED:
+        raise Unavailable(f"gathered KV would take {size / 2**30:.0f} GiB")
+    position = torch.arange(longest, device=inputs.device)
+    page = inputs.table.long()[:, position // layout.page_size]
+    slots = page * layout.page_size + position % layout.page_size
+
+    def gathered(cache: torch.Tensor) -> torch.Tensor:
+        # [count, num_kv_heads, longest, head_dim]
+        return cache[slots].transpose(1, 2).contiguous()
+
+    keys = [gathered(cache) for cache in inputs.k_caches]
+    values = [gathered(cache) for cache in inputs.v_caches]
+    seen = None
+    if layout.kv_len.min() < longest:
+        seen = (position[None, :] < inputs.kv_len[:, None])[:, None, None, :]
+    q = inputs.q[:, :, None, :]
+
+    def launch(layer: int) -> torch.Tensor:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, keys[layer], values[layer], attn_mask=seen,
+            scale=inputs.scale, enable_gqa=True,
+        )  # fmt: skip
+        return out[:, :, 0, :]
+
+    return Variant(SDPA, launch)
+
+
+def flex(inputs: Inputs) -> Variant:
+    """All decodes as one sequence over the whole cache, laid out in tree order.
+
+    A request sees a slot if the requests that share the slot's page include it; those
+    are always a range.
+    """
+    module = importlib.import_module("torch.nn.attention.flex_attention")
+    layout = inputs.layout
+    cells = layout.num_slots * layout.num_tokens
+    if cells > MAX_CELLS:
+        raise Unavailable(f"the mask would have {cells / 1e6:.0f} million cells")
+    page_size, device = layout.page_size, inputs.device
+    offset = np.arange(page_size)
+    slots = (layout.page_order[:, None] * page_size + offset).ravel()
+    users = torch.from_numpy(np.repeat(layout.page_users, page_size, axis=0)).to(device)
+    first, end = users.unbind(1)
+    end = torch.where(_used(inputs, slots), end, first)
+    order = torch.from_numpy(slots).to(device)
+
+    def mask(
+        b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor
+    ) -> torch.Tensor:
+        return (first[kv] <= q) & (q < end[kv])
+
+    block_mask = module.create_block_mask(
+        mask, None, None, layout.num_tokens, layout.num_slots, device=device,
+        BLOCK_SIZE=FLEX_BLOCK,
+    )  # fmt: skip
+    # [1, num_kv_heads, num_slots, head_dim]
+    keys = [c[order].transpose(0, 1)[None].contiguous() for c in inputs.k_caches]
+    values = [c[order].transpose(0, 1)[None].contiguous() for c in inputs.v_caches]
+    q = inputs.q.transpose(0, 1)[None].contiguous()
+    attend: Any = torch.compile(module.flex_attention, dynamic=False)
+
+    def launch(layer: int) -> torch.Tensor:
+        out: torch.Tensor = attend(
+            q, keys[layer], values[layer], block_mask=block_mask,
+            scale=inputs.scale, enable_gqa=True,
+        )  # fmt: skip
+        return out[0].transpose(0, 1)
+
+    return Variant(FLEX, launch)
+
+
+def _used(inputs: Inputs, slots: np.ndarray) -> torch.Tensor:
+    """Which slots hold a token of some request; bool, in the order of ``slots``."""
+    layout = inputs.layout
+    used = np.zeros(layout.num_slots, np.bool_)
+    for row, length in zip(layout.table, layout.kv_len.tolist(), strict=True):
+        position = np.arange(length)
+        page = row[position // layout.page_size].astype(np.int64)
+        used[page * layout.page_size + position % layout.page_size] = True
+    return torch.from_numpy(used[slots]).to(inputs.device)
+
+
+def flashinfer_levels(
+    inputs: Inputs,
+) -> tuple[list[list[int]], list[list[int]], list[np.ndarray], list[list[int]]]:
+    """Per level: query indptr, page indptr, pages, tokens in the last page.
+
+    A level of nodes without a whole page of tokens is left out.
+    """
+    layout, counts = inputs.layout, inputs.layout.shape.counts
+    size, decodes = layout.page_size, counts[-1]
+    queries, bounds, pages, last = [], [], [], []
+    begin, node = 0, 0
+    for count in counts[:-1]:
+        end = int(layout.node_end[node])
+        node += count
+        if end == begin:
+            continue
+        firsts = -(-np.arange(count + 1) * decodes // count)
+        rows = layout.table[firsts[:-1], begin // size : end // size]
+        queries.append(firsts.tolist())
+        bounds.append((np.arange(count + 1) * rows.shape[1]).tolist())
+        pages.append(rows.ravel())
+        last.append([size] * count)
+        begin = end
+    own = [
+        row[begin // size : -(-length // size)]
+        for row, length in zip(layout.table, layout.kv_len.tolist(), strict=True)
+    ]
+    queries.append(list(range(decodes + 1)))
+    bounds.append([0, *np.cumsum([len(each) for each in own]).tolist()])
+    pages.append(np.concatenate(own))
+    last.append([(length - 1) % size + 1 for length in layout.kv_len.tolist()])
+    return queries, bounds, pages, last
+
+
+def flashinfer_cascade(inputs: Inputs) -> Variant:
+    """FlashInfer's multi-level wrapper, one kernel per level and merges between."""
+    try:
+        flashinfer: Any = importlib.import_module("flashinfer")
+    except ImportError as error:
+        raise Unavailable(f"not installed ({error})") from error
+    layout, device = inputs.layout, inputs.device
+    queries, bounds, pages, last = flashinfer_levels(inputs)
+    workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device)
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(
+        len(queries), workspace, "NHD"
+    )
+
+    def ints(levels: list[Any]) -> list[torch.Tensor]:
+        return [torch.tensor(each, dtype=torch.int32, device=device) for each in levels]
+
+    wrapper.plan(
+        ints(queries), ints(bounds), ints(pages), ints(last), *inputs.heads,
+        inputs.q.shape[2], layout.page_size, causal=False, sm_scale=inputs.scale,
+        q_data_type=inputs.q.dtype,
+    )  # fmt: skip
+    paged = (-1, layout.page_size, inputs.heads[1], inputs.q.shape[2])
+
+    def launch(layer: int) -> torch.Tensor:
+        caches = inputs.k_caches[layer].view(paged), inputs.v_caches[layer].view(paged)
+        out: torch.Tensor = wrapper.run(inputs.q, caches)
+        return out
+
+    return Variant(FLASHINFER, launch)
+
+
+def library_builders(inputs: Inputs, with_flex: bool) -> list[tuple[str, Builder]]:
+    """Baselines for a workload of decodes, with their names."""
+    if inputs.layout.shape.chunks:
+        return []
+    found: list[tuple[str, Builder]] = [
+        (SDPA, sdpa),
+        (FLASHINFER, flashinfer_cascade),
+    ]
+    return [*found, (FLEX, flex)] if with_flex else found

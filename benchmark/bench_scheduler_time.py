@@ -15,7 +15,8 @@ receiving requests. Processor time, because an engine's three processes share tw
 ``added`` is the part of it that is spent in this package's code, looked at in every other
 step; the steps looked at do not count for the rest. The engines of one size run
 by turns, a fraction of a second each, so that all meet the machine as fast as it happens
-to be; ``--repeats`` times, and the steps of all repeats count. The last line is one JSON
+to be; ``--repeats`` times, and the steps of all repeats count. ``--again`` runs stock
+SGLang twice: what two engines that are alike differ by. The last line is one JSON
 document; the exit status is 1 if a target is missed.
 """
 
@@ -55,10 +56,13 @@ class Case:
     running: int
     backlog: int
     output_len: int
+    again: bool = False
 
     @property
     def name(self) -> str:
         who = f"{'ours' if self.ours else 'stock'} {self.policy}"
+        if self.again:
+            who += ", again"
         return f"{who}, {self.backlog:,} waiting" if self.backlog else who
 
     def task(self, model: Path, seed: int) -> Task:
@@ -173,10 +177,18 @@ def _steady(steps: Steps, running: int) -> Steps:
 
 def figures_of(measured: list[Measured], running: int) -> list[Figure]:
     """Ours against stock at one size, and what of a step is our code."""
-    stock, *ours = [m for m in measured if m.case.running == running]
+    stock, *others = [m for m in measured if m.case.running == running]
     figures = []
-    for m in ours:
+    for m in others:
         name = f"{running} running, {m.case.name}, steady steps"
+        if m.case.again:
+            mean_ms = m.steady.mean_ms - stock.steady.mean_ms
+            p99_ms = m.steady.p99_ms - stock.steady.p99_ms
+            figures += [
+                Figure(f"{name}: mean over stock's", mean_ms, "ms"),
+                Figure(f"{name}: p99 over stock's", p99_ms, "ms"),
+            ]
+            continue
         figures += [
             Figure(
                 f"{name}: mean over stock's", m.steady.mean_ms - stock.steady.mean_ms,
@@ -207,6 +219,7 @@ def main() -> int:
     parser.add_argument("--output-len", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--policy", default="dfs", help="ours")
+    parser.add_argument("--again", action="store_true", help="stock SGLang twice")
     parser.add_argument(
         "--quick", action="store_true", help="64 running, 500 waiting behind ours"
     )
@@ -224,6 +237,11 @@ def main() -> int:
         for running in sizes
         for ours, policy, waiting in kinds
     ]
+    if options.again:
+        cases += [
+            Case(False, "fcfs", running, 0, options.output_len, again=True)
+            for running in sizes
+        ]
     with tempfile.TemporaryDirectory(prefix="sglang-batch-bench-") as scratch:
         model = Path(scratch) / "model"
         write_demo_model(model)

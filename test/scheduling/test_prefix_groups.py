@@ -1,0 +1,136 @@
+"""The forest that attention is given says nothing that the prompts do not share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+from scheduling_jobs import plan_of, random_prompts
+
+from sglang_batch.scheduling.job_state import JobState
+from sglang_batch.scheduling.line import Line
+from sglang_batch.srt.prefix_groups import GroupFinder, PrefixGroups
+
+PAGE = 4
+
+
+@dataclass
+class Kv:
+    req_pool_idx: int
+    cache_protected_len: int
+
+
+@dataclass(eq=False)
+class Running:
+    """A request as SGLang has it, as far as groups look at it."""
+
+    rid: str
+    kv: Kv
+    prefix_len: int = 0
+    extra_key: str | None = None
+    cache_salt: str | None = None
+
+
+@dataclass
+class Jobs:
+    lines: dict[str, tuple[JobState | None, Line]] = field(default_factory=dict)
+
+    def known(self, req: Running) -> tuple[JobState | None, Line] | None:
+        return self.lines.get(req.rid)
+
+
+def batch_of(random: Random, prompts: list[Any]) -> tuple[Any, list[Running]]:
+    """Decoding requests, each with some of its prompt in the cache."""
+    job = JobState("job", plan_of(prompts), PAGE)
+    jobs, reqs = Jobs(), []
+    for number, prompt in enumerate(prompts):
+        held = random.choice([len(prompt), random.randint(0, len(prompt))])
+        req = Running(f"r{number}", Kv(100 + number, held))
+        if random.random() < 0.2:
+            req.extra_key = "other"
+        line = job.add(req, number, len(prompt), 10)
+        line.decoding = True
+        jobs.lines[req.rid] = (job, line)
+        reqs.append(req)
+    return jobs, reqs
+
+
+def nodes_of(groups: PrefixGroups, request: int) -> list[int]:
+    """A request's nodes, deepest first."""
+    found, node = [], int(groups.request_node[request])
+    while node >= 0:
+        found.append(node)
+        node = int(groups.node_parent[node])
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_requests_below_a_node_share_what_it_covers(seed: int) -> None:
+    random = Random(seed)
+    prompts = random_prompts(random, 30, step=3)
+    jobs, reqs = batch_of(random, prompts)
+    groups = GroupFinder(jobs).of(reqs, decodes=True)
+    assert groups.table_row.tolist() == [100 + i for i in range(len(reqs))]
+    below: dict[int, list[int]] = {}
+    for i, req in enumerate(reqs):
+        nodes = nodes_of(groups, i)
+        lengths = [int(groups.node_end[node]) for node in nodes]
+        assert lengths == sorted(set(lengths), reverse=True)
+        assert all(0 < each <= req.kv.cache_protected_len for each in lengths)
+        assert all(each % PAGE == 0 for each in lengths)
+        for node in nodes:
+            below.setdefault(node, []).append(i)
+    assert len(below) == len(groups.node_end)
+    for node, members in below.items():
+        end = groups.node_end[node]
+        assert len({tuple(prompts[i][:end]) for i in members}) == 1
+        assert len({reqs[i].extra_key for i in members}) == 1
+    assert any(len(members) > 1 for members in below.values())
+
+
+def test_all_that_the_plan_shares_is_found() -> None:
+    first = tuple(range(8))
+    prompts = [(*first, 50 + i // 2, 9, 9, 9, 60 + i, 1) for i in range(4)]
+    jobs, reqs = batch_of(Random(0), prompts)
+    for req in reqs:
+        req.kv.cache_protected_len, req.extra_key = 14, None
+    groups = GroupFinder(jobs).of(reqs, decodes=True)
+    found = [[int(groups.node_end[n]) for n in nodes_of(groups, i)] for i in range(4)]
+    assert found == [[12, 8]] * 4
+    assert len(groups.node_end) == 3
+
+
+def test_groups_are_found_anew_only_if_requests_change() -> None:
+    jobs, reqs = batch_of(Random(1), random_prompts(Random(1), 12, step=3))
+    finder = GroupFinder(jobs)
+    groups = finder.of(reqs, decodes=True)
+    assert finder.of(list(reqs), decodes=True) is groups
+    assert finder.of(reqs[1:], decodes=True) is not groups
+    mixed = finder.of(reqs, decodes=False)
+    assert finder.of(reqs, decodes=False) is not mixed
+
+
+def test_who_is_not_planned_reads_alone() -> None:
+    jobs, reqs = batch_of(Random(2), random_prompts(Random(2), 6, step=3))
+    online = Running("online", Kv(7, 40))
+    _, line = jobs.lines["r0"]
+    jobs.lines["online"] = (None, line)
+    unknown = Running("unknown", Kv(8, 40))
+    groups = GroupFinder(jobs).of([online, *reqs, unknown], decodes=True)
+    assert groups.request_node[0] == groups.request_node[-1] == -1
+
+
+def test_a_prompt_that_is_computed_shares_what_it_found() -> None:
+    prompts = [(*range(12), 90 + i) for i in range(3)]
+    jobs, reqs = batch_of(Random(3), prompts)
+    for req in reqs:
+        req.kv.cache_protected_len, req.extra_key = 13, None
+    jobs.lines["r2"][1].decoding = False
+    reqs[2].prefix_len = 5
+    groups = GroupFinder(jobs).of(reqs, decodes=False)
+    assert groups.request_node.tolist() == [0, 0, -1]
+    reqs[2].prefix_len = 12
+    groups = GroupFinder(jobs).of(reqs, decodes=False)
+    assert groups.request_node.tolist() == [0, 0, 0]

@@ -14,6 +14,7 @@ with the same plan, as the ends of the decodes are read on the device.
 """
 
 from sgl_kernel_ext.shared_prefix_attention.buffers import Workspace
+from sgl_kernel_ext.shared_prefix_attention.checks import TooLarge
 from sgl_kernel_ext.shared_prefix_attention.configs import (
     DeviceConfig,
     TileConfig,
@@ -31,6 +32,7 @@ __all__ = [
     "Plan",
     "Planner",
     "TileConfig",
+    "TooLarge",
     "Workspace",
     "attention_ref",
     "pick_config",

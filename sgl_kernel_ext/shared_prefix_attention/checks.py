@@ -60,10 +60,14 @@ def check_planner_sizes(
         raise ValueError(f"page_size is {page_size}; a page holds at least one token")
 
 
+class TooLarge(ValueError):
+    """A batch or its plan does not fit the planner's buffers."""
+
+
 def check_limit(name: str, needed: int, available: int) -> None:
-    """Raise a ValueError if a buffer is too small, saying by how much."""
+    """Raise TooLarge if a buffer is too small, saying by how much."""
     if needed > available:
-        raise ValueError(
+        raise TooLarge(
             f"the batch has {needed} {name}, the planner holds {available}: "
             f"{needed - available} too few; make it with max_{name} >= {needed}"
         )

@@ -49,9 +49,17 @@ class PrefixUses:
         self._furthest: list[tuple[int, int, int]] = []
         self._noted: dict[int, int] = {}
         self.computing: dict[int, Line] = {}
+        self._tokens: dict[int, int] = {}  # by node, a hash of the tokens up to it
         self.pins: dict[int, Any] = {}
         self.locked_tokens = 0
         self.idle_tokens = 0
+
+    def is_prompt_of(self, node: int, tokens: int) -> bool:
+        """Whether a request's tokens up to a node are those of the first that asked.
+
+        tokens: a hash of them.
+        """
+        return self._tokens.setdefault(node, tokens) == tokens
 
     def path(self, node: int) -> list[int]:
         """A node and those above it, deepest first, without those that add no page."""

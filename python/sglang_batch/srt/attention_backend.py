@@ -23,9 +23,15 @@ from sglang.srt.layers.attention.base_attn_backend import (
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 
-from sgl_kernel_ext.shared_prefix_attention import Plan, Planner, run, run_reference
+from sgl_kernel_ext.shared_prefix_attention import (
+    Plan,
+    Planner,
+    TooLarge,
+    run,
+    run_reference,
+)
 
-from ..errors import ConfigError
+from ..errors import ConfigError, EngineError
 from .attention_checks import check_model
 from .prefix_groups import PrefixGroups
 
@@ -126,7 +132,7 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
                 head_dim=config.head_dim,
                 dtype=pool.dtype,
                 page_size=1,  # req_to_token names the slot of each token
-                device=model_runner.device,
+                device=self._slots.device,
                 max_requests=self._most_requests,
                 max_tokens=max_tokens,
                 max_nodes=NODES_PER_REQUEST * self._most_requests,
@@ -135,11 +141,12 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
 
         self._decode_planner = planner(self._most_requests, 64)
         # Prompts come in chunks beside the decodes.
-        self._max_mixed = self._most_requests + int(
+        max_mixed = self._most_requests + int(
             model_runner.server_args.chunked_prefill_size or 0
         )
-        self._make_mixed = lambda: planner(self._max_mixed, 128)
         self._mixed_planner: Planner | None = None
+        if model_runner.server_args.enable_mixed_chunk:
+            self._mixed_planner = planner(max_mixed, 128)
 
     # SGLang's interface ---------------------------------------------------------------
 
@@ -161,6 +168,7 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
         self: Any, forward_batch: Any, in_capture: bool = False
     ) -> None:
         """A captured graph has one way to attend: ours, whatever is shared."""
+        self._plan, self._grid = None, None
         if not forward_batch.forward_mode.is_decode():
             super().init_forward_metadata_out_graph(  # type: ignore[misc]
                 forward_batch, in_capture
@@ -173,10 +181,20 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
             )
         groups, kv_len = self.groups, _host_lengths(forward_batch)
         self.groups = NO_GROUPS
-        if in_capture or not len(groups.table_row):
+        num_padding = int(getattr(forward_batch, "num_padding", 0) or 0)
+        if in_capture:
             groups = _alone(np.zeros(len(kv_len), np.int32))
-        kv_len = kv_len[: len(groups.table_row)]
+        elif len(groups.table_row) != len(kv_len) - num_padding:
+            raise EngineError(
+                f"the scheduler announced {len(groups.table_row)} rows for a decode "
+                f"step of {len(kv_len) - num_padding}; add --disable-cuda-graph."
+            )
+        # Rows of padding are computed too, or what was there before would go on.
+        groups = self._padded(groups, len(kv_len))
         self._plan = self._planned_again(groups, kv_len)
+        if self._plan is None:
+            self._plan = self._planned_again(_alone(groups.table_row), kv_len)
+        assert self._plan is not None
         self._grid = self._decode_planner.fixed_grid
         if not in_capture:
             self._count(kv_len, self._plan)
@@ -232,10 +250,7 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
         if len(groups.table_row) != len(kv_len):
             return None  # a batch that the scheduler did not make, at warm-up
         plan: Plan | None = None
-        if (
-            len(groups.node_end)
-            and len(groups.node_end) <= self._decode_planner.max_nodes
-        ):
+        if len(groups.node_end):
             if forward_batch.forward_mode.is_decode():
                 plan = self._planned_again(groups, kv_len)
             else:
@@ -245,7 +260,24 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
         self._count(kv_len, plan)
         return plan
 
-    def _planned_again(self: Any, groups: PrefixGroups, kv_len: Any) -> Plan:
+    def _padded(self: Any, groups: PrefixGroups, num_rows: int) -> PrefixGroups:
+        """With rows behind that share nothing; the same object for the same groups."""
+        missing = num_rows - len(groups.table_row)
+        if not missing:
+            return groups
+        if self._padded_of is not groups or len(self._padded_to.table_row) != num_rows:
+            self._padded_of = groups
+            self._padded_to = groups._replace(
+                table_row=np.pad(groups.table_row, (0, missing)),
+                request_node=np.pad(
+                    groups.request_node, (0, missing), constant_values=-1
+                ),
+            )
+        return self._padded_to
+
+    _padded_of = _padded_to = NO_GROUPS
+
+    def _planned_again(self: Any, groups: PrefixGroups, kv_len: Any) -> Plan | None:
         """The last plan where the same requests have only grown, else a new one."""
         plan = self._last
         if plan is None or groups is not self._planned or not plan.still_good(kv_len):
@@ -260,10 +292,8 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
         self: Any, forward_batch: Any, groups: PrefixGroups, kv_len: Any
     ) -> Plan | None:
         q_len = np.array(forward_batch.extend_seq_lens_cpu, np.int32)
-        if q_len.sum() > self._max_mixed:
-            return None  # prompts that may not be cut
         if self._mixed_planner is None:
-            self._mixed_planner = self._make_mixed()
+            return None
         return _plan(self._mixed_planner, q_len, kv_len, groups)
 
     def _count(self: Any, kv_len: Any, plan: Plan | None) -> None:
@@ -273,15 +303,22 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
         self.counts.count(int(kv_len.sum()) * self._token_bytes, saved)
 
 
-def _plan(planner: Planner, q_len: Any, kv_len: Any, groups: PrefixGroups) -> Plan:
-    return planner.plan(
-        q_len,
-        kv_len,
-        groups.table_row,
-        groups.node_parent,
-        groups.node_end,
-        groups.request_node,
-    )
+def _plan(
+    planner: Planner, q_len: Any, kv_len: Any, groups: PrefixGroups
+) -> Plan | None:
+    """None if there is more of anything than the planner has room for."""
+    try:
+        return planner.plan(
+            q_len,
+            kv_len,
+            groups.table_row,
+            groups.node_parent,
+            groups.node_end,
+            groups.request_node,
+        )
+    except TooLarge as error:
+        logger.warning("A step reads its shared prefixes alone: %s", error)
+        return None
 
 
 def _alone(table_row: Any) -> PrefixGroups:

@@ -154,7 +154,7 @@ class Conductor:
         ):
             return False
         # SGLang's mark for "no rows left"; it takes it off when a request leaves.
-        if running_batch.batch_is_full:
+        if running_batch.batch_is_full and running_batch.reqs:
             return True
         if not any(job.backlog.count for job in self.jobs.each):
             return True

@@ -124,6 +124,7 @@ class OnlineQueue:
         if not self._drained:
             drain_results(self._scheduler)
             running_batch.filter_batch()
+            running_batch.batch_is_full = False
             self._drained = True
 
     def _needs_chunks(self, req: Any, running_batch: Any) -> bool:

@@ -4,7 +4,8 @@ The plan's prefix tree says which prompts are equal up to where; SGLang's radix 
 holds the KV of an equal prefix once. So two running requests have the first ``n``
 tokens in the same slots if the plan has them under one node of depth ``n`` and the
 cache holds that much of both: every request's row names the cache's slots for the
-tokens that it has locked there.
+tokens that it has locked there. That the engine's prompts are those that were planned
+is checked, once for each request.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 class PrefixGroups(NamedTuple):
     """A batch's rows and the forest of prefixes that they share; all int32.
 
-    table_row: ``[n]`` each request's row of SGLang's ``req_to_token``.
+    table_row: ``[n]`` rows of SGLang's ``req_to_token``: each request's, and behind them
+        those of further beams.
     request_node: ``[n]`` deepest node of each request, -1 for none.
     node_parent: ``[m]`` -1 for a root; parents come before children.
     node_end: ``[m]`` tokens from the start of the prompt to the node's end.
@@ -42,31 +44,37 @@ class GroupFinder:
     def __init__(self, jobs: OpenJobs) -> None:
         self._jobs = jobs
         self._reqs: list[Any] = []
-        self._decodes = False
         self._groups: PrefixGroups | None = None
 
-    def of(self, reqs: list[Any], *, decodes: bool) -> PrefixGroups:
+    def forget(self) -> None:
+        """Other batches ran in between: what is found next is found anew."""
+        self._groups = None
+
+    def of(self, reqs: list[Any], rows: Int32s, *, decodes: bool) -> PrefixGroups:
         """The groups of a batch; the same object while its requests are the same.
 
+        rows: of ``req_to_token``, at least one for each request, in their order.
         decodes: whether all of them decode. A prompt that is being computed may have
             more in the cache in the next step.
         """
-        # Requests compare by identity. One that was parked and came back has been
-        # away for a step.
-        same = decodes and self._decodes and reqs == self._reqs
-        if same and self._groups is not None:
-            return self._groups
-        self._reqs, self._decodes = list(reqs), decodes
-        self._groups = self._find(reqs)
-        return self._groups
+        last = self._groups
+        # Requests compare by identity.
+        same = last is not None and decodes and reqs == self._reqs
+        if same and np.array_equal(last.table_row, rows):  # type: ignore[union-attr]
+            return last  # type: ignore[return-value]
+        groups = self._find(reqs, rows)
+        self._reqs = list(reqs)
+        self._groups = groups if decodes else None
+        return groups
 
-    def _find(self, reqs: list[Any]) -> PrefixGroups:
+    def _find(self, reqs: list[Any], rows: Int32s) -> PrefixGroups:
         index: dict[tuple[Any, ...], int] = {}
         parent: list[int] = []
         end: list[int] = []
         nodes = [self._node_of(req, index, parent, end) for req in reqs]
+        nodes += [-1] * (len(rows) - len(reqs))
         return PrefixGroups(
-            np.array([req.kv.req_pool_idx for req in reqs], np.int32),
+            rows,
             np.array(nodes, np.int32),
             np.array(parent, np.int32),
             np.array(end, np.int32),
@@ -110,7 +118,14 @@ def _deepest_cached(job: JobState, line: Line) -> int:
     if not line.decoding:
         held = min(held, req.prefix_len)
     path = job.uses.path(line.node)
-    deepest = next((node for node in path if job.uses.depth[node] <= held), 0)
-    if line.decoding and (not path or deepest == path[0]):
+    deepest = 0
+    for node in reversed(path):
+        depth = int(job.uses.depth[node])
+        if depth > held:
+            return deepest
+        if not job.uses.is_prompt_of(node, hash(tuple(req.origin_input_ids[:depth]))):
+            break  # the engine was given another prompt than was planned
+        deepest = node
+    if line.decoding:
         line.cached_node = deepest  # there is nothing more to come
     return deepest

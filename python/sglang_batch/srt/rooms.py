@@ -73,6 +73,7 @@ class Rooms:
             return running_batch
         drain_results(self._scheduler)
         running_batch.filter_batch()
+        running_batch.batch_is_full = False
         if running_batch.is_empty() or running_batch.check_decode_mem():
             return running_batch
         self._conductor.occupancy.ran_out()

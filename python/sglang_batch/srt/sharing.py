@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .prefix_groups import GroupFinder
 
 if TYPE_CHECKING:
@@ -25,10 +27,13 @@ class Sharing:
     def show(self, batch: Any) -> None:
         """Leave a batch's groups with the backend, right before the batch runs."""
         mode = batch.forward_mode
-        if batch.reqs and (mode.is_decode() or mode.is_mixed()):
-            groups = self._finder.of(batch.reqs, decodes=mode.is_decode())
-            for backend in self.backends:
-                backend.groups = groups
+        if not batch.reqs or not (mode.is_decode() or mode.is_mixed()):
+            self._finder.forget()
+            return
+        rows = batch.req_pool_indices_cpu.numpy().astype(np.int32)
+        groups = self._finder.of(batch.reqs, rows, decodes=mode.is_decode())
+        for backend in self.backends:
+            backend.groups = groups
 
     @property
     def saved_bytes(self) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from scheduling_jobs import plan_of, random_prompts
 
@@ -29,6 +30,7 @@ class Running:
     rid: str
     kv: Kv
     prefix_len: int = 0
+    origin_input_ids: tuple[int, ...] = ()
     extra_key: str | None = None
     cache_salt: str | None = None
 
@@ -47,7 +49,7 @@ def batch_of(random: Random, prompts: list[Any]) -> tuple[Any, list[Running]]:
     jobs, reqs = Jobs(), []
     for number, prompt in enumerate(prompts):
         held = random.choice([len(prompt), random.randint(0, len(prompt))])
-        req = Running(f"r{number}", Kv(100 + number, held))
+        req = Running(f"r{number}", Kv(100 + number, held), origin_input_ids=prompt)
         if random.random() < 0.2:
             req.extra_key = "other"
         line = job.add(req, number, len(prompt), 10)
@@ -55,6 +57,14 @@ def batch_of(random: Random, prompts: list[Any]) -> tuple[Any, list[Running]]:
         jobs.lines[req.rid] = (job, line)
         reqs.append(req)
     return jobs, reqs
+
+
+def groups_of(jobs: Jobs, reqs: list[Running], *, decodes: bool = True) -> PrefixGroups:
+    return GroupFinder(jobs).of(reqs, rows_of(reqs), decodes=decodes)
+
+
+def rows_of(reqs: list[Running]) -> Any:
+    return np.array([req.kv.req_pool_idx for req in reqs], np.int32)
 
 
 def nodes_of(groups: PrefixGroups, request: int) -> list[int]:
@@ -71,7 +81,7 @@ def test_requests_below_a_node_share_what_it_covers(seed: int) -> None:
     random = Random(seed)
     prompts = random_prompts(random, 30, step=3)
     jobs, reqs = batch_of(random, prompts)
-    groups = GroupFinder(jobs).of(reqs, decodes=True)
+    groups = groups_of(jobs, reqs)
     assert groups.table_row.tolist() == [100 + i for i in range(len(reqs))]
     below: dict[int, list[int]] = {}
     for i, req in enumerate(reqs):
@@ -96,7 +106,7 @@ def test_all_that_the_plan_shares_is_found() -> None:
     jobs, reqs = batch_of(Random(0), prompts)
     for req in reqs:
         req.kv.cache_protected_len, req.extra_key = 14, None
-    groups = GroupFinder(jobs).of(reqs, decodes=True)
+    groups = groups_of(jobs, reqs)
     found = [[int(groups.node_end[n]) for n in nodes_of(groups, i)] for i in range(4)]
     assert found == [[12, 8]] * 4
     assert len(groups.node_end) == 3
@@ -104,12 +114,34 @@ def test_all_that_the_plan_shares_is_found() -> None:
 
 def test_groups_are_found_anew_only_if_requests_change() -> None:
     jobs, reqs = batch_of(Random(1), random_prompts(Random(1), 12, step=3))
-    finder = GroupFinder(jobs)
-    groups = finder.of(reqs, decodes=True)
-    assert finder.of(list(reqs), decodes=True) is groups
-    assert finder.of(reqs[1:], decodes=True) is not groups
-    mixed = finder.of(reqs, decodes=False)
-    assert finder.of(reqs, decodes=False) is not mixed
+    finder, rows = GroupFinder(jobs), rows_of(reqs)
+    groups = finder.of(reqs, rows, decodes=True)
+    assert finder.of(list(reqs), rows.copy(), decodes=True) is groups
+    assert finder.of(reqs, rows[::-1], decodes=True) is not groups
+    groups = finder.of(reqs, rows, decodes=True)
+    assert finder.of(reqs[1:], rows[1:], decodes=True) is not groups
+    groups = finder.of(reqs, rows, decodes=True)
+    finder.forget()
+    assert finder.of(reqs, rows, decodes=True) is not groups
+    mixed = finder.of(reqs, rows, decodes=False)
+    assert finder.of(reqs, rows, decodes=False) is not mixed
+
+
+def test_further_beams_read_alone() -> None:
+    jobs, reqs = batch_of(Random(1), random_prompts(Random(1), 5, step=3))
+    rows = np.append(rows_of(reqs), [7, 8]).astype(np.int32)
+    groups = GroupFinder(jobs).of(reqs, rows, decodes=True)
+    assert groups.table_row.tolist()[-2:] == [7, 8]
+    assert groups.request_node.tolist()[-2:] == [-1, -1]
+
+
+def test_another_prompt_than_was_planned_is_not_shared() -> None:
+    prompts = [(*range(12), 90 + i) for i in range(4)]
+    jobs, reqs = batch_of(Random(3), prompts)
+    for req in reqs:
+        req.kv.cache_protected_len, req.extra_key = 13, None
+    reqs[2].origin_input_ids = (*range(5), 77, *range(6, 12), 92)
+    assert groups_of(jobs, reqs).request_node.tolist() == [0, 0, -1, 0]
 
 
 def test_who_is_not_planned_reads_alone() -> None:
@@ -118,7 +150,7 @@ def test_who_is_not_planned_reads_alone() -> None:
     _, line = jobs.lines["r0"]
     jobs.lines["online"] = (None, line)
     unknown = Running("unknown", Kv(8, 40))
-    groups = GroupFinder(jobs).of([online, *reqs, unknown], decodes=True)
+    groups = groups_of(jobs, [online, *reqs, unknown])
     assert groups.request_node[0] == groups.request_node[-1] == -1
 
 
@@ -129,8 +161,8 @@ def test_a_prompt_that_is_computed_shares_what_it_found() -> None:
         req.kv.cache_protected_len, req.extra_key = 13, None
     jobs.lines["r2"][1].decoding = False
     reqs[2].prefix_len = 5
-    groups = GroupFinder(jobs).of(reqs, decodes=False)
+    groups = groups_of(jobs, reqs, decodes=False)
     assert groups.request_node.tolist() == [0, 0, -1]
     reqs[2].prefix_len = 12
-    groups = GroupFinder(jobs).of(reqs, decodes=False)
+    groups = groups_of(jobs, reqs, decodes=False)
     assert groups.request_node.tolist() == [0, 0, 0]

@@ -30,13 +30,6 @@ def test_an_answer_that_outgrows_the_kv_ends_there(found: Any) -> None:
     assert KV - 20 < found["too_long"]["longest"] <= KV
 
 
-def test_the_next_goes_on_where_the_only_one_that_may_run_fills_the_kv(
-    demo_model: Path,
-) -> None:
-    found = scenario(demo_model, "too_long", 1, 1, "--max-running-requests=1")
-    assert found["too_long"]["answered"] == 6
-
-
 @pytest.mark.parametrize("state", STATES)
 def test_a_line_is_aborted_in_any_state(found: Any, state: str) -> None:
     assert found["aborts"][state] == [1, 1]

@@ -25,7 +25,7 @@ class JobState:
         backlog: lines that may be admitted.
         work: compute and KV reads that are left of it.
         num_followers: lines set aside until a prefix is computed.
-    pace, left_blocked, saved_tokens: of the dual scanner.
+        pace, left_blocked, saved_tokens: of the dual scanner.
     """
 
     def __init__(self, job_id: str, plan: JobPlan, page_size: int) -> None:

@@ -291,9 +291,9 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
     def _plan_mixed(
         self: Any, forward_batch: Any, groups: PrefixGroups, kv_len: Any
     ) -> Plan | None:
-        q_len = np.array(forward_batch.extend_seq_lens_cpu, np.int32)
         if self._mixed_planner is None:
             return None
+        q_len = np.array(forward_batch.extend_seq_lens_cpu, np.int32)
         return _plan(self._mixed_planner, q_len, kv_len, groups)
 
     def _count(self: Any, kv_len: Any, plan: Plan | None) -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from .errors import ConfigError
 
@@ -31,9 +34,72 @@ SCHEDULERS = ("offline", "stock")
 ATTENTIONS = ("auto", "triton", "torch")
 
 
+_CHOICES = {"policy": POLICIES, "scheduler": SCHEDULERS, "attention": ATTENTIONS}
+
+
+def _hours(value: object) -> tuple[int, int] | None:
+    found = re.fullmatch(r"(\d\d):(\d\d)-(\d\d):(\d\d)", str(value))
+    if found is None:
+        return None
+    hour, minute, to_hour, to_minute = map(int, found.groups())
+    if max(hour, to_hour) > 23 or max(minute, to_minute) > 59:
+        return None
+    begin, end = 60 * hour + minute, 60 * to_hour + to_minute
+    return None if begin == end else (begin, end)
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_Fits = Callable[[Any], bool]
+_FROM_0: tuple[_Fits, str] = (lambda v: _whole(v, 0), "a whole number of 0 or more")
+_FROM_1: tuple[_Fits, str] = (lambda v: _whole(v, 1), "a whole number of 1 or more")
+_PATH: tuple[_Fits, str] = (lambda v: isinstance(v, str), "the path of a file")
+# What each setting must be; of those in _OPTIONAL, None is a value too.
+_FITS: dict[str, tuple[_Fits, str]] = {
+    "seed": _FROM_0,
+    "max_inflight": _FROM_1,
+    "render_lookahead": _FROM_1,
+    "mixed_chunk": (lambda v: isinstance(v, bool), "true or false"),
+    "step_log": _PATH,
+    "max_line_tries": _FROM_1,
+    "line_timeout_s": (lambda v: _number(v) and v > 0, "a number of seconds above 0"),
+    "max_batches": _FROM_1,
+    "batch_hours": (
+        lambda v: _hours(v) is not None,
+        "a time of day from and to, such as '22:00-06:00'",
+    ),
+    "batch_share": (
+        lambda v: _number(v) and 0 < v <= 1,
+        "a number above 0 and at most 1",
+    ),
+    "max_batch_requests": _FROM_1,
+    "max_file_bytes": _FROM_1,
+    "storage_bytes": _FROM_1,
+    "file_days": _FROM_1,
+    "api_keys": _PATH,
+}
+_OPTIONAL = {
+    "max_inflight",
+    "step_log",
+    "mixed_chunk",
+    "line_timeout_s",
+    "batch_hours",
+    "max_batch_requests",
+    "max_file_bytes",
+    "storage_bytes",
+    "api_keys",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class OfflineBatchConfig:
-    """How a job is planned and fed.
+    """How jobs are planned and fed, and what a server allows them.
 
     policy: order in which requests are sent to the engine, one of ``POLICIES``.
         ``dfs`` sorts by prompt tokens, so requests that share a prefix follow one
@@ -55,6 +121,25 @@ class OfflineBatchConfig:
         reference elsewhere. ``auto``: Triton wherever an accelerator is.
     step_log: CSV file to which the offline scheduler appends a line for each step,
         for ``sglang-batch plan --steps``.
+
+    max_line_tries: how often a line is sent whose answer is an error of the server
+        (HTTP 408, 429 or 5xx), with growing pauses between.
+    line_timeout_s: a line without an answer for so long is an error; None waits.
+
+    max_batches: batches that a server runs at a time; more of a higher priority start
+        beside them.
+    batch_hours: local time of day in which batches run, such as ``22:00-06:00``; None
+        is all day. Outside of it lines that run are finished and no more are sent.
+    batch_share: largest share of the engine's running requests that lines of batches
+        may be, above 0 and at most 1.
+
+    max_batch_requests, max_file_bytes: largest batch and largest file that a server
+        takes; None is any.
+    storage_bytes: what all files of a server may take together; None is any.
+    file_days: days that an uploaded file of purpose ``batch``, and the results of a
+        batch, are kept where the client does not say.
+    api_keys: path of a file with a line ``NAME KEY`` for each client. A call must
+        carry one of the keys then, and sees only what was made with the same name.
     """
 
     policy: str = "dfs"
@@ -65,44 +150,35 @@ class OfflineBatchConfig:
     step_log: str | None = None
     mixed_chunk: bool | None = None
     attention: str = "auto"
+    max_line_tries: int = 3
+    line_timeout_s: float | None = None
+    max_batches: int = 4
+    batch_hours: str | None = None
+    batch_share: float = 1.0
+    max_batch_requests: int | None = None
+    max_file_bytes: int | None = None
+    storage_bytes: int | None = None
+    file_days: int = 30
+    api_keys: str | None = None
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ConfigError(
-                f"policy={self.policy!r} is not known; choose one of {', '.join(POLICIES)}."
-            )
-        if self.scheduler not in SCHEDULERS:
-            raise ConfigError(
-                f"scheduler={self.scheduler!r} is not known; "
-                f"choose one of {', '.join(SCHEDULERS)}."
-            )
-        if self.attention not in ATTENTIONS:
-            raise ConfigError(
-                f"attention={self.attention!r} is not known; "
-                f"choose one of {', '.join(ATTENTIONS)}."
-            )
-        if (
-            not isinstance(self.seed, int)
-            or isinstance(self.seed, bool)
-            or self.seed < 0
-        ):
-            raise ConfigError(
-                f"seed={self.seed!r} must be a whole number of 0 or more."
-            )
-        if not isinstance(self.mixed_chunk, bool | None):
-            raise ConfigError(
-                f"mixed_chunk={self.mixed_chunk!r} must be true or false."
-            )
-        if self.step_log is not None and not isinstance(self.step_log, str):
-            raise ConfigError(f"step_log={self.step_log!r} must be the path of a file.")
-        for name in ("max_inflight", "render_lookahead"):
+        for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value is None and name == "max_inflight":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if value not in choices:
                 raise ConfigError(
-                    f"{name}={value!r} must be a whole number of 1 or more."
+                    f"{name}={value!r} is not known; choose one of {', '.join(choices)}."
                 )
+        for name, (fits, wanted) in _FITS.items():
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if not fits(value):
+                raise ConfigError(f"{name}={value!r} must be {wanted}.")
+
+    @property
+    def hours(self) -> tuple[int, int] | None:
+        """``batch_hours`` in minutes of the day, from and to; None is all day."""
+        return None if self.batch_hours is None else _hours(self.batch_hours)
 
     @classmethod
     def from_json(cls, text: str | None) -> OfflineBatchConfig:

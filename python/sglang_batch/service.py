@@ -13,7 +13,7 @@ import json
 import shutil
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from .batch_api import protocol as api
 from .config import OfflineBatchConfig
@@ -79,8 +79,16 @@ class BatchService:
         endpoint: str,
         completion_window: str,
         metadata: dict[str, str] | None,
+        **fields: Any,
     ) -> Row:
-        """Accept a batch; the runner validates and runs it."""
+        """Accept a batch; the runner validates and runs it.
+
+        Args:
+            completion_window: one that ``protocol.window_seconds`` knows.
+            fields: more columns of the batch: owner, priority, and so on.
+        """
+        window_s = api.window_seconds(completion_window)
+        assert window_s is not None, completion_window
         created_at = now()
         batch_id = new_id("batch_")
         self.store.add_batch(
@@ -91,8 +99,9 @@ class BatchService:
                 "input_file_id": input_file_id,
                 "completion_window": completion_window,
                 "created_at": created_at,
-                "expires_at": created_at + api.COMPLETION_WINDOW_S[completion_window],
+                "expires_at": created_at + window_s,
                 "metadata": None if metadata is None else json.dumps(metadata),
+                **fields,
             }
         )
         row = self.store.get_batch(batch_id)

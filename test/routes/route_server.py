@@ -18,7 +18,7 @@ from openai import OpenAI
 from openai.types import Batch
 
 from sglang_batch import runner as runner_module
-from sglang_batch.routes import router
+from sglang_batch.http_api import make_router
 from sglang_batch.service import BatchService
 
 ENDED = ("completed", "failed", "cancelled", "expired")
@@ -99,7 +99,7 @@ def serving(directory: Path) -> Iterator[Server]:
             yield
 
     app = FastAPI(lifespan=lifespan)
-    app.include_router(router)
+    app.include_router(make_router())
     with (
         pytest.MonkeyPatch.context() as monkeypatch,
         TestClient(app, raise_server_exceptions=False) as http,

@@ -9,6 +9,7 @@ import pytest
 from builders import CHAT
 from route_server import Server, error_of
 
+from sglang_batch.batch_api.protocol import ENDPOINTS
 from sglang_batch.engine import WAVE_PATH
 
 DEEP = b"[" * 100_000
@@ -59,26 +60,38 @@ def test_a_key_of_another_type_is_named(
     assert (error["param"], error["code"]) == (key, "invalid_type")
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "supported"),
-    [
-        (
-            "endpoint",
-            "/v1/magic",
-            "'/v1/chat/completions', '/v1/completions', '/v1/embeddings'",
-        ),
-        ("completion_window", "1h", "'24h'"),
-    ],
-)
-def test_a_value_that_is_not_supported_is_named_with_those_that_are(
-    bare_server: Server, key: str, value: str, supported: str
+def test_an_endpoint_that_is_not_known_is_named_with_those_that_are(
+    bare_server: Server,
 ) -> None:
-    assert refused(bare_server, {**CREATE, key: value}) == {
-        "message": f"Invalid value: '{value}'. Supported values are: {supported}.",
+    supported = ", ".join(f"'{url}'" for url in ENDPOINTS)
+    assert refused(bare_server, {**CREATE, "endpoint": "/v1/magic"}) == {
+        "message": f"Invalid value: '/v1/magic'. Supported values are: {supported}.",
         "type": "invalid_request_error",
-        "param": key,
+        "param": "endpoint",
         "code": "invalid_value",
     }
+
+
+@pytest.mark.parametrize(
+    "window",
+    ["", "soon", "24", "h", "0s", "-1h", "1.5h", "24H", "367d", "9" * 99 + "s"],
+)
+def test_a_window_that_is_no_duration_is_refused(
+    bare_server: Server, window: str
+) -> None:
+    error = refused(bare_server, {**CREATE, "completion_window": window})
+    assert (error["param"], error["code"]) == ("completion_window", "invalid_value")
+    assert f"'{window}'" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("window", "seconds"),
+    [("24h", 86_400), ("45s", 45), ("1h30m", 5400), ("7d", 604_800)],
+)
+def test_a_batch_may_have_any_window(server: Server, window: str, seconds: int) -> None:
+    batch = server.start(completion_window=window)
+    assert batch.completion_window == window
+    assert batch.expires_at == batch.created_at + seconds
 
 
 @pytest.mark.parametrize(

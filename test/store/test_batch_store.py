@@ -223,14 +223,21 @@ def test_a_row_deleted_or_added_between_pages_shifts_no_other(
 # Schema -------------------------------------------------------------------------
 
 COLUMNS = {
-    "files": "seq id purpose filename bytes created_at expires_at",
+    "files": "seq id purpose filename bytes created_at expires_at owner",
     "batches": (
         "seq id status endpoint input_file_id completion_window created_at expires_at "
         "metadata model errors output_file_id error_file_id in_progress_at "
         "finalizing_at completed_at failed_at cancelling_at cancelled_at total "
         "completed failed input_tokens cached_tokens output_tokens reasoning_tokens "
-        "optimal_cached_share"
+        "optimal_cached_share owner api priority expired_at output_expires_after "
+        "paused_reason line_errors"
     ),
+    "uploads": (
+        "seq id owner status purpose filename mime_type bytes created_at expires_at "
+        "file_expires_after file_id"
+    ),
+    "upload_parts": "seq id upload_id bytes created_at",
+    "idempotent_answers": "owner key request_sha256 status_code body created_at",
     "migrations": "name",
 }
 

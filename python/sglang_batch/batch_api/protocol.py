@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 VALIDATING = "validating"
@@ -11,13 +12,17 @@ FINALIZING = "finalizing"
 COMPLETED = "completed"
 CANCELLING = "cancelling"
 CANCELLED = "cancelled"
+EXPIRED = "expired"
 
 ACTIVE_STATUSES = (VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING)
 
 FILE_PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
 BATCH_OUTPUT_PURPOSE = "batch_output"
 
-COMPLETION_WINDOW_S = {"24h": 24 * 3600}
+# Of one part: the windows a client may ask for are any such durations.
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_WINDOW = re.compile(r"(?:\d{1,9}[smhd])+")
+MAX_WINDOW_S = 366 * 86_400
 
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY_LEN = 64
@@ -46,6 +51,18 @@ ENDPOINTS = {
         Endpoint("/v1/embeddings", "Embeddings", "input"),
     )
 }
+
+
+def window_seconds(window: str) -> int | None:
+    """Seconds of a completion window: ``24h``, ``90m``, ``1h30m``; None if it is none.
+
+    OpenAI has only ``24h``; ours may have any length from a second to a year.
+    """
+    if not _WINDOW.fullmatch(window):
+        return None
+    parts = re.findall(r"(\d+)([smhd])", window)
+    seconds = sum(int(count) * _SECONDS[unit] for count, unit in parts)
+    return seconds if 1 <= seconds <= MAX_WINDOW_S else None
 
 
 def error_body(

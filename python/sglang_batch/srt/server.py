@@ -15,7 +15,7 @@ from sglang.srt.managers.multi_tokenizer_mixin import get_main_process_id
 
 from ..config import OfflineBatchConfig
 from ..errors import SGLangBatchError
-from ..routes import router
+from ..http_api import make_router
 from ..service import BatchService
 from ..store.batch_store import BatchStore
 from .engine import SGLangEngine
@@ -35,7 +35,7 @@ def attach_to_server(server_args: Any, *args: Any, **kwargs: Any) -> None:
 
 def attach(app: FastAPI) -> None:
     """Add the routes, and the batch service to the app's start and end."""
-    app.include_router(router)
+    app.include_router(make_router())
     stock_lifespan = app.router.lifespan_context
 
     @asynccontextmanager

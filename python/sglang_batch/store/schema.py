@@ -60,7 +60,71 @@ def m002_optimal_cached_share(db: sqlite3.Connection) -> None:
     db.execute("ALTER TABLE batches ADD COLUMN optimal_cached_share REAL")
 
 
-MIGRATIONS = (m001_files_and_batches, m002_optimal_cached_share)
+def m003_service(db: sqlite3.Connection) -> None:
+    """Owners, priorities, expiry, uploads in parts, and answers given before.
+
+    owner: name of the API key that made it; empty where keys have no names.
+    api: whose API made the batch, ``openai`` or ``anthropic``.
+    output_expires_after: seconds that its result files are kept; NULL for the default.
+    paused_reason: why a batch that is in progress does not go on; NULL if it does.
+    line_errors: JSON object, number of error lines by their code.
+    """
+    for column in (
+        "owner TEXT NOT NULL DEFAULT ''",
+        "api TEXT NOT NULL DEFAULT 'openai'",
+        "priority INTEGER NOT NULL DEFAULT 0",
+        "expired_at INTEGER",
+        "output_expires_after INTEGER",
+        "paused_reason TEXT",
+        "line_errors TEXT",
+    ):
+        db.execute(f"ALTER TABLE batches ADD COLUMN {column}")
+    db.execute("ALTER TABLE files ADD COLUMN owner TEXT NOT NULL DEFAULT ''")
+    db.execute(
+        """
+        CREATE TABLE uploads (
+            seq INTEGER PRIMARY KEY AUTOINCREMENT,
+            id TEXT NOT NULL UNIQUE,
+            owner TEXT NOT NULL DEFAULT '',
+            status TEXT NOT NULL,
+            purpose TEXT NOT NULL,
+            filename TEXT NOT NULL,
+            mime_type TEXT NOT NULL,
+            bytes INTEGER NOT NULL,
+            created_at INTEGER NOT NULL,
+            expires_at INTEGER NOT NULL,
+            file_expires_after INTEGER,
+            file_id TEXT
+        )
+        """
+    )
+    db.execute(
+        """
+        CREATE TABLE upload_parts (
+            seq INTEGER PRIMARY KEY AUTOINCREMENT,
+            id TEXT NOT NULL UNIQUE,
+            upload_id TEXT NOT NULL,
+            bytes INTEGER NOT NULL,
+            created_at INTEGER NOT NULL
+        )
+        """
+    )
+    db.execute(
+        """
+        CREATE TABLE idempotent_answers (
+            owner TEXT NOT NULL,
+            key TEXT NOT NULL,
+            request_sha256 TEXT NOT NULL,
+            status_code INTEGER NOT NULL,
+            body BLOB NOT NULL,
+            created_at INTEGER NOT NULL,
+            PRIMARY KEY (owner, key)
+        )
+        """
+    )
+
+
+MIGRATIONS = (m001_files_and_batches, m002_optimal_cached_share, m003_service)
 
 
 def migrate(db: sqlite3.Connection) -> None:

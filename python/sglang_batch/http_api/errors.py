@@ -1,0 +1,58 @@
+"""Routes whose errors have OpenAI's nested body, whatever the application does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from ..batch_api import protocol as api
+from ..errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+
+class OpenAIRoute(APIRoute):
+    """A route whose errors are OpenAI's nested ones."""
+
+    def get_route_handler(
+        self,
+    ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_with_nested_errors(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except ApiError as error:
+                return error_response(error)
+            except RequestValidationError as error:
+                first = error.errors()[0]
+                param = str(first["loc"][-1])
+                message = f"Invalid value for '{param}': {first['msg']}."
+                return error_response(ApiError(400, message, param=param))
+            except HTTPException as error:  # such as a form that cannot be parsed
+                return error_response(ApiError(error.status_code, str(error.detail)))
+            except Exception:
+                logger.exception("%s %s failed", request.method, request.url.path)
+                return error_response(ApiError(500, "Internal server error."))
+
+        return handle_with_nested_errors
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    content = api.error_body(
+        error.message,
+        status_code=error.status_code,
+        param=error.param,
+        code=error.code,
+    )
+    headers = {}
+    if error.retry is not None:
+        headers["x-should-retry"] = str(error.retry).lower()
+    return JSONResponse(content, error.status_code, headers=headers)

@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 
 env: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt .ci/make-env
 	PYTHON=$(PYTHON) VENV=$(VENV) .ci/make-env
 	touch $@
 
@@ -31,8 +31,9 @@ lint: env
 types: env
 	$(BIN)/mypy
 
+# Two at a time: most tests wait for SGLang to start. A file's tests share a server.
 unit: env
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 format: env
 	$(BIN)/ruff check --fix .

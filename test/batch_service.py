@@ -56,13 +56,15 @@ def submit(
     *,
     endpoint: str = CHAT,
     metadata: dict[str, str] | None = None,
+    **fields: Any,
 ) -> str:
     """Upload a file of these lines and start a batch over it; returns its id."""
     data = b"".join(
         (line.encode() if isinstance(line, str) else line) + b"\n" for line in lines
     )
     file = service.create_file(io.BytesIO(data), "in.jsonl", "batch", None)
-    batch_id: str = service.create_batch(file["id"], endpoint, "24h", metadata)["id"]
+    row = service.create_batch(file["id"], endpoint, "24h", metadata, **fields)
+    batch_id: str = row["id"]
     return batch_id
 
 

@@ -37,6 +37,11 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start SGLang come first, so that two processes end together."""
+    items.sort(key=lambda item: item.path.parent.name != "srt")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     yield

@@ -11,7 +11,7 @@ from typing import Any
 from builders import MODEL, make_machine
 
 from sglang_batch.batch_api.protocol import error_body
-from sglang_batch.engine import PreparedRequest
+from sglang_batch.engine import KvUse, PreparedRequest
 from sglang_batch.request import BatchRequestInput, RequestOutput, Usage
 from sglang_batch.scheduling.job_plan import JobPlan
 
@@ -61,8 +61,10 @@ class FakeEngine:
         self.machine = make_machine()
         self.default_max_inflight = default_max_inflight
         self.num_replicas = num_replicas
+        self.kv: KvUse | None = None
         self.opened: dict[str, list[JobPlan]] = {}
         self.closed: list[str] = []
+        self.priorities: dict[str, int] = {}
         self.replicas: dict[str, int] = {}
         self.executed: list[str] = []
         self.answered: list[str] = []
@@ -70,6 +72,7 @@ class FakeEngine:
         self.rids: list[str] = []
         self.running: set[str] = set()
         self.max_running = 0
+        self.max_running_requests = default_max_inflight
         self.num_prepared = 0
         self._rejected = set(rejected)
         self._failing = failing or {}
@@ -103,8 +106,14 @@ class FakeEngine:
 
     # The Engine protocol --------------------------------------------------------
 
+    async def kv_use(self) -> KvUse | None:
+        return self.kv
+
     async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
         self.opened[job_id] = list(plans)
+
+    async def set_priority(self, job_id: str, priority: int) -> None:
+        self.priorities[job_id] = priority
 
     async def close_job(self, job_id: str) -> None:
         self.closed.append(job_id)

@@ -91,7 +91,14 @@ class Stress:
 
     # Jobs -----------------------------------------------------------------------------
 
-    def job(self, job_id: str, cases: list[Case], policy: str, **config: Any) -> Any:
+    def job(
+        self,
+        job_id: str,
+        cases: list[Case],
+        policy: str,
+        priority: int = 0,
+        **config: Any,
+    ) -> Any:
         rows = [
             BatchRequestInput(i, f"line-{i}", "/generate", json.dumps(c.body).encode())
             for i, c in enumerate(cases)
@@ -109,6 +116,7 @@ class Stress:
             self.engine,
             OfflineBatchConfig(policy=policy, **config),
             sink,
+            priority=priority,
         )
         return RunningJob(job_id, cases, job, answers, asyncio.Event())
 

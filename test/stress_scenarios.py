@@ -36,6 +36,8 @@ def random_rounds(s: Stress, seed: int, rounds: int) -> dict[str, Any]:
     total: Counter[str] = Counter()
     for number in range(rounds):
         rng = random.Random(f"{seed}-{number}")
+        # Prompts of jobs that are open together may share prefixes, too.
+        shared = random_cases(rng, 60, KV // 3, 40) if rng.random() < 0.5 else []
         jobs = [
             s.job(
                 f"batch_{number}_{j}{rng.choice(('', '_times10', '_times0.1'))}",
@@ -44,8 +46,10 @@ def random_rounds(s: Stress, seed: int, rounds: int) -> dict[str, Any]:
                     rng.randint(5, 30),
                     rng.choice((20, 80, KV // 3, KV - 160)),
                     rng.choice((5, 40, 100)),
-                ),
+                )
+                + rng.sample(shared, len(shared) // 3),
                 rng.choice(POLICIES),
+                rng.choice((0, 0, 0, 5)),
                 max_inflight=rng.choice((None, 10)),
             )
             for j in range(rng.randint(1, 3))

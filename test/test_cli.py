@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -11,7 +10,8 @@ import pytest
 from sglang_batch.cli import main
 from sglang_batch.errors import StoreError
 from sglang_batch.request import Usage
-from sglang_batch.run import RunOptions, _JobState
+from sglang_batch.run_outputs import Outputs
+from sglang_batch.run_state import JobRecord, JobState
 
 
 def run(tmp_path: Path, content: bytes, *options: str, output: str = "out") -> int:
@@ -65,23 +65,21 @@ def test_an_output_without_a_directory_is_named(
 
 
 def test_overwriting_spares_a_run_that_is_at_work(tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_bytes(b"{}\n")
-    options = RunOptions(
-        input_file=tmp_path / "in.jsonl",
-        output_file=tmp_path / "out",
-        error_file=None,
-        overwrite=False,
-        policy=None,
-        max_inflight=None,
-        server_argv=[],
-    )
-    again = dataclasses.replace(options, overwrite=True)
-    with _JobState(options, "m", 1) as at_work:
+    outputs = Outputs.of(str(tmp_path / "out"), None, None)
+    job = JobRecord(input_sha256="1", model="m", num_requests=1)
+    with JobState(outputs) as at_work:
+        at_work.begin(job, overwrite=False)
+        at_work.open_log()
         at_work.log.put(0, b"{}", ok=True, usage=Usage())
-        with pytest.raises(StoreError, match="is in use by another sglang-batch run"):
-            _JobState(again, "m", 1)
+        with (
+            pytest.raises(StoreError, match="is in use by another sglang-batch run"),
+            JobState(outputs),
+        ):
+            pass
         assert at_work.log.path.exists()
-    with _JobState(again, "m", 1) as afresh:
+    with JobState(outputs) as afresh:
+        afresh.begin(job, overwrite=True)
+        afresh.open_log()
         assert list(afresh.log.unfinished()) == [0]
 
 

@@ -15,9 +15,13 @@ import sglang_batch
 
 PACKAGE = Path(sglang_batch.__file__).parent
 KERNELS = PACKAGE.parents[1] / "sgl_kernel_ext"
-PURE_ROOMS = ("planner", "batch_api", "store", "workloads", "scheduling")
+PURE_ROOMS = ("planner", "batch_api", "store", "workloads", "scheduling", "inputs")
 # What a pure room may import besides itself and what all share.
-NEIGHBOURS = {"workloads": {"planner"}, "scheduling": {"planner"}}
+NEIGHBOURS = {
+    "workloads": {"planner"},
+    "scheduling": {"planner"},
+    "inputs": {"batch_api", "store"},
+}
 SHARED = {"request", "config", "errors"}
 HEAVY = {"torch", "sglang"}
 # Beside srt/, these may import sglang's frontend language: it runs in the programs

@@ -8,29 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import __version__
-from .config import POLICIES
+from . import __version__, remote_options, run_options
 from .errors import ConfigError, InputError, SGLangBatchError
 from .prediction import options as prediction_options
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
-
-_RUN_EPILOG = """\
-Every other option is passed to SGLang as it is: see `sglang serve --help`.
-
-exit status:
-  0  every request was answered
-  1  the engine or the disk failed; the same command continues the job
-  2  the input or an option cannot be used; nothing ran
-  3  the job is complete, some requests were answered with an error
-  130  interrupted; the same command continues the job
-
-example:
-  sglang-batch run -i requests.jsonl -o answers.jsonl \\
-      --model-path meta-llama/Llama-3.1-8B-Instruct --tp 2
-"""
 
 
 def command() -> None:
@@ -77,47 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    run = commands.add_parser(
-        "run",
-        usage="sglang-batch run -i FILE -o FILE --model-path MODEL [options] "
-        "[SGLang's server options]",
-        help="answer a file of requests, in process, without a server",
-        description="Answer a JSONL file of OpenAI batch requests (or of `vllm "
-        "run-batch`). Started again with the same arguments, it continues.",
-        epilog=_RUN_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    run.add_argument("-i", "--input-file", type=Path, required=True, metavar="FILE")
-    run.add_argument("-o", "--output-file", type=Path, required=True, metavar="FILE")
-    run.add_argument(
-        "--error-file",
-        type=Path,
-        metavar="FILE",
-        help="write lines answered with an error here instead of to the output",
-    )
-    run.add_argument(
-        "--policy",
-        choices=POLICIES,
-        help="order in which requests are sent: dfs keeps those that share a prefix "
-        "together (default), fcfs keeps the order of the file, auto simulates all and "
-        "takes the fastest; `sglang-batch plan` shows what each would take",
-    )
-    run.add_argument(
-        "--max-inflight",
-        type=int,
-        metavar="N",
-        help="requests inside the engine at a time (default: the engine's own)",
-    )
-    run.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="forget an earlier run with this output and start again",
-    )
-    run.set_defaults(run=_run)
-
+    run_options.add_run(commands, _run)
     prediction_options.add_plan(commands, _plan)
     prediction_options.add_simulate(commands, _simulate)
+    remote_options.add(commands)
 
     demo = commands.add_parser(
         "demo-model",
@@ -136,12 +83,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
     from .run import RunOptions, run
+    from .run_outputs import Outputs
 
+    inputs = run_options.input_options(options)
+    outputs = Outputs.of(
+        options.output_file, options.error_file, options.output_tmp_dir
+    )
+    if options.dry_run:
+        outputs.check(inputs)
+        return _plan(*run_options.plan_instead(_parser(), options, rest))
     return run(
         RunOptions(
-            input_file=options.input_file,
-            output_file=options.output_file,
-            error_file=options.error_file,
+            inputs=inputs,
+            outputs=outputs,
             overwrite=options.overwrite,
             policy=options.policy,
             max_inflight=options.max_inflight,

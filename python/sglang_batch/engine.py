@@ -7,6 +7,7 @@ above this line runs and is tested without SGLang.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .request import BatchRequestInput, RequestOutput
@@ -43,6 +44,24 @@ class PreparedRequest(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class KvUse:
+    """What an engine's running requests hold, all its replicas together.
+
+    running: requests, online ones among them.
+    left, right, online: tokens of KV by side, without shared prefixes.
+    shared: tokens of the shared prefixes that they use.
+    capacity: tokens of KV that there is room for.
+    """
+
+    running: int
+    left: int
+    right: int
+    online: int
+    shared: int
+    capacity: int
+
+
 class Engine(Protocol):
     """Renders requests and executes them. Both calls may run concurrently."""
 
@@ -57,6 +76,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def max_running_requests(self) -> int:
+        """The most requests that run at a time, in all replicas together."""
+        ...
+
+    @property
     def machine(self) -> Machine:
         """What the model costs on this engine's hardware, for planning."""
         ...
@@ -66,6 +90,13 @@ class Engine(Protocol):
         """Copies of the model that share the work (data parallel ranks)."""
         ...
 
+    async def kv_use(self) -> KvUse | None:
+        """What its requests hold now; None where it does not count by side.
+
+        It may wait for the step that the engine makes: for every few seconds.
+        """
+        ...
+
     async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
         """Tell the engine of a job whose requests will follow, or of a new plan of it.
 
@@ -73,6 +104,14 @@ class Engine(Protocol):
 
         Args:
             plans: one for each replica: what of the job it is to run.
+        """
+        ...
+
+    async def set_priority(self, job_id: str, priority: int) -> None:
+        """Requests of the open jobs of highest priority are admitted first.
+
+        A job has priority 0 until it is told. Jobs of one priority share the engine
+        evenly.
         """
         ...
 

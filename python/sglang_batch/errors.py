@@ -6,6 +6,7 @@
     ├── ConfigError           a setting that cannot be used
     ├── InputError            an input file or a request that cannot be used
     ├── StoreError            state on disk that cannot be used
+    │   └── StoreWriteError   it could be used if there were room, or permission
     ├── EngineError           SGLang did not do what we rely on
     │   └── UnsupportedSGLang another SGLang release than the supported one
     └── ApiError              an HTTP answer: status and OpenAI error body
@@ -32,6 +33,10 @@ class InputError(SGLangBatchError, ValueError):
 
 class StoreError(SGLangBatchError):
     """State on disk that cannot be used; the message names the path."""
+
+
+class StoreWriteError(StoreError):
+    """Something could not be written; it may be tried again once there is room."""
 
 
 class EngineError(SGLangBatchError, RuntimeError):

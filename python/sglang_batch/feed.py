@@ -23,6 +23,7 @@ from .learning import Learning
 from .planner.requests import Int32s, Int64s
 from .request import BatchRequestInput, RequestOutput
 from .scheduling.line import LEFT, RIGHT
+from .send_limit import SendLimit
 from .windows import Replica, Unsent, shares
 
 Sink = Callable[[BatchRequestInput, RequestOutput], None]
@@ -44,6 +45,7 @@ class Feeder:
         sink: called once per request.
         learning: says when answers are enough for a new plan.
         replan: makes that plan.
+        limit: how many may be in the engine, if that changes while the job runs.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Feeder:
         sink: Sink,
         learning: Learning | None = None,
         replan: Replan | None = None,
+        limit: SendLimit | None = None,
     ) -> None:
         self._engine = engine
         self._config = config
@@ -67,6 +70,8 @@ class Feeder:
         self._rendering: dict[int, asyncio.Task[Rendered]] = {}
         self._look_ahead = config.render_lookahead
         self._changed = asyncio.Event()
+        self._limit = limit or SendLimit()
+        self._limit.on_change = self._changed.set
         self._replanning: asyncio.Task[None] | None = None
 
     def follow(self, order: Int64s) -> None:
@@ -97,6 +102,10 @@ class Feeder:
             return self._config.max_inflight
         each = self._engine.default_max_inflight
         return 2 * each if both_ends else each
+
+    @property
+    def num_in_flight(self) -> int:
+        return sum(len(replica.in_flight) for replica in self._replicas)
 
     async def run(self) -> None:
         """Send everything. The first error of the engine or of the sink ends it."""
@@ -143,7 +152,9 @@ class Feeder:
             return False
         number = ahead[0]
         request, rendered = self._rendering[number].result()
-        if not isinstance(rendered, RequestOutput) and not replica.has_room(side):
+        if not isinstance(rendered, RequestOutput) and not (
+            replica.has_room(side) and self._limit.allows(self.num_in_flight)
+        ):
             return False
         source.drop_first()
         self._taken[number] = True

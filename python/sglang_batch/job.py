@@ -29,6 +29,7 @@ from .learning import Learning
 from .planner.requests import UNKNOWN, Int32s, Int64s, PlanRequests
 from .request import BatchRequestInput, RequestOutput, engine_request_id
 from .scheduling.job_plan import JobPlan, unplanned
+from .send_limit import SendLimit
 from .store.token_spool import TokenSpool
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class Job:
         todo: indices to run, each once; the others are left alone.
         sink: called once per request, from the event loop.
         on_rendered: called once per request rendered for planning.
+        limit: how many may be in the engine, if that changes while the job runs.
+        priority: of jobs that are open at a time, those of the highest go first.
     """
 
     def __init__(
@@ -67,6 +70,8 @@ class Job:
         sink: Sink,
         *,
         on_rendered: Callable[[], None] = lambda: None,
+        limit: SendLimit | None = None,
+        priority: int = 0,
     ) -> None:
         self._job_id = job_id
         self._requests = requests
@@ -75,9 +80,16 @@ class Job:
         self._config = config
         self._sink = sink
         self._on_rendered = on_rendered
+        self._limit = limit
+        self._priority = priority
         # Share of the prompt tokens that a perfect prefix cache would save; None
         # until the job is planned by a policy that looks at tokens.
         self.optimal_prefix_sharing_ratio: float | None = None
+
+    async def set_priority(self, priority: int) -> None:
+        """Change the priority; at once for what the engine has of the job."""
+        self._priority = priority
+        await self._engine.set_priority(self._job_id, priority)
 
     async def run(self, stop: asyncio.Event | None = None) -> None:
         """Run to the end, or until ``stop`` is set.
@@ -118,6 +130,8 @@ class Job:
             feeder.adopt(shards)
         try:
             await self._engine.open_job(self._job_id, plans)
+            if self._priority:
+                await self.set_priority(self._priority)
             await feeder.run()
         finally:
             await self._engine.close_job(self._job_id)
@@ -203,6 +217,7 @@ class Job:
             self._sink,
             learning,
             replan,
+            self._limit,
         )
 
     async def _render(self, number: int, *, tokenize: bool) -> Rendered:

@@ -9,12 +9,22 @@
 Programs need no change. All of them are live at once and the engine gets their calls
 in whole waves, so it can plan; each program goes on when its own answer is there.
 A program that fails is a state with an ``error()``; the others are unaffected.
+
+With ``generator_style=True`` the states come as they are done, in the order of the
+arguments; with a ``job`` they are kept, and what was finished is never run again::
+
+    backend = BatchBackend("http://127.0.0.1:30000", job="night-1")
+    for state in program.run_batch(rows, backend=backend, generator_style=True):
+        print(state["answer"] if state.error() is None else state.error())
+
+Run the same script again, after a crash or with more rows, and it takes up the rest.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import deque
+from pathlib import Path
 from typing import Any, NoReturn
 
 from sglang.lang import interpreter
@@ -26,10 +36,12 @@ from sglang.utils import http_request
 
 from .engine import WAVE_PATH
 from .errors import ConfigError, EngineError
+from .program_log import ProgramJob
+from .program_results import EarlierError
 from .program_run import run_programs
 from .wave_client import EngineTransport, HttpTransport, RequestError, WaveClient
 
-__all__ = ["BatchBackend", "RequestError"]
+__all__ = ["BatchBackend", "EarlierError", "RequestError"]
 
 # Each live program is a thread: its memory is small, but not nothing.
 MAX_LIVE_PROGRAMS = 2048
@@ -57,9 +69,25 @@ class BatchBackend(RuntimeEndpoint):  # type: ignore[misc]
         max_live_programs: programs that ``run_batch`` runs at a time, each in a
             thread, unless it is called with a ``num_threads`` of its own.
         quiet_s: a wave leaves when no call has come for this long.
+        job: keeps the result of each program that ``run_batch`` finishes under this
+            name; programs that are in there are not run again but given back as they
+            were. It is the same program when its code (and the texts and numbers it
+            reads from its module), its arguments, its sampling parameters and the
+            model are the same. Of an image given as a path, the path counts; else its
+            content. One job may serve several programs; one process at a time may
+            run it.
+        job_dir: where jobs are kept, in a file ``<job>.jsonl`` each; by default the
+            folder ``sglang-batch/programs`` among the user's data.
+        retry_failed: whether a job runs programs again that failed. If not, they
+            come back with their error: a RequestError as it was, any other as an
+            EarlierError. What failed for the engine's sake is always run again.
 
     Raises:
         EngineError: the server or engine is not an offline one.
+        ConfigError: an option cannot be used. ``run_batch`` raises it too, where a
+            job is given arguments that cannot be compared with those of another run.
+        StoreError: from ``run_batch``: another process runs the job, or its file
+            cannot be read or written.
     """
 
     def __init__(
@@ -71,12 +99,16 @@ class BatchBackend(RuntimeEndpoint):  # type: ignore[misc]
         *,
         max_live_programs: int = MAX_LIVE_PROGRAMS,
         quiet_s: float = 0.01,
+        job: str | None = None,
+        job_dir: str | Path | None = None,
+        retry_failed: bool = True,
     ) -> None:
         if max_live_programs < 1:
             raise ConfigError(
                 f"max_live_programs={max_live_programs!r} must be 1 or more."
             )
         self.max_live_programs = max_live_programs
+        self.job = None if job is None else ProgramJob(job, job_dir, retry_failed)
         self._engine = None if isinstance(server, str) else server
         if self._engine is None:
             url = server.rstrip("/")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import tqdm
 
 from .errors import ConfigError
+from .program_results import KeptResults
 from .programs import ProgramExecutor, cache_common_prefix
 from .wave import Run, WaveLane
 
@@ -34,21 +35,43 @@ def run_programs(
 
     Yields the states in the order of the arguments, each as soon as it and those
     before it are done. When the caller stops early, or is interrupted, calls under way
-    are aborted.
+    are aborted. Where the backend has a job, what it finished before is not run again.
     """
     if not isinstance(num_threads, int) or num_threads < 1:
         raise ConfigError(
             f'num_threads={num_threads!r} must be "auto" or a number of 1 or more.'
         )
     backend.client.check_caller()
-    bar = tqdm.tqdm(total=len(batch_arguments)) if progress_bar else None
-    try:
-        yield from _ProgramRun(
-            program, backend, batch_arguments, sampling_params, bar
-        ).states(num_threads)
-    finally:
-        if bar is not None:
-            bar.close()
+    with _kept_results(program, backend, batch_arguments, sampling_params) as kept:
+        num_finished = len(kept.finished) if kept else 0
+        bar = None
+        if progress_bar:
+            bar = tqdm.tqdm(total=len(batch_arguments), initial=num_finished)
+        try:
+            yield from _ProgramRun(
+                program, backend, batch_arguments, sampling_params, bar, kept
+            ).states(num_threads)
+        finally:
+            if bar is not None:
+                bar.close()
+
+
+@contextmanager
+def _kept_results(
+    program: Any,
+    backend: Any,
+    batch_arguments: Sequence[dict[str, Any]],
+    sampling_params: Any,
+) -> Iterator[KeptResults | None]:
+    """What the backend's job holds; None where it has no job."""
+    if backend.job is None:
+        yield None
+        return
+    model = [backend.get_model_name(), backend.get_chat_template().name]
+    with backend.job.open() as log:
+        yield KeptResults(
+            backend.job, log, program, batch_arguments, sampling_params, model
+        )
 
 
 class _ProgramRun:
@@ -65,6 +88,7 @@ class _ProgramRun:
         batch_arguments: Sequence[dict[str, Any]],
         sampling_params: Any,
         bar: Any,
+        kept: KeptResults | None,
     ) -> None:
         self._program = program
         self._backend = backend
@@ -74,8 +98,15 @@ class _ProgramRun:
         self._run = Run()
         self._ended = threading.Event()
         self._lock = threading.Lock()
-        self._todo = iter(range(len(batch_arguments)))
-        self._results: list[Future[Any] | None] = [Future() for _ in batch_arguments]
+        self._kept = kept
+        finished = kept.finished if kept else ()
+        todo = [i for i in range(len(batch_arguments)) if i not in finished]
+        self._num_todo = len(todo)
+        self._todo = iter(todo)
+        # None: finished in an earlier run, or given to the caller.
+        self._results: list[Future[Any] | None] = [None] * len(batch_arguments)
+        for index in todo:
+            self._results[index] = Future()
         self._num_failed = 0
         self._a_failure = ""
 
@@ -85,10 +116,12 @@ class _ProgramRun:
             target=self._supervise, args=(num_threads,), daemon=True
         )
         try:
-            supervisor.start()
+            if self._num_todo:
+                supervisor.start()
+            else:
+                self._ended.set()
             for index, result in enumerate(self._results):
-                assert result is not None
-                state = result.result()
+                state = self._restore(index) if result is None else result.result()
                 # The caller decides how long a state lives.
                 self._results[index] = result = None
                 yield state
@@ -113,21 +146,27 @@ class _ProgramRun:
         try:
             with self._backend.client.lane() as lane:
                 self._run.on_stop(lambda: lane.post(lane.cancel, self._run))
-                if len(self._results) > 1:
+                if self._num_todo > 1:
                     cache_common_prefix(self._program, self._backend)
-                threads = self._start(lane, min(num_threads, len(self._results)))
-                for thread in threads:
-                    # One that is stuck in code of its own is left behind.
-                    while thread.is_alive() and not self._run.stopped_for(
-                        STOP_PATIENCE_S
-                    ):
-                        thread.join(POLL_S)
+                threads = self._start(lane, min(num_threads, self._num_todo))
+                self._wait_for(threads)
         except BaseException as error:
             for result in self._results:
-                if result is not None and not result.done():
-                    result.set_exception(error)
+                if result is not None:
+                    with suppress(InvalidStateError):  # a program was faster
+                        result.set_exception(error)
         finally:
             self._ended.set()
+
+    def _wait_for(self, threads: list[threading.Thread]) -> None:
+        for thread in threads:
+            # One that is stuck in code of its own is left behind.
+            while thread.is_alive() and not self._run.stopped_for(STOP_PATIENCE_S):
+                thread.join(POLL_S)
+                if self._kept is not None:
+                    self._kept.commit_sometimes()
+        if self._kept is not None:
+            self._kept.commit()
 
     def _start(self, lane: WaveLane, num_threads: int) -> list[threading.Thread]:
         threads: list[threading.Thread] = []
@@ -165,10 +204,11 @@ class _ProgramRun:
             while (index := self._next()) is not None:
                 result = self._results[index]
                 assert result is not None
-                try:
-                    result.set_result(self._run_one(index))
-                except BaseException as error:  # ours; somebody waits to hear of it
-                    result.set_exception(error)
+                with suppress(InvalidStateError):  # nobody waits any more
+                    try:
+                        result.set_result(self._run_one(index))
+                    except BaseException as error:  # ours; somebody waits to hear of it
+                        result.set_exception(error)
                 del result
                 if self._bar is not None:
                     with self._lock, suppress(Exception):
@@ -183,16 +223,31 @@ class _ProgramRun:
             return next(self._todo, None)
 
     def _run_one(self, index: int) -> Any:
-        state = ProgramExecutor(
+        state = self._executor(index).run(self._program)
+        # From a stop on, calls fail for no fault of the program's.
+        if self._kept is not None and self._run.stop_reason is None:
+            self._kept.keep(index, state)
+        self._count_failure(index, state)
+        return state
+
+    def _restore(self, index: int) -> Any:
+        assert self._kept is not None
+        state = self._kept.restore(index, self._executor(index))
+        self._count_failure(index, state)
+        return state
+
+    def _executor(self, index: int) -> ProgramExecutor:
+        return ProgramExecutor(
             self._backend,
             {**self._arguments[index], **self._program.bind_arguments},
             self._sampling_params,
             chat_template=None,
             stream=False,
             num_api_spec_tokens=self._program.num_api_spec_tokens,
-        ).run(self._program)
+        )
+
+    def _count_failure(self, index: int, state: Any) -> None:
         if (error := state.stream_executor.error_) is not None:
             with self._lock:
                 self._num_failed += 1
                 self._a_failure = f"number {index}: {error!r}"
-        return state

@@ -123,6 +123,23 @@ class ProgramExecutor(_Executor):
             self.release()
             raise
 
+    def restore(
+        self,
+        text: str,
+        variables: dict[str, Any],
+        meta_info: dict[str, Any],
+        messages: list[Any],
+        error: BaseException | None,
+    ) -> ProgramState:
+        """The state of a program that was run earlier, from what it left then."""
+        self.text_ = text
+        self.variables = variables
+        self.meta_info = meta_info
+        self.messages_ = messages
+        self.error_ = error
+        self.is_finished = True
+        return ProgramState(self)
+
     def run(self, program: Any) -> ProgramState:
         """Run a program to its end; what it raises becomes the state's error."""
         state = ProgramState(self)

@@ -1,4 +1,4 @@
-"""``sglang-batch run``: a file in, a file out, in one process.
+"""``sglang-batch run``: files in, a file out, in one process.
 
 Beside the output stands a directory ``<output>.job`` while the job runs: what the job
 is (``job.json``) and what is finished (``results.jsonl``). The same command started
@@ -10,27 +10,25 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from .batch_api.jsonl import BatchFile, LineError, LineRules, validate
 from .batch_api.lines import result_line
 from .config import OfflineBatchConfig
-from .errors import InputError, StoreError
+from .errors import InputError
+from .inputs.sources import InputOptions, check
+from .inputs.staging import LocalInput, Staging
 from .job import Job
 from .progress import Progress
 from .request import BatchRequestInput, RequestOutput
-from .store.files import atomic_write
-from .store.lock import FileLock
+from .run_outputs import Outputs
+from .run_state import JobRecord, JobState
 from .store.result_log import ResultLog
 from .summary import Summary
 
@@ -46,23 +44,12 @@ MAX_ERRORS_SHOWN = 20
 class RunOptions:
     """The options of ``sglang-batch run`` that are not SGLang's."""
 
-    input_file: Path
-    output_file: Path
-    error_file: Path | None
+    inputs: InputOptions
+    outputs: Outputs
     overwrite: bool
     policy: str | None
     max_inflight: int | None
     server_argv: list[str]
-
-
-class JobRecord(msgspec.Struct, kw_only=True):
-    """What a job is; a later run must be the same job to continue it."""
-
-    input_sha256: str
-    model: str
-    num_requests: int
-    complete: bool = False
-    summary: dict[str, Any] | None = None
 
 
 def run(options: RunOptions) -> int:
@@ -73,9 +60,26 @@ def run(options: RunOptions) -> int:
         StoreError: the output cannot be written, or another run is at work on it.
         ConfigError: an option cannot be used.
     """
-    _check_paths(options)
-    # What needs no SGLang is checked first: a typo should not cost its import.
-    validated_file(options.input_file, LineRules(require_model=False))
+    check(options.inputs)
+    options.outputs.check(options.inputs)
+    with JobState(options.outputs) as state:
+        if not options.overwrite:
+            state.check_output()
+        staging = Staging(state.directory)
+        status = _run_in(state, staging, options)
+        if state.record.complete:
+            staging.drop_copy()
+        return status
+
+
+def _run_in(state: JobState, staging: Staging, options: RunOptions) -> int:
+    found = None if options.overwrite else staging.found(options.inputs)
+    finished = found is not None and state.is_finished(found.sha256)
+    if not finished:
+        local = staging.bring(options.inputs, afresh=options.overwrite)
+        # What needs no SGLang is checked first: a typo should not cost its import.
+        with validated_file(local, LineRules(require_model=False)).closing():
+            pass
     from .srt import launch
 
     server_args = launch.parse_server_args(options.server_argv)
@@ -85,18 +89,44 @@ def run(options: RunOptions) -> int:
         require_model=False,
         check_body=launch.check_body,
     )
-    requests = validated_file(options.input_file, rules)
-    with ExitStack() as stack:
-        stack.enter_context(requests.closing())
-        state = _JobState(options, server_args.model_path, len(requests))
+    if finished and found is not None:  # its lines are not needed, and may be gone
+        asked = JobRecord(
+            input_sha256=found.sha256, model=server_args.model_path, num_requests=0
+        )
+        state.begin(asked, overwrite=False)
+        return _nothing_to_do(state)
+    requests = validated_file(local, rules)
+    with requests.closing():
+        asked = JobRecord(
+            input_sha256=local.sha256(),
+            model=server_args.model_path,
+            num_requests=len(requests),
+        )
+        state.begin(asked, overwrite=options.overwrite)
         if state.record.complete:
-            print(f"{options.output_file} is complete: nothing to do.", file=sys.stderr)
-            return _report(Summary(**(state.record.summary or {})))
-        stack.enter_context(state)
+            return _nothing_to_do(state)
+        return _run_requests(state, requests, server_args, config)
+
+
+def _nothing_to_do(state: JobState) -> int:
+    """Of a job that is complete: upload what a run before could not."""
+    state.upload()
+    print(f"{state.outputs.output} is complete: nothing to do.", file=sys.stderr)
+    return _report(Summary(**(state.record.summary or {})))
+
+
+def _run_requests(
+    state: JobState, requests: BatchFile, server_args: Any, config: OfflineBatchConfig
+) -> int:
+    from .srt import launch
+
+    state.open_log()
+    with ExitStack() as stack:
         if len(state.log.unfinished()):
             engine, loop = stack.enter_context(launch.engine(server_args))
+            job_id = _job_id(state.outputs)
             summary = loop.run_until_complete(
-                _run_job(options, requests, engine, config, state.log)
+                _run_job(job_id, requests, engine, config, state.log)
             )
             if summary is None:
                 print(
@@ -107,41 +137,42 @@ def run(options: RunOptions) -> int:
                 return EXIT_INTERRUPTED
         else:
             summary = Summary.of_log(state.log, seconds=0.0)
-        state.finish(options, summary)
-        return _report(summary)
+        state.finish(summary)
+    state.upload()
+    return _report(summary)
+
+
+def _job_id(outputs: Outputs) -> str:
+    path = str(outputs.output.path)
+    return f"batch_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
 
 
 def _config(options: RunOptions, base: OfflineBatchConfig) -> OfflineBatchConfig:
     """The settings of ``--offline-batch-config``, under those given by name."""
     named = {"policy": options.policy, "max_inflight": options.max_inflight}
-    given = {key: value for key, value in named.items() if value is not None}
+    given: dict[str, Any] = {k: v for k, v in named.items() if v is not None}
     return dataclasses.replace(base, **given)
 
 
-def _check_paths(options: RunOptions) -> None:
-    if not options.input_file.is_file():
-        raise InputError(f"input file {options.input_file} does not exist.")
-    outputs = [path for path in (options.output_file, options.error_file) if path]
-    if options.input_file.resolve() in [path.resolve() for path in outputs]:
-        raise InputError(f"{options.input_file} is both input and output.")
-    if len({path.resolve() for path in outputs}) < len(outputs):
-        raise InputError(f"{options.output_file} is both output and error file.")
-    for path in outputs:
-        if path.is_dir() or not path.parent.is_dir():
-            reason = "is a directory" if path.is_dir() else "has no directory to be in"
-            raise StoreError(f"cannot write {path}: it {reason}.")
-
-
-def validated_file(path: Path, rules: LineRules) -> BatchFile:
-    result = validate(path, rules)
+def validated_file(local: LocalInput, rules: LineRules) -> BatchFile:
+    """The input as requests; raises InputError that names the bad lines."""
+    rules = dataclasses.replace(rules, line_name=local.line_name)
+    result = validate(local.path, rules)
     if isinstance(result, BatchFile):
         return result
-    shown = "\n".join(f"  {error}" for error in result[:MAX_ERRORS_SHOWN])
+    shown = "".join(
+        f"\n  {_described(error, local)}" for error in result[:MAX_ERRORS_SHOWN]
+    )
     more = len(result) - MAX_ERRORS_SHOWN
     if more > 0:
         shown += f"\n  ... and {more} more"
-    hint = _hint(result)
-    raise InputError(f"{path} cannot be run:\n{shown}{hint}")
+    raise InputError(f"{local.title} cannot be run:{shown}{_hint(result)}")
+
+
+def _described(error: LineError, local: LocalInput) -> str:
+    without_line = dataclasses.replace(error, line=None)
+    where = "" if error.line is None else f"{local.line_name(error.line)}: "
+    return f"{where}{without_line}"
 
 
 def _hint(errors: list[LineError]) -> str:
@@ -150,108 +181,14 @@ def _hint(errors: list[LineError]) -> str:
     return ""
 
 
-class _JobState:
-    """The job's directory, checked against what is asked for now."""
-
-    log: ResultLog
-
-    def __init__(self, options: RunOptions, model: str, num_requests: int) -> None:
-        output = options.output_file
-        self.directory = output.with_name(output.name + ".job")
-        self._record_path = self.directory / "job.json"
-        self._lock = FileLock(self.directory / "lock")
-        if options.overwrite:
-            self._forget(output)
-        asked = JobRecord(
-            input_sha256=_sha256(options.input_file),
-            model=model,
-            num_requests=num_requests,
-        )
-        self.record = self._resume(asked, output)
-
-    def _resume(self, asked: JobRecord, output: Path) -> JobRecord:
-        try:
-            found = msgspec.json.decode(self._record_path.read_bytes(), type=JobRecord)
-        except FileNotFoundError:
-            if output.exists():
-                raise StoreError(
-                    f"{output} exists and no job of ours wrote it; remove it, choose "
-                    "another output, or pass --overwrite."
-                ) from None
-            return asked
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise StoreError(
-                f"{self._record_path} cannot be read ({error}); "
-                "pass --overwrite to start again."
-            ) from None
-        for field, what in (("input_sha256", "input file"), ("model", "--model-path")):
-            if getattr(found, field) != getattr(asked, field):
-                raise InputError(
-                    f"{output} was begun with another {what}: it was "
-                    f"{getattr(found, field)}, now it is {getattr(asked, field)}. "
-                    "Restore it to continue, or pass --overwrite to start again."
-                )
-        # A finished job whose output is gone has nothing left: it starts again.
-        return found if output.exists() or not found.complete else asked
-
-    def _forget(self, output: Path) -> None:
-        if self.directory.exists():
-            self._acquire()  # not from under a run that is still at work
-            shutil.rmtree(self.directory)
-            self._lock.release()
-        output.unlink(missing_ok=True)
-
-    def _acquire(self) -> None:
-        holder = self._lock.acquire("another sglang-batch run")
-        if holder is not None:
-            raise StoreError(f"{self.directory} is in use by {holder}.")
-
-    def __enter__(self) -> _JobState:
-        self.directory.mkdir(exist_ok=True)
-        self._acquire()
-        self._write_record()
-        self.log = ResultLog(self.directory / "results.jsonl", self.record.num_requests)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.log.close()
-        self._lock.release()
-
-    def finish(self, options: RunOptions, summary: Summary) -> None:
-        """Write the output files in input order; only then is the job complete."""
-        with ExitStack() as stack:
-            outputs = stack.enter_context(atomic_write(options.output_file))
-            errors = outputs
-            if options.error_file is not None:
-                errors = stack.enter_context(atomic_write(options.error_file))
-            self.log.write_ordered(outputs, errors)
-        self.record.complete = True
-        self.record.summary = summary.as_dict()
-        self._write_record()
-        self.log.close()
-        self.log.path.unlink()
-
-    def _write_record(self) -> None:
-        with atomic_write(self._record_path) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(self.record)))
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 async def _run_job(
-    options: RunOptions,
+    job_id: str,
     requests: BatchFile,
     engine: Any,
     config: OfflineBatchConfig,
     log: ResultLog,
 ) -> Summary | None:
     """Run what is not finished; None when stopped before the end."""
-    job_id = (
-        "batch_" + hashlib.sha256(str(options.output_file).encode()).hexdigest()[:16]
-    )
     stop = asyncio.Event()
     await engine.connect()
     _on_signals(stop.set)

@@ -1,54 +1,48 @@
-"""Running the batches of a server: validated, run, finished, and taken up again.
+"""Runs the batches of a server: which of them now, which first, and until when.
 
-A batch's life::
-
-    validating -> in_progress -> finalizing -> completed
-         |             |
-         |             +-> cancelling -> cancelled
-         +-> failed
-
-Whatever status a killed server left behind, the next one goes on from there.
+Each batch is a :class:`~sglang_batch.batch_run.BatchRun`. Several run at a time; the
+engine shares itself among them by priority. Whatever status a killed server left
+behind, the next one goes on from there.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import datetime
 import logging
-import os
-import shutil
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from .batch_api import protocol as api
-from .batch_api.jsonl import BatchFile, LineError, LineRules, validate
-from .batch_api.lines import result_line, unrun_line
+from .batch_api.jsonl import LineError
+from .batch_run import BatchRun
 from .config import OfflineBatchConfig
 from .engine import Engine
 from .errors import StoreError
-from .job import Job
-from .request import BatchRequestInput, RequestOutput
+from .history import Rate
+from .retention import collect
+from .service_log import ProgressLog
 from .store.batch_store import BatchStore, Row, now
-from .store.files import atomic_write
 from .store.lock import FileLock
-from .store.result_log import ResultLog
+from .turns import RISEN, Turn, priorities, to_start
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-# How often the runner looks for new batches and cancellations, and writes counts.
+# How often the runner looks for new batches and cancellations.
 POLL_S = 0.5
+# How often files that are past their time are removed.
+COLLECT_EVERY_S = 60.0
 # How long a server that starts waits for another one to let go of the store.
 LOCK_PATIENCE_S = 1.0
 # A batch that stops with an error of the server, not of its own, is tried again.
 MAX_ATTEMPTS = 3
 RETRY_AFTER_S = 10.0
-CANCELLED_MESSAGE = "This request was not executed because the batch was cancelled."
+# Why a batch sends nothing: lines that may take the engine down are tried.
+ALONE = "lines of another batch are tried alone"
+
+RateOf = Callable[[str], Rate | None]
 
 
 class BatchRunner:
@@ -59,6 +53,7 @@ class BatchRunner:
             same in all its processes.
         closing: says when the server is going down; no more requests are sent from
             then on, and what is unfinished stays for the next server.
+        rate_of: how fast a batch goes on, by its id.
     """
 
     def __init__(
@@ -68,19 +63,24 @@ class BatchRunner:
         server_name: str,
         engine: Engine,
         closing: Callable[[], bool],
+        rate_of: RateOf = lambda batch_id: None,
     ) -> None:
         self.store = store
         self._config = config
         self._server_name = server_name
         self._engine = engine
         self._closing = closing
+        self._rate_of = rate_of
         self._lock = FileLock(store.directory / "lock")
+        self._runs: dict[str, BatchRun] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._stops: dict[str, asyncio.Event] = {}
         self._attempts: Counter[str] = Counter()
-        # One batch runs at a time, the oldest first: the first of these is its turn.
-        self._turns: dict[str, asyncio.Event] = {}
+        self._risen: set[str] = set()
+        self._one_alone = asyncio.Lock()
+        self._alone: BatchRun | None = None
         self._polling: asyncio.Task[None] | None = None
+        self._collected_at = 0.0
+        self._progress = ProgressLog()
 
     async def start(self) -> None:
         """Begin to run batches, those of an earlier server first.
@@ -111,293 +111,188 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._lock.release()
 
+    @property
+    def num_retries(self) -> int:
+        """How often lines of the batches at work were sent again."""
+        return sum(run.tries.num_retries for run in self._runs.values())
+
+    def engine_died(self) -> None:
+        """The engine is gone and this process with it: note who may have done it."""
+        num_in_engine = sum(len(run.tries.in_flight) for run in self._runs.values())
+        for run in self._runs.values():
+            run.blame(num_in_engine)
+
     async def _poll(self) -> None:
         while True:
             try:
                 if self._lock.acquire(self._server_name) is None:
-                    self._look_for_work()
+                    await self._look_around()
             except Exception:
                 # A busy database, say. Other batches must not stand still for it.
                 logger.exception("Looking for batches failed; trying again")
             await asyncio.sleep(POLL_S)
 
-    def _look_for_work(self) -> None:
+    async def _look_around(self) -> None:
+        rows = self.store.batches_in(api.ACTIVE_STATUSES)
         closing = self._closing()
-        for row in self.store.batches_in(api.ACTIVE_STATUSES):
+        for row in rows:
             batch_id = row["id"]
-            if batch_id in self._stops and (closing or row["status"] == api.CANCELLING):
-                self._stops[batch_id].set()
-            if batch_id not in self._tasks and not closing:
-                self._stops[batch_id] = asyncio.Event()
-                self._turns[batch_id] = asyncio.Event()
-                self._tasks[batch_id] = asyncio.create_task(self._process(batch_id))
+            if batch_id not in self._runs and not closing:
+                self._begin(batch_id)
+            if batch_id in self._runs:
+                self._stop_if_due(self._runs[batch_id], row, closing)
+        if not closing:
+            await self._give_turns(rows)
+            self._set_limits()
+        for row in rows:
+            if row["status"] == api.IN_PROGRESS:
+                self._progress.tick(row, self._rate_of(row["id"]))
+        if time.monotonic() - self._collected_at > COLLECT_EVERY_S:
+            self._collected_at = time.monotonic()
+            await asyncio.to_thread(collect, self.store, self._config, now())
 
-    async def _process(self, batch_id: str) -> None:
-        """Take a batch from whatever status it is in to its end."""
+    def _begin(self, batch_id: str) -> None:
+        run = BatchRun(
+            batch_id,
+            self.store,
+            self._config,
+            self._engine,
+            self._alone_in_engine,
+            POLL_S,
+        )
+        if self._alone is not None:
+            run.limit.hold(ALONE)
+        self._runs[batch_id] = run
+        self._tasks[batch_id] = asyncio.create_task(self._process(run))
+
+    @staticmethod
+    def _stop_if_due(run: BatchRun, row: Row, closing: bool) -> None:
+        if row["status"] == api.CANCELLING:
+            run.stop.set(api.CANCELLED)
+        elif now() >= row["expires_at"] and row["status"] != api.FINALIZING:
+            run.stop.set(api.EXPIRED)
+        elif closing:
+            run.stop.set(None)
+
+    async def _process(self, run: BatchRun) -> None:
+        batch_id = run.batch_id
         try:
-            await self._validate(batch_id)
-            await self._wait_for_turn(batch_id)
-            if not self._closing():
-                await self._run(batch_id)
+            await run.process()
+            if run.row()["status"] not in api.ACTIVE_STATUSES:
+                run.clean_up()
+                self._attempts.pop(batch_id, None)
+                self._risen.discard(batch_id)
         except Exception as error:
-            self._turns.pop(batch_id)
-            self._start_next()
-            await self._retry_or_fail(batch_id, error)
+            await self._retry_or_fail(run, error)
         finally:
-            for waiting in (self._stops, self._turns, self._tasks):
-                waiting.pop(batch_id, None)
-            self._start_next()
+            self._progress.forget(batch_id)
+            del self._runs[batch_id], self._tasks[batch_id]
 
-    async def _wait_for_turn(self, batch_id: str) -> None:
-        """Until the batch may run, or has to stop: a cancelled one need not wait."""
-        self._start_next()
-        events = (self._turns[batch_id], self._stops[batch_id])
-        waits = [asyncio.ensure_future(event.wait()) for event in events]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-
-    def _start_next(self) -> None:
-        if self._turns:
-            next(iter(self._turns.values())).set()
-
-    async def _retry_or_fail(self, batch_id: str, error: Exception) -> None:
+    async def _retry_or_fail(self, run: BatchRun, error: Exception) -> None:
         """After an error of the server: again, a few times, from where it stopped."""
+        batch_id = run.batch_id
+        run.may_run.clear()
         self._attempts[batch_id] += 1
         if self._attempts[batch_id] < MAX_ATTEMPTS:
-            logger.exception("Batch %s stopped; trying again soon", batch_id)
+            logger.error(
+                "Batch %s stopped; trying again soon", batch_id, exc_info=error
+            )
             await asyncio.sleep(RETRY_AFTER_S)
             return
-        logger.exception(
+        logger.error(
             "Batch %s failed; what was finished is in %s",
             batch_id,
             self.store.work_dir(batch_id),
+            exc_info=error,
         )
-        self._fail(batch_id, [LineError("internal_error", str(error))])
+        run.fail([LineError("internal_error", str(error))])
 
-    def _fail(self, batch_id: str, errors: list[LineError]) -> None:
-        data = [
-            {"code": e.code, "line": e.line, "message": e.message, "param": e.param}
-            for e in errors
-        ]
-        listed = json.dumps({"object": "list", "data": data})
-        # Who was told that a batch is being cancelled never sees it fail.
-        if not self.store.transition(
-            batch_id,
-            (api.CANCELLING,),
-            api.CANCELLED,
-            cancelled_at=now(),
-            errors=listed,
-        ):
-            self.store.transition(
-                batch_id,
-                api.ACTIVE_STATUSES,
-                api.FAILED,
-                failed_at=now(),
-                errors=listed,
-            )
+    # Turns ----------------------------------------------------------------------------
 
-    async def _validate(self, batch_id: str) -> None:
-        row = self._row(batch_id)
-        if row["status"] not in (api.VALIDATING, api.CANCELLING):
-            return
-        if row["status"] == api.CANCELLING and row["total"]:
-            return  # cancelled after it was found valid, by an earlier server
-        result = await asyncio.to_thread(self._validate_input, row)
-        if isinstance(result, list):
-            self._fail(batch_id, result)
-            self._clean_up(batch_id)
-            return
-        with result.closing():
-            self.store.update_batch(
-                batch_id, total=len(result), model=result.model() or None
-            )
-            self.store.transition(
-                batch_id, (api.VALIDATING,), api.IN_PROGRESS, in_progress_at=now()
-            )
-
-    def _validate_input(self, row: Row) -> BatchFile | list[LineError]:
-        """Check the input as a file of our own, which outlives the client's."""
-        source = self.store.file_path(row["input_file_id"])
-        copy = self._input_path(row["id"])
-        missing = LineError(
-            "invalid_request",
-            f"Cannot find file {row['input_file_id']}.",
-            None,
-            "file_id",
-        )
-        copy.parent.mkdir(exist_ok=True)
-        if not copy.exists():
-            # The id is a client's: a path only if it names a file of the store.
-            if self.store.get_file(row["input_file_id"]) is None:
-                return [missing]
-            try:
-                _link_or_copy(source, copy)
-            except FileNotFoundError:
-                return [missing]
-        rules = LineRules(endpoint=row["endpoint"], models=self._engine.model_names)
-        return validate(copy, rules)
-
-    async def _run(self, batch_id: str) -> None:
-        row = self._row(batch_id)
-        if row["status"] not in (api.IN_PROGRESS, api.FINALIZING, api.CANCELLING):
-            return
-        # Validated before, so nothing is checked again; only the lines are found.
-        rules = LineRules(require_model=False)
-        requests = await asyncio.to_thread(validate, self._input_path(batch_id), rules)
-        if isinstance(requests, list):
-            raise StoreError(f"the input of {batch_id} changed on disk: {requests[0]}")
-        log = ResultLog(self.store.work_dir(batch_id) / "results.jsonl", len(requests))
-        with requests.closing():
-            try:
-                if row["status"] != api.CANCELLING and len(log.unfinished()):
-                    await self._run_job(batch_id, requests, log)
-                await self._finish(batch_id, requests, log)
-            finally:
-                log.close()
-
-    async def _run_job(
-        self, batch_id: str, requests: BatchFile, log: ResultLog
-    ) -> None:
-        def store(request: BatchRequestInput, output: RequestOutput) -> None:
-            line = result_line(request, batch_id, output)
-            log.put(request.index, line, ok=output.ok, usage=output.usage)
-
-        todo = log.unfinished()
-        if len(todo) < len(requests):
-            logger.info(
-                "Batch %s: resuming with %d of %d requests done",
-                batch_id,
-                len(requests) - len(todo),
-                len(requests),
-            )
-        job = Job(batch_id, requests, todo, self._engine, self._config, store)
-        ticker = asyncio.create_task(self._keep_counts(batch_id, log))
-        try:
-            await job.run(self._stops[batch_id])
-        finally:
-            ticker.cancel()
-            with suppress(asyncio.CancelledError):
-                await ticker
-            self._write_counts(batch_id, log)
-            # Of a batch that was resumed it would be that of the rest.
-            if job.optimal_prefix_sharing_ratio is not None and len(todo) == len(
-                requests
-            ):
-                self.store.update_batch(
-                    batch_id, optimal_cached_share=job.optimal_prefix_sharing_ratio
+    async def _give_turns(self, rows: list[Row]) -> None:
+        """Start the batches whose turn it is, and tell the engine who goes first."""
+        turns = [turn for row in rows if (turn := self._turn(row)) is not None]
+        priority = priorities(turns, now())
+        for batch_id, value in priority.items():
+            if value == RISEN and batch_id not in self._risen:
+                self._risen.add(batch_id)
+                logger.warning(
+                    "Batch %s may miss its window; it goes before others now", batch_id
                 )
+        # SGLang's own scheduler knows no jobs: beside each other they would only mix.
+        stock = self._config.scheduler == "stock"
+        most = 1 if stock else self._config.max_batches
+        for batch_id in to_start(turns, priority, most):
+            self._runs[batch_id].may_run.set()
+        for batch_id, value in priority.items():
+            await self._runs[batch_id].set_priority(value)
 
-    async def _keep_counts(self, batch_id: str, log: ResultLog) -> None:
-        while True:
-            await asyncio.sleep(POLL_S)
-            await _in_thread(log.commit)
-            self._write_counts(batch_id, log)
-
-    def _write_counts(self, batch_id: str, log: ResultLog) -> None:
-        self.store.update_batch(
-            batch_id,
-            completed=log.num_completed,
-            failed=log.num_failed,
-            input_tokens=log.usage.input_tokens,
-            cached_tokens=log.usage.cached_tokens,
-            output_tokens=log.usage.output_tokens,
-            reasoning_tokens=log.usage.reasoning_tokens,
+    def _turn(self, row: Row) -> Turn | None:
+        """A batch as one that could run; None for one that is not there yet."""
+        run = self._runs.get(row["id"])
+        if run is None or run.num_left is None or row["status"] != api.IN_PROGRESS:
+            return None
+        rate = self._rate_of(row["id"])
+        return Turn(
+            row["id"],
+            row["seq"],
+            row["priority"],
+            row["expires_at"],
+            run.num_left,
+            0.0 if rate is None else rate.lines_per_s,
+            running=run.may_run.is_set(),
+            risen=row["id"] in self._risen,
         )
 
-    async def _finish(self, batch_id: str, requests: BatchFile, log: ResultLog) -> None:
-        """Write the result files and move the batch to its final status."""
-        if self._closing() and log.num_done < len(requests):
-            return
-        # The status must not survive a power cut that the results do not.
-        await _in_thread(log.commit)
-        self.store.transition(
-            batch_id, (api.IN_PROGRESS,), api.FINALIZING, finalizing_at=now()
-        )
-        cancelling = self._row(batch_id)["status"] == api.CANCELLING
-        file_ids = await _in_thread(self._write_results, batch_id, requests, log)
-        with self.store.atomic():
-            self._write_counts(batch_id, log)
-            for name, file_id in file_ids.items():
-                if file_id is not None:
-                    filename = f"{batch_id}_{name}.jsonl"
-                    self.store.record_file(
-                        file_id, filename, api.BATCH_OUTPUT_PURPOSE, None
-                    )
-            if cancelling:
-                end, stamp = api.CANCELLED, "cancelled_at"
-            else:
-                end, stamp = api.COMPLETED, "completed_at"
-            self.store.transition(
-                batch_id,
-                (api.FINALIZING, api.CANCELLING),
-                end,
-                output_file_id=file_ids["output"],
-                error_file_id=file_ids["error"],
-                **{stamp: now()},
-            )
-        self._clean_up(batch_id)
+    def _set_limits(self) -> None:
+        """Batches run in their hours, and in their share of the engine."""
+        config = self._config
+        running = [run for run in self._runs.values() if run.may_run.is_set()]
+        each = None
+        if config.batch_share < 1:
+            share = int(config.batch_share * self._engine.max_running_requests)
+            each = max(1, share // max(1, len(running)))
+        hours = None
+        if not in_hours(config.hours, local_minute()):
+            hours = f"Batches of this server run from {config.batch_hours} only."
+        for run in running:
+            run.limit.set(each)
+            run.rest(hours)
 
-    def _write_results(
-        self, batch_id: str, requests: BatchFile, log: ResultLog
-    ) -> dict[str, str | None]:
-        def unrun(index: int) -> bytes:
-            return unrun_line(
-                requests[index], batch_id, "batch_cancelled", CANCELLED_MESSAGE
-            )
+    # Suspects -------------------------------------------------------------------------
 
-        # The same ids each time: a server that dies here leaves no files that nobody
-        # knows, the next one writes them again.
-        ids: dict[str, str | None] = {
-            name: f"file-{name}-{batch_id.removeprefix('batch_')}"
-            for name in ("output", "error")
-        }
-        paths = {name: self.store.file_path(str(ids[name])) for name in ids}
-        with (
-            atomic_write(paths["output"]) as outputs,
-            atomic_write(paths["error"]) as errors,
-        ):
-            num_outputs, num_errors = log.write_ordered(outputs, errors, unrun)
-        # As at OpenAI, a file that would be empty does not exist.
-        for name, count in (("output", num_outputs), ("error", num_errors)):
-            if count == 0:
-                paths[name].unlink()
-                ids[name] = None
-        return ids
+    @asynccontextmanager
+    async def _alone_in_engine(self, run: BatchRun) -> AsyncIterator[None]:
+        """For lines that may take the engine down: no line of another batch is there.
 
-    def _row(self, batch_id: str) -> Row:
-        row = self.store.get_batch(batch_id)
-        if row is None:
-            raise StoreError(f"batch {batch_id} vanished from the store")
-        return row
-
-    def _input_path(self, batch_id: str) -> Path:
-        return self.store.work_dir(batch_id) / "input.jsonl"
-
-    def _clean_up(self, batch_id: str) -> None:
-        shutil.rmtree(self.store.work_dir(batch_id), ignore_errors=True)
+        So if it goes down, it is known for what.
+        """
+        async with self._one_alone:
+            self._alone = run
+            others = [other for other in self._runs.values() if other is not run]
+            for other in others:
+                other.limit.hold(ALONE)
+            try:
+                while any(other.tries.in_flight for other in others):
+                    await asyncio.sleep(POLL_S / 10)
+                yield
+            finally:
+                self._alone = None
+                for other in self._runs.values():
+                    other.limit.release(ALONE)
 
 
-def _link_or_copy(source: Path, copy: Path) -> None:
-    try:
-        os.link(source, copy)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        # A file system without hard links.
-        shutil.copyfile(source, copy)
+def local_minute() -> int:
+    """The local time of day in minutes."""
+    at = datetime.datetime.now()
+    return 60 * at.hour + at.minute
 
 
-async def _in_thread(function: Callable[..., T], *args: Any) -> T:
-    """Like ``asyncio.to_thread``, but over no sooner than the thread, even if cancelled.
-
-    By then the files it works on may be closed, and the store another server's.
-    """
-    work = asyncio.ensure_future(asyncio.to_thread(function, *args))
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait({work})
-        raise
+def in_hours(hours: tuple[int, int] | None, minute: int) -> bool:
+    """Whether a minute of the day is in ``hours``, which may go past midnight."""
+    if hours is None:
+        return True
+    begin, end = hours
+    if begin < end:
+        return begin <= minute < end
+    return minute >= begin or minute < end

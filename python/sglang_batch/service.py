@@ -13,17 +13,19 @@ import json
 import shutil
 import uuid
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from .batch_api import protocol as api
 from .config import OfflineBatchConfig
 from .engine import Engine
-from .errors import StoreError
+from .errors import ApiError, StoreError
+from .history import History
 from .job import Job
 from .request import BatchRequestInput, RequestOutput
 from .runner import BatchRunner
 from .store.batch_store import BatchStore, Row, now
-from .store.files import atomic_write
+from .store.files import atomic_write, move_into_place
 
 
 def new_id(prefix: str) -> str:
@@ -47,31 +49,124 @@ class BatchService:
         self._server_name = server_name
         self._engine: Engine | None = None
         self.runner: BatchRunner | None = None
+        self.history = History(store)
 
     async def start(
         self, engine: Engine, closing: Callable[[], bool] = lambda: False
     ) -> None:
         """Begin to run batches; see :meth:`~sglang_batch.runner.BatchRunner.start`."""
         self._engine = engine
+        self.history = History(self.store, engine)
         self.runner = BatchRunner(
-            self.store, self.config, self._server_name, engine, closing
+            self.store,
+            self.config,
+            self._server_name,
+            engine,
+            closing,
+            self.history.rate,
         )
         await self.runner.start()
+        self.history.start()
+
+    @property
+    def model_names(self) -> tuple[str, ...] | None:
+        """The models served; None before the start."""
+        return None if self._engine is None else self._engine.model_names
 
     async def stop(self) -> None:
         """Stop running; aborted requests are run again by the next server."""
+        await self.history.stop()
         if self.runner is not None:
             await self.runner.stop()
 
     def create_file(
-        self, source: BinaryIO, filename: str, purpose: str, expires_at: int | None
+        self,
+        source: BinaryIO,
+        filename: str,
+        purpose: str,
+        expires_at: int | None,
+        owner: str = "",
     ) -> Row:
-        """Store an uploaded file."""
+        """Store a copy of a file.
+
+        Args:
+            expires_at: None is the default for this purpose.
+        """
         file_id = new_id("file-")
-        path = self.store.file_path(file_id)
-        with atomic_write(path) as file:
+        with atomic_write(self.store.file_path(file_id)) as file:
             shutil.copyfileobj(source, file, 1 << 20)
-        return self.store.record_file(file_id, filename, purpose, expires_at)
+        return self.record_file(file_id, filename, purpose, expires_at, owner)
+
+    def add_file(
+        self,
+        source: Path,
+        filename: str,
+        purpose: str,
+        expires_at: int | None,
+        owner: str = "",
+    ) -> Row:
+        """Make a file that was received into the store's directory one of the API.
+
+        Args:
+            source: it is moved, not copied.
+            expires_at: None is the default for this purpose.
+        """
+        file_id = new_id("file-")
+        move_into_place(source, self.store.file_path(file_id))
+        return self.record_file(file_id, filename, purpose, expires_at, owner)
+
+    def record_file(
+        self,
+        file_id: str,
+        filename: str,
+        purpose: str,
+        expires_at: int | None,
+        owner: str,
+    ) -> Row:
+        """Make contents that are in place a file of the API.
+
+        Raises:
+            ApiError: there is no room for it; the contents are removed.
+        """
+        if expires_at is None:
+            expires_at = self.default_expiry(purpose, now())
+        path = self.store.file_path(file_id)
+        try:
+            with self.store.atomic():
+                self.check_room(path.stat().st_size)
+                return self.store.record_file(
+                    file_id, filename, purpose, expires_at, owner
+                )
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+    def default_expiry(self, purpose: str, created_at: int) -> int | None:
+        """When a file expires whose client did not say; None is never."""
+        if purpose not in ("batch", api.BATCH_OUTPUT_PURPOSE):
+            return None
+        return created_at + self.config.file_days * 86_400
+
+    def check_room(self, num_bytes: int) -> None:
+        """Whether so many more bytes may be stored.
+
+        Raises:
+            ApiError: 413, they would be more than ``storage_bytes``.
+        """
+        limit = self.config.storage_bytes
+        if limit is None:
+            return
+        used = self.store.bytes_stored()
+        if used + num_bytes > limit:
+            raise ApiError(
+                413,
+                f"No room for {num_bytes} bytes: {used} of the {limit} bytes that this "
+                "server keeps (storage_bytes) are used. Delete files that are no "
+                "longer needed with DELETE /v1/files/{file_id}, or let them expire "
+                "with expires_after.",
+                code="storage_full",
+                retry=False,
+            )
 
     def create_batch(
         self,
@@ -79,31 +174,43 @@ class BatchService:
         endpoint: str,
         completion_window: str,
         metadata: dict[str, str] | None,
+        *,
+        same_since: int | None = None,
         **fields: Any,
     ) -> Row:
         """Accept a batch; the runner validates and runs it.
 
         Args:
             completion_window: one that ``protocol.window_seconds`` knows.
+            same_since: return a batch made at this time or later with the very same
+                parameters, if there is one, instead of making another.
             fields: more columns of the batch: owner, priority, and so on.
         """
         window_s = api.window_seconds(completion_window)
         assert window_s is not None, completion_window
-        created_at = now()
+        asked = {
+            "endpoint": endpoint,
+            "input_file_id": input_file_id,
+            "completion_window": completion_window,
+            "metadata": None if metadata is None else json.dumps(metadata),
+            **fields,
+        }
         batch_id = new_id("batch_")
-        self.store.add_batch(
-            {
-                "id": batch_id,
-                "status": api.VALIDATING,
-                "endpoint": endpoint,
-                "input_file_id": input_file_id,
-                "completion_window": completion_window,
-                "created_at": created_at,
-                "expires_at": created_at + window_s,
-                "metadata": None if metadata is None else json.dumps(metadata),
-                **fields,
-            }
-        )
+        with self.store.atomic():
+            if same_since is not None:
+                same = self.store.find_batch(same_since, asked)
+                if same is not None:
+                    return same
+            created_at = now()
+            self.store.add_batch(
+                {
+                    "id": batch_id,
+                    "status": api.VALIDATING,
+                    "created_at": created_at,
+                    "expires_at": created_at + window_s,
+                    **asked,
+                }
+            )
         row = self.store.get_batch(batch_id)
         assert row is not None
         return row

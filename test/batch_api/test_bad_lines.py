@@ -157,6 +157,9 @@ def test_a_bad_line_is_named_with_code_line_param_and_message(
         (CHAT, "Chat Completions", "messages"),
         ("/v1/completions", "Completions", "prompt"),
         ("/v1/embeddings", "Embeddings", "input"),
+        ("/v1/responses", "Responses", "input"),
+        ("/v1/score", "Score", "items"),
+        ("/v1/classify", "Classify", "input"),
     ],
 )
 def test_each_endpoint_has_its_required_key_and_title(
@@ -184,6 +187,37 @@ def test_each_endpoint_has_its_required_key_and_title(
             "body.stream",
         ),
     ]
+
+
+@pytest.mark.parametrize(
+    ("url", "title", "required"),
+    [
+        ("/v1/messages", "Messages", ("messages", "max_tokens")),
+        ("/v1/rerank", "Rerank", ("query", "documents")),
+    ],
+)
+def test_every_required_key_that_is_missing_is_named(
+    tmp_path: Path, url: str, title: str, required: tuple[str, str]
+) -> None:
+    whole = {"model": MODEL, **dict.fromkeys(required, "x")}
+    bodies = [{k: v for k, v in whole.items() if k != key} for key in required]
+    bodies += [{"model": MODEL}, {**whole, "stream": True}]
+    lines = [
+        make_line(str(number), url=url, body=body) for number, body in enumerate(bodies)
+    ]
+    found = errors_of(make_file(tmp_path, lines), replace(RULES, endpoint=url))
+    first, second = required
+    assert [(error.line, error.param) for error in found] == [
+        (1, f"body.{first}"),
+        (2, f"body.{second}"),
+        (3, f"body.{first}"),
+        (3, f"body.{second}"),
+        (4, "body.stream"),
+    ]
+    assert found[0].message == f"{first.capitalize()} parameter is required."
+    assert found[4].message.startswith(f"{title}: ")
+    good = make_file(tmp_path, [make_line(url=url, body=whole)])
+    assert custom_ids_of(good, replace(RULES, endpoint=url)) == ["a"]
 
 
 def test_stream_false_is_no_streaming(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from feed_jobs import DUAL, planner_of, two_kinds
 
-from sglang_batch import job_planning, learning
+from sglang_batch import job_planning, learning, line_tries, saving
 from sglang_batch import runner as runner_module
 
 
@@ -32,3 +32,5 @@ def quick_polling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "POLL_S", 0.002)
     monkeypatch.setattr(runner_module, "LOCK_PATIENCE_S", 0.05)
     monkeypatch.setattr(runner_module, "RETRY_AFTER_S", 0.01)
+    monkeypatch.setattr(line_tries, "BACK_OFF_S", 0.001)
+    monkeypatch.setattr(saving, "RETRY_S", 0.002)

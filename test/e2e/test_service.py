@@ -93,25 +93,6 @@ def test_a_batch_of_failures_completes_without_an_output_file(tmp_path: Path) ->
     run(scenario())
 
 
-def test_batches_run_one_after_the_other_as_they_become_valid(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        engine = FakeEngine()
-        engine.hold(["r0"])
-        async with running_service(tmp_path, engine) as service:
-            batch_ids = []
-            for lines in (make_lines(2), [make_line("r7")], [make_line("r8")]):
-                batch_ids.append(submit(service, lines))
-                while batch_row(service, batch_ids[-1])["status"] != api.IN_PROGRESS:
-                    await asyncio.sleep(0.002)
-            await engine.until_stalled(1, 1)
-            engine.release()
-            for batch_id in batch_ids:
-                check_results(service, await until_over(service, batch_id))
-            assert engine.executed[2:] == ["r7", "r8"]
-
-    run(scenario())
-
-
 def test_counts_are_visible_while_a_batch_runs(tmp_path: Path) -> None:
     async def scenario() -> None:
         engine = FakeEngine(failing={"r1": 400})

@@ -59,7 +59,7 @@ def test_a_batch_cancelled_in_the_queue_never_reaches_the_engine(
     async def scenario() -> None:
         engine = FakeEngine()
         engine.hold(["r0"])
-        async with running_service(tmp_path, engine) as service:
+        async with running_service(tmp_path, engine, max_batches=1) as service:
             first = submit(service, make_lines(1))
             second = submit(service, make_lines(3))
             await engine.until_stalled(0, 1)

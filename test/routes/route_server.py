@@ -19,6 +19,7 @@ from openai.types import Batch
 
 from sglang_batch import runner as runner_module
 from sglang_batch.http_api import make_router
+from sglang_batch.http_api.api_keys import ApiKeyMiddleware, ApiKeys
 from sglang_batch.service import BatchService
 
 ENDED = ("completed", "failed", "cancelled", "expired")
@@ -55,11 +56,15 @@ class Server:
         self.http = http
         self.engine = engine
         self.service: BatchService = app.state.offline_batch_service
-        self.client = OpenAI(
-            api_key="none",
+        self.client = self.client_of("none")
+
+    def client_of(self, api_key: str) -> OpenAI:
+        """The official client of somebody with this key."""
+        return OpenAI(
+            api_key=api_key,
             base_url="http://testserver/v1",
             max_retries=0,
-            http_client=httpx.Client(transport=AppTransport(http)),
+            http_client=httpx.Client(transport=AppTransport(self.http)),
         )
 
     def upload(self, *lines: str, purpose: Any = "batch") -> str:
@@ -89,23 +94,28 @@ class Server:
 
 
 @contextmanager
-def serving(directory: Path) -> Iterator[Server]:
+def serving(
+    directory: Path, keys: ApiKeys | None = None, **config: Any
+) -> Iterator[Server]:
+    """A server at work; with ``keys``, calls need one of them."""
     engine = FakeEngine(failing={"fails": 400})
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with running_service(directory, engine, policy="fcfs") as service:
+        settings = {"policy": "fcfs", **config}
+        async with running_service(directory, engine, **settings) as service:
             app.state.offline_batch_service = service
+            app.state.offline_batch_keys = keys
             yield
 
     app = FastAPI(lifespan=lifespan)
     app.include_router(make_router())
-    with (
-        pytest.MonkeyPatch.context() as monkeypatch,
-        TestClient(app, raise_server_exceptions=False) as http,
-    ):
+    app.add_middleware(ApiKeyMiddleware)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        # Before the start: the first pause between two looks is as short as the others.
         monkeypatch.setattr(runner_module, "POLL_S", 0.002)
-        yield Server(http, app, engine)
+        with TestClient(app, raise_server_exceptions=False) as http:
+            yield Server(http, app, engine)
 
 
 def error_of(answer: Any) -> dict[str, Any]:

@@ -142,14 +142,71 @@ def test_a_file_of_another_purpose_is_refused(server: Server) -> None:
 
 
 def test_keys_that_are_not_known_are_ignored(server: Server) -> None:
-    batch = server.start(extra_body={"priority": 5})
+    batch = server.start(extra_body={"colour": "red"})
     assert server.ended(batch).status == "completed"
+
+
+@pytest.mark.parametrize("priority", [None, 0, 5, -1000, 1000])
+def test_a_batch_may_have_a_priority(server: Server, priority: int | None) -> None:
+    batch = server.start(extra_body={"priority": priority})
+    shown = server.http.get(f"/v1/batches/{batch.id}").json()
+    assert shown.get("priority") == (priority or None)  # of most there is no such key
+    row = server.service.store.get_batch(batch.id)
+    assert row is not None
+    assert row["priority"] == (priority or 0)
+
+
+@pytest.mark.parametrize("priority", [1001, -1001, "5", 1.0, True, [], {}, 1 << 70])
+def test_a_priority_out_of_range_is_refused(bare_server: Server, priority: Any) -> None:
+    error = refused(bare_server, {**CREATE, "priority": priority})
+    assert (error["param"], error["code"]) == ("priority", "invalid_value")
+
+
+def test_a_batch_may_say_how_long_its_results_are_kept(server: Server) -> None:
+    kept = {"anchor": "created_at", "seconds": 3600}
+    batch = server.ended(server.start(output_expires_after=kept))
+    row = server.service.store.get_batch(batch.id)
+    assert row is not None
+    assert row["output_expires_after"] == 3600
+    assert batch.output_file_id is not None
+    file = server.client.files.retrieve(batch.output_file_id)
+    assert file.expires_at is not None
+    assert 3600 <= file.expires_at - file.created_at <= 3601
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [
+        ("3600", "output_expires_after"),
+        ([], "output_expires_after"),
+        ({}, "output_expires_after.anchor"),
+        ({"anchor": "now", "seconds": 3600}, "output_expires_after.anchor"),
+        ({"anchor": "created_at"}, "output_expires_after.seconds"),
+        ({"anchor": "created_at", "seconds": 3599}, "output_expires_after.seconds"),
+        ({"anchor": "created_at", "seconds": 2592001}, "output_expires_after.seconds"),
+        ({"anchor": "created_at", "seconds": "3600"}, "output_expires_after.seconds"),
+        ({"anchor": "created_at", "seconds": True}, "output_expires_after.seconds"),
+    ],
+)
+def test_an_expiry_of_results_out_of_range_is_refused(
+    bare_server: Server, value: Any, param: str
+) -> None:
+    error = refused(bare_server, {**CREATE, "output_expires_after": value})
+    assert error["param"] == param
+
+
+def test_why_a_batch_is_paused_is_shown(server: Server) -> None:
+    server.engine.hold(["a"])
+    batch = server.start()
+    server.service.store.update_batch(batch.id, paused_reason="outside its hours")
+    shown = server.http.get(f"/v1/batches/{batch.id}").json()
+    assert shown["paused_reason"] == "outside its hours"
 
 
 def test_an_error_nobody_expected_has_the_same_body(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(batch_id: str) -> None:
+    def broken(*_: Any) -> None:
         raise OSError("disk I/O error")
 
     monkeypatch.setattr(server.service.store, "get_batch", broken)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
-import openai
 import pytest
 from batches import client, jsonl, line, results, submit, wait
 from servers import Server
@@ -122,36 +120,6 @@ def test_a_bad_line_is_answered_with_an_error_and_the_rest_is_not_lost(
     assert (counts.completed, counts.failed) == (len(good), len(errors))
 
 
-def test_a_file_that_cannot_run_fails_with_every_reason(
-    offline_server: Server,
-) -> None:
-    api = client(offline_server.url)
-    bad = [
-        b"not json",
-        json.dumps({"custom_id": "a", "method": "POST", "body": {}}).encode(),
-        json.dumps(line("b", SHORT, "/v1/embeddings")).encode(),
-        json.dumps(line("c", {**SHORT, "model": "gpt-9"})).encode(),
-        json.dumps(line("d", {**SHORT, "stream": True})).encode(),
-        json.dumps(line("ok", SHORT)).encode(),
-        json.dumps(line("ok", SHORT)).encode(),
-    ]
-    batch = wait(api, submit(api, b"\n".join(bad)).id)
-    assert batch.status == "failed"
-    assert batch.errors is not None and batch.errors.data is not None
-    assert [(error.line, error.code) for error in batch.errors.data] == [
-        (1, "invalid_json_line"),
-        (2, "missing_required_parameter"),
-        (3, "invalid_url"),
-        (4, "model_not_found"),
-        (5, "streaming_unsupported"),
-        (7, "duplicate_custom_id"),
-    ]
-    assert (batch.output_file_id, batch.error_file_id) == (None, None)
-    empty = wait(api, submit(api, b"\n\n").id)
-    assert empty.errors is not None and empty.errors.data is not None
-    assert [error.code for error in empty.errors.data] == ["empty_file"]
-
-
 def test_cancelling_keeps_what_is_finished(offline_server: Server) -> None:
     api = client(offline_server.url)
     total = 600
@@ -182,24 +150,6 @@ def test_cancelling_keeps_what_is_finished(offline_server: Server) -> None:
     again = wait(api, submit(api, jsonl([line("after", SHORT)])).id)
     assert again.request_counts is not None
     assert again.request_counts.completed == 1
-
-
-def test_unknown_ids_are_404_with_a_nested_error(offline_server: Server) -> None:
-    api = client(offline_server.url)
-    for call in (
-        lambda: api.batches.retrieve("batch_nope"),
-        lambda: api.batches.cancel("batch_nope"),
-        lambda: api.files.retrieve("file-nope"),
-        lambda: api.files.content("file-nope"),
-        lambda: api.files.delete("file-nope"),
-    ):
-        with pytest.raises(openai.NotFoundError) as caught:
-            call()
-        assert caught.value.type == "invalid_request_error"
-        assert "nope" in caught.value.message
-    done = wait(api, submit(api, jsonl([line("one", SHORT)])).id)
-    with pytest.raises(openai.ConflictError):
-        api.batches.cancel(done.id)
 
 
 def test_online_requests_are_served_beside_a_batch(offline_server: Server) -> None:

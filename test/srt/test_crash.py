@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from batches import client, jsonl, line, results, submit, wait
 from prompts import questions
 from servers import SERVER_ARGS, kill_group, server
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+from sglang_batch.store.suspects import NEVER
 
 NUM_LINES = 400
 MAX_INFLIGHT = 16
@@ -81,14 +86,57 @@ def test_server_killed_in_a_batch_finishes_it_when_started_again(
         assert batch.error_file_id is None
 
 
+class Poison(CustomLogitProcessor):
+    """Breaks the scheduler as soon as a request with it is sampled."""
+
+    def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+        raise RuntimeError("poison")
+
+
+def test_a_line_that_kills_the_engine_is_found_and_the_rest_answered(
+    demo_model: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "batches"
+    args = (
+        "--offline-batch",
+        f"--offline-batch-dir={store}",
+        "--enable-custom-logit-processor",
+    )
+    lines = input_lines()[:40]
+    lines[7]["body"]["custom_logit_processor"] = Poison.to_str()
+    with server(demo_model, *args, log_dir=tmp_path) as running:
+        batch_id = submit(client(running.url), jsonl(lines)).id
+        running.process.wait(timeout=120)
+    suspects = store / "batches" / batch_id / "suspects.json"
+    assert "7" in json.loads(suspects.read_bytes())["lines"]
+    # It may be gone before it has answered its first health check.
+    with (
+        suppress(AssertionError),
+        server(demo_model, *args, log_dir=tmp_path) as running,
+    ):
+        running.process.wait(timeout=120)
+    assert json.loads(suspects.read_bytes())["lines"]["7"] == NEVER
+    with server(demo_model, *args, log_dir=tmp_path) as running:
+        api = client(running.url)
+        batch = wait(api, batch_id)
+        assert len(results(api, batch.output_file_id)) == 39
+        [error] = results(api, batch.error_file_id)
+        assert error["custom_id"] == "line-7"
+        assert error["response"]["body"]["error"]["code"] == "engine_died"
+
+
 def test_run_killed_continues_when_started_again(
     demo_model: Path, tmp_path: Path
 ) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_bytes(jsonl(input_lines()))
+    rest = tmp_path / "rest.jsonl.gz"
+    half = NUM_LINES // 2
+    source.write_bytes(jsonl(input_lines()[:half]))
+    rest.write_bytes(gzip.compress(jsonl(input_lines()[half:])))
     command = [
         *(sys.executable, "-m", "sglang_batch", "run"),
-        *("-i", str(source), "-o", str(output), "--max-inflight", str(MAX_INFLIGHT)),
+        *("-i", str(source), str(rest), "-o", str(output)),
+        *("--max-inflight", str(MAX_INFLIGHT)),
         *("--model-path", str(demo_model), *SERVER_ARGS),
     ]
     first = subprocess.Popen(
@@ -113,7 +161,7 @@ def test_run_killed_continues_when_started_again(
     assert "was begun with another input file" in refused.stderr
     assert finished_lines(log) == before
 
-    source.write_bytes(jsonl(input_lines()))
+    source.write_bytes(jsonl(input_lines()[:half]))
     again = run(command)
     assert again.returncode == 0, again.stderr[-4000:]
     found = [json.loads(item) for item in output.read_text().splitlines()]

@@ -62,10 +62,12 @@ def expected() -> Vectors:
     return np.stack(vectors)
 
 
-def embed(running: Server, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def embed(
+    running: Server, bodies: list[dict[str, Any]], url: str = "/v1/embeddings"
+) -> list[dict[str, Any]]:
     api = client(running.url)
-    lines = [line(f"e{i}", body, "/v1/embeddings") for i, body in enumerate(bodies)]
-    batch = wait(api, submit(api, jsonl(lines), "/v1/embeddings").id)
+    lines = [line(f"e{i}", body, url) for i, body in enumerate(bodies)]
+    batch = wait(api, submit(api, jsonl(lines), url).id)
     assert batch.status == "completed", batch
     found = results(api, batch.output_file_id) + results(api, batch.error_file_id)
     return [item["response"] for item in found]
@@ -101,3 +103,41 @@ def test_several_inputs_in_one_line_and_inputs_that_cannot_be_embedded(
     assert empty["status_code"] == long["status_code"] == 400
     assert "cannot be empty" in empty["body"]["error"]["message"]
     assert long["body"]["error"]["code"] == "context_length_exceeded"
+
+
+# An embedding model has no scores or labels to give, but SGLang makes its numbers.
+OTHER_ENDPOINTS = {
+    "/v1/rerank": [
+        {"query": TEXTS[0], "documents": TEXTS[:3], "top_n": 2},
+        {"query": TEXTS[0], "documents": ["one"], "return_documents": False},
+    ],
+    "/v1/classify": [{"input": TEXTS[0]}, {"input": TEXTS[:2]}],
+    # A temperature of 0, which other endpoints take, is refused here.
+    "/v1/score": [{"query": TEXTS[0], "items": TEXTS[1:3], "temperature": 1}],
+}
+
+
+@pytest.mark.parametrize("url", OTHER_ENDPOINTS)
+def test_pairs_and_labels_are_answered_as_online(
+    embedding_server: Server, url: str
+) -> None:
+    api = client(embedding_server.url)
+    bodies = [{"model": "demo", **body} for body in OTHER_ENDPOINTS[url]]
+    # The client knows the API's own endpoints by their paths under /v1.
+    online = [
+        api.post(url.removeprefix("/v1"), body=body, cast_to=object) for body in bodies
+    ]
+    offline = embed(embedding_server, bodies, url)
+    assert [response["status_code"] for response in offline] == [200] * len(bodies)
+    found = [without_ids(response["body"]) for response in offline]
+    assert found == [without_ids(body) for body in online]
+
+
+def without_ids(value: Any) -> Any:
+    """An answer without what differs from call to call."""
+    if isinstance(value, list):
+        return [without_ids(item) for item in value]
+    if isinstance(value, dict):
+        dropped = ("id", "created", "meta_info")
+        return {k: without_ids(v) for k, v in value.items() if k not in dropped}
+    return round(value, 4) if isinstance(value, float) else value

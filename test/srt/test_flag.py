@@ -128,7 +128,7 @@ def test_hook_that_did_not_take_is_refused_in_one_sentence() -> None:
     done = run_python(
         "import runpy, sys; sys.argv = ['x', '--offline-batch', '--model-path', 'm']; "
         "import sglang_batch.srt.plugin as plugin; "
-        "plugin.SERVER_HOOKS = ('sglang.srt.entrypoints.http_server.gone',); "
+        "plugin.SERVER_HOOKS = ('sglang.srt.entrypoints.http_server.gone', *plugin.SERVER_HOOKS[1:]); "
         "runpy.run_module('sglang.launch_server', run_name='__main__')"
     )
     assert done.returncode != 0

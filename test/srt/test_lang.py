@@ -24,6 +24,7 @@ from sglang.lang.chat_template import get_chat_template
 import sglang_batch.lang as lang
 from sglang_batch.errors import ConfigError, EngineError
 from sglang_batch.lang import BatchBackend, RequestError
+from sglang_batch.program_log import ProgramJob
 
 pytestmark = [
     # SGLang, as it loads a model in this process without a GPU.
@@ -332,6 +333,21 @@ def test_a_generator_yields_in_order_without_waiting_for_all(
         seen.set()
         assert state.text().startswith(f"Number {i} ") and state["seen"]
     assert i == 299
+
+
+def test_a_job_gives_back_what_it_finished(
+    backend: BatchBackend, tmp_path: Path
+) -> None:
+    backend.job = ProgramJob("trees", tmp_path)
+    topics = [{"topic": "sun"}, {"topic": "sea"}]
+    fresh = tree.run_batch(topics, backend=backend)
+    waves = len(backend.wave_sizes)
+    for state, kept in zip(fresh, tree.run_batch(topics, backend=backend), strict=True):
+        assert kept.error() is None
+        assert (kept.text(), kept.messages()) == (state.text(), state.messages())
+        assert (kept["plan"], kept["part"]) == (state["plan"], state["part"])
+        assert kept.get_meta_info("plan") == state.get_meta_info("plan")
+    assert len(backend.wave_sizes) == waves
 
 
 def test_progress_bar_and_default_backend(

@@ -149,6 +149,35 @@ def test_a_deleted_file_is_gone_from_rows_and_disk(store: BatchStore) -> None:
     assert not store.delete_file("file-1")
 
 
+def test_a_disk_too_full_to_write_down_a_deletion_gets_room_by_it(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store.file_path("file-1")
+    path.write_bytes(b"abc")
+    store.add_file(make_file_row())
+    forget = store._forget_file
+
+    def fail_while_full(file_id: str) -> bool:
+        if path.exists():
+            raise sqlite3.OperationalError("database or disk is full")
+        return forget(file_id)
+
+    monkeypatch.setattr(store, "_forget_file", fail_while_full)
+    assert store.delete_file("file-1")
+    assert store.get_file("file-1") is None
+    assert not path.exists()
+
+
+def test_what_is_no_file_of_the_store_is_not_removed(store: BatchStore) -> None:
+    path = store.directory / "mine"
+    path.write_bytes(b"abc")
+    assert not store.delete_file("../mine")
+    assert path.exists()
+    store.add_file(make_file_row(owner="ann"))
+    assert not store.delete_file("file-1", "bob")
+    assert store.delete_file("file-1", "ann")
+
+
 def test_an_id_is_given_once(store: BatchStore) -> None:
     store.add_file(make_file_row())
     with pytest.raises(sqlite3.IntegrityError):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from openai.types import Batch, FileObject
+from openai.types import Batch, FileObject, Upload
+from openai.types.uploads import UploadPart
 
 Row = dict[str, Any]
 
@@ -34,7 +35,10 @@ def batch_object(row: Row) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": row["reasoning_tokens"]},
         "total_tokens": row["input_tokens"] + row["output_tokens"],
     }
-    return Batch.model_validate(fields).model_dump(mode="json")
+    shown = Batch.model_validate(fields).model_dump(mode="json")
+    # Not OpenAI's either, and there only where there is something to say.
+    extra = {key: row.get(key) for key in ("priority", "paused_reason")}
+    return shown | {key: value for key, value in extra.items() if value}
 
 
 def file_object(row: Row) -> dict[str, Any]:
@@ -42,3 +46,16 @@ def file_object(row: Row) -> dict[str, Any]:
     # Not validated: the client's type leaves out a purpose that its uploads may have.
     fields = {key: row.get(key) for key in FileObject.model_fields}
     return fields | {"object": "file", "status": "processed"}
+
+
+def upload_object(row: Row, file: Row | None = None) -> dict[str, Any]:
+    """An upload as the API shows it, and the file that it became."""
+    fields = {key: row.get(key) for key in Upload.model_fields}
+    shown = None if file is None else file_object(file)
+    return fields | {"object": "upload", "file": shown}
+
+
+def part_object(row: Row) -> dict[str, Any]:
+    """A part of an upload as the API shows it."""
+    fields = {key: row.get(key) for key in UploadPart.model_fields}
+    return fields | {"object": "upload.part"}

@@ -35,20 +35,25 @@ class Endpoint:
     """One endpoint a batch line may name.
 
     title: how error messages call it.
-    required: the body's key without which there is nothing to do.
+    required: the body's keys without which there is nothing to do.
     """
 
     url: str
     title: str
-    required: str
+    required: tuple[str, ...]
 
 
 ENDPOINTS = {
     endpoint.url: endpoint
     for endpoint in (
-        Endpoint("/v1/chat/completions", "Chat Completions", "messages"),
-        Endpoint("/v1/completions", "Completions", "prompt"),
-        Endpoint("/v1/embeddings", "Embeddings", "input"),
+        Endpoint("/v1/chat/completions", "Chat Completions", ("messages",)),
+        Endpoint("/v1/completions", "Completions", ("prompt",)),
+        Endpoint("/v1/embeddings", "Embeddings", ("input",)),
+        Endpoint("/v1/responses", "Responses", ("input",)),
+        Endpoint("/v1/messages", "Messages", ("messages", "max_tokens")),
+        Endpoint("/v1/score", "Score", ("items",)),
+        Endpoint("/v1/rerank", "Rerank", ("query", "documents")),
+        Endpoint("/v1/classify", "Classify", ("input",)),
     )
 }
 

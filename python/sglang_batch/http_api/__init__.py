@@ -7,9 +7,16 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from . import batches, files, waves
+from . import batches, files, message_batches, page, uploads, waves
 
-ROUTERS = (files.router, batches.router, waves.router)
+ROUTERS = (
+    files.router,
+    uploads.router,
+    batches.router,
+    message_batches.router,
+    waves.router,
+    page.router,
+)
 
 
 def make_router() -> APIRouter:

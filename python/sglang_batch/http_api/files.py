@@ -3,63 +3,103 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import FileResponse, JSONResponse
-from starlette.datastructures import UploadFile
+from fastapi.responses import JSONResponse, Response
 
 from ..batch_api import protocol as api
 from ..batch_api.objects import file_object
 from ..errors import ApiError
 from ..store.batch_store import now
+from .caller import owner_of
 from .errors import OpenAIRoute
-from .parameters import check_limit, page, service_of
+from .forms import Form, received_form
+from .idempotency import answer_once
+from .parameters import check_limit, invalid, page, service_of
+from .results import file_response, results_so_far
 
 MAX_FILE_PAGE = 10_000
+MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 2_592_000
+MAX_FILENAME_LEN = 1024
 
 router = APIRouter(route_class=OpenAIRoute)
 
 
 @router.post("/v1/files")
-async def create_file(request: Request) -> JSONResponse:
+async def create_file(request: Request) -> Response:
     """Upload a file (multipart form: ``purpose``, ``file``)."""
-    async with request.form() as form:
-        purpose, file = form.get("purpose"), form.get("file")
-        if purpose not in api.FILE_PURPOSES:
-            raise ApiError(
-                400,
-                f"Invalid value for 'purpose': {purpose!r}. "
-                f"Supported values are: {', '.join(api.FILE_PURPOSES)}.",
-                param="purpose",
-                code="invalid_value",
-            )
-        if not isinstance(file, UploadFile):
+    service = service_of(request)
+    limit = service.config.max_file_bytes
+    async with received_form(request, "file", service.store.incoming, limit) as form:
+        purpose = form.fields.get("purpose")
+        check_purpose(purpose)
+        file = form.file
+        if file is None:
             raise ApiError(400, "Missing required parameter: 'file'.", param="file")
         filename = file.filename or "upload"
-        # Clients name an in-memory upload "upload": only another suffix is wrong.
-        if purpose == "batch" and "." in filename and not filename.endswith(".jsonl"):
-            raise ApiError(400, "Invalid file format for Batch API. Must be .jsonl")
-        expires_at = _expires_at(form.get("expires_after[seconds]"))
-        row = await asyncio.to_thread(
-            service_of(request).create_file, file.file, filename, purpose, expires_at
+        check_filename(filename, purpose)
+        seconds = _expires_after(form)
+
+        async def make() -> JSONResponse:
+            row = await asyncio.to_thread(
+                service.add_file,
+                file.path,
+                filename,
+                str(purpose),
+                None if seconds is None else now() + seconds,
+                owner_of(request),
+            )
+            return JSONResponse(file_object(row))
+
+        said = json.dumps([form.fields, filename, file.sha256], sort_keys=True)
+        return await answer_once(request, said.encode(), make)
+
+
+def check_purpose(purpose: Any) -> None:
+    if purpose not in api.FILE_PURPOSES:
+        raise invalid(
+            "purpose", purpose, f"Supported values are: {', '.join(api.FILE_PURPOSES)}."
         )
-    return JSONResponse(file_object(row))
 
 
-def _expires_at(seconds: Any) -> int | None:
-    if seconds is None:
+def check_filename(filename: str, purpose: str | None) -> None:
+    if len(filename) > MAX_FILENAME_LEN:
+        message = f"A filename has at most {MAX_FILENAME_LEN} characters."
+        raise ApiError(400, message, param="filename", code="invalid_value")
+    # Clients name an in-memory upload "upload": only another suffix is wrong.
+    if purpose == "batch" and "." in filename and not filename.endswith(".jsonl"):
+        raise ApiError(400, "Invalid file format for Batch API. Must be .jsonl")
+
+
+def _expires_after(form: Form) -> int | None:
+    """Seconds that a file is kept, as a form says it; None where it does not."""
+    anchor = form.fields.get("expires_after[anchor]")
+    seconds: Any = form.fields.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
         return None
-    digits = str(seconds)
-    usable = digits.isdecimal() and len(digits) <= 7
-    if not usable or not 3600 <= int(digits) <= 2_592_000:
+    if str(seconds).isascii() and str(seconds).isdecimal() and len(seconds) <= 7:
+        seconds = int(seconds)
+    # There is only one anchor, and forms are written by hand: it may be left out.
+    return check_expires_after({"anchor": anchor or "created_at", "seconds": seconds})
+
+
+def check_expires_after(value: Any, name: str = "expires_after") -> int | None:
+    """Seconds of ``{"anchor": "created_at", "seconds": ...}``; None of None."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
         raise ApiError(
-            400,
-            f"Invalid value for 'expires_after.seconds': {seconds!r}. "
-            "Expected a whole number from 3600 to 2592000.",
-            param="expires_after.seconds",
+            400, f"'{name}' must be an object.", param=name, code="invalid_type"
         )
-    return now() + int(digits)
+    if value.get("anchor") != "created_at":
+        raise invalid(f"{name}.anchor", value.get("anchor"), "Use 'created_at'.")
+    seconds = value.get("seconds")
+    if type(seconds) is not int or not MIN_EXPIRY_S <= seconds <= MAX_EXPIRY_S:
+        wanted = f"Expected a whole number from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}."
+        raise invalid(f"{name}.seconds", seconds, wanted)
+    return seconds
 
 
 @router.get("/v1/files")
@@ -73,16 +113,16 @@ def list_files(
     """Files by creation time, a page at a time."""
     limit = check_limit(limit, MAX_FILE_PAGE)
     if order not in ("asc", "desc"):
-        raise ApiError(
-            400,
-            f"Invalid value for 'order': {order!r}. Use asc or desc.",
-            param="order",
-        )
-    store = service_of(request).store
-    if after is not None and store.get_file(after) is None:
-        raise _no_such_file(after, "after")
+        raise invalid("order", order, "Use asc or desc.")
+    store, owner = service_of(request).store, owner_of(request)
+    if after is not None and store.get_file(after, owner) is None:
+        raise no_such_file(after, "after")
     rows = store.list_files(
-        after=after, limit=limit + 1, descending=order == "desc", purpose=purpose
+        after=after,
+        limit=limit + 1,
+        descending=order == "desc",
+        purpose=purpose,
+        owner=owner,
     )
     return page([file_object(row) for row in rows], limit)
 
@@ -90,31 +130,36 @@ def list_files(
 @router.get("/v1/files/{file_id}")
 def retrieve_file(request: Request, file_id: str) -> JSONResponse:
     """What the server knows of a file."""
-    return JSONResponse(file_object(_file_row(request, file_id)))
+    row = service_of(request).store.get_file(file_id, owner_of(request))
+    if row is None:
+        raise no_such_file(file_id)
+    return JSONResponse(file_object(row))
 
 
 @router.get("/v1/files/{file_id}/content")
-def file_content(request: Request, file_id: str) -> FileResponse:
-    """A file's bytes."""
-    row = _file_row(request, file_id)
-    path = service_of(request).store.file_path(file_id)
-    return FileResponse(path, media_type="application/jsonl", filename=row["filename"])
+def file_content(request: Request, file_id: str) -> Response:
+    """A file's bytes; of a batch that still runs, the lines that are finished.
+
+    The header ``X-Incomplete`` says whether there will be more.
+    """
+    store, owner = service_of(request).store, owner_of(request)
+    response = file_response(store, file_id, owner) or results_so_far(
+        store, file_id, owner
+    )
+    # The batch may have come to its end between the two.
+    response = response or file_response(store, file_id, owner)
+    if response is None:
+        raise no_such_file(file_id)
+    return response
 
 
 @router.delete("/v1/files/{file_id}")
 def delete_file(request: Request, file_id: str) -> JSONResponse:
     """Delete a file. A batch that already runs has its own copy of its input."""
-    if not service_of(request).store.delete_file(file_id):
-        raise _no_such_file(file_id)
+    if not service_of(request).store.delete_file(file_id, owner_of(request)):
+        raise no_such_file(file_id)
     return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
 
-def _file_row(request: Request, file_id: str) -> dict[str, Any]:
-    row = service_of(request).store.get_file(file_id)
-    if row is None:
-        raise _no_such_file(file_id)
-    return row
-
-
-def _no_such_file(file_id: str, param: str = "id") -> ApiError:
+def no_such_file(file_id: str, param: str = "id") -> ApiError:
     return ApiError(404, f"No such File object: {file_id}", param=param)

@@ -28,6 +28,30 @@ async def json_object(request: Request) -> dict[str, Any]:
     return body
 
 
+def invalid(param: str, value: Any, hint: str) -> ApiError:
+    """The error of a value out of range."""
+    message = f"Invalid value for '{param}': {value!r:.100}. {hint}"
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+def check_string(body: dict[str, Any], key: str) -> None:
+    """A required key of a body must be text."""
+    if body.get(key) is None:
+        raise ApiError(
+            400,
+            f"Missing required parameter: '{key}'.",
+            param=key,
+            code="missing_required_parameter",
+        )
+    if not isinstance(body[key], str):
+        raise ApiError(
+            400,
+            f"Invalid type for '{key}': expected a string.",
+            param=key,
+            code="invalid_type",
+        )
+
+
 def check_choice(body: dict[str, Any], key: str, choices: tuple[str, ...]) -> None:
     if body[key] not in choices:
         raise ApiError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import POLICIES
+from ..run_options import add_inputs
 from .models import MODELS
 
 DEFAULT_NUM_REQUESTS = 40_000
@@ -24,6 +25,8 @@ around --default-output-len, so the seconds are as good as that guess.
 
 With --steps, the steps that a server measured are shown beside the prediction, and
 --plot draws them. Without a file of requests, they are all that is shown.
+
+Inputs are those of run: see `sglang-batch run --help`.
 
 exit status:
   0  the plan was printed
@@ -54,7 +57,7 @@ def add_plan(commands: Subparsers, run: Callable[..., int]) -> None:
     """Add ``plan`` to the commands."""
     plan = commands.add_parser(
         "plan",
-        usage="sglang-batch plan -i FILE --model-path MODEL [options] "
+        usage="sglang-batch plan -i INPUT [INPUT ...] --model-path MODEL [options] "
         "[SGLang's server options]\n       sglang-batch plan --steps FILE [options]",
         help="predict what a file of requests takes, and which order is fastest",
         description="Predict how long a batch file takes under each order of its "
@@ -63,10 +66,7 @@ def add_plan(commands: Subparsers, run: Callable[..., int]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    plan.add_argument(
-        "-i", "--input-file", type=Path, metavar="FILE",
-        help="JSONL batch requests, as for run; needs --model-path",
-    )  # fmt: skip
+    add_inputs(plan, required=False)
     plan.add_argument(
         "--model-path", "--model", metavar="MODEL",
         help="a directory or a name on the Hugging Face hub; configuration and "

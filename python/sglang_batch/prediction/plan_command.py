@@ -17,6 +17,8 @@ from tqdm import tqdm
 
 from ..batch_api.jsonl import BatchFile, LineRules
 from ..errors import ConfigError, InputError
+from ..inputs.sources import InputOptions, check
+from ..inputs.staging import LocalInput, Staging
 from ..planner.hardware import HardwareSpec, match_hardware
 from ..planner.model_spec import ModelSpec
 from ..planner.order import ORDERS, OrderSettings
@@ -24,6 +26,7 @@ from ..planner.plan import AUTO, Machine
 from ..planner.requests import UNKNOWN, PlanRequests
 from ..request import BatchRequestInput
 from ..run import validated_file
+from ..run_options import input_options
 from ..store.token_spool import TokenSpool
 from .console import (
     check_plot,
@@ -63,20 +66,32 @@ def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
     """
     check_plot(options.plot)
     steps = None if options.steps is None else read_measured(options.steps)
-    path: Path | None = options.input_file
-    if path is None and options.model_path is None and steps is not None:
+    if options.input_file is None and options.model_path is None and steps is not None:
         if server_argv:
             raise ConfigError(f"{server_argv[0]} has no use without -i FILE.")
         return show_measured(steps, options)
-    if path is None or options.model_path is None:
+    if options.input_file is None or options.model_path is None:
         raise ConfigError(
             "a plan needs -i FILE and --model-path MODEL; without both, only --steps "
             "FILE can be shown."
         )
-    if not path.is_file():
-        raise InputError(f"input file {path} does not exist.")
+    inputs: InputOptions = input_options(options)
+    check(inputs)
+    with TemporaryDirectory(prefix="sglang-batch-") as directory:
+        local = Staging(Path(directory)).bring(inputs)
+        report = _plan_input(options, server_argv, inputs.title, local, Path(directory))
+    return show(replace(report, measured=steps), options)
+
+
+def _plan_input(
+    options: argparse.Namespace,
+    server_argv: list[str],
+    title: str,
+    local: LocalInput,
+    directory: Path,
+) -> Report:
     # What needs no SGLang is checked first: a typo should not cost its import.
-    with validated_file(path, LineRules(require_model=False)).closing():
+    with validated_file(local, LineRules(require_model=False)).closing():
         pass
     device, note = _device(options)
     from ..srt import launch, machine, render
@@ -91,23 +106,24 @@ def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
         require_model=False,
         check_body=launch.check_body,
     )
-    file = validated_file(path, rules)
+    file = validated_file(local, rules)
     with (
         file.closing(),
-        TemporaryDirectory(prefix="sglang-batch-") as directory,
-        TokenSpool(Path(directory) / "tokens.i32") as spool,
+        TokenSpool(directory / "tokens.i32") as spool,
         render.renderer(server_args) as renderer,
     ):
         rendered = asyncio.run(_render(file, renderer, spool))
         if not len(rendered.requests):
             first = rendered.refused[0]
-            raise InputError(f"no line of {path} can run; {first.name}: {first.reason}")
-        report = _report(options, rendered, device, note, len(file))
-        return show(replace(report, measured=steps), options)
+            raise InputError(
+                f"no line of {local.title} can run; {first.name}: {first.reason}"
+            )
+        return _report(options, title, rendered, device, note, len(file))
 
 
 def _report(
     options: argparse.Namespace,
+    title: str,
     rendered: RenderedFile,
     device: HardwareSpec,
     note: str,
@@ -127,7 +143,7 @@ def _report(
     known = int((requests.known_output_len != UNKNOWN).sum())
     chosen = found.best if options.policy == AUTO else options.policy
     return Report(
-        job=options.input_file.name,
+        job=title,
         machine=MachineInfo(options.model_path, device, options.tp, note),
         forecast=found,
         left_out=[*rendered.refused, *_too_large(rendered, found.too_large, machine)],

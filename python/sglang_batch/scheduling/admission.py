@@ -39,6 +39,8 @@ class EngineNow(NamedTuple):
     chunk_room: most tokens of ``chunk`` that there is room for, in whole pages. Its KV
         was counted when it joined, but pages are not full to the last token and others
         may have outlived their estimates.
+    idle_frees: whether letting go of what the job keeps for later makes room; not where
+        other jobs may keep the same.
     """
 
     step_tokens: int
@@ -51,6 +53,7 @@ class EngineNow(NamedTuple):
     mixed: bool = True
     locked_elsewhere: int = 0
     chunk_room: int = 1 << 62
+    idle_frees: bool = True
 
     @property
     def prompt_tokens(self) -> int:
@@ -141,7 +144,8 @@ class _Filling:
         kept = uses.kept_depth(line.node)
         extend = max(1, line.input_len + line.steps - kept)
         some = min(extend, tokens - self.choice.tokens)
-        room = self.now.room + uses.idle_tokens - self.choice.room_needed
+        idle = uses.idle_tokens if self.now.idle_frees else 0
+        room = self.now.room + idle - self.choice.room_needed
         if occupancy.running > 0:
             if some + uses.newly_kept(line.node) + self.now.page_size > room:
                 return False

@@ -26,6 +26,9 @@ class JobState:
         work: compute and KV reads that are left of it.
         num_followers: lines set aside until a prefix is computed.
         pace, left_blocked, saved_tokens: of the dual scanner.
+        priority: among open jobs, higher goes first.
+        served: tokens of it that were admitted; of jobs of one priority the one that
+            was served least is next.
     """
 
     def __init__(self, job_id: str, plan: JobPlan, page_size: int) -> None:
@@ -40,6 +43,8 @@ class JobState:
         self.pace = 1.0
         self.left_blocked = False
         self.saved_tokens = 0
+        self.priority = 0
+        self.served = 0
 
     def __len__(self) -> int:
         return len(self._lines)

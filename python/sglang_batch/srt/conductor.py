@@ -101,6 +101,9 @@ class Conductor:
         running_batch = self.rooms.resume(running_batch)
         if self._nobody_can_join(running_batch):
             return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+        running_batch, goes_on = self.online.room_for_chunk(running_batch)
+        if not goes_on:
+            return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
         running_batch, ready, held = self.online.ready(running_batch)
         choice = self._choose(running_batch, ready)
         chunked = scheduler.chunked_req
@@ -166,12 +169,15 @@ class Conductor:
 
     def _choose(self, running_batch: Any, ready: list[Any]) -> Choice:
         """What joins this step; ``ready`` online requests join in any case."""
+        if len(self.jobs) > 1:
+            rows = len(running_batch.reqs)
+            self.rooms.within_reach(self.step_tokens + (rows + 2) * self.page_size)
         now = self._engine_now(running_batch, ready)
         total = Choice(
             tokens=self.step_tokens - now.step_tokens,
             room_needed=self.cache.free_or_evictable() - now.room,
         )
-        for job in self.jobs:
+        for job in self.jobs.in_turn():
             if self.rooms.num_parked:
                 break
             elsewhere = self.jobs.locked_tokens - job.uses.locked_tokens
@@ -221,16 +227,18 @@ class Conductor:
             room=self.cache.free_or_evictable() - taken,
             page_size=self.page_size,
             mixed=mixed,
-            chunk_room=self._chunk_room(rows if mixed else 0, taken),
+            idle_frees=len(self.jobs) == 1,
+            chunk_room=self._chunk_room(left, rows if mixed else 0, taken),
         )
 
-    def _chunk_room(self, rows: int, taken: int) -> int:
-        """Room for the prompt that is partly computed, beside ``rows`` decodes."""
-        if self.occupancy.running <= 1:  # nobody will make room for it
+    def _chunk_room(self, left: int, rows: int, taken: int) -> int:
+        """Room for ``left`` tokens of a prompt that was begun, beside ``rows`` decodes."""
+        if not left or self.occupancy.running <= 1:  # nobody will make room for it
             return self.occupancy.capacity
-        idle = self.jobs.idle_tokens
         # Each decode may begin a page.
-        room = self.cache.free_or_evictable() + idle - taken - rows * self.page_size
+        taken += rows * self.page_size
+        wanted = min(left, self.step_tokens) + self.page_size + taken
+        room = self.rooms.within_reach(wanted) - taken
         return max(0, room // self.page_size * self.page_size)
 
     @staticmethod
@@ -266,8 +274,10 @@ class Conductor:
         self.steps.admitted(line, cached, req.extend_end - cached)
         if req is not self.scheduler.chunked_req:
             self._starting.append(line)
-        if job is not None and line.leaf >= 0:
-            self.jobs.started(job, line, cached)
+        if job is not None:
+            job.served += req.extend_end - cached + line.estimate
+            if line.leaf >= 0:
+                self.jobs.started(job, line, cached)
 
     def end_step(self, batch: Any) -> None:
         """The batch of this step is made; ``None`` if there is nothing to run."""
@@ -276,9 +286,10 @@ class Conductor:
         mode = batch.forward_mode
         decodes = mode.is_decode() or (mode.is_mixed() and bool(batch.decoding_reqs))
         record = self.steps.record(self, decodes=decodes)
+        # Whose work a step is made of is not looked at: jobs take even turns.
+        share = 1.0 / max(1, len(self.jobs))
         for job in self.jobs.each:
-            job.work.did(record.compute_s, self.steps.last_kv_read_s)
-            break
+            job.work.did(share * record.compute_s, share * self.steps.last_kv_read_s)
         if decodes:
             for line in self.occupancy.tick():
                 known = self.jobs.known(line.req)

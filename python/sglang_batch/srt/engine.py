@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from fastapi import HTTPException, Response
-from pydantic import BaseModel, ValidationError
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from ..batch_api.lines import loads_lenient
-from ..batch_api.protocol import error_body
-from ..engine import GENERATE_URL
+from ..engine import KvUse
 from ..errors import EngineError
 from ..planner.plan import Machine
-from ..request import BatchRequestInput, RequestOutput, Usage
+from ..request import BatchRequestInput, RequestOutput
 from ..scheduling.job_plan import JobPlan
 from . import job_control
-from .endpoints import describe_validation_error, serving_endpoints
+from .answers import output_of, rejection
+from .endpoints import ServingEndpoints
 from .job_control import JobControl
 from .machine import machine_of
-from .request_ids import set_rid
 from .scheduler import STATE_KEY
-
-logger = logging.getLogger(__name__)
+from .serving_call import HoldingManager, ServingCall
 
 # Below this many requests in flight the engine may run out of work between answers.
 MIN_INFLIGHT = 1024
@@ -37,14 +33,14 @@ MIN_INFLIGHT = 1024
 class Prepared:
     """A request rendered by SGLang's serving class.
 
-    adapted: SGLang's internal request.
-    parsed: the parsed body, from which the answer is built; None for /generate.
+    adapted: SGLang's internal request; the first, where there will be several.
+    call: SGLang's serving code, held where it gives that request to the engine.
     """
 
     url: str
     rid: str
     adapted: Any
-    parsed: BaseModel | None
+    call: ServingCall
     input_ids: list[int] | None
     max_new_tokens: int | None
     ignore_eos: bool
@@ -59,8 +55,10 @@ class SGLangEngine:
 
     def __init__(self, tokenizer_manager: Any, template_manager: Any) -> None:
         self._tokenizer_manager = tokenizer_manager
-        self._endpoints = serving_endpoints(tokenizer_manager, template_manager)
+        holding = HoldingManager(tokenizer_manager)
+        self._endpoints = ServingEndpoints(holding, template_manager)
         self._default_max_inflight = MIN_INFLIGHT
+        self._max_running_requests = 0
         self._machine: Machine | None = None
         self._job_control: Any = None
         self._num_replicas = 1
@@ -72,6 +70,10 @@ class SGLangEngine:
     @property
     def default_max_inflight(self) -> int:
         return self._default_max_inflight
+
+    @property
+    def max_running_requests(self) -> int:
+        return self._max_running_requests
 
     @property
     def machine(self) -> Machine:
@@ -101,6 +103,7 @@ class SGLangEngine:
             int(state.get("effective_max_running_requests_per_dp") or 0)
             for state in states
         )
+        self._max_running_requests = running
         self._default_max_inflight = max(MIN_INFLIGHT, 2 * running)
         self._machine = machine_of(self._tokenizer_manager, states[0])
         self._num_replicas = len(states)
@@ -111,11 +114,28 @@ class SGLangEngine:
     def num_replicas(self) -> int:
         return self._num_replicas
 
+    async def kv_use(self) -> KvUse | None:
+        if self._job_control is None:
+            return None  # SGLang's own scheduler knows no sides
+        states = await self._tokenizer_manager.get_internal_state()
+        total: Counter[str] = Counter()
+        for state in states:
+            total.update(state[STATE_KEY]["kv_use"])
+        return KvUse(**total)
+
     async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
         if self._job_control is not None:
             data = await asyncio.to_thread(lambda: [plan.to_bytes() for plan in plans])
             await self._job_control(
                 JobControl(job_id=job_id, action=job_control.OPEN, plans=tuple(data))
+            )
+
+    async def set_priority(self, job_id: str, priority: int) -> None:
+        if self._job_control is not None:
+            await self._job_control(
+                JobControl(
+                    job_id=job_id, action=job_control.PRIORITY, priority=priority
+                )
             )
 
     async def close_job(self, job_id: str) -> None:
@@ -125,49 +145,38 @@ class SGLangEngine:
     async def prepare(
         self, request: BatchRequestInput, rid: str, *, tokenize: bool
     ) -> Prepared | RequestOutput:
+        await self._endpoints.open(request.url)
         # Templates and tokenizers take milliseconds: off the event loop, as online.
         return await asyncio.to_thread(self._prepare, request, rid, tokenize)
 
     def _prepare(
         self, request: BatchRequestInput, rid: str, tokenize: bool
     ) -> Prepared | RequestOutput:
+        url = request.url
         try:
-            body = _parse_body(request.body)
-            if request.url == GENERATE_URL:
-                adapted, parsed = GenerateReqInput(**body), None
-            else:
-                endpoint = self._endpoints[request.url]
-                parsed = endpoint.request_class.model_validate(body)
-                if message := endpoint.handler._validate_request(parsed):
-                    raise ValueError(message)
-                adapted, parsed = endpoint.handler._convert_to_internal_request(
-                    parsed, None
-                )
-            set_rid(adapted, rid)
+            call = ServingCall(
+                self._endpoints.call(url, _parse_body(request.body)), rid
+            )
+            adapted = call.render()
+            if adapted is None:
+                return output_of(url, rid, call.answer, ())
             input_ids = self._first_prompt_ids(adapted) if tokenize else None
         except Exception as error:
-            return _rejection(rid, error)
+            return rejection(url, rid, error)
         limits = _output_limits(adapted)
-        return Prepared(request.url, rid, adapted, parsed, input_ids, *limits)
+        return Prepared(url, rid, adapted, call, input_ids, *limits)
 
     async def execute(
         self, prepared: Prepared, replica: int | None = None
     ) -> RequestOutput:
-        if self._num_replicas > 1:
-            prepared.adapted.routed_dp_rank = replica
+        call = prepared.call
+        fields = {"routed_dp_rank": replica} if self._num_replicas > 1 else {}
         try:
-            if prepared.parsed is None:
-                answer = await self._tokenizer_manager.generate_request(
-                    prepared.adapted, None
-                ).__anext__()
-            else:
-                handler = self._endpoints[prepared.url].handler
-                answer = await handler._handle_non_streaming_request(
-                    prepared.adapted, prepared.parsed, None
-                )
+            answer = await call.run(**fields)
         except Exception as error:
-            return _rejection(prepared.rid, error)
-        return _to_output(prepared.rid, answer)
+            return rejection(prepared.url, prepared.rid, error)
+        given = [submission.answer for submission in call.submissions]
+        return output_of(prepared.url, prepared.rid, answer, given)
 
     def _first_prompt_ids(self, adapted: Any) -> list[int]:
         """Token ids of a request's first prompt; empty where there is no text."""
@@ -178,7 +187,13 @@ class SGLangEngine:
         tokenizer = self._tokenizer_manager.tokenizer
         if not text or tokenizer is None:
             return []
-        return list(tokenizer(text)["input_ids"])
+        return text_token_ids(tokenizer, text)
+
+
+def text_token_ids(tokenizer: Any, text: str | list[str]) -> list[int]:
+    """Token ids of a prompt; ``text`` is a pair where a cross-encoder compares two."""
+    pair = [text] if isinstance(text, str) else text
+    return list(tokenizer(*pair)["input_ids"])
 
 
 def _parse_body(body: bytes) -> dict[str, Any]:
@@ -199,66 +214,6 @@ def _output_limits(adapted: Any) -> tuple[int | None, bool]:
     if isinstance(params, list):
         params = params[0]
     most = params.get("max_new_tokens")
+    if most in (0, 1):
+        return 1, True  # a prompt's logprobs, or one token: nothing can end earlier
     return most, bool(params.get("ignore_eos")) and most is not None
-
-
-def _rejection(rid: str, error: Exception) -> RequestOutput:
-    """An exception of SGLang's serving code as the HTTP error it stands for."""
-    if isinstance(error, ValidationError):
-        message, param = describe_validation_error(error)
-        return _error_output(rid, 400, message, param=param)
-    if isinstance(error, HTTPException):
-        return _error_output(rid, error.status_code, str(error.detail))
-    if isinstance(error, (ValueError, TypeError)):
-        return _error_output(rid, 400, str(error))
-    logger.error("Request %s failed", rid, exc_info=error)
-    return _error_output(rid, 500, f"Internal server error: {error}")
-
-
-def _error_output(
-    rid: str, status_code: int, message: str, *, param: str | None = None
-) -> RequestOutput:
-    too_long = "context length" in message
-    code = "context_length_exceeded" if too_long else None
-    content = error_body(message, status_code=status_code, param=param, code=code)
-    return RequestOutput(status_code, rid, orjson.dumps(content))
-
-
-def _to_output(rid: str, answer: Any) -> RequestOutput:
-    if isinstance(answer, Response):
-        # SGLang's error: flat, with the HTTP status as its code.
-        content = orjson.loads(bytes(answer.body))
-        flat = content.get("error", content)
-        return _error_output(
-            rid, answer.status_code, str(flat.get("message")), param=flat.get("param")
-        )
-    if isinstance(answer, BaseModel):
-        usage = getattr(answer, "usage", None)
-        return RequestOutput(
-            200, rid, answer.model_dump_json().encode(), _openai_usage(usage)
-        )
-    items = answer if isinstance(answer, list) else [answer]
-    usages = [_native_usage(item["meta_info"]) for item in items]
-    body = orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
-    return RequestOutput(200, rid, body, sum(usages, Usage()))
-
-
-def _openai_usage(usage: Any) -> Usage:
-    if usage is None:
-        return Usage()
-    details = usage.prompt_tokens_details
-    return Usage(
-        input_tokens=usage.prompt_tokens,
-        cached_tokens=(details.cached_tokens or 0) if details else 0,
-        output_tokens=usage.completion_tokens or 0,
-        reasoning_tokens=usage.reasoning_tokens or 0,
-    )
-
-
-def _native_usage(meta_info: dict[str, Any]) -> Usage:
-    return Usage(
-        input_tokens=meta_info.get("prompt_tokens", 0),
-        cached_tokens=meta_info.get("cached_tokens", 0),
-        output_tokens=meta_info.get("completion_tokens", 0),
-        reasoning_tokens=meta_info.get("reasoning_tokens", 0),
-    )

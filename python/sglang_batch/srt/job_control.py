@@ -13,16 +13,17 @@ from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
-OPEN, CLOSE = "open", "close"
+OPEN, PRIORITY, CLOSE = "open", "priority", "close"
 
 
 class JobControl(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
     """``plans``: a pickled :class:`~sglang_batch.scheduling.job_plan.JobPlan` for each
-    DP rank; empty to close."""
+    DP rank; empty but to open. ``priority``: among open jobs, higher goes first."""
 
     job_id: str
     action: str
     plans: tuple[bytes, ...] = ()
+    priority: int = 0
 
 
 class JobControlOutput(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]

@@ -55,6 +55,30 @@ class OnlineQueue:
             self._set_chunk_aside(running_batch)
         return running_batch, ready, queue[len(ready) :]
 
+    def room_for_chunk(self, running_batch: Any) -> tuple[Any, bool]:
+        """Make room for an online prompt that is partly computed.
+
+        Room was there when it joined, but decodes may have begun pages since.
+
+        Returns:
+            The running batch, and whether the prompt can go on in this step; where no
+            batch lines are left to park, it waits for what decodes beside it.
+        """
+        chunked = self._scheduler.chunked_req
+        conductor = self._conductor
+        if chunked is None or not conductor.jobs.is_online(chunked):
+            return running_batch, True
+        left = len(chunked.full_untruncated_fill_ids) - chunked.extend_end
+        page = conductor.page_size
+        need = min(left, conductor.step_tokens) + page
+        need += len(running_batch.reqs) * page
+        if conductor.rooms.within_reach(need) < need:
+            self._drained = False
+            self._drain(running_batch)
+            running_batch = conductor.rooms.free(running_batch, need, leave=0)
+        room = conductor.rooms.within_reach(need)
+        return running_batch, room >= need or conductor.occupancy.running <= 1
+
     def chunk_limit(self, ready: list[Any], running_batch: Any) -> int | None:
         """Tokens that a prompt in progress leaves to the ``ready`` ones beside it.
 
@@ -91,10 +115,10 @@ class OnlineQueue:
         )
         if free_rows <= num_ready:
             return False
-        room = conductor.cache.free_or_evictable() + conductor.jobs.idle_tokens - rows
+        need = line.input_len + line.steps + conductor.page_size + rows
         if self._scheduler.chunked_req is not None:
-            room -= conductor.page_size  # SGLang has it go on beside
-        if line.input_len + line.steps + conductor.page_size > room:
+            need += conductor.page_size  # SGLang has it go on beside
+        if need > conductor.rooms.within_reach(need):
             return False
         return conductor.occupancy.fits(line, conductor.jobs.locked_tokens, 0)
 

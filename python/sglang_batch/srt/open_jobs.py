@@ -3,7 +3,7 @@ the shared prefixes that are kept for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
@@ -23,7 +23,7 @@ Known = tuple[JobState | None, Line]
 
 
 class OpenJobs:
-    """Jobs in the order in which they were opened, and all requests that are known.
+    """Jobs, in the order in which they were opened, and all requests that are known.
 
     Attributes:
         each: the jobs; quicker to go over than this object itself.
@@ -53,8 +53,18 @@ class OpenJobs:
     def __iter__(self) -> Iterator[JobState]:
         return iter(self.each)
 
-    def __reversed__(self) -> Iterator[JobState]:
-        return reversed(self.each)
+    def in_turn(self) -> Iterable[JobState]:
+        """The jobs, the one whose requests are to join first at the front.
+
+        By priority; those of one priority take turns, so that each gets as much. But
+        an order that is taken from both ends balances all that runs: such jobs go one
+        after the other, beside each other they would each hold back for the others.
+        """
+        if len(self._jobs) < 2:
+            return self.each
+        return sorted(
+            self.each, key=lambda job: (-job.priority, 0 if job.dual else job.served)
+        )
 
     # Jobs -----------------------------------------------------------------------------
 
@@ -69,10 +79,28 @@ class OpenJobs:
             if job is not None:
                 self._retire(job)
             self._jobs[job_id] = JobState(job_id, plan, self._page_size)
+            self.set_priority(job_id, 0)
         self._closed.discard(job_id)
         longest = plan.steps.max(initial=1.0)
         self._occupancy.cover(int(longest) + 1)
         return len(self._jobs[job_id])
+
+    def set_priority(self, job_id: str, priority: int) -> int:
+        """Change a job's priority; returns the requests of it that are here.
+
+        What others of that priority were served before is not made up for.
+        """
+        job = self._jobs.get(job_id)
+        if job is None:
+            return 0
+        job.priority = priority
+        peers = [
+            other.served
+            for other in self
+            if other is not job and other.priority == priority
+        ]
+        job.served = min(peers, default=job.served)
+        return len(job)
 
     def _retire(self, job: JobState) -> None:
         """A job that was stopped is started again before its last requests have left."""
@@ -234,8 +262,8 @@ class OpenJobs:
 
     def unpin_furthest(self) -> bool:
         """Let go of the prefix that is needed last; False if none is kept."""
-        # Of the job that was opened last first: its turn comes last.
-        for job in reversed(self):
+        # Of the job whose turn comes last.
+        for job in reversed([*self.in_turn()]):
             node = job.uses.furthest()
             if node:
                 self.unpin(job, [node])

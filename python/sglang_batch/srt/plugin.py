@@ -23,7 +23,10 @@ FLAG_HOOKS = (
     "sglang.srt.server_args.ServerArgs.add_cli_args",
     "sglang.srt.server_args.ServerArgs.from_cli_args",
 )
-SERVER_HOOKS = ("sglang.srt.entrypoints.http_server._setup_and_run_http_server",)
+SERVER_HOOKS = (
+    "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+    "sglang.srt.managers.tokenizer_manager.SignalHandler.running_phase_sigquit_handler",
+)
 POOLING_HOOKS = ("sglang.srt.configs.model_config.ModelConfig.__init__",)
 SCHEDULER_HOOKS = ("sglang.srt.managers.scheduler.Scheduler",)
 
@@ -80,11 +83,12 @@ def enter_offline_main() -> None:
     global _offline_main
     compat.check_version()
     if not _offline_main:
-        from . import defaults, pooling, server
+        from . import defaults, engine_death, pooling, server
 
         defaults.register()
         pooling.register_config_hook()
         HookRegistry.register(SERVER_HOOKS[0], server.attach_to_server, HookType.BEFORE)
+        HookRegistry.register(SERVER_HOOKS[1], engine_death.tell, HookType.BEFORE)
         HookRegistry.apply_hooks()
         # Tokenizer workers import the app by this path, in processes of their own.
         os.environ["SGLANG_HTTP_SERVER_APP_PATH"] = "sglang_batch.srt.app:app"

@@ -26,7 +26,7 @@ from sglang.srt.runtime_context import (
 
 from ..errors import ConfigError
 from ..request import BatchRequestInput, RequestOutput
-from .engine import SGLangEngine
+from .engine import SGLangEngine, text_token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +68,26 @@ class Renderer:
         adapted = prepared.adapted
         if adapted.contains_mm_input():
             return "images, video and audio are not counted: their tokens are not known"
-        if adapted.sampling_params is None:  # of an embedding; SGLang sets it later
-            adapted.sampling_params = {}
         try:
-            prompts = self._prompts(adapted)
-            for prompt in prompts:
-                self._manager._validate_one_request(adapted, prompt)
+            adapted.normalize_batch_and_arguments()
+            each = [adapted]
+            if not adapted.is_single:
+                each = [adapted[i] for i in range(adapted.batch_size)]
+            prompts = [self._prompt(one) for one in each]
+            for one, prompt in zip(each, prompts, strict=True):
+                self._manager._validate_one_request(one, prompt)
         except ValueError as error:
             return str(error)
-        return self._with_lengths(adapted, prompts)
+        return self._with_lengths(each[0], prompts)
 
-    def _prompts(self, adapted: Any) -> list[list[int]]:
-        ids = adapted.input_ids
-        if ids:
-            return ids if isinstance(ids[0], list) else [ids]
+    def _prompt(self, one: Any) -> list[int]:
+        if one.input_ids:
+            return list(one.input_ids)
         if self._manager.tokenizer is None:
             raise ValueError("text cannot be rendered with --skip-tokenizer-init")
-        texts = adapted.text if isinstance(adapted.text, list) else [adapted.text]
-        return [list(self._manager.tokenizer(text)["input_ids"]) for text in texts]
+        # A pair for a cross-encoder comes as a list of one.
+        text = one.text[0] if isinstance(one.text, list) else one.text
+        return text_token_ids(self._manager.tokenizer, text)
 
     def _with_lengths(self, adapted: Any, prompts: list[list[int]]) -> RenderedRequest:
         if isinstance(adapted, EmbeddingReqInput):

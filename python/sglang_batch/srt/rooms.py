@@ -55,6 +55,17 @@ class Rooms:
             if not self._jobs.unpin_furthest():
                 return
 
+    def within_reach(self, num_tokens: int) -> int:
+        """Tokens that can be allocated once pins are off; exact up to ``num_tokens``.
+
+        With several jobs pins come off here: a prefix that one job keeps may be
+        another's too, and only letting it go shows whether that frees anything.
+        """
+        if len(self._jobs) > 1:
+            self.make(num_tokens)
+            return int(self._cache.free_or_evictable())
+        return int(self._cache.free_or_evictable()) + self._jobs.idle_tokens
+
     # Parking --------------------------------------------------------------------------
 
     def for_decodes(self, running_batch: Any) -> Any:
@@ -107,9 +118,7 @@ class Rooms:
         rows = {req.rid for req in running_batch.reqs}
         out: list[Any] = []
         for line in reversed(self._conductor.occupancy.lines):
-            short = (
-                self._cache.free_or_evictable() + self._jobs.idle_tokens < num_tokens
-            )
+            short = self.within_reach(num_tokens) < num_tokens
             short = short or len(out) < num_rows
             if not short or len(rows) - len(out) <= leave:
                 break

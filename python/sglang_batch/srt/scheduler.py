@@ -17,10 +17,11 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
 from ..config import OfflineBatchConfig
+from ..engine import KvUse
 from ..scheduling.job_plan import JobPlan
 from .adder import OfflinePrefillAdder, OfflineSchedulePolicy
 from .conductor import Conductor
-from .job_control import CLOSE, JobControl, JobControlOutput
+from .job_control import CLOSE, PRIORITY, JobControl, JobControlOutput
 from .sharing import Sharing
 from .step_metrics import step_metrics
 from .steps import Steps
@@ -100,6 +101,7 @@ class OfflineScheduler(MarkedScheduler):
             "waiting": conductor.num_waiting,
             "parked_now": conductor.rooms.num_parked,
             "parked_host_bytes": conductor.rooms.host_bytes,
+            "kv_use": dataclasses.asdict(_kv_use(conductor)),
             **conductor.steps.totals,
             **self.sharing.totals,
         }
@@ -108,6 +110,8 @@ class OfflineScheduler(MarkedScheduler):
     def _control(self, message: JobControl) -> JobControlOutput:
         if message.action == CLOSE:
             left = self.conductor.jobs.close(message.job_id)
+        elif message.action == PRIORITY:
+            left = self.conductor.jobs.set_priority(message.job_id, message.priority)
         else:
             plans, rank = message.plans, get_parallel().dp_rank or 0
             plan = JobPlan.from_bytes(plans[min(rank, len(plans) - 1)])
@@ -167,6 +171,12 @@ class OfflineScheduler(MarkedScheduler):
         if recv_req.mode == "retract":
             # New weights may come: KV on the host would be of the old ones.
             self.conductor.rooms.give_up_all()
+
+
+def _kv_use(conductor: Conductor) -> KvUse:
+    occupancy = conductor.occupancy
+    shared = sum(int(job.uses.locked_tokens) for job in conductor.jobs.each)
+    return KvUse(occupancy.running, *occupancy.kv, shared, occupancy.capacity)
 
 
 def offline_config(scheduler: Any) -> OfflineBatchConfig:

@@ -220,6 +220,7 @@ SEAMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "sglang.srt.managers.tokenizer_manager:TokenizerManager": {
         "_dispatch_to_scheduler": ("obj", "sends them"),
+        "generate_request": ("obj, request", "a line is held here until its turn"),
     },
 }
 

@@ -16,8 +16,12 @@ from sglang.srt.managers.multi_tokenizer_mixin import get_main_process_id
 from ..config import OfflineBatchConfig
 from ..errors import SGLangBatchError
 from ..http_api import make_router
+from ..http_api.api_keys import ApiKeyMiddleware
 from ..service import BatchService
+from ..service_metrics import published
 from ..store.batch_store import BatchStore
+from . import engine_death
+from .client_keys import install_client_keys
 from .engine import SGLangEngine
 
 logger = logging.getLogger(__name__)
@@ -36,10 +40,14 @@ def attach_to_server(server_args: Any, *args: Any, **kwargs: Any) -> None:
 def attach(app: FastAPI) -> None:
     """Add the routes, and the batch service to the app's start and end."""
     app.include_router(make_router())
+    app.add_middleware(ApiKeyMiddleware)
     stock_lifespan = app.router.lifespan_context
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
+        # With several tokenizer workers there are no such arguments here, nor keys.
+        if (server_args := getattr(app, "server_args", None)) is not None:
+            install_client_keys(app, server_args.offline_config)
         async with stock_lifespan(app) as state:
             try:
                 service = await _start_service()
@@ -48,12 +56,18 @@ def attach(app: FastAPI) -> None:
                 raise
             app.state.offline_batch_service = service
             try:
-                yield state
+                async with published(service, _has_metrics()):
+                    yield state
             finally:
                 await service.stop()
                 service.store.close()
 
     app.router.lifespan_context = lifespan
+
+
+def _has_metrics() -> bool:
+    server_args = http_server.get_global_state().tokenizer_manager.server_args
+    return bool(server_args.enable_metrics)
 
 
 async def _start_service() -> BatchService:
@@ -70,5 +84,7 @@ async def _start_service() -> BatchService:
         server_name=f"pid {get_main_process_id()}",
     )
     await service.start(engine, closing=lambda: engine.closing)
+    assert service.runner is not None
+    engine_death.listen(service.runner.engine_died)
     logger.info("Offline batches: /v1/files and /v1/batches, kept in %s", directory)
     return service

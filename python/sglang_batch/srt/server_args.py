@@ -116,7 +116,7 @@ def make_server_args(**kwargs: Any) -> Any:
 
 
 def _activate(values: dict[str, Any]) -> None:
-    from . import plugin, seams, support
+    from . import client_keys, plugin, seams, support
 
     config = OfflineBatchConfig.from_json(values.get("offline_batch_config"))
     for name in UNSUPPORTED:
@@ -127,6 +127,7 @@ def _activate(values: dict[str, Any]) -> None:
         raise ConfigError(
             "--offline-batch needs SGLang's Python server; unset SGLANG_RUST_SERVER."
         )
+    client_keys.check_client_keys(values, config)
     if config.scheduler == "offline":
         support.check_supported(values)
     plugin.enter_offline_main()

@@ -24,6 +24,17 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
+def move_into_place(source: Path, path: Path) -> None:
+    """Give a file that was written elsewhere on the same disk its name, for good."""
+    fd = os.open(source, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(source, path)
+    sync_directory(path.parent)
+
+
 def sync_directory(path: Path) -> None:
     """Make renames and new names in a directory survive a power cut."""
     fd = os.open(path, os.O_RDONLY)

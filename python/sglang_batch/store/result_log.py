@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import StoreError
+from ..errors import StoreError, StoreWriteError
 from ..request import Usage
 
 _MISSING = -1
@@ -34,6 +34,31 @@ class _Record(msgspec.Struct, array_like=True):
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(_Record)
+
+
+def finished_lines(
+    log: BinaryIO, end: int, *, ok: bool | None = None
+) -> Iterator[bytes]:
+    """Result lines of a log that may still grow, in the order of completion.
+
+    Needs no lock: what is not a whole record yet ends the lines.
+
+    Args:
+        log: the log, opened by its reader, at the beginning of a record.
+        end: offset in the file up to which to read; its size when it was looked at.
+        ok: answers (True) or error lines (False) alone; None is both.
+    """
+    offset = log.tell()
+    for data in log:
+        offset += len(data)
+        if offset > end or not data.endswith(b"\n"):
+            return
+        try:
+            record = _decoder.decode(data)
+        except (ValueError, msgspec.DecodeError):
+            return
+        if ok is None or record.ok is ok:
+            yield bytes(record.line) + b"\n"
 
 
 class ResultLog:
@@ -67,7 +92,13 @@ class ResultLog:
         return np.flatnonzero(offsets == _MISSING).astype(np.int64)
 
     def put(self, index: int, line: bytes, *, ok: bool, usage: Usage) -> None:
-        """Append a result. It survives a crash of this process from here on."""
+        """Append a result. It survives a crash of this process from here on.
+
+        A second result of the same request is dropped, so who reads the log while it
+        grows sees each request once.
+        """
+        if self._offsets[index] != _MISSING:
+            return
         counts = (
             usage.input_tokens,
             usage.cached_tokens,
@@ -79,10 +110,10 @@ class ResultLog:
         try:
             written = os.pwrite(self._fd, data, self._end)
         except OSError as error:
-            raise StoreError(f"{self.path}: {error.strerror}") from error
+            raise StoreWriteError(f"{self.path}: {error.strerror}") from error
         if written != len(data):
             os.ftruncate(self._fd, self._end)
-            raise StoreError(
+            raise StoreWriteError(
                 f"{self.path}: wrote {written} of {len(data)} bytes; is the disk full?"
             )
         self._account(record, self._end)

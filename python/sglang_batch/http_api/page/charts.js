@@ -1,0 +1,195 @@
+// Areas stacked over time, drawn as SVG.
+
+const SVG = "http://www.w3.org/2000/svg";
+const MARGIN = { top: 8, right: 4, bottom: 20, left: 46 };
+const LONGEST_S = 3600;
+const SHORTEST_S = 60;
+// More than so long between two samples: nobody knows what was in between.
+const GAP_S = 20;
+const TICKS_S = [30, 60, 120, 300, 600, 900, 1200];
+
+const whole = new Intl.NumberFormat(undefined, { maximumFractionDigits: 0 });
+const short = new Intl.NumberFormat(undefined, { notation: "compact" });
+const clock = new Intl.DateTimeFormat(undefined, { timeStyle: "short", hourCycle: "h23" });
+const exact = new Intl.DateTimeFormat(undefined, { timeStyle: "medium", hourCycle: "h23" });
+
+function svg(tag, attributes, text) {
+  const made = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+/** A number that is easy to halve and to read, and not below the value. */
+function roundUp(value) {
+  const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));
+  return power * [1, 1.2, 1.6, 2, 2.4, 3, 4, 5, 6, 8, 10].find((factor) => factor * power >= value);
+}
+
+export class Chart {
+  /**
+   * @param figure with a .legend, a list, and with an empty .plot and .when
+   * @param series [{name, value: (point) => number}], the lowest first
+   * @param options title and unit, for who cannot see it; known: (point) => whether it
+   *   has values; limit: (point) => number, a line; empty: what is said without values
+   */
+  constructor(figure, series, options) {
+    this.series = series;
+    this.options = options;
+    this.plot = figure.querySelector(".plot");
+    this.when = figure.querySelector(".when");
+    this.points = [];
+    this.pointed = null;
+    this.values = this.makeLegend(figure.querySelector(".legend"));
+    new ResizeObserver(() => this.draw()).observe(this.plot);
+    this.plot.addEventListener("pointermove", (event) => this.point(event));
+    this.plot.addEventListener("pointerleave", () => {
+      this.pointed = null;
+      this.draw();
+    });
+  }
+
+  makeLegend(list) {
+    return this.series.map(({ name }, i) => {
+      const item = document.createElement("li");
+      const value = document.createElement("b");
+      item.className = `series-${i + 1}`;
+      item.append(`${name} `, value);
+      list.append(item);
+      return value;
+    });
+  }
+
+  update(points) {
+    this.points = points.filter((p) => p.time > points.at(-1).time - LONGEST_S);
+    this.draw();
+  }
+
+  draw() {
+    const known = this.points.filter(this.options.known);
+    if (known.length < 2) {
+      const text = document.createElement("p");
+      text.textContent = this.options.empty;
+      this.plot.replaceChildren(text);
+      this.showValues(known.at(-1));
+      return;
+    }
+    this.measure(known);
+    const root = svg("svg", { role: "img", "aria-label": this.inWords() });
+    this.drawGrid(root);
+    for (const part of this.parts()) this.drawPart(root, part);
+    this.drawLimit(root, known.at(-1));
+    if (this.pointed) {
+      const x = this.x(this.pointed.time);
+      const y = { y1: MARGIN.top, y2: MARGIN.top + this.height };
+      root.append(svg("line", { class: "cursor", x1: x, x2: x, ...y }));
+    }
+    this.plot.replaceChildren(root);
+    this.showValues(this.pointed ?? this.points.at(-1));
+  }
+
+  measure(known) {
+    this.width = this.plot.clientWidth - MARGIN.left - MARGIN.right;
+    this.height = this.plot.clientHeight - MARGIN.top - MARGIN.bottom;
+    this.to = this.points.at(-1).time;
+    this.from = Math.min(this.points[0].time, this.to - SHORTEST_S);
+    const most = Math.max(...known.map((p) => Math.max(this.total(p), this.limit(p))));
+    this.top = roundUp(most);
+  }
+
+  limit(point) {
+    return this.options.limit?.(point) ?? 0;
+  }
+
+  total(point) {
+    return this.series.reduce((sum, { value }) => sum + value(point), 0);
+  }
+
+  x(time) {
+    return MARGIN.left + (this.width * (time - this.from)) / (this.to - this.from);
+  }
+
+  y(value) {
+    return MARGIN.top + this.height * (1 - value / this.top);
+  }
+
+  drawGrid(root) {
+    for (const value of [0, this.top / 2, this.top]) {
+      const y = this.y(value);
+      const x = { x1: MARGIN.left, x2: MARGIN.left + this.width };
+      root.append(svg("line", { class: "grid", ...x, y1: y, y2: y }));
+      const place = { x: MARGIN.left - 6, y: y + 4, "text-anchor": "end" };
+      root.append(svg("text", place, short.format(value)));
+    }
+    const enough = this.width / 90;
+    const step = TICKS_S.find((s) => (this.to - this.from) / s <= enough) ?? 1800;
+    for (let t = Math.ceil(this.from / step) * step; t <= this.to; t += step) {
+      const label = (step < 60 ? exact : clock).format(t * 1000);
+      const x = Math.min(this.x(t), MARGIN.left + this.width - 16);
+      const y = MARGIN.top + this.height + 15;
+      root.append(svg("text", { x, y, "text-anchor": "middle" }, label));
+    }
+  }
+
+  /** The points in pieces, without those that are not known. */
+  parts() {
+    const parts = [[]];
+    for (const point of this.points) {
+      const last = parts.at(-1).at(-1);
+      const known = this.options.known(point);
+      if (last && (!known || point.time - last.time > GAP_S)) parts.push([]);
+      if (known) parts.at(-1).push(point);
+    }
+    return parts.filter((part) => part.length > 1);
+  }
+
+  drawPart(root, part) {
+    let below = part.map(() => 0);
+    this.series.forEach(({ value }, i) => {
+      const above = part.map((point, at) => below[at] + value(point));
+      const corner = (values) => (point, at) =>
+        `${this.x(point.time).toFixed(1)},${this.y(values[at]).toFixed(1)}`;
+      const upper = part.map(corner(above));
+      const lower = part.map(corner(below)).reverse();
+      const d = `M${[...upper, ...lower].join("L")}Z`;
+      root.append(svg("path", { class: `area series-${i + 1}`, d }));
+      below = above;
+    });
+  }
+
+  drawLimit(root, point) {
+    if (!this.limit(point)) return;
+    const y = this.y(this.limit(point));
+    const x = { x1: MARGIN.left, x2: MARGIN.left + this.width };
+    root.append(svg("line", { class: "limit", ...x, y1: y, y2: y }));
+    const text = `capacity ${whole.format(this.limit(point))}`;
+    const place = { x: x.x2, y: y + 14, "text-anchor": "end" };
+    root.append(svg("text", place, text));
+  }
+
+  showValues(point) {
+    const known = point && this.options.known(point);
+    this.series.forEach(({ value }, i) => {
+      this.values[i].textContent = known ? whole.format(value(point)) : "\u2013";
+    });
+    this.when.textContent = this.pointed ? `at ${exact.format(this.pointed.time * 1000)}` : "";
+  }
+
+  inWords() {
+    const last = this.points.at(-1);
+    const minutes = Math.max(1, Math.round((this.to - this.points[0].time) / 60));
+    const values = this.series.map(
+      ({ name, value }) => `${name} ${whole.format(value(last))}`,
+    );
+    const now = this.options.known(last) ? `now ${values.join(", ")}` : "no value now";
+    return `${this.options.title}, last ${minutes} min: ${now} ${this.options.unit}`;
+  }
+
+  point(event) {
+    if (!this.plot.querySelector("svg")) return;
+    const at = event.clientX - this.plot.getBoundingClientRect().left;
+    const away = (point) => Math.abs(this.x(point.time) - at);
+    this.pointed = this.points.reduce((a, b) => (away(b) < away(a) ? b : a));
+    this.draw();
+  }
+}

@@ -1,0 +1,1 @@
+"""Whatever names a job's requests, brought into one local file of batch lines."""

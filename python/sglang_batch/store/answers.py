@@ -1,0 +1,62 @@
+"""Answers given before, by the idempotency key that a client sent with its call."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from .batch_store import BatchStore, now
+from .lock import FileLock
+
+KEPT_S = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The first answer to a call.
+
+    request_sha256: what was asked; the same key with another one is a mistake.
+    """
+
+    request_sha256: str
+    status_code: int
+    body: bytes
+
+
+def find_answer(store: BatchStore, owner: str, key: str) -> Answer | None:
+    """What a call with this key was answered in the last 24 hours."""
+    found = store.rows(
+        "SELECT * FROM idempotent_answers WHERE owner = ? AND key = ?"
+        " AND created_at > ?",
+        (owner, key, now() - KEPT_S),
+    )
+    if not found:
+        return None
+    row = found[0]
+    return Answer(row["request_sha256"], row["status_code"], row["body"])
+
+
+def keep_answer(store: BatchStore, owner: str, key: str, answer: Answer) -> None:
+    """Keep an answer for 24 hours, in place of an older one under the same key."""
+    with store.atomic() as db:
+        db.execute(
+            "INSERT OR REPLACE INTO idempotent_answers VALUES (?, ?, ?, ?, ?, ?)",
+            (
+                owner,
+                key,
+                answer.request_sha256,
+                answer.status_code,
+                answer.body,
+                now(),
+            ),
+        )
+
+
+def key_lock(store: BatchStore, owner: str, key: str) -> FileLock:
+    """Held while a call with this key is executed, in whichever process.
+
+    It is let go when its holder dies. Keys share 256 files, so that none is ever
+    removed: two calls whose keys have one in common wait for each other.
+    """
+    name = hashlib.sha256(f"{owner}\n{key}".encode()).hexdigest()[:2]
+    return FileLock(store.directory / "keys" / name)

@@ -1,0 +1,67 @@
+"""Lines of one batch that may have taken the engine down, kept over restarts.
+
+When an engine dies, every line it had in flight may be the reason. They are tried again
+after all others: in groups first where they are many, then one at a time, with nothing
+beside them in the engine. A line that is alone when the engine dies is the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from .files import atomic_write
+
+# How a line is to be tried, from least to most suspect.
+IN_GROUPS, ALONE, NEVER = 1, 2, 3
+# So few are tried one at a time at once.
+FEW = 64
+
+
+class Suspects:
+    """By index of a line, how it is to be tried; lines not in it are not suspect.
+
+    Attributes:
+        num_deaths: how often the engine died with lines of this batch in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.num_deaths = 0
+        self._how: dict[int, int] = {}
+        if path.exists():
+            kept = json.loads(path.read_bytes())
+            self.num_deaths = kept["num_deaths"]
+            self._how = {int(index): how for index, how in kept["lines"].items()}
+
+    def blame(self, in_flight: Iterable[int], num_in_engine: int) -> None:
+        """The engine died with these lines of the batch in it; kept on disk at once.
+
+        num_in_engine: lines that it had of all batches.
+        """
+        self.num_deaths += 1
+        for index in in_flight:
+            if num_in_engine == 1 and self._how.get(index) == ALONE:
+                self._how[index] = NEVER
+            elif num_in_engine <= FEW or index in self._how:
+                self._how[index] = max(ALONE, self._how.get(index, ALONE))
+            else:
+                self._how[index] = IN_GROUPS
+        with atomic_write(self._path) as file:
+            kept = {"num_deaths": self.num_deaths, "lines": self._how}
+            file.write(json.dumps(kept).encode())
+
+    def never(self) -> list[int]:
+        """Lines that are not to be tried again, ascending."""
+        return self._of(NEVER)
+
+    def groups(self) -> list[list[int]]:
+        """Lines that are to be tried together, each group by itself."""
+        many = self._of(IN_GROUPS)
+        size = max(1, round(len(many) ** 0.5))
+        groups = [many[at : at + size] for at in range(0, len(many), size)]
+        return groups + [[index] for index in self._of(ALONE)]
+
+    def _of(self, how: int) -> list[int]:
+        return sorted(index for index, one in self._how.items() if one == how)

@@ -1,0 +1,178 @@
+"""Uploads in parts: rows in the database, each part a plain file of its own.
+
+::
+
+    pending -> completed       its parts are one file now
+       |---> cancelled
+       +---> expired           an hour after it was made
+
+A pending upload past its time is shown as expired before it is written down.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from .batch_store import BatchStore, Row, now
+from .files import atomic_write, move_into_place
+
+PENDING = "pending"
+COMPLETED = "completed"
+CANCELLED = "cancelled"
+EXPIRED = "expired"
+
+LIFETIME_S = 3600
+_CHUNK = 1 << 20
+
+
+class UploadStore:
+    """The uploads of a store."""
+
+    def __init__(self, store: BatchStore) -> None:
+        self.store = store
+
+    def directory(self, upload_id: str) -> Path:
+        """Where an upload's parts are; exists from its first part on."""
+        return self.store.directory / "uploads" / upload_id
+
+    def add(self, row: Row) -> None:
+        """Record a new upload; it is pending and has no parts."""
+        row = {**row, "status": PENDING, "expires_at": row["created_at"] + LIFETIME_S}
+        names, marks = ", ".join(row), ", ".join("?" * len(row))
+        with self.store.atomic() as db:
+            db.execute(
+                f"INSERT INTO uploads ({names}) VALUES ({marks})", list(row.values())
+            )
+
+    def get(self, upload_id: str, owner: str | None = None) -> Row | None:
+        """An upload as it is at this moment; of this owner, where one is named."""
+        found = self.store.rows(
+            "SELECT * FROM uploads WHERE id = ? AND owner = COALESCE(?, owner)",
+            (upload_id, owner),
+        )
+        if not found:
+            return None
+        row = found[0]
+        if row["status"] == PENDING and row["expires_at"] <= now():
+            row["status"] = EXPIRED
+        return row
+
+    def parts(self, upload_id: str) -> dict[str, Row]:
+        """The parts of an upload by their ids, in the order in which they came."""
+        rows = self.store.rows(
+            "SELECT * FROM upload_parts WHERE upload_id = ? ORDER BY seq", (upload_id,)
+        )
+        return {row["id"]: row for row in rows}
+
+    def add_part(
+        self, upload_id: str, part_id: str, source: Path, check_room: Callable[[], None]
+    ) -> Row | None:
+        """Make a file that was received a part; it is moved.
+
+        Args:
+            source: on the disk of the store.
+            check_room: called in the transaction that adds the part; may raise.
+
+        Returns:
+            The part's row; None if the upload is not pending any more.
+        """
+        num_bytes = source.stat().st_size
+        path = self.directory(upload_id) / part_id
+        path.parent.mkdir(exist_ok=True)
+        move_into_place(source, path)
+        row = {
+            "id": part_id,
+            "upload_id": upload_id,
+            "bytes": num_bytes,
+            "created_at": now(),
+        }
+        added = False
+        try:
+            with self.store.atomic() as db:
+                if not self._pending(upload_id):
+                    return None
+                check_room()
+                db.execute(
+                    "INSERT INTO upload_parts (id, upload_id, bytes, created_at)"
+                    " VALUES (:id, :upload_id, :bytes, :created_at)",
+                    row,
+                )
+            added = True
+        finally:
+            if not added:
+                path.unlink(missing_ok=True)
+        return row
+
+    def assemble(self, upload_id: str, part_ids: Iterable[str], path: Path) -> str:
+        """Write the parts, one after another, to a new file; returns its MD5 in hex.
+
+        Raises:
+            FileNotFoundError: the parts were removed meanwhile.
+        """
+        digest = hashlib.md5(usedforsecurity=False)
+        with atomic_write(path) as whole:
+            for part_id in part_ids:
+                with open(self.directory(upload_id) / part_id, "rb") as part:
+                    while data := part.read(_CHUNK):
+                        digest.update(data)
+                        whole.write(data)
+        return digest.hexdigest()
+
+    def complete(self, upload_id: str, file_id: str, expires_at: int | None) -> bool:
+        """Make the assembled contents a file; False if it is not pending any more.
+
+        The file and the status are one transaction: a server that dies before it
+        leaves a pending upload, which can be completed again.
+        """
+        with self.store.atomic() as db:
+            if not self._pending(upload_id):
+                return False
+            upload = self.get(upload_id)
+            assert upload is not None
+            self.store.record_file(
+                file_id,
+                upload["filename"],
+                upload["purpose"],
+                expires_at,
+                upload["owner"],
+            )
+            db.execute(
+                "UPDATE uploads SET status = ?, file_id = ? WHERE id = ?",
+                (COMPLETED, file_id, upload_id),
+            )
+        self.remove_parts(upload_id)
+        return True
+
+    def cancel(self, upload_id: str) -> bool:
+        """Cancel an upload and drop its parts; False if it is not pending."""
+        with self.store.atomic() as db:
+            if not self._pending(upload_id):
+                return False
+            db.execute(
+                "UPDATE uploads SET status = ? WHERE id = ?", (CANCELLED, upload_id)
+            )
+        self.remove_parts(upload_id)
+        return True
+
+    def expire(self, upload_id: str, at: int) -> None:
+        """Write down that an upload has expired, and drop its parts."""
+        with self.store.atomic() as db:
+            db.execute(
+                "UPDATE uploads SET status = ?"
+                " WHERE id = ? AND status = ? AND expires_at <= ?",
+                (EXPIRED, upload_id, PENDING, at),
+            )
+        self.remove_parts(upload_id)
+
+    def remove_parts(self, upload_id: str) -> None:
+        """Drop the parts of an upload that needs them no more."""
+        with self.store.atomic() as db:
+            db.execute("DELETE FROM upload_parts WHERE upload_id = ?", (upload_id,))
+        shutil.rmtree(self.directory(upload_id), ignore_errors=True)
+
+    def _pending(self, upload_id: str) -> bool:
+        row = self.get(upload_id)
+        return row is not None and row["status"] == PENDING

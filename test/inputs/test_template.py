@@ -1,0 +1,159 @@
+"""Templates: what a row becomes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_batch.errors import ConfigError, InputError
+from sglang_batch.inputs.template import Template
+from sglang_batch.inputs.values import text_of
+
+
+def filled(body: dict[str, Any], **row: Any) -> Any:
+    return json.loads(Template(body).fill(row))
+
+
+def test_a_placeholder_alone_keeps_the_type_and_inside_a_text_becomes_text() -> None:
+    body = {
+        "max_tokens": "{{n}}",
+        "prompt": "Say {{n}} {{ n }} times: {{word}}!",
+        "stop": ["{{word}}", "{{none}}"],
+        "fixed": {"x": [1, 2.5, None, True, "plain {brace}"]},
+    }
+    assert filled(body, n=3, word='"}\n\u00e9\u2028', none=None) == {
+        "max_tokens": 3,
+        "prompt": 'Say 3 3 times: "}\n\u00e9\u2028!',
+        "stop": ['"}\n\u00e9\u2028', None],
+        "fixed": {"x": [1, 2.5, None, True, "plain {brace}"]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "as_json", "as_text"),
+    [
+        (float("nan"), None, ""),
+        (None, None, ""),
+        (10**30, 10**30, str(10**30)),
+        (True, True, "true"),
+        (0.5, 0.5, "0.5"),
+        (Decimal("1.10"), "1.10", "1.10"),
+        (date(2024, 2, 29), "2024-02-29", "2024-02-29"),
+        (datetime(2024, 2, 29, 1, 2), "2024-02-29T01:02:00", "2024-02-29T01:02:00"),
+        (time(1, 2), "01:02:00", "01:02:00"),
+        (timedelta(hours=1), "1:00:00", "1:00:00"),
+        (UUID(int=1), str(UUID(int=1)), str(UUID(int=1))),
+        ([1, None], [1, None], "[1, null]"),
+        ({"a": Decimal("2"), 3: []}, {"a": "2", "3": []}, '{"a": "2", "3": []}'),
+        ("{{other}}", "{{other}}", "{{other}}"),
+    ],
+)
+def test_values_of_all_kinds(value: object, as_json: object, as_text: str) -> None:
+    assert filled({"x": "{{v}}", "y": "<{{v}}>"}, v=value) == {
+        "x": as_json,
+        "y": f"<{as_text}>",
+    }
+
+
+@pytest.mark.parametrize("value", [b"x", [b"x"], float("inf"), object()])
+@pytest.mark.parametrize("text", ["{{picture}}", "see {{picture}}"])
+def test_what_json_cannot_hold_is_refused_with_its_column(
+    value: object, text: str
+) -> None:
+    with pytest.raises(InputError, match="column 'picture' holds"):
+        filled({"x": text}, picture=value)
+
+
+PLACEHOLDER = re.compile(r"\{\{(a|b)\}\}")
+TEXTS = st.lists(st.sampled_from(["{{a}}", "{{b}}", "}", "{"]) | st.text(max_size=3))
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_infinity=False)
+    | st.text(st.characters(codec=None), max_size=5) | st.just("{{a}}"),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+    ),
+    max_leaves=5,
+)  # fmt: skip
+BODIES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.integers() | TEXTS.map("".join),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from("xyz"), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_nan(item) for item in value]
+    return None if value != value else value
+
+
+def substituted(value: Any, row: dict[str, Any]) -> Any:
+    """The same by walking over values instead of joining pieces of JSON."""
+    if isinstance(value, dict):
+        return {key: substituted(item, row) for key, item in value.items()}
+    if isinstance(value, list):
+        return [substituted(item, row) for item in value]
+    if not isinstance(value, str):
+        return value
+    if whole := PLACEHOLDER.fullmatch(value):
+        return without_nan(row[whole[1]])
+    return PLACEHOLDER.sub(lambda found: text_of(row[found[1]]), value)
+
+
+@given(BODIES, VALUES, VALUES)
+def test_any_template_with_any_values_is_json_of_the_values(
+    part: Any, a: Any, b: Any
+) -> None:
+    body = {"part": part, "used": "{{a}}"}
+    template = Template(body)
+    if not template.columns <= {"a", "b"}:
+        return  # a text happened to hold another placeholder
+    row = {"a": a, "b": b}
+    text = template.fill(row)
+    assert json.loads(text) == substituted(body, row)
+    assert text.isascii() and "\n" not in text
+
+
+def test_a_template_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "{{q}}"}')
+    assert Template.parse(f"@{path}").columns == {"q"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "--template is not JSON"),
+        ('["{{q}}"]', "must be a JSON object"),
+        ('{"prompt": "{q}"}', "the template uses no column"),
+        ('{"{{q}}": "{{q}}"}', "key '{{q}}' cannot be a column"),
+        ("@none.json", "none.json cannot be read: No such file"),
+    ],
+)
+def test_a_bad_template_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        Template.parse(text)
+
+
+@pytest.mark.parametrize("write", [lambda path: path.write_bytes(b"\xff")])
+def test_a_template_of_no_text_is_refused(
+    tmp_path: Path, write: Callable[[Path], object]
+) -> None:
+    write(tmp_path / "t.json")
+    with pytest.raises(ConfigError, match="is no text"):
+        Template.parse(f"@{tmp_path / 't.json'}")

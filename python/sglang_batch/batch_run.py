@@ -34,10 +34,11 @@ from .finish import finish
 from .job import Job
 from .line_tries import LineTries, engine_died
 from .request import BatchRequestInput, RequestOutput
-from .saving import ResultSaver
+from .saving import Pauses, ResultSaver, in_thread
 from .send_limit import SendLimit
 from .service_log import batch_changed
 from .store.batch_store import BatchStore, Row, now
+from .store.files import atomic_write
 from .store.result_log import ResultLog
 from .store.suspects import Suspects
 
@@ -97,7 +98,7 @@ class BatchRun:
         self.limit = SendLimit()
         self.num_left: int | None = None
         self._priority = 0
-        self._resting: str | None = None
+        self.pauses = Pauses(batch_id, store, self.limit)
         self._job: Job | None = None
         self._suspects: Suspects | None = None
         self.saver: ResultSaver | None = None
@@ -136,20 +137,9 @@ class BatchRun:
     async def set_priority(self, priority: int) -> None:
         """Among the batches that run, higher goes first."""
         if priority != self._priority:
-            self._priority = priority
             if self._job is not None:
                 await self._job.set_priority(priority)
-
-    def rest(self, why: str | None) -> None:
-        """Send nothing for now, and say why; None goes on."""
-        if why == self._resting:
-            return
-        self._resting = why
-        if why is not None:
-            self.limit.hold("hours")
-        else:
-            self.limit.release("hours")
-        self.store.pause(self.batch_id, why)
+            self._priority = priority
 
     def blame(self, num_in_engine: int) -> None:
         """The engine died: what was in flight is suspect, and the next server told."""
@@ -211,11 +201,7 @@ class BatchRun:
 
     def fail(self, errors: list[LineError]) -> None:
         """End the batch as one that did not run."""
-        data = [
-            {"code": e.code, "line": e.line, "message": e.message, "param": e.param}
-            for e in errors
-        ]
-        listed = json.dumps({"object": "list", "data": data})
+        listed = _listed(errors)
         # Who was told that a batch is being cancelled never sees it fail.
         for statuses, end in (
             ((api.CANCELLING,), api.CANCELLED),
@@ -227,6 +213,29 @@ class BatchRun:
             ):
                 batch_changed(self.row())
                 break
+
+    async def give_up(self, errors: list[LineError]) -> None:
+        """End the batch as one that the server failed; what was answered is kept.
+
+        Raises:
+            StoreError: what was answered cannot be read back.
+        """
+        row = self.row()
+        if not row["total"]:
+            self.fail(errors)
+            return
+        requests = await asyncio.to_thread(
+            validate, self._input_path(), LineRules(require_model=False)
+        )
+        if isinstance(requests, list):
+            raise StoreError(f"the input changed on disk: {requests[0]}")
+        with requests.closing():
+            saver = await self._open_log(len(requests))
+            try:
+                days, listed = self._config.file_days, _listed(errors)
+                await finish(saver, requests, api.FAILED, days, listed)
+            finally:
+                saver.log.close()
 
     async def _wait_for_turn(self) -> None:
         """Until the batch may run, or has to stop: a cancelled one need not wait."""
@@ -243,11 +252,15 @@ class BatchRun:
     # Running --------------------------------------------------------------------------
 
     async def _run(self, requests: BatchFile) -> None:
-        directory = self.store.work_dir(self.batch_id)
-        log = ResultLog(directory / "results.jsonl", len(requests))
-        self._suspects = Suspects(directory / "suspects.json")
-        self.saver = ResultSaver(self.batch_id, self.store, log, self.limit)
+        row = self.row()
+        self._suspects = Suspects(self.store.work_dir(self.batch_id) / "suspects.json")
+        self.saver = await self._open_log(len(requests))
+        log = self.saver.log
         try:
+            if row["status"] == api.FINALIZING and row["expired_at"]:
+                self.stop.set(api.EXPIRED)  # as the server that went down had begun to
+            if row["paused_reason"]:
+                self.pauses.tell()
             if len(log.unfinished()) and not self.stop.event.is_set():
                 await self._answer(requests, log)
             if self.stop.event.is_set() and self.stop.end is None:
@@ -259,6 +272,16 @@ class BatchRun:
             await finish(self.saver, requests, end, self._config.file_days)
         finally:
             log.close()
+
+    async def _open_log(self, num_requests: int) -> ResultSaver:
+        """The results so far; reading them back takes seconds where they are many."""
+
+        def opened() -> ResultSaver:
+            path = self.store.work_dir(self.batch_id) / "results.jsonl"
+            log = ResultLog(path, num_requests)
+            return ResultSaver(self.batch_id, self.store, log, self.pauses)
+
+        return await in_thread(opened)
 
     async def _answer(self, requests: BatchFile, log: ResultLog) -> None:
         """Run all lines that have no answer; suspects last and apart."""
@@ -282,8 +305,7 @@ class BatchRun:
             await self.saver.all_saved(self.stop.event)
         finally:
             ticker.cancel()
-            with suppress(asyncio.CancelledError):
-                await ticker
+            await asyncio.wait({ticker})  # awaiting it could swallow our own cancelling
             await self.saver.save_counts()
 
     async def _run_job(
@@ -300,6 +322,7 @@ class BatchRun:
             self._config,
             self._store,
             limit=self.limit,
+            directory=self.store.work_dir(self.batch_id),
             priority=self._priority,
         )
         try:
@@ -339,4 +362,14 @@ def _link_or_copy(source: Path, copy: Path) -> None:
         raise
     except OSError:
         # A file system without hard links.
-        shutil.copyfile(source, copy)
+        with open(source, "rb") as given, atomic_write(copy) as file:
+            shutil.copyfileobj(given, file, 1 << 20)
+
+
+def _listed(errors: list[LineError]) -> str:
+    """A batch's errors as it shows them."""
+    data = [
+        {"code": e.code, "line": e.line, "message": e.message, "param": e.param}
+        for e in errors
+    ]
+    return json.dumps({"object": "list", "data": data})

@@ -9,6 +9,7 @@
     │   └── StoreWriteError   it could be used if there were room, or permission
     ├── EngineError           SGLang did not do what we rely on
     │   └── UnsupportedSGLang another SGLang release than the supported one
+    ├── ServerError           a server, asked from a shell, refuses or is not there
     └── ApiError              an HTTP answer: status and OpenAI error body
 
 A bad *line* of a batch is not an exception: it is data, see

@@ -20,29 +20,46 @@ UNRUN = {
         "batch_expired",
         "This request could not be executed before the completion window expired.",
     ),
+    api.FAILED: (
+        "batch_failed",
+        "This request was not executed because the batch failed.",
+    ),
 }
 
 
 async def finish(
-    saver: ResultSaver, requests: BatchFile, end: str, file_days: int
+    saver: ResultSaver,
+    requests: BatchFile,
+    end: str,
+    file_days: int,
+    errors: str | None = None,
 ) -> None:
     """Write the result files and move the batch to its final status.
 
-    end: completed, cancelled or expired; a batch that a client is told to be
+    end: completed, cancelled, expired or failed; a batch that a client is told to be
         cancelling is cancelled in any case.
     file_days: days that the files are kept where the batch does not say.
+    errors: the batch's own errors, as it shows them.
     """
     store, batch_id = saver.store, saver.batch_id
     # The status must not survive a power cut that the results do not.
+    await saver.until_written(saver.flush, quick=True)
     await saver.until_written(saver.log.commit)
+    # The next server has to know that lines without a result stay without one.
+    expired = {"expired_at": now()} if end == api.EXPIRED else {}
     await saver.until_written(
         lambda: store.transition(
-            batch_id, (api.IN_PROGRESS,), api.FINALIZING, finalizing_at=now()
+            batch_id,
+            (api.IN_PROGRESS,),
+            api.FINALIZING,
+            finalizing_at=now(),
+            **expired,
         ),
         quick=True,
     )
     row = store.get_batch(batch_id)
     assert row is not None
+    batch_changed(row)
     owner = row["owner"]
     if row["status"] == api.CANCELLING:
         end = api.CANCELLED
@@ -62,6 +79,7 @@ async def finish(
                 end,
                 output_file_id=file_ids["output"],
                 error_file_id=file_ids["error"],
+                errors=errors,
                 **{f"{end}_at": now()},
             )
 

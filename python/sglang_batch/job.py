@@ -57,6 +57,8 @@ class Job:
         sink: called once per request, from the event loop.
         on_rendered: called once per request rendered for planning.
         limit: how many may be in the engine, if that changes while the job runs.
+        directory: where the prompts' tokens lie while the job is planned; by default
+            where the system has its temporary files.
         priority: of jobs that are open at a time, those of the highest go first.
     """
 
@@ -71,6 +73,7 @@ class Job:
         *,
         on_rendered: Callable[[], None] = lambda: None,
         limit: SendLimit | None = None,
+        directory: Path | None = None,
         priority: int = 0,
     ) -> None:
         self._job_id = job_id
@@ -81,6 +84,7 @@ class Job:
         self._sink = sink
         self._on_rendered = on_rendered
         self._limit = limit
+        self._directory = directory
         self._priority = priority
         # Share of the prompt tokens that a perfect prefix cache would save; None
         # until the job is planned by a policy that looks at tokens.
@@ -144,7 +148,7 @@ class Job:
         planned: list[int] = []
         limits: list[tuple[int, int]] = []
         with (
-            TemporaryDirectory(prefix="sglang-batch-") as directory,
+            TemporaryDirectory(prefix="tokens-", dir=self._directory) as directory,
             TokenSpool(Path(directory) / "tokens.i32") as spool,
         ):
             async with aclosing(self._render_all()) as rendered:
@@ -243,5 +247,7 @@ class Job:
 
 def _output_limits(prepared: PreparedRequest) -> tuple[int, int]:
     """The most tokens a request generates, and how many it does if that is known."""
-    most = NO_LIMIT if prepared.max_new_tokens is None else prepared.max_new_tokens
+    most = NO_LIMIT
+    if prepared.max_new_tokens is not None:
+        most = min(prepared.max_new_tokens, NO_LIMIT)
     return most, most if prepared.ignore_eos and most < NO_LIMIT else UNKNOWN

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import errno
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from .batch_api import protocol as api
 from .batch_api.jsonl import LineError
 from .batch_run import BatchRun
 from .config import OfflineBatchConfig
 from .engine import Engine
-from .errors import StoreError
+from .errors import StoreError, StoreWriteError
 from .history import Rate
+from .request import parse_request_id
 from .retention import collect
 from .service_log import ProgressLog
 from .store.batch_store import BatchStore, Row, now
@@ -41,6 +44,7 @@ MAX_ATTEMPTS = 3
 RETRY_AFTER_S = 10.0
 # Why a batch sends nothing: lines that may take the engine down are tried.
 ALONE = "lines of another batch are tried alone"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 RateOf = Callable[[str], Rate | None]
 
@@ -75,8 +79,10 @@ class BatchRunner:
         self._runs: dict[str, BatchRun] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._attempts: Counter[str] = Counter()
+        self._done_at_failure: dict[str, int] = {}
+        self._collecting: asyncio.Task[Any] | None = None
         self._risen: set[str] = set()
-        self._one_alone = asyncio.Lock()
+        self._num_retries = 0
         self._alone: BatchRun | None = None
         self._polling: asyncio.Task[None] | None = None
         self._collected_at = 0.0
@@ -105,6 +111,8 @@ class BatchRunner:
 
     async def stop(self) -> None:
         """Stop running; aborted requests are run again by the next server."""
+        if self._collecting is not None:
+            await asyncio.wait({self._collecting})
         tasks = [task for task in (self._polling, *self._tasks.values()) if task]
         for task in tasks:
             task.cancel()
@@ -113,12 +121,24 @@ class BatchRunner:
 
     @property
     def num_retries(self) -> int:
-        """How often lines of the batches at work were sent again."""
-        return sum(run.tries.num_retries for run in self._runs.values())
+        """How often lines were sent again, since the start."""
+        at_work = sum(run.tries.num_retries for run in self._runs.values())
+        return self._num_retries + at_work
 
-    def engine_died(self) -> None:
-        """The engine is gone and this process with it: note who may have done it."""
-        num_in_engine = sum(len(run.tries.in_flight) for run in self._runs.values())
+    @property
+    def num_in_engine(self) -> int:
+        """Lines that are in the engine, of all batches."""
+        return sum(len(run.tries.in_flight) for run in self._runs.values())
+
+    def engine_died(self, request_ids: Iterable[str] = ()) -> None:
+        """The engine is gone and this process with it: note who may have done it.
+
+        request_ids: all that the engine had, online requests' too.
+        """
+        if self._closing():
+            return  # it was told to go
+        jobs = (parse_request_id(rid)[0] for rid in request_ids)
+        num_in_engine = self.num_in_engine + sum(job not in self._runs for job in jobs)
         for run in self._runs.values():
             run.blame(num_in_engine)
 
@@ -149,7 +169,10 @@ class BatchRunner:
                 self._progress.tick(row, self._rate_of(row["id"]))
         if time.monotonic() - self._collected_at > COLLECT_EVERY_S:
             self._collected_at = time.monotonic()
-            await asyncio.to_thread(collect, self.store, self._config, now())
+            if self._collecting is None or self._collecting.done():
+                work = asyncio.to_thread(collect, self.store, self._config, now())
+                self._collecting = asyncio.create_task(work)
+                self._collecting.add_done_callback(_report)
 
     def _begin(self, batch_id: str) -> None:
         run = BatchRun(
@@ -181,17 +204,29 @@ class BatchRunner:
             if run.row()["status"] not in api.ACTIVE_STATUSES:
                 run.clean_up()
                 self._attempts.pop(batch_id, None)
+                self._done_at_failure.pop(batch_id, None)
                 self._risen.discard(batch_id)
         except Exception as error:
             await self._retry_or_fail(run, error)
         finally:
             self._progress.forget(batch_id)
+            self._num_retries += run.tries.num_retries
             del self._runs[batch_id], self._tasks[batch_id]
 
     async def _retry_or_fail(self, run: BatchRun, error: Exception) -> None:
         """After an error of the server: again, a few times, from where it stopped."""
         batch_id = run.batch_id
         run.may_run.clear()
+        row = run.row()
+        done = row["completed"] + row["failed"]
+        if done > self._done_at_failure.get(batch_id, -1):
+            self._attempts[batch_id] = 0  # it goes on, if in pieces
+        self._done_at_failure[batch_id] = done
+        if is_write_error(error):
+            run.pauses.set("disk", f"Its files cannot be written: {error}")
+            await asyncio.sleep(RETRY_AFTER_S)
+            run.pauses.set("disk", None)
+            return
         self._attempts[batch_id] += 1
         if self._attempts[batch_id] < MAX_ATTEMPTS:
             logger.error(
@@ -199,13 +234,17 @@ class BatchRunner:
             )
             await asyncio.sleep(RETRY_AFTER_S)
             return
-        logger.error(
-            "Batch %s failed; what was finished is in %s",
-            batch_id,
-            self.store.work_dir(batch_id),
-            exc_info=error,
-        )
-        run.fail([LineError("internal_error", str(error))])
+        logger.error("Batch %s failed", batch_id, exc_info=error)
+        errors = [LineError("internal_error", str(error))]
+        try:
+            await run.give_up(errors)
+            run.clean_up()
+        except Exception:
+            where = self.store.work_dir(batch_id)
+            logger.exception(
+                "What batch %s had finished is left in %s", batch_id, where
+            )
+            run.fail(errors)
 
     # Turns ----------------------------------------------------------------------------
 
@@ -222,10 +261,12 @@ class BatchRunner:
         # SGLang's own scheduler knows no jobs: beside each other they would only mix.
         stock = self._config.scheduler == "stock"
         most = 1 if stock else self._config.max_batches
+        runs = dict(self._runs)  # some may end meanwhile
         for batch_id in to_start(turns, priority, most):
-            self._runs[batch_id].may_run.set()
+            runs[batch_id].may_run.set()
+            self._set_limits()  # before it sends anything
         for batch_id, value in priority.items():
-            await self._runs[batch_id].set_priority(value)
+            await runs[batch_id].set_priority(value)
 
     def _turn(self, row: Row) -> Turn | None:
         """A batch as one that could run; None for one that is not there yet."""
@@ -257,7 +298,7 @@ class BatchRunner:
             hours = f"Batches of this server run from {config.batch_hours} only."
         for run in running:
             run.limit.set(each)
-            run.rest(hours)
+            run.pauses.set("hours", hours)
 
     # Suspects -------------------------------------------------------------------------
 
@@ -265,21 +306,40 @@ class BatchRunner:
     async def _alone_in_engine(self, run: BatchRun) -> AsyncIterator[None]:
         """For lines that may take the engine down: no line of another batch is there.
 
-        So if it goes down, it is known for what.
+        So if it goes down, it is known for what. A batch that is to stop does not wait.
         """
-        async with self._one_alone:
-            self._alone = run
-            others = [other for other in self._runs.values() if other is not run]
-            for other in others:
-                other.limit.hold(ALONE)
-            try:
-                while any(other.tries.in_flight for other in others):
-                    await asyncio.sleep(POLL_S / 10)
-                yield
-            finally:
-                self._alone = None
-                for other in self._runs.values():
-                    other.limit.release(ALONE)
+        stop = run.stop.event
+        while (self._alone or "hours" in run.pauses) and not stop.is_set():
+            await asyncio.sleep(POLL_S / 10)
+        if stop.is_set():
+            yield
+            return
+        self._alone = run
+        others = [other for other in self._runs.values() if other is not run]
+        for other in others:
+            other.limit.hold(ALONE)
+        try:
+            while any(other.tries.in_flight for other in others) and not stop.is_set():
+                await asyncio.sleep(POLL_S / 10)
+            yield
+        finally:
+            self._alone = None
+            for other in self._runs.values():
+                other.limit.release(ALONE)
+
+
+def is_write_error(error: Exception) -> bool:
+    """Whether there was no room on the disk, or no permission: not the batch's fault."""
+    return (
+        isinstance(error, StoreWriteError)
+        or (isinstance(error, OSError) and error.errno in NO_ROOM)
+        or getattr(error, "sqlite_errorname", "") == "SQLITE_FULL"
+    )
+
+
+def _report(work: asyncio.Task[Any]) -> None:
+    if not work.cancelled() and work.exception() is not None:
+        logger.error("Old files could not be removed", exc_info=work.exception())
 
 
 def local_minute() -> int:

@@ -15,6 +15,7 @@ import msgspec
 from .errors import StoreWriteError
 from .request import RequestOutput
 from .send_limit import SendLimit
+from .service_log import batch_changed
 from .store.batch_store import BatchStore
 from .store.result_log import ResultLog, finished_lines
 
@@ -30,6 +31,43 @@ WRITE_ERRORS = (StoreWriteError, OSError, sqlite3.OperationalError)
 _MOST_CODES = 50
 
 
+class Pauses:
+    """Why a batch sends nothing for now; the store, and so its clients, are told.
+
+    Args:
+        limit: held while there is a reason.
+    """
+
+    def __init__(self, batch_id: str, store: BatchStore, limit: SendLimit) -> None:
+        self._batch_id = batch_id
+        self._store = store
+        self._limit = limit
+        self._reasons: dict[str, str] = {}
+
+    def __contains__(self, kind: str) -> bool:
+        return kind in self._reasons
+
+    def set(self, kind: str, reason: str | None) -> None:
+        """There is a reason of this kind now, or none any more."""
+        if self._reasons.get(kind) == reason:
+            return
+        if reason is None:
+            del self._reasons[kind]
+            self._limit.release(kind)
+        else:
+            self._reasons[kind] = reason
+            self._limit.hold(kind)
+        self.tell()
+
+    def tell(self) -> None:
+        """Have the store know what holds now, whatever an earlier server left there."""
+        reason = " ".join(self._reasons[kind] for kind in sorted(self._reasons))
+        self._store.pause(self._batch_id, reason or None)
+        row = self._store.get_batch(self._batch_id)
+        if row is not None:
+            batch_changed(row)
+
+
 class ResultSaver:
     """The results of one batch on their way to disk.
 
@@ -42,13 +80,13 @@ class ResultSaver:
     """
 
     def __init__(
-        self, batch_id: str, store: BatchStore, log: ResultLog, limit: SendLimit
+        self, batch_id: str, store: BatchStore, log: ResultLog, pauses: Pauses
     ) -> None:
         self.batch_id = batch_id
         self.store = store
         self.log = log
         self.errors = _errors_of(log)
-        self._limit = limit
+        self._pauses = pauses
         self._unsaved: deque[tuple[int, bytes, RequestOutput]] = deque()
         self._paused = False
 
@@ -59,11 +97,16 @@ class ResultSaver:
             self.errors[_code(output.body)] += 1
         if not self._paused:
             try:
-                self._write()
+                self.flush()
             except StoreWriteError as error:
                 self._pause(error)
 
-    def _write(self) -> None:
+    def flush(self) -> None:
+        """Write what is kept in memory.
+
+        Raises:
+            StoreWriteError: the disk does not take it.
+        """
         while self._unsaved:
             index, line, output = self._unsaved[0]
             self.log.put(index, line, ok=output.ok, usage=output.usage)
@@ -72,14 +115,16 @@ class ResultSaver:
     async def save_counts(self) -> None:
         """Make what is there safe from a power cut, and count it then."""
         try:
-            self._write()
-            counts = self._counts()
-            await in_thread(self.log.commit)
-            self.store.update_batch(self.batch_id, **counts)
+            self.flush()
+            await in_thread(self._commit, self._counts())
         except WRITE_ERRORS as error:
             self._pause(error)
         else:
             self._go_on()
+
+    def _commit(self, counts: dict[str, Any]) -> None:
+        self.log.commit()
+        self.store.update_batch(self.batch_id, **counts)
 
     def _counts(self) -> dict[str, Any]:
         log = self.log
@@ -121,15 +166,12 @@ class ResultSaver:
                 error,
             )
         self._paused = True
-        self._limit.hold("disk")
-        self.store.pause(self.batch_id, f"Results cannot be written: {error}")
+        self._pauses.set("disk", f"Results cannot be written: {error}")
 
     def _go_on(self) -> None:
         if self._paused and not self._unsaved:
             self._paused = False
-            logger.info("Batch %s goes on: results can be written", self.batch_id)
-            self.store.pause(self.batch_id, None)
-            self._limit.release("disk")
+            self._pauses.set("disk", None)
 
 
 def _errors_of(log: ResultLog) -> Counter[str]:

@@ -24,6 +24,7 @@ from .history import History
 from .job import Job
 from .request import BatchRequestInput, RequestOutput
 from .runner import BatchRunner
+from .service_log import batch_changed
 from .store.batch_store import BatchStore, Row, now
 from .store.files import atomic_write, move_into_place
 
@@ -213,17 +214,21 @@ class BatchService:
             )
         row = self.store.get_batch(batch_id)
         assert row is not None
+        batch_changed(row)
         return row
 
     def cancel_batch(self, batch_id: str) -> Row | None:
         """Ask for a batch to be cancelled; returns its row, None if there is none."""
-        self.store.transition(
+        cancelling = self.store.transition(
             batch_id,
             (api.VALIDATING, api.IN_PROGRESS),
             api.CANCELLING,
             cancelling_at=now(),
         )
-        return self.store.get_batch(batch_id)
+        row = self.store.get_batch(batch_id)
+        if cancelling and row is not None:
+            batch_changed(row)
+        return row
 
     async def run_requests(
         self, job_id: str, requests: list[BatchRequestInput]

@@ -41,9 +41,10 @@ def in_danger(turn: Turn, now: float, usual_rate: float) -> bool:
     """Whether a batch is going to miss its window if nothing is done.
 
     usual_rate: lines per second that the server answers in all; stands in for the
-        rate of a batch that has none of its own.
+        rate of a batch that does not run, or gets no line through.
     """
-    rate = turn.lines_per_s if turn.running else usual_rate
+    # One that others leave nothing has no rate of its own either.
+    rate = (turn.lines_per_s if turn.running else 0.0) or usual_rate
     if rate <= 0 or not turn.num_left:
         return False
     return turn.num_left / rate > DANGER * (turn.expires_at - now)

@@ -24,6 +24,7 @@ from batch_service import (
 from builders import ids_of, make_lines, parse_lines, run
 from fake_engine import FakeEngine
 
+from sglang_batch import batch_run
 from sglang_batch import runner as runner_module
 from sglang_batch.batch_api import protocol as api
 
@@ -96,11 +97,16 @@ def set_status(directory: Path, batch_id: str, status: str) -> None:
 
 @pytest.mark.parametrize("num_answered", [6, 4])
 def test_a_server_that_died_finalizing_is_completed_by_the_next(
-    tmp_path: Path, num_answered: int
+    tmp_path: Path, num_answered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    async def dead(*_: Any) -> None:
+        await asyncio.Event().wait()
+
     # With fewer answers than lines: the log's end was lost with the machine's power.
     async def scenario() -> None:
-        batch_id = await run_part(tmp_path, 6, num_answered, FakeEngine())
+        with monkeypatch.context() as patch:
+            patch.setattr(batch_run, "finish", dead)
+            batch_id = await run_part(tmp_path, 6, num_answered, FakeEngine())
         set_status(tmp_path, batch_id, api.FINALIZING)
         engine = FakeEngine()
         async with running_service(tmp_path, engine) as service:

@@ -14,6 +14,7 @@ from batch_service import (
     custom_ids,
     leftovers,
     make_service,
+    result_lines,
     running_service,
     submit,
     until_over,
@@ -25,7 +26,6 @@ from builders import (
     make_file,
     make_line,
     make_lines,
-    parse_lines,
     run,
 )
 from fake_engine import FakeEngine
@@ -122,7 +122,7 @@ def test_an_engine_that_breaks_once_loses_nothing(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_an_engine_that_stays_broken_leaves_what_was_finished_on_disk(
+def test_an_engine_that_stays_broken_fails_the_batch_and_repeats_no_line(
     tmp_path: Path,
 ) -> None:
     async def scenario() -> None:
@@ -134,8 +134,29 @@ def test_an_engine_that_stays_broken_leaves_what_was_finished_on_disk(
             row = await until_over(service, batch_id)
             assert row["status"] == api.FAILED
             assert engine.executed.count("r0") == engine.executed.count("r1") == 1
-            log = service.store.work_dir(batch_id) / "results.jsonl"
-            assert len(parse_lines(log.read_bytes())) == 2
+            assert custom_ids(result_lines(service, row, "output")) == ["r0", "r1"]
+
+    run(scenario())
+
+
+def test_results_that_cannot_be_read_back_are_left_where_they_are(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        engine.hold(["r2", "r3"])
+        async with running_service(
+            tmp_path, engine, policy="fcfs", max_inflight=1
+        ) as service:
+            batch_id = submit(service, make_lines(4))
+            await engine.until_stalled(2, 1)
+        log = tmp_path / "batches" / batch_id / "results.jsonl"
+        log.write_bytes(b"damaged\n" + log.read_bytes())
+        async with running_service(tmp_path) as service:
+            row = await until_over(service, batch_id)
+            assert row["status"] == api.FAILED
+            assert "cannot be read" in row["errors"]
+            assert log.read_bytes().startswith(b"damaged")
 
     run(scenario())
 

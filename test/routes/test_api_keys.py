@@ -11,6 +11,7 @@ import pytest
 from builders import CHAT, make_line
 from openai import OpenAI
 from route_server import Server, error_of, serving
+from starlette.websockets import WebSocketDisconnect
 
 from sglang_batch.errors import ConfigError
 from sglang_batch.http_api.api_keys import read_api_keys
@@ -191,3 +192,12 @@ def test_two_clients_may_use_the_same_idempotency_key(keyed: Server) -> None:
         for key in ("key-a", "key-b", "key-a2")
     ]
     assert made[0].id == made[2].id != made[1].id
+
+
+def test_a_websocket_needs_a_key_too(keyed: Server) -> None:
+    with (
+        pytest.raises(WebSocketDisconnect) as closed,
+        keyed.http.websocket_connect("/v1/realtime"),
+    ):
+        pass
+    assert closed.value.code == 1008

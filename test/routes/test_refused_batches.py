@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import openai
 import pytest
-from builders import CHAT
+from builders import CHAT, make_line
 from route_server import Server, error_of
 
 from sglang_batch.batch_api.protocol import ENDPOINTS
@@ -197,8 +198,10 @@ def test_an_expiry_of_results_out_of_range_is_refused(
 
 def test_why_a_batch_is_paused_is_shown(server: Server) -> None:
     server.engine.hold(["a"])
-    batch = server.start()
-    server.service.store.update_batch(batch.id, paused_reason="outside its hours")
+    batch = server.start(make_line("a"))
+    while "a" not in server.engine.running:
+        time.sleep(0.002)
+    server.service.store.pause(batch.id, "outside its hours")
     shown = server.http.get(f"/v1/batches/{batch.id}").json()
     assert shown["paused_reason"] == "outside its hours"
 
@@ -213,3 +216,22 @@ def test_an_error_nobody_expected_has_the_same_body(
     answer = server.http.get("/v1/batches/batch_1")
     assert answer.status_code == 500
     assert "disk" not in error_of(answer)["message"]  # that is for the log
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PUT", "/v1/files", "GET or POST"),
+        ("DELETE", "/v1/batches/batch_1", "GET"),
+        ("GET", "/v1/batches/batch_1/cancel", "POST"),
+        ("PATCH", "/v1/uploads/upload_1/parts", "POST"),
+    ],
+)
+def test_another_method_is_refused_with_the_same_body(
+    bare_server: Server, method: str, path: str, allowed: str
+) -> None:
+    answer = bare_server.http.request(method, path)
+    assert answer.status_code == 405
+    assert error_of(answer)["message"] == (
+        f"Method {method} is not allowed for {path}. Use {allowed}."
+    )

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from ..batch_api.message_batches import error_body
 from ..errors import ApiError
 from ..service import new_id
+from .errors import storage_error
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ def _error_response(
     request: Request, error: Exception, request_id: str
 ) -> JSONResponse:
     status_code, message, headers = 500, "Internal server error.", {}
+    error = storage_error(error) or error
     if isinstance(error, ApiError):
         status_code, message = error.status_code, error.message
         if error.retry is not None:

@@ -85,6 +85,10 @@ class ApiKeyMiddleware:
             await self.app(scope, receive, send)
             return
         name = _find_name(keys, _key_of(scope))
+        if name is None and scope["type"] == "websocket":
+            await receive()  # the client's wish to connect
+            await send({"type": "websocket.close", "code": 1008})
+            return
         if name is None:
             await _refusal(scope["path"])(scope, receive, send)
             return
@@ -94,7 +98,7 @@ class ApiKeyMiddleware:
 
 def _keys_of(scope: Scope) -> ApiKeys | None:
     """The keys that a call needs one of; None if it needs none."""
-    if scope["type"] != "http" or scope["method"] == "OPTIONS":
+    if scope["type"] not in ("http", "websocket") or scope.get("method") == "OPTIONS":
         return None
     if scope["path"].startswith(OPEN_PATHS):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -29,6 +30,12 @@ class OpenAIRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_with_nested_errors(request: Request) -> Response:
+            response = await answer(request)
+            # What OpenAI's clients show of a call, to look for in a log.
+            response.headers.setdefault("x-request-id", f"req_{uuid.uuid4().hex}")
+            return response
+
+        async def answer(request: Request) -> Response:
             try:
                 return await handle(request)
             except ApiError as error:

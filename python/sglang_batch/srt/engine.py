@@ -22,6 +22,7 @@ from .answers import output_of, rejection
 from .endpoints import ServingEndpoints
 from .job_control import JobControl
 from .machine import machine_of
+from .request_checks import check_request, check_text
 from .scheduler import STATE_KEY
 from .serving_call import HoldingManager, ServingCall
 
@@ -160,7 +161,11 @@ class SGLangEngine:
             adapted = call.render()
             if adapted is None:
                 return output_of(url, rid, call.answer, ())
+            check_request(adapted, self._tokenizer_manager.model_config.vocab_size)
             input_ids = self._first_prompt_ids(adapted) if tokenize else None
+        except (AttributeError, LookupError) as error:
+            # What SGLang's code stumbles over here is the body's shape.
+            return rejection(url, rid, ValueError(f"The body cannot be used: {error}"))
         except Exception as error:
             return rejection(url, rid, error)
         limits = _output_limits(adapted)
@@ -201,6 +206,7 @@ def _parse_body(body: bytes) -> dict[str, Any]:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:
         value = loads_lenient(body)
+        check_text(value)
     if not isinstance(value, dict):
         raise ValueError("The body of a request must be a JSON object.")
     return value

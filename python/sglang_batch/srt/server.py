@@ -85,6 +85,7 @@ async def _start_service() -> BatchService:
     )
     await service.start(engine, closing=lambda: engine.closing)
     assert service.runner is not None
-    engine_death.listen(service.runner.engine_died)
+    runner, manager = service.runner, state.tokenizer_manager
+    engine_death.listen(lambda: runner.engine_died(manager.rid_to_state))
     logger.info("Offline batches: /v1/files and /v1/batches, kept in %s", directory)
     return service

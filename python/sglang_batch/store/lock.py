@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -31,9 +31,10 @@ class FileLock:
             holder = os.read(fd, 256).decode(errors="replace")
             os.close(fd)
             return holder or "another process"
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, owner.encode(), 0)
         self._fd = fd
+        with suppress(OSError):  # a full disk; the name is for people only
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, owner.encode(), 0)
         return None
 
     def release(self) -> None:

@@ -1,0 +1,124 @@
+"""Row of the soak: many clients that ask and upload while a batch runs."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing as mp
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from statistics import median
+
+import aiohttp
+from report import Figure
+from soak_server import SoakServer
+from soak_service import batch_seconds, tiny_prompts
+
+# How often each client asks for the newest batch, and uploads a file.
+ASK_EVERY_S, UPLOAD_EVERY_S = 0.5, 2.0
+UPLOAD_BYTES = 1000
+START_TIMEOUT_S = 60
+
+
+def client_rows(
+    server: SoakServer, scratch: Path, clients: int, lines: int, repeats: int
+) -> list[Figure]:
+    """A batch with and without clients that ask and upload all the time, by turns."""
+    alone, beside = [], []
+    calls = failed = 0
+    longest = 0.0
+    batch_seconds(server, scratch, tiny_prompts(50, -2))
+    for repeat in range(repeats):
+        prompts = tiny_prompts(lines, 100 + repeat)
+        alone.append(batch_seconds(server, scratch, prompts)["all"])
+        with polling(server, clients) as seen:
+            beside.append(batch_seconds(server, scratch, prompts)["all"])
+        calls += seen.calls.value
+        failed += seen.failed.value
+        longest = max(longest, seen.longest_s.value)
+    slower = 100 * (median(beside) / median(alone) - 1)
+    told = f"{median(alone):.2f} s alone, {median(beside):.2f} s with {clients} clients"
+    return [
+        Figure("calls that failed", failed, "", ("=", 0), f"of {calls} calls"),
+        Figure("longest call", longest, "s"),
+        Figure("batch slower with clients", slower, "%", ("<=", 3.0), told),
+    ]
+
+
+class Seen:
+    """What clients counted, in memory that processes share."""
+
+    def __init__(self) -> None:
+        context = mp.get_context("spawn")
+        self.calls: Synchronized[int] = context.Value("q", 0)
+        self.failed: Synchronized[int] = context.Value("q", 0)
+        self.longest_s: Synchronized[float] = context.Value("d", 0.0)
+
+
+@contextmanager
+def polling(server: SoakServer, clients: int) -> Iterator[Seen]:
+    """So many clients at work until the block ends, in one process."""
+    context = mp.get_context("spawn")
+    seen, ready, done = Seen(), context.Event(), context.Event()
+    process = context.Process(
+        target=_run_clients, args=(server.url, clients, seen, ready, done)
+    )
+    process.start()
+    try:
+        if not ready.wait(START_TIMEOUT_S):
+            raise RuntimeError("the clients did not start")
+        yield seen
+    finally:
+        done.set()
+        process.join(START_TIMEOUT_S)
+        process.kill()
+        process.join()
+
+
+def _run_clients(url: str, clients: int, seen: Seen, ready: Event, done: Event) -> None:
+    os.nice(19)  # they are other machines' work
+    asyncio.run(_all_clients(url, clients, seen, ready, done))
+
+
+async def _all_clients(
+    url: str, clients: int, seen: Seen, ready: Event, done: Event
+) -> None:
+    async def call(http: aiohttp.ClientSession, path: str, form: bool) -> None:
+        began = time.perf_counter()
+        data = None
+        if form:
+            data = aiohttp.FormData({"purpose": "user_data"})
+            data.add_field("file", b"x" * UPLOAD_BYTES, filename="a.txt")
+        seen.calls.value += 1
+        try:
+            async with http.request("POST" if form else "GET", path, data=data) as got:
+                await got.read()
+                seen.failed.value += got.status != 200
+        except aiohttp.ClientError:
+            seen.failed.value += 1
+        took = time.perf_counter() - began
+        seen.longest_s.value = max(seen.longest_s.value, took)
+
+    async def client(number: int, http: aiohttp.ClientSession) -> None:
+        await asyncio.sleep(ASK_EVERY_S * number / clients)
+        each = round(UPLOAD_EVERY_S / ASK_EVERY_S)
+        turn = number
+        while not done.is_set():
+            await call(http, "/v1/batches?limit=1", False)
+            if turn % each == 0:
+                await call(http, "/v1/files", True)
+            turn += 1
+            await asyncio.sleep(ASK_EVERY_S)
+
+    timeout = aiohttp.ClientTimeout(total=60)
+    async with (
+        aiohttp.ClientSession(url, timeout=timeout) as http,
+        asyncio.TaskGroup() as group,
+    ):
+        for number in range(clients):
+            group.create_task(client(number, http))
+        ready.set()

@@ -141,10 +141,14 @@ class BatchRun:
                 await self._job.set_priority(priority)
             self._priority = priority
 
-    def blame(self, num_in_engine: int) -> None:
-        """The engine died: what was in flight is suspect, and the next server told."""
+    def blame(self, num_lines: int, num_others: int) -> None:
+        """The engine died: what was in flight is suspect, and the next server told.
+
+        Args:
+            num_lines, num_others: lines and online requests that the engine had.
+        """
         if self._suspects is not None and self.tries.in_flight:
-            self._suspects.blame(self.tries.in_flight, num_in_engine)
+            self._suspects.blame(self.tries.in_flight, num_lines, num_others)
 
     # Validation -----------------------------------------------------------------------
 

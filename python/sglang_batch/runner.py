@@ -138,9 +138,10 @@ class BatchRunner:
         if self._closing():
             return  # it was told to go
         jobs = (parse_request_id(rid)[0] for rid in request_ids)
-        num_in_engine = self.num_in_engine + sum(job not in self._runs for job in jobs)
+        num_others = sum(job not in self._runs for job in jobs)
+        num_lines = self.num_in_engine
         for run in self._runs.values():
-            run.blame(num_in_engine)
+            run.blame(num_lines, num_others)
 
     async def _poll(self) -> None:
         while True:

@@ -243,7 +243,7 @@ def test_a_server_that_is_told_to_go_blames_no_line(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_an_online_request_beside_a_suspect_clears_it(tmp_path: Path) -> None:
+def test_a_suspect_beside_online_requests_gets_one_more_try(tmp_path: Path) -> None:
     async def scenario() -> None:
         engine = FakeEngine()
         engine.hold(["r0"])
@@ -253,10 +253,10 @@ def test_an_online_request_beside_a_suspect_clears_it(tmp_path: Path) -> None:
             await engine.until_stalled(0, 1)
             path = service.store.work_dir(batch_id) / "suspects.json"
             own = f"{batch_id}-00000000"
-            for _ in range(3):
-                service.runner.engine_died([own, "online-1"])
+            for _ in range(2):
+                service.runner.engine_died([own, f"{own}.000001", "online-1"])
             assert Suspects(path).never() == []
-            service.runner.engine_died([own, f"{own}.000001"])
+            service.runner.engine_died([own, "online-2"])
             assert Suspects(path).never() == [0]
 
     run(scenario())

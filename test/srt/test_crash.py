@@ -109,12 +109,15 @@ def test_a_line_that_kills_the_engine_is_found_and_the_rest_answered(
         running.process.wait(timeout=120)
     suspects = store / "batches" / batch_id / "suspects.json"
     assert "7" in json.loads(suspects.read_bytes())["lines"]
-    # It may be gone before it has answered its first health check.
-    with (
-        suppress(AssertionError),
-        server(demo_model, *args, log_dir=tmp_path) as running,
-    ):
-        running.process.wait(timeout=120)
+    for _ in range(2):
+        if json.loads(suspects.read_bytes())["lines"]["7"] == NEVER:
+            break  # else SGLang's own warm-up was beside it
+        # It may be gone before it has answered its first health check.
+        with (
+            suppress(AssertionError),
+            server(demo_model, *args, log_dir=tmp_path) as running,
+        ):
+            running.process.wait(timeout=120)
     assert json.loads(suspects.read_bytes())["lines"]["7"] == NEVER
     with server(demo_model, *args, log_dir=tmp_path) as running:
         api = client(running.url)

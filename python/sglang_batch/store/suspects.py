@@ -2,7 +2,8 @@
 
 When an engine dies, every line it had in flight may be the reason. They are tried again
 after all others: in groups first where they are many, then one at a time, with nothing
-beside them in the engine. A line that is alone when the engine dies is the reason.
+beside them in the engine. A line that is alone when the engine dies is the reason; one
+that online requests were beside is so the second time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from .files import atomic_write
 
 # How a line is to be tried, from least to most suspect.
-IN_GROUPS, ALONE, NEVER = 1, 2, 3
+IN_GROUPS, ALONE, ALONE_AGAIN, NEVER = 1, 2, 3, 4
 # So few are tried one at a time at once.
 FEW = 64
 
@@ -35,17 +36,22 @@ class Suspects:
             self.num_deaths = kept["num_deaths"]
             self._how = {int(index): how for index, how in kept["lines"].items()}
 
-    def blame(self, in_flight: Iterable[int], num_in_engine: int) -> None:
+    def blame(
+        self, in_flight: Iterable[int], num_lines: int, num_others: int = 0
+    ) -> None:
         """The engine died with these lines of the batch in it; kept on disk at once.
 
-        num_in_engine: lines that it had of all batches.
+        num_lines: lines that it had of all batches.
+        num_others: online requests that it had beside them.
         """
         self.num_deaths += 1
         for index in in_flight:
-            if num_in_engine == 1 and self._how.get(index) == ALONE:
-                self._how[index] = NEVER
-            elif num_in_engine <= FEW or index in self._how:
-                self._how[index] = max(ALONE, self._how.get(index, ALONE))
+            how = self._how.get(index)
+            if num_lines == 1 and how in (ALONE, ALONE_AGAIN):
+                sure = not num_others or how == ALONE_AGAIN
+                self._how[index] = NEVER if sure else ALONE_AGAIN
+            elif num_lines <= FEW or how is not None:
+                self._how[index] = max(ALONE, how or ALONE)
             else:
                 self._how[index] = IN_GROUPS
         with atomic_write(self._path) as file:
@@ -61,7 +67,8 @@ class Suspects:
         many = self._of(IN_GROUPS)
         size = max(1, round(len(many) ** 0.5))
         groups = [many[at : at + size] for at in range(0, len(many), size)]
-        return groups + [[index] for index in self._of(ALONE)]
+        alone = self._of(ALONE) + self._of(ALONE_AGAIN)
+        return groups + [[index] for index in sorted(alone)]
 
     def _of(self, how: int) -> list[int]:
         return sorted(index for index, one in self._how.items() if one == how)

@@ -69,6 +69,7 @@ class BatchRun:
     Args:
         alone: see :data:`AloneInEngine`; for lines that may take the engine down.
         count_every_s: how often counts are written.
+        on_valid: called when the batch could run.
 
     Attributes:
         may_run: set when it is the batch's turn.
@@ -86,6 +87,7 @@ class BatchRun:
         engine: Engine,
         alone: AloneInEngine,
         count_every_s: float,
+        on_valid: Callable[[], None],
     ) -> None:
         self.batch_id = batch_id
         self.store = store
@@ -93,6 +95,7 @@ class BatchRun:
         self.tries = LineTries(engine, config)
         self._alone = alone
         self._count_every_s = count_every_s
+        self._on_valid = on_valid
         self.may_run = asyncio.Event()
         self.stop = Stop(asyncio.Event())
         self.limit = SendLimit()
@@ -111,6 +114,7 @@ class BatchRun:
         """
         if not await self._validate():
             return
+        self._on_valid()
         await self._wait_for_turn()
         row = self.row()
         if row["status"] not in api.ACTIVE_STATUSES:

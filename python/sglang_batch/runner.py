@@ -14,7 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from .batch_api import protocol as api
@@ -85,6 +85,8 @@ class BatchRunner:
         self._num_retries = 0
         self._alone: BatchRun | None = None
         self._polling: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._woken = asyncio.Event()
         self._collected_at = 0.0
         self._progress = ProgressLog()
 
@@ -107,7 +109,13 @@ class BatchRunner:
                 f"{self.store.directory} is in use by another server ({holder}); "
                 "give each server its own --offline-batch-dir."
             )
+        self._loop = asyncio.get_running_loop()
         self._polling = asyncio.create_task(self._poll())
+
+    def wake(self) -> None:
+        """Have the runner look now, not at its next poll; from any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._woken.set)
 
     async def stop(self) -> None:
         """Stop running; aborted requests are run again by the next server."""
@@ -145,13 +153,16 @@ class BatchRunner:
 
     async def _poll(self) -> None:
         while True:
+            self._woken.clear()
             try:
                 if self._lock.acquire(self._server_name) is None:
                     await self._look_around()
             except Exception:
                 # A busy database, say. Other batches must not stand still for it.
                 logger.exception("Looking for batches failed; trying again")
-            await asyncio.sleep(POLL_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self._woken.wait()
 
     async def _look_around(self) -> None:
         rows = self.store.batches_in(api.ACTIVE_STATUSES)
@@ -183,6 +194,7 @@ class BatchRunner:
             self._engine,
             self._alone_in_engine,
             POLL_S,
+            self.wake,
         )
         if self._alone is not None:
             run.limit.hold(ALONE)
@@ -213,6 +225,7 @@ class BatchRunner:
             self._progress.forget(batch_id)
             self._num_retries += run.tries.num_retries
             del self._runs[batch_id], self._tasks[batch_id]
+            self.wake()  # it may be the turn of another
 
     async def _retry_or_fail(self, run: BatchRun, error: Exception) -> None:
         """After an error of the server: again, a few times, from where it stopped."""

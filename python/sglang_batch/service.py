@@ -215,7 +215,13 @@ class BatchService:
         row = self.store.get_batch(batch_id)
         assert row is not None
         batch_changed(row)
+        self._wake_runner()
         return row
+
+    def _wake_runner(self) -> None:
+        # The one that runs the batches may be another process's: it looks by itself.
+        if self.runner is not None:
+            self.runner.wake()
 
     def cancel_batch(self, batch_id: str) -> Row | None:
         """Ask for a batch to be cancelled; returns its row, None if there is none."""
@@ -228,6 +234,7 @@ class BatchService:
         row = self.store.get_batch(batch_id)
         if cancelling and row is not None:
             batch_changed(row)
+            self._wake_runner()
         return row
 
     async def run_requests(

@@ -61,8 +61,10 @@ def test_a_batch_cancelled_in_the_queue_never_reaches_the_engine(
         engine.hold(["r0"])
         async with running_service(tmp_path, engine, max_batches=1) as service:
             first = submit(service, make_lines(1))
-            second = submit(service, make_lines(3))
             await engine.until_stalled(0, 1)
+            second = submit(service, make_lines(3))
+            while batch_row(service, second)["status"] != api.IN_PROGRESS:
+                await asyncio.sleep(0.002)
             service.cancel_batch(second)
             row = await until_over(service, second)  # while the first still runs
             engine.release()

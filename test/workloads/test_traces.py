@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -161,6 +163,15 @@ def test_a_bad_file_names_line_and_reason(
     assert "trace.txt" in str(caught.value)
 
 
+@pytest.fixture
+def usual_cells() -> Iterator[None]:
+    """The csv module's own limit, which is the whole process's."""
+    before = csv.field_size_limit(131_072)
+    yield
+    csv.field_size_limit(before)
+
+
+@pytest.mark.usefixtures("usual_cells")
 def test_a_file_that_is_missing_or_no_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"absent\.csv cannot be read"):
         read_trace(tmp_path / "absent.csv")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 from batch_service import (
     UNRUN,
+    batch_row,
     check_results,
     counts_of,
     custom_ids,

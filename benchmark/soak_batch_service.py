@@ -234,7 +234,9 @@ def main() -> int:
         },
         "missed": missed,
     }  # fmt: skip
-    finish(document, RESULTS / "soak.json" if options.save else None)
+    some = [] if options.only == list(ROWS) else options.only
+    name = "_".join(("soak", *some))
+    finish(document, RESULTS / f"{name}.json" if options.save else None)
     return 1 if missed else 0
 
 

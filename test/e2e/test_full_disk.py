@@ -142,3 +142,31 @@ def test_a_server_stopped_with_a_full_disk_runs_again_what_was_not_saved(
             assert sorted(after.executed) == ids_of(range(2, 6))
 
     run(scenario())
+
+
+def test_a_cancel_on_a_full_disk_counts_what_the_files_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch, errno.ENOSPC)
+
+    async def scenario() -> None:
+        engine = FakeEngine()
+        engine.hold(ids_of(range(2, 12)))
+        async with running_service(
+            tmp_path, engine, policy="fcfs", max_inflight=3
+        ) as service:
+            batch_id = submit(service, make_lines(12))
+            await engine.until_stalled(2, 3)
+            disk.fill()
+            engine.release(ids_of(range(2, 5)))
+            await until_paused(service, batch_id)
+            service.cancel_batch(batch_id)
+            for _ in range(20):
+                await asyncio.sleep(0.002)
+            disk.empty()
+            row = await until_over(service, batch_id)
+            outputs, errors = check_results(service, row)
+            assert (row["status"], len(outputs), len(errors)) == (api.CANCELLED, 5, 7)
+            assert row["paused_reason"] is None
+
+    run(scenario())

@@ -143,44 +143,6 @@ def test_a_batch_that_the_server_fails_still_gives_its_answers(tmp_path: Path) -
     run(scenario())
 
 
-def test_a_cancel_on_a_full_disk_counts_what_the_files_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = False
-    pwrite = os.pwrite
-
-    def limited(fd: int, data: bytes, offset: int) -> int:
-        if full and os.readlink(f"/proc/self/fd/{fd}").endswith("results.jsonl"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return pwrite(fd, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", limited)
-
-    async def scenario() -> None:
-        nonlocal full
-        engine = FakeEngine()
-        engine.hold(ids_of(range(2, 12)))
-        async with running_service(
-            tmp_path, engine, policy="fcfs", max_inflight=3
-        ) as service:
-            batch_id = submit(service, make_lines(12))
-            await engine.until_stalled(2, 3)
-            full = True
-            engine.release(ids_of(range(2, 5)))
-            while batch_row(service, batch_id)["paused_reason"] is None:
-                await asyncio.sleep(0.002)
-            service.cancel_batch(batch_id)
-            for _ in range(20):
-                await asyncio.sleep(0.002)
-            full = False
-            row = await until_over(service, batch_id)
-            outputs, errors = check_results(service, row)
-            assert (row["status"], len(outputs), len(errors)) == (api.CANCELLED, 5, 7)
-            assert row["paused_reason"] is None
-
-    run(scenario())
-
-
 def test_a_reason_of_an_earlier_server_does_not_stay(tmp_path: Path) -> None:
     async def scenario() -> None:
         engine = FakeEngine()

@@ -73,6 +73,26 @@ def test_followers_go_on_when_their_part_of_a_long_prompt_is_there() -> None:
     assert done.admission_order.tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("capacity", [80, 100, 120, 140, 160, 200, 300])
+def test_no_prefix_is_computed_in_room_that_followers_need(capacity: int) -> None:
+    """Four documents below one prefix, then three others, of four questions each.
+
+    While one computes the first prefix, the others below it wait. A document of the
+    other three that was computed meanwhile had to go before its turn came.
+    """
+    asked = [(100 + question,) * 4 for question in range(4)]
+    prompts = [
+        (1,) * 20 + (10 + document,) * 20 + question
+        for document in range(4)
+        for question in asked
+    ]
+    prompts += [(30 + i,) * 30 + question for i in range(3) for question in asked]
+    lengths = [8] * len(prompts)
+    job = make_job(prompts, lengths, capacity=capacity, step_tokens=100, as_sglang=True)
+    done = run(known(job))
+    assert done.prefilled_tokens == 20 + 4 * 20 + 3 * 30 + len(prompts) * 4
+
+
 def test_parked_requests_come_back_without_computing_anything_again() -> None:
     job = make_job(
         own_prompts(2, 2, 2), [4, 4, 2], capacity=9, estimate=[1] * 3, as_sglang=True

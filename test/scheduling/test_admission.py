@@ -166,6 +166,22 @@ def test_siblings_follow_the_one_that_computes_their_prefix() -> None:
     assert choice.tokens == 3
 
 
+def test_no_prefix_is_begun_in_room_that_followers_need() -> None:
+    prompts = [(1,) * 50 + (i,) for i in range(4)] + [
+        (9,) * 40 + (i,) for i in range(2)
+    ]
+    # What the followers need in the end: 3 * (1 + 8), beside 51 + 8 and 41 + 8.
+    for capacity, joins in ((140, [0, 4]), (130, [0])):
+        job = job_of(plan_of(prompts))
+        lines = arrive_all(job)
+        occupancy = Occupancy(capacity)
+        occupancy.cover(8)
+        choice = choose(job, occupancy, now_of())
+        assert choice.lines == [lines[number] for number in joins]
+        job.release_followers(job.uses.computed(lines[0], 51))
+        assert lines[1] in choose(job, occupancy, now_of()).lines
+
+
 def test_a_prompt_that_was_begun_goes_first() -> None:
     job = job_of(plan_of([(1,) * 90, (2,) * 30]))
     lines = arrive_all(job)

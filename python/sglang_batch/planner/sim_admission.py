@@ -40,6 +40,19 @@ def fits(sim: Sim, i: int, reserved: int) -> bool:
 
 
 @jit_in_place
+def _overtakes(sim: Sim, i: int) -> bool:
+    """Whether a request would compute a prefix in room that followers need before."""
+    claimed = sim.state[0].followers_kv
+    node = sim.requests[i].node
+    if (
+        claimed == 0
+        or prefix.cached_depth(sim.cache, node) == sim.cache.nodes[node].depth
+    ):
+        return False
+    return not fits(sim, i, claimed)
+
+
+@jit_in_place
 def _waits(sim: Sim, side: int) -> bool:
     """Whether a side's next request was found not to fit, and nothing changed."""
     state = sim.state[0]
@@ -111,6 +124,8 @@ def _prefill(sim: Sim, side: int, tokens: int, reserved: int) -> tuple[int, floa
                 if sim.state[0].set_aside > MOST_FOLLOWERS:
                     break
                 continue
+            if sim.engine.as_sglang and _overtakes(sim, i):
+                break
             if _waits(sim, side) or not fits(sim, i, reserved):
                 s.blocked = 1
                 break

@@ -68,6 +68,13 @@ def lead(cache: SimCache, i: int, node: int, cached: int) -> None:
 
 
 @jit_in_place
+def _whole_kv(sim: Sim, i: int) -> int:
+    """Tokens of KV that a request is expected to hold in the end, shared ones aside."""
+    r = sim.requests[i]
+    return int(r.own + min(int(r.estimate_mean + 0.5), r.max_new_tokens))
+
+
+@jit_in_place
 def show(sim: Sim, i: int, computed: int) -> None:
     """The first tokens of a leader's prompt are in the cache: followers go on."""
     node = sim.requests[i].node
@@ -79,6 +86,7 @@ def show(sim: Sim, i: int, computed: int) -> None:
             at.followers = NONE
             while follower != NONE:
                 put_back(sim, follower)
+                sim.state[0].followers_kv -= _whole_kv(sim, follower)
                 follower = sim.requests[follower].next_follower
         node = at.parent
 
@@ -97,4 +105,5 @@ def follows(sim: Sim, side: int, i: int) -> bool:
         take(sim, side, i)
         sim.requests[i].next_follower = sim.cache.nodes[node].followers
         sim.cache.nodes[node].followers = i
+        state.followers_kv += _whole_kv(sim, i)
     return True

@@ -79,6 +79,7 @@ STATE = np.dtype(
             "newest",  # running request
             "idle",  # steps in which there was nothing to compute
             "set_aside",  # followers set aside in this step
+            "followers_kv",  # tokens of KV that all followers will need, shared aside
             "ended",  # requests that ended and still hold their KV
             "first_parked",
             "num_parked",

@@ -55,9 +55,7 @@ class JobState:
 
     @property
     def waiting_tokens(self) -> int:
-        return self.backlog.tokens + sum(
-            line.input_len for lines in self._followers.values() for line in lines
-        )
+        return self.backlog.tokens + sum(line.input_len for line in self.followers())
 
     @property
     def dual(self) -> bool:
@@ -66,6 +64,9 @@ class JobState:
     def waiting(self) -> Iterator[Line]:
         """All that wait, followers included."""
         yield from self.backlog
+        yield from self.followers()
+
+    def followers(self) -> Iterator[Line]:
         for lines in self._followers.values():
             yield from lines
 

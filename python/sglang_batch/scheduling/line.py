@@ -64,3 +64,8 @@ class Line:
     def steps_done(self, clock: int) -> int:
         """Decode steps taken so far."""
         return self.steps + (clock - self.begin if self.decoding else 0)
+
+    @property
+    def whole_kv(self) -> int:
+        """Tokens of KV that it is expected to hold in the end, shared ones aside."""
+        return self.own + self.estimate

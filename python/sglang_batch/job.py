@@ -36,6 +36,10 @@ logger = logging.getLogger(__name__)
 
 # Of a request that declares none; above any context length.
 NO_LIMIT = 1 << 24
+# What was rendered for the plan is kept for sending, as far as it takes little memory:
+# so many requests, of so many prompt tokens in all. The rest is rendered again.
+KEPT_REQUESTS = 1 << 13
+KEPT_TOKENS = 1 << 21
 
 Indices = Sequence[int] | NDArray[np.int64]
 
@@ -85,6 +89,7 @@ class Job:
         self._on_rendered = on_rendered
         self._limit = limit
         self._directory = directory
+        self._kept: dict[int, PreparedRequest] = {}
         self._priority = priority
         # Share of the prompt tokens that a perfect prefix cache would save; None
         # until the job is planned by a policy that looks at tokens.
@@ -147,6 +152,7 @@ class Job:
         """
         planned: list[int] = []
         limits: list[tuple[int, int]] = []
+        num_tokens = 0
         with (
             TemporaryDirectory(prefix="tokens-", dir=self._directory) as directory,
             TokenSpool(Path(directory) / "tokens.i32") as spool,
@@ -157,7 +163,11 @@ class Job:
                     if isinstance(prepared, RequestOutput):
                         self._sink(request, prepared)
                     else:
-                        spool.append(prepared.input_ids or ())
+                        input_ids = prepared.input_ids or ()
+                        spool.append(input_ids)
+                        num_tokens += len(input_ids)
+                        if num_tokens <= KEPT_TOKENS and len(planned) < KEPT_REQUESTS:
+                            self._kept[request.index] = prepared
                         limits.append(_output_limits(prepared))
                         planned.append(request.index)
             max_new_tokens, known = np.array(limits, np.int32).reshape(-1, 2).T
@@ -226,6 +236,8 @@ class Job:
 
     async def _render(self, number: int, *, tokenize: bool) -> Rendered:
         request = self._requests[number]
+        if (kept := self._kept.pop(number, None)) is not None:
+            return request, kept
         rid = engine_request_id(self._job_id, request.index)
         return request, await self._engine.prepare(request, rid, tokenize=tokenize)
 

@@ -22,6 +22,7 @@ from feed_jobs import (
     until_planned,
 )
 
+from sglang_batch import job as job_module
 from sglang_batch.config import POLICIES
 from sglang_batch.engine import PreparedRequest
 from sglang_batch.planner.plan import make_plan
@@ -130,7 +131,10 @@ def test_a_sample_that_fails_teaches_nothing_and_is_not_waited_for(policy: str) 
         assert engine.openings[0][0].policy == "dfs"
 
 
-def test_a_sample_that_cannot_be_rendered_a_second_time_is_not_waited_for() -> None:
+def test_a_sample_that_cannot_be_rendered_a_second_time_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(job_module, "KEPT_REQUESTS", 0)
     requests = unknown(100)
     sample = [f"r{i}" for i in planner_of(requests).sample]
 

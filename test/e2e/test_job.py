@@ -13,6 +13,7 @@ from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_batch import job as job_module
 from sglang_batch.batch_api.lines import result_line
 from sglang_batch.config import POLICIES, OfflineBatchConfig
 from sglang_batch.job import Job
@@ -88,6 +89,20 @@ def test_a_job_with_nothing_to_do_ends(policy: str) -> None:
     engine = FakeEngine()
     assert run_job(engine, TEXTS, [], policy=policy) == {}
     assert engine.num_prepared == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "rendered"),
+    [({}, 8), ({"KEPT_REQUESTS": 3}, 13), ({"KEPT_TOKENS": 5}, 14)],
+)
+def test_what_is_rendered_for_the_plan_is_sent_as_far_as_it_is_small(
+    monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], rendered: int
+) -> None:
+    for name, value in limits.items():
+        monkeypatch.setattr(job_module, name, value)
+    engine = FakeEngine()
+    run_job(engine, ["aaaa", *"bcdefgh"])
+    assert engine.num_prepared == rendered
 
 
 def test_the_ratio_of_shareable_tokens_is_known_after_planning() -> None:

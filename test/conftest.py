@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,12 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "demo"
     write_demo_model(path)
     return path
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_logged() -> None:
+    """SGLang sets the level of all logs of its process; another test may have run it."""
+    logging.getLogger().setLevel(logging.WARNING)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -197,7 +197,7 @@ def test_both_sides_are_in_the_engine_while_both_have_requests(
     assert begin < 0.1 * len(middle), middle
     both = [bool(left and right) for left, right in middle[begin:]]
     # Answers that come all at once may leave a side without any for a moment.
-    assert sum(both) > 0.9 * len(both), middle
+    assert sum(both) > 0.75 * len(both), middle
 
 
 def test_the_parts_of_a_line_have_ids_of_the_job(found: dict[str, Any]) -> None:

@@ -134,8 +134,13 @@ class OnlineQueue:
         running_batch = conductor.rooms.free(
             running_batch, need, leave=0, num_rows=num_ready + 1 - free_rows
         )
-        if not self._fits(running_batch, line, num_ready):
-            self._set_chunk_aside(running_batch)
+        # What others are still promised may not leave it enough.
+        while not self._fits(running_batch, line, num_ready):
+            rows = len(running_batch.reqs)
+            running_batch = conductor.rooms.free(running_batch, 0, leave=0, num_rows=1)
+            if len(running_batch.reqs) == rows:
+                self._set_chunk_aside(running_batch)
+                break
         return running_batch
 
     def _set_chunk_aside(self, running_batch: Any) -> None:

@@ -133,6 +133,23 @@ def test_a_full_disk_loses_no_earlier_result(
     again.close()
 
 
+def test_a_log_is_closed_though_its_last_commit_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fds = os.listdir("/proc/self/fd")
+    log = ResultLog(tmp_path / "log", 5)
+    put(log, 0)
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fdatasync", full)
+    with pytest.raises(OSError, match="No space left"):
+        log.close()
+    assert os.listdir("/proc/self/fd") == fds
+    log.close()
+
+
 # Writing out --------------------------------------------------------------------
 
 

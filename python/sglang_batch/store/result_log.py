@@ -171,10 +171,17 @@ class ResultLog:
         return num_outputs, num_errors
 
     def close(self) -> None:
+        """Commit and let go of the file, of the file also where the commit fails.
+
+        Raises:
+            OSError: the commit failed.
+        """
         if self._fd >= 0:
-            self.commit()
-            os.close(self._fd)
-            self._fd = -1
+            try:
+                self.commit()
+            finally:
+                fd, self._fd = self._fd, -1
+                os.close(fd)
 
     def _account(self, record: _Record, offset: int) -> None:
         if self._offsets[record.index] != _MISSING:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from typing import Any
 from .database import close_database, open_database
 
 Row = dict[str, Any]
+# Called with a row in the transaction that makes it; if it raises, nothing is made.
+OnMade = Callable[[Row], None]
 
 DIRECTORIES = ("files", "batches", "uploads", "incoming", "keys")
 # A file past its time is gone at once; its bytes go when somebody collects them.
@@ -46,11 +48,7 @@ class BatchStore:
     """Opened by every process of a server; safe to call from any thread."""
 
     def __init__(self, directory: Path) -> None:
-        """Open or create the store.
-
-        Raises:
-            StoreError: the directory cannot be created or written, or has no room.
-        """
+        """Open or create the store; raises StoreError where that cannot be."""
         self.directory = directory
         self._db = open_database(directory, DIRECTORIES)
         self._lock = threading.RLock()

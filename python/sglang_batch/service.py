@@ -255,25 +255,31 @@ class BatchService:
     async def run_requests(
         self, job_id: str, requests: list[BatchRequestInput]
     ) -> AsyncGenerator[tuple[BatchRequestInput, RequestOutput], None]:
-        """Run requests that no file holds; yields each answer as it comes."""
+        """Run requests that no file holds; yields each answer as it comes.
+
+        In their part of the engine's share, as a batch, but at any hour: somebody waits
+        for the answers.
+        """
         answers: asyncio.Queue[tuple[BatchRequestInput, RequestOutput] | None] = (
             asyncio.Queue()
         )
-        if self._engine is None:
+        if self._engine is None or self.runner is None:
             raise StoreError("the batch service has not been started")
-        job = Job(
-            job_id,
-            requests,
-            range(len(requests)),
-            self._engine,
-            self.config,
-            lambda request, output: answers.put_nowait((request, output)),
-        )
-        work = asyncio.ensure_future(job.run())
-        work.add_done_callback(lambda _: answers.put_nowait(None))
-        try:
-            while (answer := await answers.get()) is not None:
-                yield answer
-            await work
-        finally:
-            work.cancel()
+        with self.runner.share.wave() as limit:
+            job = Job(
+                job_id,
+                requests,
+                range(len(requests)),
+                self._engine,
+                self.config,
+                lambda request, output: answers.put_nowait((request, output)),
+                limit=limit,
+            )
+            work = asyncio.ensure_future(job.run())
+            work.add_done_callback(lambda _: answers.put_nowait(None))
+            try:
+                while (answer := await answers.get()) is not None:
+                    yield answer
+                await work
+            finally:
+                work.cancel()

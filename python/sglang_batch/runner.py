@@ -26,6 +26,7 @@ from .errors import StoreError, StoreWriteError
 from .history import Rate
 from .request import parse_request_id
 from .retention import collect
+from .send_limit import EngineShare
 from .service_log import ProgressLog
 from .store.batch_store import BatchStore, Row, now
 from .store.lock import FileLock
@@ -58,6 +59,9 @@ class BatchRunner:
         closing: says when the server is going down; no more requests are sent from
             then on, and what is unfinished stays for the next server.
         rate_of: how fast a batch goes on, by its id.
+
+    Attributes:
+        share: of the engine; waves have their part of it too.
     """
 
     def __init__(
@@ -75,6 +79,10 @@ class BatchRunner:
         self._engine = engine
         self._closing = closing
         self._rate_of = rate_of
+        most = None
+        if config.batch_share < 1:
+            most = int(config.batch_share * engine.max_running_requests)
+        self.share = EngineShare(most)
         self._lock = FileLock(store.directory / "lock")
         self._runs: dict[str, BatchRun] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -303,15 +311,11 @@ class BatchRunner:
         """Batches run in their hours, and in their share of the engine."""
         config = self._config
         running = [run for run in self._runs.values() if run.may_run.is_set()]
-        each = None
-        if config.batch_share < 1:
-            share = int(config.batch_share * self._engine.max_running_requests)
-            each = max(1, share // max(1, len(running)))
+        self.share.set_batches([run.limit for run in running])
         hours = None
         if not in_hours(config.hours, local_minute()):
             hours = f"Batches of this server run from {config.batch_hours} only."
         for run in running:
-            run.limit.set(each)
             run.pauses.set("hours", hours)
 
     # Suspects -------------------------------------------------------------------------

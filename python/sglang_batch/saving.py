@@ -180,8 +180,16 @@ def _errors_of(log: ResultLog) -> Counter[str]:
     if log.num_failed:
         with open(log.path, "rb") as file:
             for line in finished_lines(file, log.path.stat().st_size, ok=False):
-                codes[_code(bytes(msgspec.json.decode(line, type=_Line).body))] += 1
+                codes[_code(_body_of(line))] += 1
     return codes
+
+
+def _body_of(line: bytes) -> bytes:
+    """The body of a result line; empty where it has none."""
+    try:
+        return bytes(msgspec.json.decode(line, type=_Line).response.body)
+    except msgspec.DecodeError:
+        return b""
 
 
 class _Response(msgspec.Struct):
@@ -190,10 +198,6 @@ class _Response(msgspec.Struct):
 
 class _Line(msgspec.Struct):
     response: _Response
-
-    @property
-    def body(self) -> msgspec.Raw:
-        return self.response.body
 
 
 def _code(body: bytes) -> str:

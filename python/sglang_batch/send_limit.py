@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class SendLimit:
@@ -36,3 +37,40 @@ class SendLimit:
         if why in self._holds:
             self._holds.discard(why)
             self.on_change()
+
+
+class EngineShare:
+    """The requests that batches and waves may have in the engine, divided evenly.
+
+    most: of all together; None is any number.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._batches: list[SendLimit] = []
+        self._waves: list[SendLimit] = []
+
+    def set_batches(self, limits: list[SendLimit]) -> None:
+        """These batches run now."""
+        self._batches = limits
+        self._divide()
+
+    @contextmanager
+    def wave(self) -> Iterator[SendLimit]:
+        """The limit of a wave, which runs for the length of the block."""
+        limit = SendLimit()
+        self._waves.append(limit)
+        self._divide()
+        try:
+            yield limit
+        finally:
+            self._waves.remove(limit)
+            self._divide()
+
+    def _divide(self) -> None:
+        limits = [*self._batches, *self._waves]
+        each = None
+        if self._most is not None:
+            each = max(1, self._most // max(1, len(limits)))
+        for limit in limits:
+            limit.set(each)

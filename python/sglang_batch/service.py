@@ -25,7 +25,7 @@ from .job import Job
 from .request import BatchRequestInput, RequestOutput
 from .runner import BatchRunner
 from .service_log import batch_changed
-from .store.batch_store import BatchStore, Row, now
+from .store.batch_store import BatchStore, OnMade, Row, now
 from .store.files import atomic_write, move_into_place
 
 
@@ -105,16 +105,18 @@ class BatchService:
         purpose: str,
         expires_at: int | None,
         owner: str = "",
+        on_made: OnMade | None = None,
     ) -> Row:
         """Make a file that was received into the store's directory one of the API.
 
         Args:
             source: it is moved, not copied.
             expires_at: None is the default for this purpose.
+            on_made: see :data:`OnMade`.
         """
         file_id = new_id("file-")
         move_into_place(source, self.store.file_path(file_id))
-        return self.record_file(file_id, filename, purpose, expires_at, owner)
+        return self.record_file(file_id, filename, purpose, expires_at, owner, on_made)
 
     def record_file(
         self,
@@ -123,6 +125,7 @@ class BatchService:
         purpose: str,
         expires_at: int | None,
         owner: str,
+        on_made: OnMade | None = None,
     ) -> Row:
         """Make contents that are in place a file of the API.
 
@@ -135,9 +138,12 @@ class BatchService:
         try:
             with self.store.atomic():
                 self.check_room(path.stat().st_size)
-                return self.store.record_file(
+                row = self.store.record_file(
                     file_id, filename, purpose, expires_at, owner
                 )
+                if on_made is not None:
+                    on_made(row)
+                return row
         except BaseException:
             path.unlink(missing_ok=True)
             raise
@@ -177,6 +183,7 @@ class BatchService:
         metadata: dict[str, str] | None,
         *,
         same_since: int | None = None,
+        on_made: OnMade | None = None,
         **fields: Any,
     ) -> Row:
         """Accept a batch; the runner validates and runs it.
@@ -185,6 +192,7 @@ class BatchService:
             completion_window: one that ``protocol.window_seconds`` knows.
             same_since: return a batch made at this time or later with the very same
                 parameters, if there is one, instead of making another.
+            on_made: see :data:`OnMade`; also called with such a batch.
             fields: more columns of the batch: owner, priority, and so on.
         """
         window_s = api.window_seconds(completion_window)
@@ -196,26 +204,33 @@ class BatchService:
             "metadata": None if metadata is None else json.dumps(metadata),
             **fields,
         }
-        batch_id = new_id("batch_")
         with self.store.atomic():
+            row = None
             if same_since is not None:
-                same = self.store.find_batch(same_since, asked)
-                if same is not None:
-                    return same
-            created_at = now()
-            self.store.add_batch(
-                {
-                    "id": batch_id,
-                    "status": api.VALIDATING,
-                    "created_at": created_at,
-                    "expires_at": created_at + window_s,
-                    **asked,
-                }
-            )
+                row = self.store.find_batch(same_since, asked)
+            is_new = row is None
+            if row is None:
+                row = self._add_batch(asked, window_s)
+            if on_made is not None:
+                on_made(row)
+        if is_new:
+            batch_changed(row)
+            self._wake_runner()
+        return row
+
+    def _add_batch(self, asked: dict[str, Any], window_s: int) -> Row:
+        batch_id, created_at = new_id("batch_"), now()
+        self.store.add_batch(
+            {
+                "id": batch_id,
+                "status": api.VALIDATING,
+                "created_at": created_at,
+                "expires_at": created_at + window_s,
+                **asked,
+            }
+        )
         row = self.store.get_batch(batch_id)
         assert row is not None
-        batch_changed(row)
-        self._wake_runner()
         return row
 
     def _wake_runner(self) -> None:
@@ -240,25 +255,31 @@ class BatchService:
     async def run_requests(
         self, job_id: str, requests: list[BatchRequestInput]
     ) -> AsyncGenerator[tuple[BatchRequestInput, RequestOutput], None]:
-        """Run requests that no file holds; yields each answer as it comes."""
+        """Run requests that no file holds; yields each answer as it comes.
+
+        In their part of the engine's share, as a batch, but at any hour: somebody waits
+        for the answers.
+        """
         answers: asyncio.Queue[tuple[BatchRequestInput, RequestOutput] | None] = (
             asyncio.Queue()
         )
-        if self._engine is None:
+        if self._engine is None or self.runner is None:
             raise StoreError("the batch service has not been started")
-        job = Job(
-            job_id,
-            requests,
-            range(len(requests)),
-            self._engine,
-            self.config,
-            lambda request, output: answers.put_nowait((request, output)),
-        )
-        work = asyncio.ensure_future(job.run())
-        work.add_done_callback(lambda _: answers.put_nowait(None))
-        try:
-            while (answer := await answers.get()) is not None:
-                yield answer
-            await work
-        finally:
-            work.cancel()
+        with self.runner.share.wave() as limit:
+            job = Job(
+                job_id,
+                requests,
+                range(len(requests)),
+                self._engine,
+                self.config,
+                lambda request, output: answers.put_nowait((request, output)),
+                limit=limit,
+            )
+            work = asyncio.ensure_future(job.run())
+            work.add_done_callback(lambda _: answers.put_nowait(None))
+            try:
+                while (answer := await answers.get()) is not None:
+                    yield answer
+                await work
+            finally:
+                work.cancel()

@@ -21,6 +21,7 @@ from batch_service import (
 )
 from builders import (
     CHAT,
+    NO_USAGE,
     ids_of,
     make_body,
     make_file,
@@ -31,7 +32,10 @@ from builders import (
 from fake_engine import FakeEngine
 
 from sglang_batch.batch_api import protocol as api
+from sglang_batch.saving import Pauses, ResultSaver
+from sglang_batch.send_limit import SendLimit
 from sglang_batch.store.batch_store import Row
+from sglang_batch.store.result_log import ResultLog
 
 pytestmark = pytest.mark.usefixtures("quick_polling")
 
@@ -151,14 +155,56 @@ def test_results_that_cannot_be_read_back_are_left_where_they_are(
             batch_id = submit(service, make_lines(4))
             await engine.until_stalled(2, 1)
         log = tmp_path / "batches" / batch_id / "results.jsonl"
-        log.write_bytes(b"damaged\n" + log.read_bytes())
+        log.rename(log.with_name("results"))
+        log.symlink_to(log)
         async with running_service(tmp_path) as service:
             row = await until_over(service, batch_id)
             assert row["status"] == api.FAILED
-            assert "cannot be read" in row["errors"]
-            assert log.read_bytes().startswith(b"damaged")
+            assert "symbolic links" in row["errors"]
+            assert log.with_name("results").exists()
 
     run(scenario())
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"\0" * 50, b'{"response":5}', b"[0,false,[0,0,0],{}]"]
+)
+def test_a_damaged_result_is_made_again_and_the_others_are_kept(
+    tmp_path: Path, damaged: bytes
+) -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        engine.hold(["r2", "r3"])
+        async with running_service(
+            tmp_path, engine, policy="fcfs", max_inflight=1
+        ) as service:
+            batch_id = submit(service, make_lines(4))
+            await engine.until_stalled(2, 1)
+        log = tmp_path / "batches" / batch_id / "results.jsonl"
+        second = log.read_bytes().splitlines()[1]
+        log.write_bytes(damaged + b"\n" + second + b"\n")
+        after = FakeEngine()
+        async with running_service(tmp_path, after) as service:
+            row = await until_over(service, batch_id)
+            outputs, _ = check_results(service, row)
+            assert (row["status"], len(outputs)) == (api.COMPLETED, 4)
+            assert sorted(after.executed) == ["r0", "r2", "r3"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("line", [b"{}", b'{"response":null}', b"[5]"])
+def test_an_error_line_of_another_shape_is_an_unknown_error(
+    tmp_path: Path, line: bytes
+) -> None:
+    service = make_service(tmp_path)
+    log = ResultLog(tmp_path / "log", 1)
+    log.put(0, line, ok=False, usage=NO_USAGE)
+    pauses = Pauses("batch_1", service.store, SendLimit())
+    saver = ResultSaver("batch_1", service.store, log, pauses)
+    assert saver.errors == {"unknown": 1}
+    log.close()
+    service.store.close()
 
 
 def test_a_store_that_is_busy_once_does_not_stop_the_runner(

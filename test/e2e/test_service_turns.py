@@ -16,7 +16,7 @@ from batch_service import (
     submit,
     until_over,
 )
-from builders import ids_of, make_line, make_lines, run
+from builders import ids_of, make_line, make_lines, make_request, run
 from fake_engine import FakeEngine
 
 from sglang_batch import runner as runner_module
@@ -220,6 +220,42 @@ def test_a_share_of_the_engine_is_divided_among_batches(tmp_path: Path) -> None:
             engine.release()
             for row in [await until_over(service, each) for each in (first, second)]:
                 check_results(service, row)
+
+    run(scenario())
+
+
+def test_a_wave_has_its_part_of_the_share_and_runs_at_any_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    minute = 12 * 60
+    monkeypatch.setattr(runner_module, "local_minute", lambda: minute)
+
+    async def scenario() -> None:
+        nonlocal minute
+        engine = FakeEngine(default_max_inflight=20)
+        engine.hold(ids_of(range(60)))
+        hours = "22:00-06:00"
+        async with running_service(
+            tmp_path, engine, policy="fcfs", batch_share=0.5, batch_hours=hours
+        ) as service:
+            wave = service.run_requests("wave_1", [make_request(i) for i in range(30)])
+            first = asyncio.ensure_future(anext(wave))
+            await engine.until(lambda: len(engine.running) >= 10)
+            await some_polls()
+            assert len(engine.running) == 10
+            batch_id = submit(service, [make_line(f"r{i}") for i in range(30, 60)])
+            minute = 23 * 60
+            while len(engine.running) < 15:
+                await asyncio.sleep(0.002)
+            await some_polls()
+            assert len(engine.running) == 15  # those that ran before are not stopped
+            engine.release(ids_of(range(30)))
+            await first
+            assert len([answer async for answer in wave]) == 29
+            while len(engine.running) < 10:
+                await asyncio.sleep(0.002)
+            engine.release()
+            check_results(service, await until_over(service, batch_id))
 
     run(scenario())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
@@ -12,6 +13,7 @@ from openai.types import Batch
 from route_server import Server, error_of
 
 from sglang_batch.http_api import files as files_module
+from sglang_batch.http_api import results as results_module
 
 
 def lines_of(answer: httpx.Response) -> list[dict[str, Any]]:
@@ -104,6 +106,34 @@ def test_a_poller_asks_for_what_is_new(server: Server) -> None:
     assert custom_ids(rest) == ["r4", "r5"]
     assert rest.headers["x-line-order"] == "input"
     assert custom_ids(results(server, ended, "?after_line=100")) == []
+
+
+class CountedFile(io.FileIO):
+    """A file that counts the bytes read of all of its kind."""
+
+    num_bytes = 0
+
+    def readinto(self, buffer: Any) -> int | None:
+        count = super().readinto(buffer)
+        CountedFile.num_bytes += count or 0
+        return count
+
+
+def test_a_poller_does_not_have_the_whole_log_read_each_time(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_lines = 500
+    batch = held_batch(server, make_lines(num_lines + 1), ids_of([num_lines]))
+    log = server.service.store.work_dir(batch.id) / "results.jsonl"
+    monkeypatch.setattr(
+        results_module, "_opened", lambda path: io.BufferedReader(CountedFile(path))
+    )
+    for after in range(num_lines, num_lines - 20, -1):
+        monkeypatch.setattr(CountedFile, "num_bytes", 0)
+        answer = results(server, batch, f"?after_line={after}")
+        assert answer.headers["x-last-line"] == str(num_lines)
+        assert len(lines_of(answer)) == num_lines - after
+        assert CountedFile.num_bytes < log.stat().st_size / 2
 
 
 def test_readers_find_every_line_once_through_the_end(server: Server) -> None:

@@ -1,47 +1,17 @@
-"""The log of finished requests: what survives a crash, and what is refused."""
+"""The log of finished requests: what survives a crash."""
 
 from __future__ import annotations
 
 import io
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
+from result_logs import USAGE, lines_of, make_log, ordered, put
 
 from sglang_batch.errors import StoreError
 from sglang_batch.request import Usage
 from sglang_batch.store.result_log import ResultLog
-
-USAGE = Usage(input_tokens=4, cached_tokens=3, output_tokens=2, reasoning_tokens=1)
-
-
-def make_result(index: int) -> bytes:
-    return json.dumps({"index": index, "text": f"answer \u00e9 {index}"}).encode()
-
-
-def put(log: ResultLog, index: int, *, ok: bool = True, usage: Usage = USAGE) -> None:
-    log.put(index, make_result(index), ok=ok, usage=usage)
-
-
-def make_log(path: Path, indices: list[int], num_requests: int = 5) -> Path:
-    """A log with these results, as a process leaves it."""
-    log = ResultLog(path, num_requests)
-    for index in indices:
-        put(log, index)
-    log.close()
-    return path
-
-
-def ordered(log: ResultLog, **kwargs: Any) -> tuple[bytes, bytes, tuple[int, int]]:
-    outputs, errors = io.BytesIO(), io.BytesIO()
-    counts = log.write_ordered(outputs, errors, **kwargs)
-    return outputs.getvalue(), errors.getvalue(), counts
-
-
-def lines_of(*indices: int) -> bytes:
-    return b"".join(make_result(index) + b"\n" for index in indices)
 
 
 def test_a_new_log_has_everything_to_do(tmp_path: Path) -> None:
@@ -138,38 +108,6 @@ def test_a_last_record_of_something_else_is_dropped(
     assert path.read_bytes() == good
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        b"garbage",
-        b"\0\0\0\0",
-        b"",
-        b"[0,true,[1,1,1,1]",
-        b"[9,true,[1,1,1,1],{}]",  # a request the job does not have
-        b"[-1,true,[1,1,1,1],{}]",
-        b"[0,true,[1,1,1],{}]",
-    ],
-)
-def test_a_corrupt_record_in_the_middle_is_refused_by_path(
-    tmp_path: Path, record: bytes
-) -> None:
-    path = make_log(tmp_path / "results.jsonl", [0, 1, 2])
-    records = path.read_bytes().split(b"\n")
-    records[1] = record
-    path.write_bytes(b"\n".join(records))
-    damaged = path.read_bytes()
-    with pytest.raises(StoreError, match=str(path)) as raised:
-        ResultLog(path, 5)
-    assert f"byte {len(records[0]) + 1} " in str(raised.value)
-    assert path.read_bytes() == damaged  # nothing is thrown away
-
-
-def test_a_log_of_a_longer_job_is_refused(tmp_path: Path) -> None:
-    path = make_log(tmp_path / "log", [4, 0])
-    with pytest.raises(StoreError):
-        ResultLog(path, 2)
-
-
 def test_a_full_disk_loses_no_earlier_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +131,23 @@ def test_a_full_disk_loses_no_earlier_result(
     again = ResultLog(tmp_path / "log", 5)
     assert ordered(again) == (lines_of(0, 2), b"", (2, 0))
     again.close()
+
+
+def test_a_log_is_closed_though_its_last_commit_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fds = os.listdir("/proc/self/fd")
+    log = ResultLog(tmp_path / "log", 5)
+    put(log, 0)
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fdatasync", full)
+    with pytest.raises(OSError, match="No space left"):
+        log.close()
+    assert os.listdir("/proc/self/fd") == fds
+    log.close()
 
 
 # Writing out --------------------------------------------------------------------

@@ -15,7 +15,7 @@ from ..store.batch_store import now
 from .caller import owner_of
 from .errors import OpenAIRoute
 from .files import check_expires_after
-from .idempotency import answer_once
+from .idempotency import Keep, answer_once
 from .parameters import (
     check_choice,
     check_limit,
@@ -56,7 +56,7 @@ async def create_batch(request: Request) -> Response:
     # A client that repeats what it got no answer to means the batch it asked for.
     repeated = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
-    async def make() -> JSONResponse:
+    async def make(keep: Keep) -> JSONResponse:
         row = await asyncio.to_thread(
             service.create_batch,
             body["input_file_id"],
@@ -64,6 +64,7 @@ async def create_batch(request: Request) -> Response:
             body["completion_window"],
             body.get("metadata"),
             same_since=now() - REPEATED_WITHIN_S if repeated else None,
+            on_made=lambda row: keep(batch_object(row)),
             owner=owner,
             **fields,
         )

@@ -16,7 +16,7 @@ from ..store.batch_store import now
 from .caller import owner_of
 from .errors import OpenAIRoute
 from .forms import Form, received_form
-from .idempotency import answer_once
+from .idempotency import Keep, answer_once
 from .parameters import check_limit, invalid, page, service_of
 from .results import file_response, results_so_far
 
@@ -42,7 +42,7 @@ async def create_file(request: Request) -> Response:
         check_filename(filename, purpose)
         seconds = _expires_after(form)
 
-        async def make() -> JSONResponse:
+        async def make(keep: Keep) -> JSONResponse:
             row = await asyncio.to_thread(
                 service.add_file,
                 file.path,
@@ -50,6 +50,7 @@ async def create_file(request: Request) -> Response:
                 str(purpose),
                 None if seconds is None else now() + seconds,
                 owner_of(request),
+                on_made=lambda row: keep(file_object(row)),
             )
             return JSONResponse(file_object(row))
 

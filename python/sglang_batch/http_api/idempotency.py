@@ -4,6 +4,9 @@ A client sends ``Idempotency-Key: <anything>`` with a POST. The first call with 
 executed; the same call with the same key gets the first one's answer for 24 hours, with
 the header ``idempotency-replayed: true``. Answers that are errors are not kept, so what
 failed can be tried again under its key.
+
+An answer is kept in the transaction that does what was asked for, so a server that dies
+has done both or neither.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -28,22 +32,26 @@ MAX_KEY_LEN = 255
 PATIENCE_S = 30.0
 _POLL_S = 0.02
 
+# Keeps the body of an answer; called in the transaction that makes what it shows.
+Keep = Callable[[dict[str, Any]], None]
+
 
 async def answer_once(
-    request: Request, content: bytes, make: Callable[[], Awaitable[JSONResponse]]
+    request: Request, content: bytes, make: Callable[[Keep], Awaitable[JSONResponse]]
 ) -> Response:
     """The answer to a POST, made by ``make`` unless it was given before.
 
     Args:
         content: what the call says: its body, or for a form what the form holds, as
             boundaries differ from one attempt to the next.
+        make: does what is asked for, and has its answer kept.
 
     Raises:
         ApiError: 409, the key was used for something else, or is in use.
     """
     key = request.headers.get("idempotency-key")
     if key is None:
-        return await make()
+        return await make(lambda body: None)
     if not 1 <= len(key) <= MAX_KEY_LEN:
         message = f"An Idempotency-Key has 1 to {MAX_KEY_LEN} characters."
         raise ApiError(400, message, code="invalid_idempotency_key")
@@ -54,11 +62,12 @@ async def answer_once(
         before = await asyncio.to_thread(find_answer, store, owner, key)
         if before is not None:
             return _again(before, key, sha256)
-        response = await make()
-        if 200 <= response.status_code < 300:
-            answer = Answer(sha256, response.status_code, bytes(response.body))
-            await asyncio.to_thread(keep_answer, store, owner, key, answer)
-        return response
+
+        def keep(body: dict[str, Any]) -> None:
+            answer = Answer(sha256, 200, bytes(JSONResponse(body).body))
+            keep_answer(store, owner, key, answer)
+
+        return await make(keep)
 
 
 def _again(before: Answer, key: str, sha256: str) -> Response:

@@ -18,7 +18,7 @@ from ..errors import ApiError
 from ..store.batch_store import BatchStore, Row
 from .anthropic_errors import AnthropicRoute
 from .caller import owner_of
-from .idempotency import answer_once
+from .idempotency import Keep, answer_once
 from .message_intake import make_message_batch, receive, repeated
 from .parameters import check_limit, service_of
 
@@ -38,7 +38,10 @@ async def create_message_batch(request: Request) -> Response:
         body = Path(scratch) / "body.json"
         sha256 = await receive(request, body)
 
-        async def make() -> JSONResponse:
+        async def make(keep: Keep) -> JSONResponse:
+            def on_made(row: Row) -> None:
+                keep(_object(request, row))
+
             row = None
             # A client that repeats what it got no answer to means the batch it asked
             # for.
@@ -46,8 +49,10 @@ async def create_message_batch(request: Request) -> Response:
                 row = repeated(service, sha256, owner)
             if row is None:
                 row = await asyncio.to_thread(
-                    make_message_batch, service, body, sha256, owner
+                    make_message_batch, service, body, sha256, owner, on_made
                 )
+            else:
+                await asyncio.to_thread(on_made, row)
             return JSONResponse(_object(request, row))
 
         return await answer_once(request, sha256.encode(), make)

@@ -18,7 +18,7 @@ from ..batch_api.jsonl import LineError, LineRules, validate
 from ..batch_api.message_batches import MessageRequest
 from ..errors import ApiError
 from ..service import BatchService
-from ..store.batch_store import Row, now
+from ..store.batch_store import OnMade, Row, now
 from .parameters import service_of
 
 # A repeated call for a batch is about one that was made no longer ago.
@@ -66,13 +66,14 @@ def repeated(service: BatchService, sha256: str, owner: str) -> Row | None:
 
 
 def make_message_batch(
-    service: BatchService, body: Path, sha256: str, owner: str
+    service: BatchService, body: Path, sha256: str, owner: str, on_made: OnMade
 ) -> Row:
     """Make a batch of the requests in a file; their params are never all in memory.
 
     Args:
         body: other files are written beside it.
         sha256: of the body.
+        on_made: see :data:`OnMade`.
 
     Raises:
         ApiError: they are no batch, or there is no room for them.
@@ -114,6 +115,7 @@ def make_message_batch(
             details,
             api=messages.API,
             owner=owner,
+            on_made=on_made,
         )
         undo.pop_all()
     return row

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..batch_api import protocol as api
 from ..store.batch_store import BatchStore, Row
+from ..store.line_index import line_index
 from ..store.result_log import finished_lines
 
 JSONL = "application/jsonl"
@@ -70,11 +71,7 @@ def batch_results(store: BatchStore, batch: Row, after_line: int) -> Response:
     log = _open_log(store, batch)
     if log is None:
         return _empty(store, batch) or _final_results(store, batch["id"], after_line)
-    end = os.fstat(log.fileno()).st_size
-    last_line = _count_lines(log, end)
-    log.seek(0)
-    for _ in range(min(after_line, last_line)):
-        log.readline()
+    last_line, end = line_index(_log_path(store, batch)).seek(log, after_line)
     return _LinesResponse(finished_lines(log, end), [log], _headers(True, last_line))
 
 
@@ -100,7 +97,11 @@ def _open_log(store: BatchStore, batch: Row) -> BinaryIO | None:
     """The results of a batch that runs; None before the first, and at its end."""
     if batch["status"] not in api.ACTIVE_STATUSES:
         return None
-    return _opened(store.work_dir(batch["id"]) / "results.jsonl")
+    return _opened(_log_path(store, batch))
+
+
+def _log_path(store: BatchStore, batch: Row) -> Path:
+    return store.work_dir(batch["id"]) / "results.jsonl"
 
 
 def _opened(path: Path) -> BinaryIO | None:

@@ -11,13 +11,13 @@ from fastapi.responses import JSONResponse, Response
 from ..batch_api.objects import part_object, upload_object
 from ..errors import ApiError
 from ..service import BatchService, new_id
-from ..store.batch_store import Row, now
+from ..store.batch_store import OnMade, Row, now
 from ..store.uploads import PENDING, UploadStore
 from .caller import owner_of
 from .errors import OpenAIRoute
 from .files import check_expires_after, check_filename, check_purpose
 from .forms import received_form, too_large
-from .idempotency import answer_once
+from .idempotency import Keep, answer_once
 from .parameters import check_string, invalid, json_object, service_of
 
 MAX_UPLOAD_BYTES = 8 << 30
@@ -33,12 +33,18 @@ async def create_upload(request: Request) -> Response:
     body = await json_object(request)
     row = await asyncio.to_thread(_checked_fields, service, body)
 
-    async def make() -> JSONResponse:
+    async def make(keep: Keep) -> JSONResponse:
         upload_id = new_id("upload_")
         new = {"id": upload_id, "owner": owner_of(request), "created_at": now(), **row}
-        uploads = UploadStore(service.store)
-        await asyncio.to_thread(uploads.add, new)
-        return JSONResponse(upload_object(_upload_row(request, upload_id)))
+
+        def add() -> dict[str, Any]:
+            with service.store.atomic():
+                UploadStore(service.store).add(new)
+                shown = upload_object(_upload_row(request, upload_id))
+                keep(shown)
+            return shown
+
+        return JSONResponse(await asyncio.to_thread(add))
 
     return await answer_once(request, await request.body(), make)
 
@@ -71,7 +77,7 @@ async def add_part(request: Request, upload_id: str) -> Response:
         if data is None:
             raise ApiError(400, "Missing required parameter: 'data'.", param="data")
 
-        async def make() -> JSONResponse:
+        async def make(keep: Keep) -> JSONResponse:
             num_bytes = data.path.stat().st_size
             uploads = UploadStore(service.store)
             row = await asyncio.to_thread(
@@ -80,6 +86,7 @@ async def add_part(request: Request, upload_id: str) -> Response:
                 new_id("part_"),
                 data.path,
                 lambda: _check_part(service, upload_id, num_bytes),
+                lambda row: keep(part_object(row)),
             )
             if row is None:
                 raise _not_pending(_upload_row(request, upload_id))
@@ -103,14 +110,22 @@ async def complete_upload(request: Request, upload_id: str) -> Response:
     body = await json_object(request)
     row = _upload_row(request, upload_id)
 
-    async def make() -> JSONResponse:
-        file = await asyncio.to_thread(_complete, service_of(request), row, body)
-        return JSONResponse(upload_object(_upload_row(request, upload_id), file))
+    def shown(file: Row) -> dict[str, Any]:
+        return upload_object(_upload_row(request, upload_id), file)
+
+    async def make(keep: Keep) -> JSONResponse:
+        service = service_of(request)
+        file = await asyncio.to_thread(
+            _complete, service, row, body, lambda file: keep(shown(file))
+        )
+        return JSONResponse(shown(file))
 
     return await answer_once(request, await request.body(), make)
 
 
-def _complete(service: BatchService, row: Row, body: dict[str, Any]) -> Row:
+def _complete(
+    service: BatchService, row: Row, body: dict[str, Any], on_made: OnMade
+) -> Row:
     """Check what is to be the file, put it together, and record it."""
     uploads = UploadStore(service.store)
     parts = uploads.parts(row["id"])
@@ -128,7 +143,7 @@ def _complete(service: BatchService, row: Row, body: dict[str, Any]) -> Row:
             expires_at = service.default_expiry(row["purpose"], now())
         else:
             expires_at = now() + kept_s
-        made = uploads.complete(row["id"], file_id, expires_at)
+        made = uploads.complete(row["id"], file_id, expires_at, on_made)
     except FileNotFoundError:  # another call ended the upload, its parts are gone
         pass
     finally:

@@ -6,8 +6,10 @@ processes that import the app by the path in ``SGLANG_HTTP_SERVER_APP_PATH``.
 
 from sglang.srt.entrypoints.http_server import app
 
+from .plugin import hear_of_engine_death
 from .server import attach
 
 attach(app)
+hear_of_engine_death()
 
 __all__ = ["app"]

@@ -96,6 +96,15 @@ def enter_offline_main() -> None:
     compat.check_hooks_took(FLAG_HOOKS + SERVER_HOOKS + POOLING_HOOKS)
 
 
+def hear_of_engine_death() -> None:
+    """Make this process a tokenizer worker that the main process tells of it."""
+    from . import engine_death
+
+    HookRegistry.register(SERVER_HOOKS[1], engine_death.tell, HookType.BEFORE)
+    HookRegistry.apply_hooks()
+    compat.check_hooks_took(SERVER_HOOKS[1:])
+
+
 def enter_offline_child(scheduler: str) -> None:
     """Remember, in a child process, that its server is an offline one.
 

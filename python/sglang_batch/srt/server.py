@@ -35,6 +35,14 @@ def attach_to_server(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """
     if getattr(server_args, "offline_batch", False):
         attach(http_server.app)
+        if server_args.tokenizer_worker_num > 1:
+            engine_death.tell_workers()
+            logger.warning(
+                "--tokenizer-worker-num %d: if the worker that runs the batches dies "
+                "alone, the engine keeps the lines that it had sent and its batches may "
+                "stand still; start the server again then.",
+                server_args.tokenizer_worker_num,
+            )
 
 
 def attach(app: FastAPI) -> None:
@@ -86,6 +94,8 @@ async def _start_service() -> BatchService:
     await service.start(engine, closing=lambda: engine.closing)
     assert service.runner is not None
     runner, manager = service.runner, state.tokenizer_manager
-    engine_death.listen(lambda: runner.engine_died(manager.rid_to_state))
+    # What online requests other workers had is not known here: there may be one.
+    others = ("",) if server_args.tokenizer_worker_num > 1 else ()
+    engine_death.listen(lambda: runner.engine_died([*manager.rid_to_state, *others]))
     logger.info("Offline batches: /v1/files and /v1/batches, kept in %s", directory)
     return service

@@ -9,6 +9,7 @@
       incoming/                bodies of calls that are still being received
       keys/                    held while a call with an idempotency key is executed
       batches/<batch id>/      a batch at work: its input and its results so far
+      spare                    room to open the database in when the disk is full
       open.lock                held while a process opens or closes the database
       lock                     held by the server process that runs the batches
 
@@ -22,16 +23,16 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import StoreError
-from .lock import in_turn
-from .schema import migrate
+from .database import close_database, open_database
 
 Row = dict[str, Any]
+# Called with a row in the transaction that makes it; if it raises, nothing is made.
+OnMade = Callable[[Row], None]
 
 DIRECTORIES = ("files", "batches", "uploads", "incoming", "keys")
 # A file past its time is gone at once; its bytes go when somebody collects them.
@@ -47,44 +48,15 @@ class BatchStore:
     """Opened by every process of a server; safe to call from any thread."""
 
     def __init__(self, directory: Path) -> None:
-        """Open or create the store.
-
-        Raises:
-            StoreError: the directory cannot be created or written.
-        """
+        """Open or create the store; raises StoreError where that cannot be."""
         self.directory = directory
-        try:
-            for name in DIRECTORIES:
-                (directory / name).mkdir(parents=True, exist_ok=True)
-            with in_turn(directory / "open.lock"):
-                self._db = self._open(directory / "batches.sqlite3")
-        except (OSError, sqlite3.Error) as error:
-            raise StoreError(
-                f"cannot keep batches in {directory}: {error}; "
-                "name a writable directory with --offline-batch-dir."
-            ) from error
+        self._db = open_database(directory, DIRECTORIES)
         self._lock = threading.RLock()
         self._paused: dict[str, str | None] = {}
 
-    @staticmethod
-    def _open(path: Path) -> sqlite3.Connection:
-        """The database with the newest schema.
-
-        One process at a time: SQLite does not wait for its busy timeout when two
-        connections switch a new database to write-ahead logging at once, it fails.
-        """
-        db = sqlite3.connect(
-            path, isolation_level=None, check_same_thread=False, timeout=30
-        )
-        db.row_factory = sqlite3.Row
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = FULL")
-        migrate(db)
-        return db
-
     def close(self) -> None:
-        with self._lock, in_turn(self.directory / "open.lock"):
-            self._db.close()
+        with self._lock:
+            close_database(self._db, self.directory)
 
     @contextmanager
     def atomic(self) -> Iterator[sqlite3.Connection]:

@@ -5,10 +5,15 @@ error, its token counts and the finished output line itself. A record is written
 whole, in one call, the moment its request finishes; opening the log again reads
 back what is there and drops a last line that a power cut tore. A request that is in
 the log is never run again.
+
+A record that was damaged later is set aside: its bytes go to ``<log>.damaged``, a blank
+line of the same length takes its place, so that no other record moves, and its request
+has no result again.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from array import array
 from collections.abc import Callable, Iterator
@@ -19,8 +24,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import StoreError, StoreWriteError
+from ..errors import StoreWriteError
 from ..request import Usage
+
+logger = logging.getLogger(__name__)
 
 _MISSING = -1
 
@@ -41,7 +48,8 @@ def finished_lines(
 ) -> Iterator[bytes]:
     """Result lines of a log that may still grow, in the order of completion.
 
-    Needs no lock: what is not a whole record yet ends the lines.
+    Needs no lock: what is not a whole record yet ends the lines. A damaged record is
+    left out, and the blank line that stands for one.
 
     Args:
         log: the log, opened by its reader, at the beginning of a record.
@@ -56,7 +64,7 @@ def finished_lines(
         try:
             record = _decoder.decode(data)
         except (ValueError, msgspec.DecodeError):
-            return
+            continue
         if ok is None or record.ok is ok:
             yield bytes(record.line) + b"\n"
 
@@ -68,7 +76,7 @@ class ResultLog:
         """Open the log, reading back what an earlier run left.
 
         Raises:
-            StoreError: a record in the middle of the file cannot be read.
+            StoreWriteError: a damaged record cannot be set aside for want of room.
         """
         self.path = path
         self.num_completed = 0
@@ -76,7 +84,11 @@ class ResultLog:
         self.usage = Usage()
         self._offsets = array("q", [_MISSING]) * num_requests
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        self._end = self._recover()
+        try:
+            self._end = self._recover()
+        except BaseException:
+            os.close(self._fd)
+            raise
         self._synced = self._end
 
     def __len__(self) -> int:
@@ -159,10 +171,17 @@ class ResultLog:
         return num_outputs, num_errors
 
     def close(self) -> None:
+        """Commit and let go of the file, of the file also where the commit fails.
+
+        Raises:
+            OSError: the commit failed.
+        """
         if self._fd >= 0:
-            self.commit()
-            os.close(self._fd)
-            self._fd = -1
+            try:
+                self.commit()
+            finally:
+                fd, self._fd = self._fd, -1
+                os.close(fd)
 
     def _account(self, record: _Record, offset: int) -> None:
         if self._offsets[record.index] != _MISSING:
@@ -177,29 +196,52 @@ class ResultLog:
     def _recover(self) -> int:
         """Read the log back; return the offset of its end."""
         offset = 0
-        size = os.fstat(self._fd).st_size
+        damaged: list[tuple[int, bytes]] = []
         with open(self.path, "rb") as log:
             for data in log:
-                record = self._decode(data, offset, is_last=offset + len(data) == size)
-                if record is None:
-                    break
-                self._account(record, offset)
+                record = self._decode(data)
+                if record is not None:
+                    self._account(record, offset)
+                elif not (data.isspace() and data.endswith(b"\n")):
+                    damaged.append((offset, data))
                 offset += len(data)
-        os.ftruncate(self._fd, offset)
+        # A power cut tears the last one. Two may be damaged as one line, where what is
+        # lost is the end of the line between them: then both are without a result.
+        if damaged and damaged[-1][0] + len(damaged[-1][1]) == offset:
+            offset, _ = damaged.pop()
+            os.ftruncate(self._fd, offset)
+        for at, data in damaged:
+            self._set_aside(at, data)
         return offset
 
-    def _decode(self, data: bytes, offset: int, *, is_last: bool) -> _Record | None:
+    def _set_aside(self, offset: int, data: bytes) -> None:
+        """Keep a damaged record elsewhere, and put a blank line where it was."""
+        path = self.path.with_name(f"{self.path.name}.damaged")
+        blank = b" " * (len(data) - 1) + b"\n"
         try:
-            if not data.endswith(b"\n"):
-                raise ValueError
+            with open(path, "ab") as kept:
+                kept.write(data)
+                kept.flush()
+                os.fsync(kept.fileno())
+            # Never before: a crash here leaves it twice, not nowhere.
+            os.pwrite(self._fd, blank, offset)
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise StoreWriteError(f"{path}: {error.strerror}") from error
+        logger.error(
+            "%s: the record at byte %d (%d bytes) cannot be read, something else damaged "
+            "it. It is kept in %s, and its request runs again.",
+            self.path,
+            offset,
+            len(data),
+            path,
+        )
+
+    def _decode(self, data: bytes) -> _Record | None:
+        """A record of this job; None if it is none, or not whole."""
+        try:
             record = _decoder.decode(data)
-            if not 0 <= record.index < len(self):
-                raise ValueError
-            return record
         except (ValueError, msgspec.DecodeError):
-            if is_last:
-                return None
-            raise StoreError(
-                f"{self.path}: the record at byte {offset} cannot be read; the file was "
-                "changed by something else. Remove it to start the job again."
-            ) from None
+            return None
+        whole = data.endswith(b"\n") and 0 <= record.index < len(self)
+        return record if whole else None

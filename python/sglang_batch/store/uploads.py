@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from .batch_store import BatchStore, Row, now
+from .batch_store import BatchStore, OnMade, Row, now
 from .files import atomic_write, move_into_place
 
 PENDING = "pending"
@@ -68,13 +68,19 @@ class UploadStore:
         return {row["id"]: row for row in rows}
 
     def add_part(
-        self, upload_id: str, part_id: str, source: Path, check_room: Callable[[], None]
+        self,
+        upload_id: str,
+        part_id: str,
+        source: Path,
+        check_room: Callable[[], None],
+        on_made: OnMade | None = None,
     ) -> Row | None:
         """Make a file that was received a part; it is moved.
 
         Args:
             source: on the disk of the store.
             check_room: called in the transaction that adds the part; may raise.
+            on_made: see :data:`OnMade`.
 
         Returns:
             The part's row; None if the upload is not pending any more.
@@ -100,6 +106,8 @@ class UploadStore:
                     " VALUES (:id, :upload_id, :bytes, :created_at)",
                     row,
                 )
+                if on_made is not None:
+                    on_made(row)
             added = True
         finally:
             if not added:
@@ -121,18 +129,20 @@ class UploadStore:
                         whole.write(data)
         return digest.hexdigest()
 
-    def complete(self, upload_id: str, file_id: str, expires_at: int | None) -> bool:
+    def complete(
+        self, upload_id: str, file_id: str, expires_at: int | None, on_made: OnMade
+    ) -> bool:
         """Make the assembled contents a file; False if it is not pending any more.
 
         The file and the status are one transaction: a server that dies before it
-        leaves a pending upload, which can be completed again.
+        leaves a pending upload, which can be completed again. ``on_made`` gets the file.
         """
         with self.store.atomic() as db:
             if not self._pending(upload_id):
                 return False
             upload = self.get(upload_id)
             assert upload is not None
-            self.store.record_file(
+            file = self.store.record_file(
                 file_id,
                 upload["filename"],
                 upload["purpose"],
@@ -143,6 +153,7 @@ class UploadStore:
                 "UPDATE uploads SET status = ?, file_id = ? WHERE id = ?",
                 (COMPLETED, file_id, upload_id),
             )
+            on_made(file)
         self.remove_parts(upload_id)
         return True
 

@@ -82,7 +82,9 @@ async def add_part(request: Request, upload_id: str) -> Response:
     service = service_of(request)
     _check_pending(_upload_row(request, upload_id))
     incoming = service.store.incoming
-    async with received_form(request, "data", incoming, MAX_PART_BYTES) as form:
+    # OpenAI's documentation shows a part that is sent as text.
+    form_of = received_form(request, "data", incoming, MAX_PART_BYTES, may_be_text=True)
+    async with form_of as form:
         data = form.file
         if data is None:
             raise ApiError(400, "Missing required parameter: 'data'.", param="data")

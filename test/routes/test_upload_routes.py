@@ -292,3 +292,17 @@ def test_what_is_not_there_is_not_found(bare_server: Server) -> None:
     answer = bare_server.http.post(f"/v1/uploads/{upload.id}/parts", data={"data": "x"})
     assert answer.status_code == 400
     assert error_of(answer)["param"] == "data"
+
+
+def test_a_part_may_be_sent_as_text(server: Server) -> None:
+    upload = begin(server)
+    form = (
+        b'--b\r\nContent-Disposition: form-data; name="data"\r\n\r\nabcdef\r\n--b--\r\n'
+    )
+    part = server.http.post(
+        f"/v1/uploads/{upload.id}/parts",
+        content=form,
+        headers={"content-type": "multipart/form-data; boundary=b"},
+    )
+    done = complete(server, upload, {"part_ids": [part.json()["id"]]}).json()
+    assert server.client.files.content(done["file"]["id"]).read() == b"abcdef"

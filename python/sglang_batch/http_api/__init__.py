@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
-from ..errors import ApiError
 from . import batches, files, message_batches, page, uploads, waves
 
 ROUTERS = (
@@ -24,7 +23,7 @@ ROUTERS = (
 )
 
 
-METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE"}
+METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 
 
 def make_router() -> APIRouter:
@@ -56,10 +55,11 @@ def _refuse_other_methods(router: APIRouter) -> None:
 
 def _not_allowed(allowed: set[str]) -> Callable[[Request], Response]:
     def refuse(request: Request) -> Response:
-        raise ApiError(
+        raise HTTPException(
             405,
             f"Method {request.method} is not allowed for {request.url.path}. "
             f"Use {' or '.join(sorted(allowed))}.",
+            headers={"Allow": ", ".join(sorted(allowed))},
         )
 
     return refuse

@@ -54,6 +54,7 @@ def _error_response(
         status_code, message = 400, f"{first['loc'][-1]}: {first['msg']}."
     elif isinstance(error, HTTPException):
         status_code, message = error.status_code, str(error.detail)
+        headers.update(error.headers or {})
     else:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     body = error_body(message, status_code, request_id)

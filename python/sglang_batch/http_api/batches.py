@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -16,6 +16,15 @@ from .caller import owner_of
 from .errors import OpenAIRoute
 from .files import check_expires_after
 from .idempotency import Keep, answer_once
+from .openapi import (
+    OPENAI_ERRORS,
+    BatchObject,
+    BatchPage,
+    NewBatch,
+    answers,
+    takes_json,
+    whole_number,
+)
 from .parameters import (
     check_choice,
     check_limit,
@@ -26,19 +35,20 @@ from .parameters import (
     page,
     service_of,
 )
-from .results import batch_results
+from .results import JSONL, batch_results
 
 API = "openai"
 MAX_BATCH_PAGE = 100
-MAX_PRIORITY = 1000
 MAX_LINES = 1 << 62
 # A repeated call for a batch is about one that was made no longer ago.
 REPEATED_WITHIN_S = 600
 
-router = APIRouter(route_class=OpenAIRoute)
+router = APIRouter(route_class=OpenAIRoute, responses=OPENAI_ERRORS, tags=["Batches"])
 
 
-@router.post("/v1/batches")
+@router.post(
+    "/v1/batches", response_model=BatchObject, openapi_extra=takes_json(NewBatch)
+)
 async def create_batch(request: Request) -> Response:
     """Start a batch over an uploaded file."""
     body = await json_object(request)
@@ -90,8 +100,9 @@ def _checked_fields(body: dict[str, Any]) -> dict[str, Any]:
     priority = body.get("priority")
     if priority is None:
         priority = 0
-    if type(priority) is not int or abs(priority) > MAX_PRIORITY:
-        wanted = f"Expected a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}."
+    most = api.MAX_PRIORITY
+    if type(priority) is not int or abs(priority) > most:
+        wanted = f"Expected a whole number from -{most} to {most}."
         raise invalid("priority", priority, wanted)
     kept_s = check_expires_after(
         body.get("output_expires_after"), "output_expires_after"
@@ -99,9 +110,11 @@ def _checked_fields(body: dict[str, Any]) -> dict[str, Any]:
     return {"priority": priority, "output_expires_after": kept_s}
 
 
-@router.get("/v1/batches")
+@router.get("/v1/batches", response_model=BatchPage)
 def list_batches(
-    request: Request, after: str | None = None, limit: int = 20
+    request: Request,
+    after: str | None = None,
+    limit: Annotated[int, whole_number(1, MAX_BATCH_PAGE)] = 20,
 ) -> JSONResponse:
     """Batches, newest first, a page at a time."""
     limit = check_limit(limit, MAX_BATCH_PAGE)
@@ -112,14 +125,22 @@ def list_batches(
     return page([batch_object(row) for row in rows], limit)
 
 
-@router.get("/v1/batches/{batch_id}")
+@router.get("/v1/batches/{batch_id}", response_model=BatchObject)
 def retrieve_batch(request: Request, batch_id: str) -> JSONResponse:
     """A batch as it stands."""
     return JSONResponse(batch_object(_batch_row(request, batch_id)))
 
 
-@router.get("/v1/batches/{batch_id}/results")
-def results_of_batch(request: Request, batch_id: str, after_line: int = 0) -> Response:
+@router.get(
+    "/v1/batches/{batch_id}/results",
+    response_class=Response,
+    responses=answers(JSONL, description="A JSON line for each request."),
+)
+def results_of_batch(
+    request: Request,
+    batch_id: str,
+    after_line: Annotated[int, whole_number(0, MAX_LINES)] = 0,
+) -> Response:
     """All lines that are finished, answers and errors, as JSON lines.
 
     ``after_line`` leaves out the first so many. Headers: ``X-Incomplete`` says whether
@@ -133,7 +154,7 @@ def results_of_batch(request: Request, batch_id: str, after_line: int = 0) -> Re
     return batch_results(service_of(request).store, row, after_line)
 
 
-@router.post("/v1/batches/{batch_id}/cancel")
+@router.post("/v1/batches/{batch_id}/cancel", response_model=BatchObject)
 def cancel_batch(request: Request, batch_id: str) -> JSONResponse:
     """Cancel a batch; what is finished is kept."""
     _batch_row(request, batch_id)

@@ -46,7 +46,11 @@ class OpenAIRoute(APIRoute):
                 message = f"Invalid value for '{param}': {first['msg']}."
                 return error_response(ApiError(400, message, param=param))
             except HTTPException as error:  # such as a form that cannot be parsed
-                return error_response(ApiError(error.status_code, str(error.detail)))
+                response = error_response(
+                    ApiError(error.status_code, str(error.detail))
+                )
+                response.headers.update(error.headers or {})
+                return response
             except ClientDisconnect:  # who sent half a body reads no answer
                 return error_response(ApiError(400, "The client closed the call."))
             except Exception as error:

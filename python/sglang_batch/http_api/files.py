@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
+from openai.types import FileDeleted
 
 from ..batch_api import protocol as api
 from ..batch_api.objects import file_object
@@ -17,19 +18,27 @@ from .caller import owner_of
 from .errors import OpenAIRoute
 from .forms import Form, received_form
 from .idempotency import Keep, answer_once
+from .openapi import (
+    OPENAI_ERRORS,
+    FileObject,
+    FilePage,
+    NewFile,
+    answers,
+    one_of,
+    takes_form,
+    whole_number,
+)
 from .parameters import check_limit, invalid, page, service_of
-from .results import file_response, results_so_far
+from .results import BYTES, JSONL, file_response, results_so_far
 
 MAX_FILE_PAGE = 10_000
-MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 2_592_000
-MAX_FILENAME_LEN = 1024
 
-router = APIRouter(route_class=OpenAIRoute)
+router = APIRouter(route_class=OpenAIRoute, responses=OPENAI_ERRORS, tags=["Files"])
 
 
-@router.post("/v1/files")
+@router.post("/v1/files", response_model=FileObject, openapi_extra=takes_form(NewFile))
 async def create_file(request: Request) -> Response:
-    """Upload a file (multipart form: ``purpose``, ``file``)."""
+    """Upload a file."""
     service = service_of(request)
     limit = service.config.max_file_bytes
     async with received_form(request, "file", service.store.incoming, limit) as form:
@@ -66,8 +75,8 @@ def check_purpose(purpose: Any) -> None:
 
 
 def check_filename(filename: str, purpose: str | None) -> None:
-    if len(filename) > MAX_FILENAME_LEN:
-        message = f"A filename has at most {MAX_FILENAME_LEN} characters."
+    if len(filename) > api.MAX_FILENAME_LEN:
+        message = f"A filename has at most {api.MAX_FILENAME_LEN} characters."
         raise ApiError(400, message, param="filename", code="invalid_value")
     # Clients name an in-memory upload "upload": only another suffix is wrong.
     if purpose == "batch" and "." in filename and not filename.endswith(".jsonl"):
@@ -97,18 +106,19 @@ def check_expires_after(value: Any, name: str = "expires_after") -> int | None:
     if value.get("anchor") != "created_at":
         raise invalid(f"{name}.anchor", value.get("anchor"), "Use 'created_at'.")
     seconds = value.get("seconds")
-    if type(seconds) is not int or not MIN_EXPIRY_S <= seconds <= MAX_EXPIRY_S:
-        wanted = f"Expected a whole number from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}."
+    least, most = api.MIN_EXPIRY_S, api.MAX_EXPIRY_S
+    if type(seconds) is not int or not least <= seconds <= most:
+        wanted = f"Expected a whole number from {least} to {most}."
         raise invalid(f"{name}.seconds", seconds, wanted)
     return seconds
 
 
-@router.get("/v1/files")
+@router.get("/v1/files", response_model=FilePage)
 def list_files(
     request: Request,
     after: str | None = None,
-    limit: int = MAX_FILE_PAGE,
-    order: str = "desc",
+    limit: Annotated[int, whole_number(1, MAX_FILE_PAGE)] = MAX_FILE_PAGE,
+    order: Annotated[str, one_of("asc", "desc")] = "desc",
     purpose: str | None = None,
 ) -> JSONResponse:
     """Files by creation time, a page at a time."""
@@ -128,7 +138,7 @@ def list_files(
     return page([file_object(row) for row in rows], limit)
 
 
-@router.get("/v1/files/{file_id}")
+@router.get("/v1/files/{file_id}", response_model=FileObject)
 def retrieve_file(request: Request, file_id: str) -> JSONResponse:
     """What the server knows of a file."""
     row = service_of(request).store.get_file(file_id, owner_of(request))
@@ -137,7 +147,11 @@ def retrieve_file(request: Request, file_id: str) -> JSONResponse:
     return JSONResponse(file_object(row))
 
 
-@router.get("/v1/files/{file_id}/content")
+@router.get(
+    "/v1/files/{file_id}/content",
+    response_class=Response,
+    responses=answers(JSONL, BYTES, description="The file's bytes."),
+)
 def file_content(request: Request, file_id: str) -> Response:
     """A file's bytes; of a batch that still runs, the lines that are finished.
 
@@ -154,7 +168,7 @@ def file_content(request: Request, file_id: str) -> Response:
     return response
 
 
-@router.delete("/v1/files/{file_id}")
+@router.delete("/v1/files/{file_id}", response_model=FileDeleted)
 def delete_file(request: Request, file_id: str) -> JSONResponse:
     """Delete a file. A batch that already runs has its own copy of its input."""
     if not service_of(request).store.delete_file(file_id, owner_of(request)):

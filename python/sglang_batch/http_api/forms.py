@@ -88,13 +88,19 @@ class _Receiver:
     """Takes a multipart body apart; of its files it keeps the first of one name."""
 
     def __init__(
-        self, boundary: bytes, key: str, directory: Path, max_bytes: int | None
+        self,
+        boundary: bytes,
+        key: str,
+        directory: Path,
+        max_bytes: int | None,
+        may_be_text: bool,
     ) -> None:
         self.fields: dict[str, str] = {}
         self.sink: _FileSink | None = None
         self.error: Exception | None = None
         self.ended = False
         self._key = key
+        self._may_be_text = may_be_text
         self._directory = directory
         self._max_bytes = max_bytes
         self._field_bytes = 0
@@ -137,6 +143,8 @@ class _Receiver:
         self._disposition = b""
         name = options.get(b"name", b"").decode(errors="replace")
         filename = options.get(b"filename")
+        if filename is None and self._may_be_text and name == self._key:
+            filename = b""
         if filename is None:
             self._field = name, bytearray()
         elif name == self._key and self.sink is None and self.error is None:
@@ -172,7 +180,11 @@ class _Receiver:
 
 @asynccontextmanager
 async def received_form(
-    request: Request, key: str, directory: Path, max_bytes: int | None = None
+    request: Request,
+    key: str,
+    directory: Path,
+    max_bytes: int | None = None,
+    may_be_text: bool = False,
 ) -> AsyncIterator[Form]:
     """The form of a request; its file is gone when the block ends, unless moved.
 
@@ -180,6 +192,7 @@ async def received_form(
         key: name of the form's field that is the file; other files are dropped.
         directory: where the file is put, on the disk where it is to stay.
         max_bytes: size of the largest file that is taken.
+        may_be_text: whether a field of this name is the file, too.
 
     Raises:
         ApiError: 400, the body is no whole form; 413, the file is too large.
@@ -194,7 +207,9 @@ async def received_form(
         raise ApiError(400, "Missing boundary in the multipart form.")
     receiver: _Receiver | None = None
     try:
-        receiver = _Receiver(options[b"boundary"], key, directory, max_bytes)
+        receiver = _Receiver(
+            options[b"boundary"], key, directory, max_bytes, may_be_text
+        )
         await _receive(request, receiver)
         sink = receiver.sink
         file = None if sink is None else await asyncio.to_thread(sink.close)

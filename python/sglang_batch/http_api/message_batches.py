@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -20,18 +20,35 @@ from .anthropic_errors import AnthropicRoute
 from .caller import owner_of
 from .idempotency import Keep, answer_once
 from .message_intake import make_message_batch, receive, repeated
+from .openapi import (
+    ANTHROPIC_ERRORS,
+    DeletedMessageBatch,
+    MessageBatch,
+    MessageBatchPage,
+    NewMessageBatch,
+    answers,
+    takes_json,
+    whole_number,
+)
 from .parameters import check_limit, service_of
 
 MAX_PAGE = 1000
+JSONL = "application/x-jsonl"  # Anthropic's
 _CHUNK_BYTES = 1 << 18
 
 
-router = APIRouter(route_class=AnthropicRoute)
+router = APIRouter(
+    route_class=AnthropicRoute, responses=ANTHROPIC_ERRORS, tags=["Message batches"]
+)
 
 
-@router.post("/v1/messages/batches")
+@router.post(
+    "/v1/messages/batches",
+    response_model=MessageBatch,
+    openapi_extra=takes_json(NewMessageBatch),
+)
 async def create_message_batch(request: Request) -> Response:
-    """Start a batch of messages (JSON ``{"requests": [{custom_id, params}, ...]}``)."""
+    """Start a batch of messages."""
     service, owner = service_of(request), owner_of(request)
     # On the store's disk: the system's directory for such files may be memory.
     with TemporaryDirectory(dir=service.store.incoming) as scratch:
@@ -58,12 +75,12 @@ async def create_message_batch(request: Request) -> Response:
         return await answer_once(request, sha256.encode(), make)
 
 
-@router.get("/v1/messages/batches")
+@router.get("/v1/messages/batches", response_model=MessageBatchPage)
 def list_message_batches(
     request: Request,
     before_id: str | None = None,
     after_id: str | None = None,
-    limit: int = 20,
+    limit: Annotated[int, whole_number(1, MAX_PAGE)] = 20,
 ) -> JSONResponse:
     """Message batches, newest first, a page at a time."""
     check_limit(limit, MAX_PAGE)
@@ -94,13 +111,15 @@ def list_message_batches(
     )
 
 
-@router.get("/v1/messages/batches/{message_batch_id}")
+@router.get("/v1/messages/batches/{message_batch_id}", response_model=MessageBatch)
 def retrieve_message_batch(request: Request, message_batch_id: str) -> JSONResponse:
     """A message batch as it stands."""
     return JSONResponse(_object(request, _row(request, message_batch_id)))
 
 
-@router.post("/v1/messages/batches/{message_batch_id}/cancel")
+@router.post(
+    "/v1/messages/batches/{message_batch_id}/cancel", response_model=MessageBatch
+)
 def cancel_message_batch(request: Request, message_batch_id: str) -> JSONResponse:
     """Cancel a message batch; what is finished is kept."""
     batch_id = _row(request, message_batch_id)["id"]
@@ -116,7 +135,9 @@ def cancel_message_batch(request: Request, message_batch_id: str) -> JSONRespons
     return JSONResponse(_object(request, row))
 
 
-@router.delete("/v1/messages/batches/{message_batch_id}")
+@router.delete(
+    "/v1/messages/batches/{message_batch_id}", response_model=DeletedMessageBatch
+)
 def delete_message_batch(request: Request, message_batch_id: str) -> JSONResponse:
     """Forget a message batch that has ended, its requests and its results."""
     row = _row(request, message_batch_id)
@@ -132,7 +153,11 @@ def delete_message_batch(request: Request, message_batch_id: str) -> JSONRespons
     return JSONResponse({"id": message_batch_id, "type": "message_batch_deleted"})
 
 
-@router.get("/v1/messages/batches/{message_batch_id}/results")
+@router.get(
+    "/v1/messages/batches/{message_batch_id}/results",
+    response_class=StreamingResponse,
+    responses=answers(JSONL, description="A JSON line for each request."),
+)
 def message_batch_results(request: Request, message_batch_id: str) -> StreamingResponse:
     """One JSON line for each request, in the order of the requests."""
     row = _row(request, message_batch_id)
@@ -146,9 +171,7 @@ def message_batch_results(request: Request, message_batch_id: str) -> StreamingR
         raise ApiError(
             404, f"The results of message batch {message_batch_id} are kept no longer."
         )
-    return StreamingResponse(
-        _in_chunks(_results(store, row)), media_type="application/x-jsonl"
-    )
+    return StreamingResponse(_in_chunks(_results(store, row)), media_type=JSONL)
 
 
 # --------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from ..history import Rate
 from ..store.batch_store import BatchStore, Row
 from .caller import owner_of
 from .errors import OpenAIRoute
+from .openapi import OPENAI_ERRORS
 from .parameters import service_of
 
 PATH = "/batches"
@@ -84,7 +85,12 @@ async def _open_to_all(app: FastAPI) -> AsyncIterator[None]:
     yield
 
 
-router = APIRouter(route_class=OpenAIRoute, lifespan=_open_to_all)
+router = APIRouter(
+    route_class=OpenAIRoute,
+    lifespan=_open_to_all,
+    responses=OPENAI_ERRORS,
+    tags=["Page"],
+)
 
 
 @cache

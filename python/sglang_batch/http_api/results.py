@@ -20,7 +20,7 @@ from ..store.batch_store import BatchStore, Row
 from ..store.line_index import line_index
 from ..store.result_log import finished_lines
 
-JSONL = "application/jsonl"
+JSONL, BYTES = "application/jsonl", "application/octet-stream"
 _RESULT_ID = re.compile(r"file-(output|error)-([0-9a-f]{32})")
 _BLOCK = 1 << 18
 
@@ -39,7 +39,7 @@ def file_response(store: BatchStore, file_id: str, owner: str) -> Response | Non
     if row is None or not path.exists():
         return None
     filename = row["filename"]
-    kind = JSONL if filename.endswith(".jsonl") else "application/octet-stream"
+    kind = JSONL if filename.endswith(".jsonl") else BYTES
     headers = {"X-Incomplete": "false"}
     return FileResponse(path, media_type=kind, filename=filename, headers=headers)
 

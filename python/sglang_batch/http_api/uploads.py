@@ -7,8 +7,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
+from openai.types.uploads import UploadPart
 
 from ..batch_api.objects import part_object, upload_object
+from ..batch_api.protocol import MAX_UPLOAD_BYTES
 from ..errors import ApiError
 from ..service import BatchService, new_id
 from ..store.batch_store import OnMade, Row, now
@@ -18,15 +20,25 @@ from .errors import OpenAIRoute
 from .files import check_expires_after, check_filename, check_purpose
 from .forms import received_form, too_large
 from .idempotency import Keep, answer_once
+from .openapi import (
+    OPENAI_ERRORS,
+    CompletedUpload,
+    NewPart,
+    NewUpload,
+    UploadObject,
+    takes_form,
+    takes_json,
+)
 from .parameters import check_string, invalid, json_object, service_of
 
-MAX_UPLOAD_BYTES = 8 << 30
 MAX_PART_BYTES = 64 << 20
 
-router = APIRouter(route_class=OpenAIRoute)
+router = APIRouter(route_class=OpenAIRoute, responses=OPENAI_ERRORS, tags=["Uploads"])
 
 
-@router.post("/v1/uploads")
+@router.post(
+    "/v1/uploads", response_model=UploadObject, openapi_extra=takes_json(NewUpload)
+)
 async def create_upload(request: Request) -> Response:
     """Begin an upload; it takes parts for an hour."""
     service = service_of(request)
@@ -66,13 +78,19 @@ def _checked_fields(service: BatchService, body: dict[str, Any]) -> Row:
     return row | {"file_expires_after": check_expires_after(body.get("expires_after"))}
 
 
-@router.post("/v1/uploads/{upload_id}/parts")
+@router.post(
+    "/v1/uploads/{upload_id}/parts",
+    response_model=UploadPart,
+    openapi_extra=takes_form(NewPart),
+)
 async def add_part(request: Request, upload_id: str) -> Response:
-    """Add a part (multipart form: ``data``); parts may come in any order."""
+    """Add a part; parts may come in any order."""
     service = service_of(request)
     _check_pending(_upload_row(request, upload_id))
     incoming = service.store.incoming
-    async with received_form(request, "data", incoming, MAX_PART_BYTES) as form:
+    # OpenAI's documentation shows a part that is sent as text.
+    form_of = received_form(request, "data", incoming, MAX_PART_BYTES, may_be_text=True)
+    async with form_of as form:
         data = form.file
         if data is None:
             raise ApiError(400, "Missing required parameter: 'data'.", param="data")
@@ -104,7 +122,11 @@ def _check_part(service: BatchService, upload_id: str, num_bytes: int) -> None:
         raise too_large(MAX_UPLOAD_BYTES)
 
 
-@router.post("/v1/uploads/{upload_id}/complete")
+@router.post(
+    "/v1/uploads/{upload_id}/complete",
+    response_model=UploadObject,
+    openapi_extra=takes_json(CompletedUpload),
+)
 async def complete_upload(request: Request, upload_id: str) -> Response:
     """Make the parts one file, in the order of ``part_ids``."""
     body = await json_object(request)
@@ -186,7 +208,7 @@ def _check_md5(wanted: Any, md5: str) -> None:
         raise invalid("md5", wanted, f"The MD5 of the parts in this order is {md5}.")
 
 
-@router.post("/v1/uploads/{upload_id}/cancel")
+@router.post("/v1/uploads/{upload_id}/cancel", response_model=UploadObject)
 def cancel_upload(request: Request, upload_id: str) -> JSONResponse:
     """Cancel an upload; its parts are dropped."""
     _check_pending(_upload_row(request, upload_id))

@@ -13,12 +13,19 @@ from ..errors import ApiError
 from ..request import BatchRequestInput
 from ..service import new_id
 from .errors import OpenAIRoute
+from .openapi import OPENAI_ERRORS, NewWave, answers, takes_json
 from .parameters import json_object, service_of
+from .results import JSONL
 
-router = APIRouter(route_class=OpenAIRoute)
+router = APIRouter(route_class=OpenAIRoute, responses=OPENAI_ERRORS, tags=["Waves"])
 
 
-@router.post(WAVE_PATH)
+@router.post(
+    WAVE_PATH,
+    response_class=StreamingResponse,
+    responses=answers(JSONL, description="A JSON line for each request."),
+    openapi_extra=takes_json(NewWave, repeatable=False),
+)
 async def run_wave(request: Request) -> StreamingResponse:
     """Run a list of native ``/generate`` bodies as one job.
 
@@ -44,4 +51,4 @@ async def run_wave(request: Request) -> StreamingResponse:
             }
             yield msgspec.json.encode(line) + b"\n"
 
-    return StreamingResponse(lines(), media_type="application/jsonl")
+    return StreamingResponse(lines(), media_type=JSONL)

@@ -63,7 +63,7 @@ class Size:
     validation_lines: int
     overhead: dict[str, int]
     clients: int
-    client_lines: int
+    client_lines: dict[str, int]
     repeats: int
 
 
@@ -73,9 +73,9 @@ LONG = Size(
     bad_cases=None,
     memory_lines=(1_000, 500_000),
     validation_lines=1_000_000,
-    overhead={"tiny": 5000, "realistic": 2000},
+    overhead={"tiny": 5000, "realistic": 5000},
     clients=50,
-    client_lines=5000,
+    client_lines={"tiny": 5000, "realistic": 2000},
     repeats=3,
 )
 SHORT = Size(
@@ -86,7 +86,7 @@ SHORT = Size(
     validation_lines=100_000,
     overhead={"tiny": 1000},
     clients=50,
-    client_lines=1000,
+    client_lines={"tiny": 1000},
     repeats=1,
 )
 

@@ -16,36 +16,48 @@ from statistics import median
 import aiohttp
 from report import Figure
 from soak_server import SoakServer
-from soak_service import batch_seconds, tiny_prompts
+from soak_service import PROMPTS, batch_seconds
 
 # How often each client asks for the newest batch, and uploads a file.
-ASK_EVERY_S, UPLOAD_EVERY_S = 0.5, 2.0
+ASK_EVERY_S, UPLOAD_EVERY_S = 1.0, 5.0
 UPLOAD_BYTES = 1000
 START_TIMEOUT_S = 60
 
 
 def client_rows(
-    server: SoakServer, scratch: Path, clients: int, lines: int, repeats: int
+    server: SoakServer,
+    scratch: Path,
+    clients: int,
+    kinds: dict[str, int],
+    repeats: int,
 ) -> list[Figure]:
-    """A batch with and without clients that ask and upload all the time, by turns."""
-    alone, beside = [], []
+    """A batch with and without clients that ask and upload all the time, by turns.
+
+    Args:
+        kinds: how many requests of each kind of prompts.
+    """
     calls = failed = 0
     longest = 0.0
-    batch_seconds(server, scratch, tiny_prompts(50, -2))
-    for repeat in range(repeats):
-        prompts = tiny_prompts(lines, 100 + repeat)
-        alone.append(batch_seconds(server, scratch, prompts)["all"])
-        with polling(server, clients) as seen:
-            beside.append(batch_seconds(server, scratch, prompts)["all"])
-        calls += seen.calls.value
-        failed += seen.failed.value
-        longest = max(longest, seen.longest_s.value)
-    slower = 100 * (median(beside) / median(alone) - 1)
-    told = f"{median(alone):.2f} s alone, {median(beside):.2f} s with {clients} clients"
+    slower = []
+    for kind, count in kinds.items():
+        alone, beside = [], []
+        batch_seconds(server, scratch, PROMPTS[kind](50, -2))
+        for repeat in range(repeats):
+            prompts = PROMPTS[kind](count, 100 + repeat)
+            alone.append(batch_seconds(server, scratch, prompts)["all"])
+            with polling(server, clients) as seen:
+                beside.append(batch_seconds(server, scratch, prompts)["all"])
+            calls += seen.calls.value
+            failed += seen.failed.value
+            longest = max(longest, seen.longest_s.value)
+        by = 100 * (median(beside) / median(alone) - 1)
+        told = f"{median(alone):.2f} s alone, {median(beside):.2f} s beside them"
+        name = f"batch of {count:,} {kind} prompts slower with {clients} clients"
+        slower.append(Figure(name, by, "%", ("<=", 3.0), told))
     return [
         Figure("calls that failed", failed, "", ("=", 0), f"of {calls} calls"),
         Figure("longest call", longest, "s"),
-        Figure("batch slower with clients", slower, "%", ("<=", 3.0), told),
+        *slower,
     ]
 
 

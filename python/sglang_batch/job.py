@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 NO_LIMIT = 1 << 24
 # What was rendered for the plan is kept for sending, as far as it takes little memory:
 # so many requests, of so many prompt tokens in all. The rest is rendered again.
-KEPT_REQUESTS = 1 << 13
+KEPT_REQUESTS = 1 << 12
 KEPT_TOKENS = 1 << 21
 
 Indices = Sequence[int] | NDArray[np.int64]

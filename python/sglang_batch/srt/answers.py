@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,6 +25,8 @@ _MESSAGES_ERROR_TYPES = {
     503: "overloaded_error",
 }
 _MAX_MESSAGES_ERROR_LEN = 500
+# What SGLang says of a grammar after which no token may follow, as its own fault.
+_REFUSED_BY_GRAMMAR = "Grammar accept_token failed"
 
 
 def rejection(url: str, rid: str, error: Exception) -> RequestOutput:
@@ -35,7 +38,7 @@ def rejection(url: str, rid: str, error: Exception) -> RequestOutput:
         return _error_output(url, rid, 400, message, param=param)
     if isinstance(error, HTTPException):
         return _error_output(url, rid, error.status_code, str(error.detail))
-    if isinstance(error, (ValueError, TypeError, DS32EncodingError)):
+    if isinstance(error, (ValueError, TypeError, DS32EncodingError, re.error)):
         return _error_output(url, rid, 400, str(error))
     logger.error("Request %s failed", rid, exc_info=error)
     return _error_output(url, rid, 500, f"Internal server error: {error}")
@@ -90,6 +93,9 @@ def _error_output(
     url: str, rid: str, status_code: int, message: str, *, param: str | None = None
 ) -> RequestOutput:
     content: dict[str, Any]
+    if _REFUSED_BY_GRAMMAR in message:
+        status_code = 400
+        message = f"The grammar or schema allows no text that is complete. {message}"
     if url == MESSAGES_URL:
         content = _messages_error(status_code, message)
     else:

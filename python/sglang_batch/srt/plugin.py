@@ -28,7 +28,10 @@ SERVER_HOOKS = (
     "sglang.srt.managers.tokenizer_manager.SignalHandler.running_phase_sigquit_handler",
 )
 POOLING_HOOKS = ("sglang.srt.configs.model_config.ModelConfig.__init__",)
-SCHEDULER_HOOKS = ("sglang.srt.managers.scheduler.Scheduler",)
+SCHEDULER_HOOKS = (
+    "sglang.srt.managers.scheduler.Scheduler",
+    "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.fill_vocab_mask",
+)
 
 # This process un-pickled an OfflineServerArgs: it belongs to an offline server. Which
 # scheduler that asks for.
@@ -124,7 +127,7 @@ def _hook_scheduler() -> None:
         register_attention_backend,
     )
 
-    from . import planned_cache, pooling, support
+    from . import dead_grammars, planned_cache, pooling, support
     from .scheduler import MarkedScheduler, OfflineScheduler
 
     pooling.register_config_hook()
@@ -133,6 +136,7 @@ def _hook_scheduler() -> None:
     register_attention_backend(support.ATTENTION_BACKEND)(_make_attention)
     ours = OfflineScheduler if _offline_child == "offline" else MarkedScheduler
     HookRegistry.register(SCHEDULER_HOOKS[0], ours, HookType.REPLACE)
+    HookRegistry.register(SCHEDULER_HOOKS[1], dead_grammars.allow_one, HookType.AFTER)
 
 
 def _make_attention(model_runner: Any) -> Any:

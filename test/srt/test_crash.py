@@ -1,4 +1,7 @@
-"""SIGKILL in the middle of a batch loses nothing and repeats nothing."""
+"""What kills an engine or a run in the middle loses nothing and repeats nothing.
+
+A server that is killed: test_soak.py.
+"""
 
 from __future__ import annotations
 
@@ -56,34 +59,6 @@ def assert_once_each(found: list[dict[str, Any]], before: dict[str, Any]) -> Non
     by_id = {item["custom_id"]: item for item in found}
     assert all(by_id[custom_id] == item for custom_id, item in before.items())
     assert all(item["response"]["status_code"] == 200 for item in found)
-
-
-def test_server_killed_in_a_batch_finishes_it_when_started_again(
-    demo_model: Path, tmp_path: Path
-) -> None:
-    store = tmp_path / "batches"
-    args = (
-        "--offline-batch",
-        f"--offline-batch-dir={store}",
-        f"--offline-batch-config={CONFIG}",
-    )
-    with server(demo_model, *args, log_dir=tmp_path) as running:
-        api = client(running.url)
-        batch_id = submit(api, jsonl(input_lines())).id
-        log = store / "batches" / batch_id / "results.jsonl"
-        wait_for_results(log, NUM_LINES // 4)
-        running.kill()
-    before = finished_lines(log)
-    assert NUM_LINES // 4 <= len(before) < NUM_LINES, "the kill came too late"
-
-    with server(demo_model, *args, log_dir=tmp_path) as running:
-        api = client(running.url)
-        batch = wait(api, batch_id)
-        assert batch.status == "completed"
-        assert batch.request_counts is not None
-        assert batch.request_counts.completed == NUM_LINES
-        assert_once_each(results(api, batch.output_file_id), before)
-        assert batch.error_file_id is None
 
 
 class Poison(CustomLogitProcessor):

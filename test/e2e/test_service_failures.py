@@ -15,6 +15,7 @@ from batch_service import (
     leftovers,
     make_service,
     result_lines,
+    run_part,
     running_service,
     submit,
     until_over,
@@ -147,13 +148,7 @@ def test_results_that_cannot_be_read_back_are_left_where_they_are(
     tmp_path: Path,
 ) -> None:
     async def scenario() -> None:
-        engine = FakeEngine()
-        engine.hold(["r2", "r3"])
-        async with running_service(
-            tmp_path, engine, policy="fcfs", max_inflight=1
-        ) as service:
-            batch_id = submit(service, make_lines(4))
-            await engine.until_stalled(2, 1)
+        batch_id = await run_part(tmp_path, 4, 2, FakeEngine())
         log = tmp_path / "batches" / batch_id / "results.jsonl"
         log.rename(log.with_name("results"))
         log.symlink_to(log)
@@ -173,13 +168,7 @@ def test_a_damaged_result_is_made_again_and_the_others_are_kept(
     tmp_path: Path, damaged: bytes
 ) -> None:
     async def scenario() -> None:
-        engine = FakeEngine()
-        engine.hold(["r2", "r3"])
-        async with running_service(
-            tmp_path, engine, policy="fcfs", max_inflight=1
-        ) as service:
-            batch_id = submit(service, make_lines(4))
-            await engine.until_stalled(2, 1)
+        batch_id = await run_part(tmp_path, 4, 2, FakeEngine())
         log = tmp_path / "batches" / batch_id / "results.jsonl"
         second = log.read_bytes().splitlines()[1]
         log.write_bytes(damaged + b"\n" + second + b"\n")

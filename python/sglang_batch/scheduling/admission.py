@@ -109,7 +109,6 @@ class _Filling:
         self.now = now
         self.choice = Choice(room_needed=now.decode_rows)
         self._set_aside = 0
-        self._followers_kv = -1  # not looked at yet
 
     def continue_chunk(self, tokens: int) -> None:
         """The prompt that was begun goes on, and before all others."""
@@ -134,7 +133,6 @@ class _Filling:
                 if self._set_aside > _MOST_FOLLOWERS:
                     break
                 self.job.follow(line, node)
-                self._followers_kv = -1
             elif self._overtakes(line):
                 break
             elif not self._admit(line, side, tokens, reserved):
@@ -151,11 +149,10 @@ class _Filling:
             return False
         if uses.kept_depth(line.node) == uses.depth[line.node]:
             return False
-        if self._followers_kv < 0:
-            self._followers_kv = sum(each.whole_kv for each in job.followers())
+        claimed = sum(each.whole_kv for each in job.followers())
         locked = uses.locked_tokens + uses.newly_locked(line.node)
         locked += self.now.locked_elsewhere
-        return not self.occupancy.fits(line, locked, self._followers_kv)
+        return not self.occupancy.fits(line, locked, claimed)
 
     def _admit(self, line: Line, side: int, tokens: int, reserved: int) -> bool:
         uses, occupancy = self.job.uses, self.occupancy

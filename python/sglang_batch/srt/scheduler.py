@@ -19,6 +19,7 @@ from sglang.utils import TypeBasedDispatcher
 from ..config import OfflineBatchConfig
 from ..engine import KvUse
 from ..scheduling.job_plan import JobPlan
+from . import compat, plugin
 from .adder import OfflinePrefillAdder, OfflineSchedulePolicy
 from .conductor import Conductor
 from .job_control import CLOSE, PRIORITY, JobControl, JobControlOutput
@@ -37,7 +38,12 @@ class MarkedScheduler(Scheduler):  # type: ignore[misc]
     """SGLang's scheduler as it is; the main process can see that we are there."""
 
     def get_init_info(self) -> dict[str, Any]:
-        """Say in the log of each rank that this scheduler is ours."""
+        """Say in the log of each rank that this scheduler is ours.
+
+        Raises:
+            EngineError: a hook of its process did not take effect.
+        """
+        compat.check_hooks_took(plugin.SCHEDULER_HOOKS)
         logger.info("Offline batch scheduler ready: %s", offline_config(self))
         return super().get_init_info()
 

@@ -13,7 +13,7 @@ from hypothesis import settings
 
 # Where a check of a helper fails, it shows what it compared, as in a test.
 pytest.register_assert_rewrite(
-    "batch_service", "builders", "jsonl_files", "route_server"
+    "attention_cases", "batch_service", "builders", "jsonl_files", "route_server"
 )
 
 # The same commit passes or fails the same way every time.

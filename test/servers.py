@@ -34,11 +34,11 @@ class Server:
     ) -> None:
         self.process = process
         self.url = url
-        self._log_path = log_path
+        self.log_path = log_path
 
     @property
     def log(self) -> str:
-        return self._log_path.read_text(errors="replace")
+        return self.log_path.read_text(errors="replace")
 
     def kill(self) -> None:
         """SIGKILL to every process of the server, as a crash would."""

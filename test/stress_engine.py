@@ -31,7 +31,7 @@ from sglang_batch.job import Job
 from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
 from sglang_batch.srt import launch
 from sglang_batch.srt.engine import SGLangEngine
-from sglang_batch.srt.scheduler import STATE_KEY
+from sglang_batch.srt.support import STATE_KEY
 
 ENDS = {257, 263}
 # Two tokens this close may change places in a batch of another size.

@@ -67,7 +67,7 @@ def test_the_table_names_what_people_look_for(
     assert "16  (of 15 lines)" in said
     assert "long: The input" in said
     assert "KV capacity               700 tokens" in said
-    assert " s with --attention-backend shared_prefix)\n" in said
+    assert " s with shared-prefix attention)\n" in said
     assert "1 lengths are known; the others assumed: 256 on average" in said
     rows = [each for each in said.splitlines() if "%" in each and each[:2] in "*   "]
     assert {"dfs", "lpt", "fcfs"} <= {row.replace("*", "").split()[0] for row in rows}

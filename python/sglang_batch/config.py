@@ -30,8 +30,8 @@ POLICIES = (
 )
 # Who carries the plan out inside SGLang's scheduler processes.
 SCHEDULERS = ("offline", "stock")
-# What computes attention with --attention-backend shared_prefix.
-ATTENTIONS = ("auto", "triton", "torch")
+# What reads shared prefixes once; "stock" is SGLang's own attention.
+ATTENTIONS = ("auto", "triton", "flashinfer", "torch", "stock")
 
 
 _CHOICES = {"policy": POLICIES, "scheduler": SCHEDULERS, "attention": ATTENTIONS}
@@ -116,9 +116,11 @@ class OfflineBatchConfig:
     mixed_chunk: whether decodes ride with prompts in one step, as with SGLang's
         ``--enable-mixed-chunk``. None: wherever an accelerator is; the attention that
         SGLang has for machines without one takes far longer for it.
-    attention: one of ``ATTENTIONS``, for ``--attention-backend shared_prefix``: the
-        Triton kernel, or the same plan in PyTorch, which is the way on a CPU and a
-        reference elsewhere. ``auto``: Triton wherever an accelerator is.
+    attention: one of ``ATTENTIONS``: what computes decodes that share a prefix, beside
+        the backend that SGLang chooses: our Triton kernel, FlashInfer's cascade
+        (without CUDA graphs), or PyTorch; ``stock`` leaves all to SGLang. ``auto``:
+        Triton on GPUs that its kernel has settings for, if no attention backend is
+        named and model and trial allow it.
     step_log: CSV file to which the offline scheduler appends a line for each step,
         for ``sglang-batch plan --steps``.
 

@@ -11,6 +11,9 @@ once per step or less often; ``run`` executes it for each layer. Without a GPU,
 
 Next step, if only the lengths have grown: ``plan.still_good(kv_len)`` and then ``run``
 with the same plan, as the ends of the decodes are read on the device.
+
+Kernels of others that attend level by level can run the same plan: ``cascade_levels``
+has its spans for them.
 """
 
 from sgl_kernel_ext.shared_prefix_attention.buffers import Workspace
@@ -21,21 +24,26 @@ from sgl_kernel_ext.shared_prefix_attention.configs import (
     pick_config,
 )
 from sgl_kernel_ext.shared_prefix_attention.launch import run
+from sgl_kernel_ext.shared_prefix_attention.levels import Level, cascade_levels
 from sgl_kernel_ext.shared_prefix_attention.plan import Plan, Planner
 from sgl_kernel_ext.shared_prefix_attention.reference import (
     attention_ref,
     run_reference,
 )
+from sgl_kernel_ext.shared_prefix_attention.trial import try_out
 
 __all__ = [
     "DeviceConfig",
+    "Level",
     "Plan",
     "Planner",
     "TileConfig",
     "TooLarge",
     "Workspace",
     "attention_ref",
+    "cascade_levels",
     "pick_config",
     "run",
     "run_reference",
+    "try_out",
 ]

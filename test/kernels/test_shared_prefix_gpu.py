@@ -7,77 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import Batch, ints, make_planner, poisoned_outputs
+from gpu_batches import assert_near, real_batch
 
 from sgl_kernel_ext.merge_state import merge_state, merge_state_ref
 from sgl_kernel_ext.shared_prefix_attention import run
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def accelerator() -> None:
-    """Skip where there is no device."""
-    if not torch.cuda.is_available():
-        pytest.skip("no accelerator")
-
-
-def real_batch(
-    *,
-    groups: int = 16,
-    siblings: int = 16,
-    prefix: int = 2000,
-    own: int = 250,
-    chunk: int = 0,
-    heads: tuple[int, int] = (32, 8),
-    head_dim: int = 128,
-    page_size: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-    room: int = 64,
-) -> Batch:
-    """Groups of decodes below one prefix each, and a prefill chunk beside them."""
-    torch.manual_seed(0)
-    decodes = groups * siblings
-    q_len = [1] * decodes + ([chunk] if chunk else [])
-    own_len = torch.randint(1, 2 * own, (decodes,)).tolist() + (
-        [chunk] if chunk else []
-    )
-    nodes = [i % groups for i in range(decodes)] + ([0] if chunk else [])
-    kv_len = ints([prefix + size for size in own_len])
-    # Whole pages of a prefix are shared; the page behind it is each request's own.
-    shared_pages = prefix // page_size
-    width = -(-(int(kv_len.max()) + room) // page_size)
-    own_pages = width - shared_pages
-    pages = torch.randperm(groups * shared_pages + len(q_len) * own_pages)
-    shared = pages[: groups * shared_pages].view(groups, shared_pages)
-    private = pages[groups * shared_pages :].view(len(q_len), own_pages)
-    table = torch.cat([shared[torch.tensor(nodes)], private], dim=1).int()
-    slots = len(pages) * page_size
-    q_heads, kv_heads = heads
-    return Batch(
-        q_len=ints(q_len),
-        kv_len=kv_len,
-        table_row=ints(range(len(q_len))),
-        node_parent=ints([-1] * groups),
-        node_end=ints([shared_pages * page_size] * groups),
-        request_node=ints(nodes),
-        q=torch.randn(sum(q_len), q_heads, head_dim, dtype=dtype, device="cuda"),
-        k_cache=torch.randn(slots, kv_heads, head_dim, dtype=dtype, device="cuda"),
-        v_cache=torch.randn(slots, kv_heads, head_dim, dtype=dtype, device="cuda"),
-        table=table.cuda(),
-        page_size=page_size,
-        scale=head_dim**-0.5,
-    )
-
-
-def assert_near(batch: Batch, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Within 1e-2 of the norm of the float32 truth; lse within 1e-2."""
-    wanted, wanted_lse = batch.truth()
-    error = (out.float() - wanted).norm() / wanted.norm()
-    assert error < (1e-4 if batch.q.dtype == torch.float32 else 1e-2)
-    worst = (out.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-    assert worst.max() < 5e-2
-    torch.testing.assert_close(lse, wanted_lse, atol=1e-2, rtol=1e-2)
-
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("accelerator")]
 
 SHAPES: dict[str, dict[str, object]] = {
     "sd16": {},

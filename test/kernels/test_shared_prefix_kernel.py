@@ -18,7 +18,7 @@ from attention_cases import (
     poisoned_outputs,
 )
 
-from sgl_kernel_ext.shared_prefix_attention import Planner, run
+from sgl_kernel_ext.shared_prefix_attention import Plan, Planner, run, trial, try_out
 from sgl_kernel_ext.shared_prefix_attention import tasks as fields
 
 # Triton 3.6's interpreter reads loop bounds in a way that numpy is about to end.
@@ -242,3 +242,29 @@ def test_what_run_refuses() -> None:
     for change, message in refusals:
         with pytest.raises(ValueError, match=message):
             run(plan, **(good | change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("page_size", [1, 16], ids="page{}".format)
+@pytest.mark.parametrize("max_tokens", [8, 64])
+def test_the_kernel_passes_its_trial(page_size: int, max_tokens: int) -> None:
+    batch = make_batch(page_size=page_size)
+    try_out(make_planner(batch, max_requests=8, max_tokens=max_tokens))
+
+
+def test_a_wrong_kernel_fails_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgets_a_task(plan: Plan, *args: object, grid: int | None) -> None:
+        table = plan.task_table
+        table[0, fields.KV_END] = table[0, fields.KV_BEGIN] + 1
+        run(plan, *args, grid=grid)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trial, "run", forgets_a_task)
+    with pytest.raises(RuntimeError, match="differs from PyTorch's by"):
+        try_out(make_planner(make_batch(), max_requests=8))
+
+
+def test_a_kernel_that_writes_nothing_fails_its_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trial, "run", lambda *args, **kwargs: None)
+    with pytest.raises(RuntimeError, match="nan of its norm"):
+        try_out(make_planner(make_batch(), max_requests=8))

@@ -153,7 +153,15 @@ BAD_SETTINGS = (
     ),
     (
         ["--offline-batch", '--offline-batch-config={"attention": "fast"}'],
-        "attention='fast' is not known; choose one of auto, triton, torch.",
+        "attention='fast' is not known; choose one of auto, triton, flashinfer, torch, ",
+    ),
+    (
+        [
+            "--offline-batch",
+            '--offline-batch-config={"attention": "stock"}',
+            "--decode-attention-backend=shared_prefix",
+        ],
+        'attention="stock" contradicts --attention-backend shared_prefix; drop one.',
     ),
     (
         ["--decode-attention-backend=shared_prefix"],

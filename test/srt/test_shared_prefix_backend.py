@@ -1,4 +1,4 @@
-"""``--attention-backend shared_prefix``: the same tokens, with less KV read."""
+"""Shared prefixes read once: the same tokens, with less KV read."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from batches import client, jsonl, line, results, submit, wait
 from prompts import MAX_TOKENS, Case
 from servers import Server, server
 from stress_runs import scenario
 
+from sglang_batch.scheduling.step_record import read_steps
+
 COMPLETIONS = "/v1/completions"
-BACKEND = "--attention-backend=shared_prefix"
+STEPS, SIDES = "steps.csv", ("left", "right", "online")
 ENGINES = {
-    "mixed": (BACKEND, "--enable-mixed-chunk"),
+    "mixed": ("--attention-backend=shared_prefix", "--enable-mixed-chunk"),
     "decodes-only-pages": (
         "--decode-attention-backend=shared_prefix",
         "--disable-overlap-schedule",
@@ -33,11 +36,13 @@ def sharing(
 ) -> Iterator[Server]:
     """Prompts come in chunks, beside requests that decode."""
     directory = tmp_path_factory.mktemp("sharing-server")
+    # Beside the backend that SGLang chooses; below, by the backend's own name.
+    config = {"attention": "torch", "step_log": str(directory / STEPS)}
     with server(
         demo_model,
         "--offline-batch",
         f"--offline-batch-dir={directory / 'batches'}",
-        BACKEND,
+        f"--offline-batch-config={json.dumps(config)}",
         "--enable-mixed-chunk",
         "--chunked-prefill-size=256",
         "--enable-metrics",
@@ -91,6 +96,24 @@ def test_the_server_says_what_was_saved(
     assert found is not None
     # Each step reports what the one before it saved.
     assert 0.8 * saved < float(found[1]) <= saved
+
+
+def test_prompts_beside_decodes_share_too(
+    sharing: Server, answers: list[dict[str, Any]]
+) -> None:
+    """Every step with decodes could share, and some with prompts beside them do."""
+    assert answers
+    with urllib.request.urlopen(f"{sharing.url}/server_info") as answer:
+        state = json.load(answer)["internal_states"][0]["offline_batch"]
+    assert state["shares_prefixes"]
+    steps = read_steps(sharing.log_path.parent / STEPS)
+    decodes = sum(steps[f"decode_{side}"] for side in SIDES)
+    prompts = sum(steps[f"prefill_{side}"] for side in SIDES)
+    assert state["attention_steps"] == (decodes > 0).sum()
+    # What a step saved is known when the next one is made.
+    saved = np.append(steps["kv_saved_bytes"][1:], 0)
+    assert (saved[(decodes > 0) & (prompts > 0)] > 0).any()
+    assert not saved[decodes == 0].any()
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -206,7 +206,7 @@ def _add_machine(
     group.add_argument(
         "--shared-prefix-attention", action="store_true",
         help="running requests read a prefix that they share once for all of them, as "
-        "in an offline server with --attention-backend shared_prefix",
+        "in an offline server on a GPU that docs/kernels.md names",
     )  # fmt: skip
     group.add_argument(
         "--overlap", type=_exponent, default=overlap, metavar="K",

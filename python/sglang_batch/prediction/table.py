@@ -73,7 +73,7 @@ def _kv_reads(report: Report) -> str:
     alone, shared = f"{_seconds(f.kv_read_s)} s", f"{_seconds(f.kv_read_shared_s)} s"
     if f.machine.cost.shared_kv_read_once:
         return f"{shared}  ({alone} if every request read all of its own)"
-    return f"{alone}  ({shared} with --attention-backend shared_prefix)"
+    return f"{alone}  ({shared} with shared-prefix attention)"
 
 
 def _machine_name(report: Report) -> str:

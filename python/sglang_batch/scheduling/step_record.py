@@ -38,7 +38,7 @@ class StepRecord(NamedTuple):
     parked, resumed, retracted: requests, in this step.
     waiting: requests in the backlog.
     kv_saved_bytes: of KV, in all layers, that the step before did not have to read
-        again because requests share it; 0 without --attention-backend shared_prefix.
+        again because requests share it; 0 where attention is SGLang's own.
     compute_s, memory_s: estimated seconds at the device's full rates.
     """
 

@@ -14,16 +14,27 @@ from .support import ATTENTION_BACKEND
 
 def check_model(model_runner: Any) -> None:
     """Raise a ConfigError for attention that the kernels do not have."""
-    found = _pool_obstacle(model_runner) or next(
-        filter(None, map(_layer_obstacle, model_runner.model.modules())), None
-    )
-    if any(name.endswith("sinks") for name, _ in model_runner.model.named_parameters()):
-        found = "attention sinks"
+    found = model_obstacle(model_runner)
     if found is not None:
         raise ConfigError(
             f"--attention-backend {ATTENTION_BACKEND} does not work with {found}; "
             "leave the option out, and SGLang chooses."
         )
+
+
+def model_obstacle(model_runner: Any) -> str | None:
+    """What the kernels do not have of the model's attention; None if they have all."""
+    model = model_runner.model
+    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
+        return "attention sinks"
+    return _pool_obstacle(model_runner) or next(
+        filter(None, map(_layer_obstacle, attention_layers(model))), None
+    )
+
+
+def attention_layers(model: Any) -> list[Any]:
+    """The model's layers of SGLang's attention."""
+    return [each for each in model.modules() if isinstance(each, RadixAttention)]
 
 
 def _pool_obstacle(model_runner: Any) -> str | None:
@@ -38,8 +49,6 @@ def _pool_obstacle(model_runner: Any) -> str | None:
 
 
 def _layer_obstacle(layer: Any) -> str | None:
-    if not isinstance(layer, RadixAttention):
-        return None
     if layer.sliding_window_size > 0:
         return f"a sliding window of {layer.sliding_window_size} tokens"
     if layer.logit_cap > 0:
@@ -50,4 +59,8 @@ def _layer_obstacle(layer: Any) -> str | None:
         return f"attention of type {layer.attn_type}"
     if layer.xai_temperature_len > 0:
         return "a temperature that changes with the position"
+    if layer.use_irope:
+        return "layers that see a chunk of the context only"
+    if layer.pos_encoding_mode != "NONE":
+        return f"positions of the kind {layer.pos_encoding_mode} in attention itself"
     return None

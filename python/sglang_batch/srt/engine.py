@@ -23,8 +23,8 @@ from .endpoints import ServingEndpoints
 from .job_control import JobControl
 from .machine import machine_of
 from .request_checks import check_request, check_text
-from .scheduler import STATE_KEY
 from .serving_call import HoldingManager, ServingCall
+from .support import STATE_KEY
 
 # Below this many requests in flight the engine may run out of work between answers.
 MIN_INFLIGHT = 1024

@@ -12,7 +12,7 @@ from ..planner.cost_model import CostModel, ModelSpec
 from ..planner.hardware import HardwareSpec, hardware, match_hardware
 from ..planner.plan import Machine
 from ..planner.simulator import EngineLimits
-from .support import ATTENTION_BACKEND
+from .support import ATTENTION_BACKEND, STATE_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,8 @@ def machine_of(tokenizer_manager: Any, state: dict[str, Any]) -> Machine:
     """What planning has to know of an engine.
 
     Args:
-        state: internal state of one scheduler. Each DP rank has as much KV.
+        state: internal state of one scheduler. Each DP rank has as much KV, and
+            attends in the same way.
     """
     server_args = tokenizer_manager.server_args
     cost = CostModel.of(
@@ -47,7 +48,7 @@ def machine_of(tokenizer_manager: Any, state: dict[str, Any]) -> Machine:
         tp=server_args.tp_size,
         attention_flops=True,
         weight_reads=True,
-        shared_kv_read_once=decodes_share(server_args),
+        shared_kv_read_once=bool(state[STATE_KEY].get("shares_prefixes")),
         interference_exponent=NO_OVERLAP,
     )
     chunk = server_args.chunked_prefill_size
@@ -67,7 +68,7 @@ def machine_of(tokenizer_manager: Any, state: dict[str, Any]) -> Machine:
 
 
 def decodes_share(server_args: Any) -> bool:
-    """Whether decodes read a prefix that they share once for all of them."""
+    """Whether the backend that reads shared prefixes once was asked for."""
     chosen = server_args.decode_attention_backend or server_args.attention_backend
     return bool(chosen == ATTENTION_BACKEND)
 

@@ -31,6 +31,8 @@ POOLING_HOOKS = ("sglang.srt.configs.model_config.ModelConfig.__init__",)
 SCHEDULER_HOOKS = (
     "sglang.srt.managers.scheduler.Scheduler",
     "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.fill_vocab_mask",
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
+    ".create_dsv41_candidate_graph_variants",
 )
 
 # This process un-pickled an OfflineServerArgs: it belongs to an offline server. Which
@@ -127,7 +129,7 @@ def _hook_scheduler() -> None:
         register_attention_backend,
     )
 
-    from . import dead_grammars, planned_cache, pooling, support
+    from . import dead_grammars, graph_variants, planned_cache, pooling, support
     from .scheduler import MarkedScheduler, OfflineScheduler
 
     pooling.register_config_hook()
@@ -137,10 +139,13 @@ def _hook_scheduler() -> None:
     ours = OfflineScheduler if _offline_child == "offline" else MarkedScheduler
     HookRegistry.register(SCHEDULER_HOOKS[0], ours, HookType.REPLACE)
     HookRegistry.register(SCHEDULER_HOOKS[1], dead_grammars.allow_one, HookType.AFTER)
+    HookRegistry.register(
+        SCHEDULER_HOOKS[2], graph_variants.variants_for, HookType.AROUND
+    )
 
 
 def _make_attention(model_runner: Any) -> Any:
-    # Triton and the kernels are loaded only where they are asked for.
-    from .attention_backend import make_backend
+    # The kernels are loaded only where they are asked for.
+    from .attention_choice import make_backend
 
     return make_backend(model_runner)

@@ -38,6 +38,9 @@ class PrefixGroups(NamedTuple):
     node_end: Int32s
 
 
+NO_GROUPS = PrefixGroups(*(np.zeros(0, np.int32) for _ in range(4)))
+
+
 class GroupFinder:
     """Finds the groups of one batch after the other, anew only if its requests change."""
 

@@ -21,17 +21,17 @@ from ..engine import KvUse
 from ..scheduling.job_plan import JobPlan
 from . import compat, plugin
 from .adder import OfflinePrefillAdder, OfflineSchedulePolicy
+from .attention_choice import share_by_default
 from .conductor import Conductor
 from .job_control import CLOSE, PRIORITY, JobControl, JobControlOutput
 from .sharing import Sharing
 from .step_metrics import step_metrics
 from .steps import Steps
+from .support import STATE_KEY
 from .waiting_view import WaitingView
 from .warm_up import compile_planner
 
 logger = logging.getLogger(__name__)
-
-STATE_KEY = "offline_batch"
 
 
 class MarkedScheduler(Scheduler):  # type: ignore[misc]
@@ -69,6 +69,11 @@ class OfflineScheduler(MarkedScheduler):
             self.enable_priority_scheduling,
             self.schedule_low_priority_values_first,
         )
+
+    def init_all_attention_backends(self) -> None:
+        """SGLang captures CUDA graphs after it, with what is chosen here."""
+        super().init_all_attention_backends()
+        share_by_default(self.tp_worker.model_runner)
 
     def get_prefill_adder_class(self) -> type[OfflinePrefillAdder]:
         return OfflinePrefillAdder
@@ -108,6 +113,7 @@ class OfflineScheduler(MarkedScheduler):
             "parked_now": conductor.rooms.num_parked,
             "parked_host_bytes": conductor.rooms.host_bytes,
             "kv_use": dataclasses.asdict(_kv_use(conductor)),
+            "shares_prefixes": bool(self.sharing.backends),
             **conductor.steps.totals,
             **self.sharing.totals,
         }

@@ -34,6 +34,7 @@ SEAMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "get_prefill_adder_class": ("", "admission without a guess of output lengths"),
         "init_request_dispatcher": ("", "messages of the main process to the plan"),
         "init_load_inquirer": ("", "the conductor is made; loads count its backlog"),
+        "init_all_attention_backends": ("", "attention that shares prefixes"),
         "get_init_info": ("", "says in the log that this scheduler is ours"),
         "get_internal_state": ("recv_req", "settings and counters in /server_info"),
         "get_next_batch_to_run": (
@@ -158,7 +159,22 @@ SEAMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "a prefix as the tree's key",
         ),
     },
-    # Overridden by SharedPrefixMixin, in a subclass of the platform's backend.
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner": {
+        "create_dsv41_candidate_graph_variants": (
+            "model_runner, capture_forward_mode, captured_req_width",
+            "hooked: two CUDA graphs for each size of a decode batch",
+        ),
+    },
+    "sglang.srt.model_executor.runner_utils.capture_mode": {
+        "get_capture_attention_variant": ("", "which of the two is captured"),
+    },
+    "sglang.srt.arg_groups.model_override_base": {
+        "get_default_attn_backend": (
+            "server_args, use_mla_backend, model_config",
+            "the backend that shared_prefix stands in front of",
+        ),
+    },
+    # Overridden by SharedPrefixMixin, in a subclass of the backend that SGLang chooses.
     "sglang.srt.layers.attention.base_attn_backend:AttentionBackend": {
         "init_forward_metadata": ("forward_batch", "the plan of a step"),
         "init_forward_metadata_out_graph": (

@@ -17,12 +17,11 @@ from sglang.srt.environ import envs
 
 from ..config import OfflineBatchConfig
 from ..errors import ConfigError, SGLangBatchError
-from .support import ATTENTION_BACKEND
+from .support import ATTENTION_ARGUMENTS, ATTENTION_BACKEND
 
 FLAG = "offline_batch"
 COMPANIONS = ("offline_batch_config", "offline_batch_dir")
 # Ways to run SGLang in which its HTTP server or its processes are not the usual ones.
-_PHASES = ("prefill", "decode")
 UNSUPPORTED = ("grpc_mode", "smg_grpc_mode", "encoder_only", "use_ray")
 
 
@@ -95,7 +94,7 @@ def from_cli_args(original: Any, cls: type, args: argparse.Namespace) -> Any:
         if getattr(args, name, None) is not None:
             flag = "--" + name.replace("_", "-")
             raise SystemExit(f"error: {flag} needs --offline-batch.")
-    for name in ("attention_backend", *(f"{x}_attention_backend" for x in _PHASES)):
+    for name in ATTENTION_ARGUMENTS:
         if getattr(args, name, None) == ATTENTION_BACKEND:
             flag = f"--{name.replace('_', '-')} {ATTENTION_BACKEND}"
             raise SystemExit(f"error: {flag} needs --offline-batch.")
@@ -126,6 +125,12 @@ def _activate(values: dict[str, Any]) -> None:
     if envs.SGLANG_RUST_SERVER.get():
         raise ConfigError(
             "--offline-batch needs SGLang's Python server; unset SGLANG_RUST_SERVER."
+        )
+    named = [values.get(name) for name in ATTENTION_ARGUMENTS]
+    if config.attention == "stock" and ATTENTION_BACKEND in named:
+        raise ConfigError(
+            f'attention="stock" contradicts --attention-backend {ATTENTION_BACKEND}; '
+            "drop one."
         )
     client_keys.check_client_keys(values, config)
     if config.scheduler == "offline":

@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .prefix_groups import GroupFinder
+from .prefix_groups import NO_GROUPS, GroupFinder
 
 if TYPE_CHECKING:
+    from .attention_plans import SharingCounts
     from .open_jobs import OpenJobs
 
 
 class Sharing:
-    """The scheduler's side of ``--attention-backend shared_prefix``.
+    """The scheduler's side of attention that reads shared prefixes once.
 
     Attributes:
-        backends: of that kind; empty where another one is in use.
+        backends: of that kind; empty where none is in use.
     """
 
     def __init__(self, model_runner: Any, jobs: OpenJobs) -> None:
@@ -27,34 +28,37 @@ class Sharing:
     def show(self, batch: Any) -> None:
         """Leave a batch's groups with the backend, right before the batch runs."""
         mode = batch.forward_mode
-        if not batch.reqs or not (mode.is_decode() or mode.is_mixed()):
+        if batch.reqs and (mode.is_decode() or mode.is_mixed()):
+            rows = batch.req_pool_indices_cpu.numpy().astype(np.int32)
+            groups = self._finder.of(batch.reqs, rows, decodes=mode.is_decode())
+        else:
             self._finder.forget()
-            return
-        rows = batch.req_pool_indices_cpu.numpy().astype(np.int32)
-        groups = self._finder.of(batch.reqs, rows, decodes=mode.is_decode())
+            groups = NO_GROUPS
         for backend in self.backends:
             backend.groups = groups
 
     @property
     def saved_bytes(self) -> int:
         """Bytes of KV that did not have to be read again, so far."""
-        return sum(
-            backend.counts.kv_bytes_unshared - backend.counts.kv_bytes
-            for backend in self.backends
-        )
+        counts = self._counts
+        return sum(each.kv_bytes_unshared - each.kv_bytes for each in counts)
 
     @property
     def totals(self) -> dict[str, int]:
-        """For ``/server_info``; empty without the backend."""
-        if not self.backends:
+        """For ``/server_info``; empty where prefixes are not shared."""
+        counts = self._counts
+        if not counts:
             return {}
-        counts = [backend.counts for backend in self.backends]
         return {
             "attention_steps": sum(each.steps for each in counts),
             "attention_steps_shared": sum(each.shared_steps for each in counts),
             "kv_read_bytes": sum(each.kv_bytes for each in counts),
             "kv_read_bytes_saved": self.saved_bytes,
         }
+
+    @property
+    def _counts(self) -> list[SharingCounts]:
+        return [backend.plans.counts for backend in self.backends]
 
 
 def _backends_of(model_runner: Any) -> list[Any]:

@@ -21,10 +21,18 @@ from sglang.srt.environ import envs
 
 from ..errors import ConfigError
 
+# Where a scheduler's internal state, as in /server_info, has what is ours.
+STATE_KEY = "offline_batch"
 # The name under which our prefix cache is registered with SGLang.
 CACHE_BACKEND = "planned"
 # And our attention, which reads a shared prefix once.
 ATTENTION_BACKEND = "shared_prefix"
+# SGLang's arguments that name a backend.
+ATTENTION_ARGUMENTS = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+)
 STOCK_SCHEDULER = """--offline-batch-config '{"scheduler": "stock"}'"""
 
 

@@ -1,0 +1,345 @@
+"""Who reads shared prefixes once, and which CUDA graph a decode step takes.
+
+There is no GPU here: backends of SGLang are looked at, not run, and steps are planned
+without a forward.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.runner_utils.capture_mode import (
+    _set_capture_attention_variant,
+)
+
+from sgl_kernel_ext.shared_prefix_attention import Planner, attention_ref, run_reference
+from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.errors import ConfigError, EngineError
+from sglang_batch.srt import attention_backend, attention_choice
+from sglang_batch.srt.attention_backend import Implementation, SharedPrefixMixin
+from sglang_batch.srt.attention_plans import StepPlans
+from sglang_batch.srt.graph_variants import ALONE, SHARED, ShareVariants, variants_for
+from sglang_batch.srt.prefix_groups import NO_GROUPS, PrefixGroups
+
+HEADS, DIM, SLOTS = 2, 16, 4000
+MODULES = {
+    "FlashAttentionBackend": "flashattention_backend",
+    "FlashInferAttnBackend": "flashinfer_backend",
+    "TritonAttnBackend": "triton_backend",
+    "TorchNativeAttnBackend": "torch_native_backend",
+}
+
+
+def ints(*values: int) -> Any:
+    return np.array(values, np.int32)
+
+
+# --- the backends that SGLang has
+
+
+@pytest.mark.parametrize("name", attention_choice.CLASSES)
+def test_a_backend_prepares_a_step_in_one_place(name: str) -> None:
+    """What SGLang's backend does for a step that shares is left out as a whole.
+
+    Its source is read: some backends cannot be imported without a GPU.
+    """
+    spec = importlib.util.find_spec(f"sglang.srt.layers.attention.{MODULES[name]}")
+    assert spec is not None and spec.origin is not None
+    source = Path(spec.origin).read_text()
+    kind = next(
+        each
+        for each in ast.parse(source).body
+        if isinstance(each, ast.ClassDef) and each.name == name
+    )
+    assert [ast.unparse(base) for base in kind.bases] == ["AttentionBackend"]
+    methods = {
+        each.name: each for each in kind.body if isinstance(each, ast.FunctionDef)
+    }
+    eager = ast.unparse(methods["init_forward_metadata"])
+    assert "init_forward_metadata_out_graph(" not in eager
+    # Such a backend would get its steps ready in a third place.
+    assert "use_captured_forward_metadata_for_breakable" not in ast.unparse(kind)
+
+
+# --- the choice
+
+
+class Native:
+    """Stands for an attention backend."""
+
+    prefill_attention_backend_str = "native"
+
+
+def model_runner(
+    attention: str = "auto", device: str = "cuda", **arguments: str
+) -> SimpleNamespace:
+    """As much of SGLang's model runner as the choice looks at."""
+    pool = object.__new__(MHATokenToKVPool)
+    pool.dtype = torch.float32
+    named = dict.fromkeys(attention_choice.ATTENTION_ARGUMENTS) | arguments
+    return SimpleNamespace(
+        device=device,
+        dtype=torch.float32,
+        model=torch.nn.Linear(1, 1),
+        model_config=SimpleNamespace(attention_arch=AttentionArch.MHA),
+        token_to_kv_pool=pool,
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1)),
+        attn_backend=type("TritonAttnBackend", (Native,), {})(),
+        server_args=SimpleNamespace(
+            offline_config=OfflineBatchConfig(attention=attention), **named
+        ),
+    )
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Backends that were made to share, on a GPU that the kernel knows."""
+    done: list[Any] = []
+    monkeypatch.setattr(attention_backend, "share", lambda b, _: done.append(b))
+    monkeypatch.setattr(
+        "sgl_kernel_ext.shared_prefix_attention.configs.device_family",
+        lambda _: "hopper",
+    )
+    return done
+
+
+def test_it_is_chosen_where_nobody_chose(shared: list[Any]) -> None:
+    runner = model_runner()
+    attention_choice.share_by_default(runner)
+    assert shared == [runner.attn_backend]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"attention_backend": "fa3"}, "the choice of fa3"),
+        ({"decode_attention_backend": "triton"}, "the choice of triton"),
+        ({"device": "cpu"}, "a cpu, where"),
+    ],
+)
+def test_it_is_not_chosen_where_somebody_chose(
+    shared: list[Any],
+    arguments: dict[str, str],
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO"):
+        attention_choice.share_by_default(model_runner(**arguments))
+    assert not shared
+    assert f"reads all of its prefix, because of {why}" in caplog.text
+
+
+def test_unknown_devices_and_backends_and_models_are_left_alone(
+    shared: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = model_runner()
+    other.attn_backend = Native()
+    attention_choice.share_by_default(other)
+    latent = model_runner()
+    latent.model_config.attention_arch = AttentionArch.MLA
+    attention_choice.share_by_default(latent)
+    monkeypatch.setattr(
+        "sgl_kernel_ext.shared_prefix_attention.configs.device_family",
+        lambda _: "default",
+    )
+    attention_choice.share_by_default(model_runner())
+    attention_choice.share_by_default(model_runner("stock"))
+    assert not shared
+
+
+def test_who_asks_for_it_hears_why_not(shared: list[Any]) -> None:
+    asked = model_runner("triton", attention_backend="fa3")
+    attention_choice.share_by_default(asked)
+    assert shared == [asked.attn_backend]
+    asked.attn_backend = Native()
+    with pytest.raises(ConfigError, match='"triton" does not work with SGLang\'s Nat'):
+        attention_choice.share_by_default(asked)
+
+
+def test_a_kernel_that_fails_its_trial_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, shared: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(backend: Any, runner: Any) -> None:
+        raise EngineError("the kernel does not work on this device")
+
+    monkeypatch.setattr(attention_backend, "share", fails)
+    attention_choice.share_by_default(model_runner())
+    assert "does not work on this device" in caplog.text
+    with pytest.raises(EngineError):
+        attention_choice.share_by_default(model_runner("triton"))
+
+
+def test_a_backend_that_cannot_share_stays_what_it_was() -> None:
+    backend = Stock()
+    with pytest.raises(AttributeError):
+        attention_backend.share(backend, SimpleNamespace())
+    assert type(backend) is Stock
+
+
+# --- steps
+
+
+class Stock(AttentionBackend):  # type: ignore[misc]
+    """One of SGLang's backends, which notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self.asked.append("eager")
+
+    def init_forward_metadata_out_graph(
+        self, forward_batch: Any, in_capture: bool = False
+    ) -> None:
+        self.asked.append("capture" if in_capture else "replay")
+
+
+class Sharing(SharedPrefixMixin, Stock):
+    """What ``share`` makes of it."""
+
+
+def planner(max_tokens: int = 32) -> Planner:
+    return Planner(
+        num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=DIM, dtype=torch.float32,
+        page_size=1, device="cpu", max_requests=8, max_tokens=max_tokens, max_nodes=8,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def backend() -> Sharing:
+    made = Sharing()
+    decodes = planner()
+    made.plans = StepPlans(decodes, planner(64), num_layers=3, token_bytes=256)
+    made.implementation = Implementation("ours", run_reference, capturable=True)
+    made._fixed_grid = decodes.fixed_grid
+    return made
+
+
+def decode(*kv_len: int) -> SimpleNamespace:
+    lengths = torch.tensor(kv_len)
+    return SimpleNamespace(
+        forward_mode=ForwardMode.DECODE, batch_size=len(kv_len), seq_lens_cpu=lengths
+    )
+
+
+def groups(*nodes: int, end: int = 1000) -> PrefixGroups:
+    return PrefixGroups(
+        np.arange(len(nodes), dtype=np.int32), ints(*nodes), ints(-1), ints(end)
+    )
+
+
+def test_graphs_of_both_kinds_are_captured(backend: Sharing) -> None:
+    found = variants_for(
+        lambda *_: None, SimpleNamespace(attn_backend=backend), ForwardMode.DECODE, 1
+    )
+    assert isinstance(found, ShareVariants)
+    assert set(found.capture_labels) == {SHARED, ALONE}
+    for label, asked in ((ALONE, ["capture"]), (SHARED, ["capture"])):
+        _set_capture_attention_variant(label)
+        backend.init_forward_metadata_out_graph(decode(1, 1, 1), in_capture=True)
+        assert backend.asked == asked
+        assert (backend._step is not None) == (label == SHARED)
+    _set_capture_attention_variant(None)
+    assert backend.plans.counts.steps == 0
+
+
+def test_variants_of_other_runners_are_left_alone(backend: Sharing) -> None:
+    def asks(attention: Any, mode: ForwardMode, found: Any = None) -> Any:
+        runner = SimpleNamespace(attn_backend=attention)
+        return variants_for(lambda *_: found, runner, mode, 1)
+
+    assert asks(Stock(), ForwardMode.DECODE) is None
+    assert asks(backend, ForwardMode.TARGET_VERIFY) is None
+    assert asks(backend, ForwardMode.DECODE, "SGLang's") == "SGLang's"
+    hybrid = SimpleNamespace(decode_backend=backend, prefill_backend=Stock())
+    assert isinstance(asks(hybrid, ForwardMode.DECODE), ShareVariants)
+    backend.implementation = Implementation("torch", run_reference)
+    with pytest.raises(ConfigError, match="add --disable-cuda-graph"):
+        asks(backend, ForwardMode.DECODE)
+
+
+def test_each_step_replays_the_graph_that_pays(backend: Sharing) -> None:
+    variants = ShareVariants(backend)
+    same = groups(0, 0, 0)
+
+    def step(now: PrefixGroups, *kv_len: int, padded: int = 0) -> str:
+        backend.groups = now
+        label = variants.select(decode(*kv_len))
+        assert variants.select(decode(*kv_len)) == label  # it may be asked again
+        backend.asked.clear()
+        backend.init_forward_metadata_out_graph(decode(*kv_len, *[1] * padded))
+        assert backend.asked == ([] if label == SHARED else ["replay"])
+        assert backend.groups is NO_GROUPS
+        return label
+
+    assert step(same, 1010, 1020, 1030, padded=1) == SHARED
+    first = backend._step
+    assert first is not None
+    assert first.groups.request_node.tolist() == [0, 0, 0, -1]
+    assert step(same, 1011, 1021, 1031, padded=1) == SHARED
+    assert backend._step is not None and backend._step.plan is first.plan
+    assert backend._step.kv_len.tolist() == [1011, 1021, 1031, 1]
+    assert step(groups(-1, -1, -1), 1010, 1020, 1030) == ALONE
+    assert step(groups(0, 0, 0, end=2), 30, 20, 10) == ALONE
+    assert step(NO_GROUPS, 30, 20) == ALONE  # a batch that the scheduler did not make
+    counts = backend.plans.counts
+    assert (counts.steps, counts.shared_steps) == (5, 2)
+    saved = counts.kv_bytes_unshared - counts.kv_bytes
+    assert saved == 2 * 2 * 1000 * 256 * 3
+
+
+def test_steps_without_a_graph(backend: Sharing) -> None:
+    backend.groups = groups(0, 0, 0)
+    backend.init_forward_metadata(decode(1010, 1020, 1030))
+    assert not backend.asked and backend._step is not None
+    # SGLang runs prompts beside decodes as prompts.
+    mixed = decode(1010, 1020, 1030)
+    mixed.forward_mode = ForwardMode.EXTEND
+    mixed.extend_seq_lens_cpu = [10, 1, 1]
+    backend.groups = groups(0, 0, 0)
+    backend.init_forward_metadata(mixed)
+    assert not backend.asked and backend._step is not None
+    assert backend._step.q_len.tolist() == [10, 1, 1]
+    # Prompts alone: the scheduler has left no groups.
+    backend.init_forward_metadata(mixed)
+    assert backend.asked == ["eager"] and backend._step is None
+    assert backend.plans.counts.steps == 2
+
+
+def test_rows_of_padding_are_attended_for(backend: Sharing) -> None:
+    torch.manual_seed(0)
+    backend._slots = torch.randperm(SLOTS)[: 4 * 1000].view(4, 1000).int()
+    backend._slots[:3, :900] = backend._slots[0, :900].clone()
+    k, v = (torch.randn(SLOTS, HEADS, DIM) for _ in range(2))
+    backend._kv = SimpleNamespace(
+        get_key_buffer=lambda _: k, get_value_buffer=lambda _: v
+    )
+    batch = decode(910, 920, 930, 1)
+    batch.seq_lens = batch.seq_lens_cpu
+    backend.groups = groups(0, 0, 0, end=900)
+    assert ShareVariants(backend).select(decode(910, 920, 930)) == SHARED
+    backend.init_forward_metadata_out_graph(batch)
+    assert backend._step is not None
+    # The row of padding has the table row 0.
+    q = torch.randn(4, HEADS * DIM)
+    layer = SimpleNamespace(
+        layer_id=0, tp_q_head_num=HEADS, qk_head_dim=DIM, scaling=0.25
+    )
+    backend._grid = None  # of the kernel's launch; PyTorch has none
+    out = backend.forward_decode(q, None, None, layer, batch)
+    wanted, _ = attention_ref(
+        q.view(4, HEADS, DIM), k, v, backend._slots, [1] * 4, [910, 920, 930, 1],
+        [0, 1, 2, 0], 1, 0.25,
+    )  # fmt: skip
+    torch.testing.assert_close(out.view_as(wanted), wanted, atol=1e-5, rtol=1e-5)

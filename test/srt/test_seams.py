@@ -85,6 +85,11 @@ def test_parameters_are_names_and_stars() -> None:
             "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache",
         ),
         (
+            "output_streamer.OfflineOutputStreamer",
+            "sglang.srt.managers.scheduler_components.output_streamer:"
+            "SchedulerOutputStreamer",
+        ),
+        (
             "attention_backend.SharedPrefixMixin",
             "sglang.srt.layers.attention.base_attn_backend:AttentionBackend",
         ),

@@ -24,6 +24,7 @@ from .adder import OfflinePrefillAdder, OfflineSchedulePolicy
 from .attention_choice import share_by_default
 from .conductor import Conductor
 from .job_control import CLOSE, PRIORITY, JobControl, JobControlOutput
+from .output_streamer import OfflineOutputStreamer
 from .sharing import Sharing
 from .step_metrics import step_metrics
 from .steps import Steps
@@ -77,6 +78,9 @@ class OfflineScheduler(MarkedScheduler):
 
     def get_prefill_adder_class(self) -> type[OfflinePrefillAdder]:
         return OfflinePrefillAdder
+
+    def get_output_streamer_class(self) -> type[OfflineOutputStreamer]:
+        return OfflineOutputStreamer
 
     def init_request_dispatcher(self) -> None:
         super().init_request_dispatcher()

@@ -32,6 +32,7 @@ SEAMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "sglang.srt.managers.scheduler:Scheduler": {
         "init_schedule_policy": ("", "sets the policy that keeps the plan's order"),
         "get_prefill_adder_class": ("", "admission without a guess of output lengths"),
+        "get_output_streamer_class": ("", "only what may be sent is looked at"),
         "init_request_dispatcher": ("", "messages of the main process to the plan"),
         "init_load_inquirer": ("", "the conductor is made; loads count its backlog"),
         "init_all_attention_backends": ("", "attention that shares prefixes"),
@@ -59,6 +60,13 @@ SEAMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_release_aborted_request": ("req", "frees what an aborted line holds"),
         "_build_hisparse_decode_batch": ("reqs", "SGLang's model of a resumed batch"),
         "_reqs_finishing_inflight": ("batch", "requests that end in the running step"),
+    },
+    "sglang.srt.managers.scheduler_components.output_streamer:"
+    "SchedulerOutputStreamer": {
+        "_stream_output_generation": (
+            "reqs, return_logprob, skip_req, is_idle_batch",
+            "is given the requests that something may be sent of",
+        ),
     },
     "sglang.srt.managers.scheduler": {
         "NextBatchPlan": (

@@ -1,0 +1,110 @@
+"""Our output streamer sends what SGLang's own sends, step by step."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.managers.scheduler_components import output_streamer as stock
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_batch.srt.output_streamer import OfflineOutputStreamer
+
+STEPS = 130
+
+
+class Sent(list[Any]):
+    """Stands for the socket to the detokenizer."""
+
+    def send_output(self, payload: Any) -> None:
+        self.append(
+            (
+                payload.rids,
+                payload.output_ids,
+                payload.decode_ids,
+                payload.completion_tokens,
+                payload.finished_reasons,
+            )
+        )
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SGLang's streamer asks its process for."""
+    serving = SimpleNamespace(stream_interval=1, weight_version="default")
+    parallel = SimpleNamespace(dp_rank=0, attn_tp_rank=0)
+    monkeypatch.setattr(stock, "get_serving", lambda: serving)
+    monkeypatch.setattr(stock, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(
+        stock,
+        "get_observability",
+        lambda: SimpleNamespace(enable_request_time_stats_logging=False),
+    )
+
+
+def streamer(kind: Any, sent: Sent) -> Any:
+    return kind(
+        send_to_detokenizer=sent,
+        tree_cache=None,
+        server_args=None,
+        is_generation=True,
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+        disaggregation_mode=DisaggregationMode.NULL,
+        enable_hicache_storage=lambda: False,
+    )
+
+
+def sent_by(kind: Any) -> Sent:
+    """All that is sent of requests of every kind while they decode."""
+    chance = random.Random(0)
+    sent = Sent()
+    sender = streamer(kind, sent)
+    reqs = []
+    for i in range(40):
+        params = SamplingParams(max_new_tokens=chance.randint(1, STEPS - 5))
+        params.stream_interval = chance.choice([None, 1, 7])
+        req = Req(str(i), "", array("q", [1, 2, 3]), params, stream=i % 3 == 0)
+        req.output_ids.extend([5] * chance.choice([0, 0, 3]))  # some came before
+        reqs.append(req)
+    for step in range(STEPS):
+        for req in reqs:
+            if not req.finished():
+                req.output_ids.append(step)
+                if len(req.output_ids) >= req.sampling_params.max_new_tokens:
+                    req.finished_reason = FINISH_LENGTH(len(req.output_ids))
+        # Those that are done come once more: the next step had begun.
+        skip = reqs[step % len(reqs)] if step % 5 == 0 else None
+        sender.stream_output(reqs, False, skip)
+    assert all(req.finished_output for req in reqs)
+    return sent
+
+
+def test_it_sends_what_sglang_sends() -> None:
+    wanted = sent_by(stock.SchedulerOutputStreamer)
+    assert len(wanted) > STEPS // 2
+    assert sent_by(OfflineOutputStreamer) == wanted
+
+
+def test_requests_with_nothing_to_send_are_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    accept = stock._GenerationStreamAccumulator.accept
+
+    def counted(self: Any, *, req: Any) -> None:
+        asked.append(req.rid)
+        accept(self, req=req)
+
+    monkeypatch.setattr(stock._GenerationStreamAccumulator, "accept", counted)
+    sender = streamer(OfflineOutputStreamer, Sent())
+    req = Req("a", "", array("q", [1]), SamplingParams(max_new_tokens=200))
+    for token in range(120):
+        req.output_ids.append(token)
+        sender.stream_output([req], False)
+    assert asked == ["a", "a"]

@@ -85,9 +85,14 @@ def test_parameters_are_names_and_stars() -> None:
             "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache",
         ),
         (
-            "output_streamer.OfflineOutputStreamer",
+            "step_results.OfflineOutputStreamer",
             "sglang.srt.managers.scheduler_components.output_streamer:"
             "SchedulerOutputStreamer",
+        ),
+        (
+            "step_results.OfflineResultProcessor",
+            "sglang.srt.managers.scheduler_components.batch_result_processor:"
+            "SchedulerBatchResultProcessor",
         ),
         (
             "attention_backend.SharedPrefixMixin",

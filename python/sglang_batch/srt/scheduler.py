@@ -24,9 +24,9 @@ from .adder import OfflinePrefillAdder, OfflineSchedulePolicy
 from .attention_choice import share_by_default
 from .conductor import Conductor
 from .job_control import CLOSE, PRIORITY, JobControl, JobControlOutput
-from .output_streamer import OfflineOutputStreamer
 from .sharing import Sharing
 from .step_metrics import step_metrics
+from .step_results import OfflineOutputStreamer, OfflineResultProcessor
 from .steps import Steps
 from .support import STATE_KEY
 from .waiting_view import WaitingView
@@ -81,6 +81,11 @@ class OfflineScheduler(MarkedScheduler):
 
     def get_output_streamer_class(self) -> type[OfflineOutputStreamer]:
         return OfflineOutputStreamer
+
+    def init_batch_result_processor(self) -> None:
+        super().init_batch_result_processor()
+        stock = self.batch_result_processor
+        self.batch_result_processor = OfflineResultProcessor.like(stock)
 
     def init_request_dispatcher(self) -> None:
         super().init_request_dispatcher()

@@ -33,6 +33,7 @@ SEAMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "init_schedule_policy": ("", "sets the policy that keeps the plan's order"),
         "get_prefill_adder_class": ("", "admission without a guess of output lengths"),
         "get_output_streamer_class": ("", "only what may be sent is looked at"),
+        "init_batch_result_processor": ("", "less is done for requests that go on"),
         "init_request_dispatcher": ("", "messages of the main process to the plan"),
         "init_load_inquirer": ("", "the conductor is made; loads count its backlog"),
         "init_all_attention_backends": ("", "attention that shares prefixes"),
@@ -66,6 +67,13 @@ SEAMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_stream_output_generation": (
             "reqs, return_logprob, skip_req, is_idle_batch",
             "is given the requests that something may be sent of",
+        ),
+    },
+    "sglang.srt.managers.scheduler_components.batch_result_processor:"
+    "SchedulerBatchResultProcessor": {
+        "_handle_finish_state_updated_req": (
+            "req, batch, result, i, logits_output",
+            "is left out for requests that go on",
         ),
     },
     "sglang.srt.managers.scheduler": {

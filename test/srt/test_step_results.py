@@ -1,4 +1,4 @@
-"""Our output streamer sends what SGLang's own sends, step by step."""
+"""Less is done for each running request, and the same comes out."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.managers.scheduler_components import (
+    batch_result_processor as results,
+)
 from sglang.srt.managers.scheduler_components import output_streamer as stock
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_batch.srt.output_streamer import OfflineOutputStreamer
+from sglang_batch.srt.step_results import OfflineOutputStreamer, OfflineResultProcessor
 
 STEPS = 130
 
@@ -108,3 +111,31 @@ def test_requests_with_nothing_to_send_are_not_asked(
         req.output_ids.append(token)
         sender.stream_output([req], False)
     assert asked == ["a", "a"]
+
+
+def test_sglang_does_nothing_more_for_a_request_that_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What ours leaves out: without customized info nothing changes by SGLang's."""
+    off = SimpleNamespace(
+        mamba=SimpleNamespace(enable_mamba_extra_buffer_lazy=False),
+        disaggregation_decode_enable_offload_kvcache=False,
+    )
+    monkeypatch.setattr(results, "get_exec", lambda: off)
+    monkeypatch.setattr(results, "get_disagg", lambda: off)
+    processor = object.__new__(OfflineResultProcessor)
+    batch = SimpleNamespace(mamba_track_mask_cpu=None)
+    info = SimpleNamespace(customized_info={"seen": [7]})
+    handle = results.SchedulerBatchResultProcessor._handle_finish_state_updated_req
+
+    def state(req: Req) -> dict[str, Any]:
+        return {name: repr(value) for name, value in vars(req).items()}
+
+    req = Req("a", "", array("q", [1]), SamplingParams(max_new_tokens=5))
+    req.kv = SimpleNamespace(mamba_ping_pong_track_buffer=None)
+    before = state(req)
+    handle(processor, req, batch, None, 0, SimpleNamespace(customized_info=None))
+    assert state(req) == before
+    # With it, ours does the same as SGLang's.
+    processor._handle_finish_state_updated_req(req, batch, None, 0, info)
+    assert req.customized_info == {"seen": [7]}

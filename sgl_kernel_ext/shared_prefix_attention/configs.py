@@ -51,6 +51,12 @@ def _tiles(
     return TileConfig(block_n, num_stages, num_warps, num_warps_wide, UNMEASURED)
 
 
+_SMALL = {
+    128: _tiles((64, 64, 64), (2, 2, 2)),
+    256: _tiles((32, 32, 32), (2, 2, 2)),
+    512: _tiles((16, 16, 16), (2, 2, 2)),
+    1024: _tiles((16, 16, 16), (1, 1, 1)),
+}
 # Slots are read before K and V can be, so Triton keeps loads of one loop step in flight
 # for every two stages: with 5, of two, in 82 KB at 256 bytes per row (from the compiled
 # kernel, sm_90).
@@ -65,21 +71,18 @@ TILES: dict[str, dict[int, TileConfig]] = {
     "ampere": {
         128: _tiles((64, 64, 64), (3, 3, 3)),
         256: _tiles((64, 64, 64), (2, 2, 2)),
-        512: _tiles((32, 32, 32), (2, 2, 2)),
+        512: _tiles((32, 32, 16), (2, 2, 2)),
         1024: _tiles((16, 16, 16), (2, 2, 2)),
     },
+    # Ampere without HBM, and Ada: not much more than half of A100's shared memory.
+    "ada": _SMALL,
     "mi300": {
         128: _tiles((64, 64, 64), (2, 2, 2)),
         256: _tiles((64, 64, 64), (2, 2, 2)),
         512: _tiles((32, 32, 32), (1, 1, 1)),
         1024: _tiles((16, 16, 16), (1, 1, 1)),
     },
-    "default": {
-        128: _tiles((64, 64, 64), (2, 2, 2)),
-        256: _tiles((32, 32, 32), (2, 2, 2)),
-        512: _tiles((16, 16, 16), (2, 2, 2)),
-        1024: _tiles((16, 16, 16), (1, 1, 1)),
-    },
+    "default": _SMALL,
 }
 
 # flops_per_byte: published dense bf16 rate over memory bandwidth, halved because an
@@ -88,6 +91,7 @@ TILES: dict[str, dict[int, TileConfig]] = {
 _FAMILIES: dict[str, tuple[int, int]] = {
     "hopper": (100, 32768),
     "ampere": (75, 16384),
+    "ada": (75, 8192),
     "mi300": (120, 16384),
     "default": (75, 16384),
 }
@@ -100,8 +104,10 @@ def device_family(device: torch.device) -> str:
     if torch.version.hip is not None:
         name = torch.cuda.get_device_properties(device).gcnArchName
         return "mi300" if name.startswith("gfx94") else "default"
-    major = torch.cuda.get_device_capability(device)[0]
-    return {8: "ampere", 9: "hopper"}.get(major, "default")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major == 8:
+        return "ada" if minor else "ampere"
+    return "hopper" if major == 9 else "default"
 
 
 def pick_tiles(family: str, head_dim: int, value_bytes: int) -> TileConfig:

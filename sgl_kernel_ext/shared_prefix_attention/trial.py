@@ -9,21 +9,25 @@ from sgl_kernel_ext.shared_prefix_attention.launch import run
 from sgl_kernel_ext.shared_prefix_attention.plan import Plan, Planner
 from sgl_kernel_ext.shared_prefix_attention.reference import attention_ref
 
-# Decodes below a prefix of 300 tokens, others below a longer one that begins with it,
-# one beside, and a chunk of a prompt.
-NODE_END = (300, 420)
+# Decodes below a long prefix, others below a longer one that begins with it, one
+# beside, and a chunk of a prompt that fills tiles of every size.
+NODE_END = (700, 900)
 REQUEST_NODE = (0, 0, 1, 1, 1, -1, 0)
-OWN_LEN = (1, 40, 7, 130, 64, 90, 33)
-CHUNK = 33
+OWN_LEN = (1, 40, 7, 130, 64, 90, 140)
+CHUNK = 130
 # Of the norm of a token's output; rounding of K, V and the weights gives less.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def try_out(planner: Planner) -> None:
+def try_out(planner: Planner, table_width: int = 0) -> None:
     """Compare ``run`` with PyTorch on a small batch, and in a CUDA graph on a GPU.
 
-    Compiles the kernel for the planner's shape. Plans that the planner has made are no
-    longer valid.
+    Compiles the kernel for the planner's shape, and for int64 lengths. Plans that the
+    planner has made are no longer valid.
+
+    Args:
+        table_width: pages in a row of the table that is to be used: the kernel is
+            compiled for what divides its stride.
 
     Raises:
         RuntimeError: the kernel computes something else than attention.
@@ -33,8 +37,10 @@ def try_out(planner: Planner) -> None:
     # Prefixes end where pages do.
     node_end = np.array(NODE_END, np.int32) // planner.page_size * planner.page_size
     q_len, kv_len, nodes = _batch(planner, node_end)
-    table = _table(kv_len, nodes, node_end // planner.page_size, planner.page_size)
-    table = table.to(planner.device)
+    pages = _pages(kv_len, nodes, node_end // planner.page_size, planner.page_size)
+    width = max(table_width, pages.shape[1])
+    table = torch.zeros(len(pages), width, dtype=torch.int32, device=planner.device)
+    table[:, : pages.shape[1]] = pages.to(planner.device)
     num_slots = (int(table.max()) + 1) * planner.page_size
 
     def values(rows: int, heads: int) -> torch.Tensor:
@@ -44,7 +50,7 @@ def try_out(planner: Planner) -> None:
 
     q = values(int(q_len.sum()), planner.num_q_heads)
     k_cache, v_cache = (values(num_slots, planner.num_kv_heads) for _ in range(2))
-    lengths = torch.from_numpy(kv_len).to(planner.device)
+    lengths = torch.from_numpy(kv_len).long().to(planner.device)
     rows = np.arange(len(q_len), dtype=np.int32)
     forest = np.array([-1, 0], np.int32), node_end
     scale = planner.head_dim**-0.5
@@ -86,7 +92,7 @@ def _batch(
     return q_len, (shared + OWN_LEN[:count]).astype(np.int32), nodes
 
 
-def _table(
+def _pages(
     kv_len: np.ndarray, nodes: np.ndarray, node_pages: np.ndarray, page_size: int
 ) -> torch.Tensor:
     """int32 ``[requests, pages]``: scattered pages, those of a prefix shared."""

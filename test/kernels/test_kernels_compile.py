@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(
 DEVICES = {
     "h100": (GPUTarget("cuda", 90, 32), "hopper", 227 << 10),
     "a100": (GPUTarget("cuda", 80, 32), "ampere", 163 << 10),
+    "l4": (GPUTarget("cuda", 89, 32), "ada", 99 << 10),
     "mi300": (GPUTarget("hip", "gfx942", 64), "mi300", 64 << 10),
 }
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -74,6 +75,7 @@ def compiled(
         ("h100", "bf16", 80, 128, 16),
         ("h100", "fp32", 64, 64, 1),
         ("a100", "fp16", 128, 64, 1),
+        ("l4", "bf16", 256, 128, 1),
         ("mi300", "bf16", 128, 64, 16),
     ],
 )

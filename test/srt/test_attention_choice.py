@@ -16,7 +16,11 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.configs.model_config import AttentionArch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import (
+    AttentionBackend,
+    SharedReadEnds,
+)
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner_utils.capture_mode import (
@@ -26,7 +30,7 @@ from sglang.srt.model_executor.runner_utils.capture_mode import (
 from sgl_kernel_ext.shared_prefix_attention import Planner, attention_ref, run_reference
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError, EngineError
-from sglang_batch.srt import attention_backend, attention_choice
+from sglang_batch.srt import attention_backend, attention_checks, attention_choice
 from sglang_batch.srt.attention_backend import Implementation, SharedPrefixMixin
 from sglang_batch.srt.attention_plans import StepPlans
 from sglang_batch.srt.graph_variants import ALONE, SHARED, ShareVariants, variants_for
@@ -88,16 +92,25 @@ def model_runner(
     pool = object.__new__(MHATokenToKVPool)
     pool.dtype = torch.float32
     named = dict.fromkeys(attention_choice.ATTENTION_ARGUMENTS) | arguments
+    config = SimpleNamespace(
+        attention_arch=AttentionArch.MHA,
+        head_dim=DIM,
+        get_num_attention_heads=lambda tp_size: 2 * HEADS,
+        get_num_kv_heads=lambda tp_size: HEADS,
+    )
     return SimpleNamespace(
         device=device,
+        is_generation=True,
         dtype=torch.float32,
-        model=torch.nn.Linear(1, 1),
-        model_config=SimpleNamespace(attention_arch=AttentionArch.MHA),
+        model=RadixAttention(2 * HEADS, DIM, 1.0, num_kv_heads=HEADS, layer_id=0),
+        model_config=config,
         token_to_kv_pool=pool,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1)),
         attn_backend=type("TritonAttnBackend", (Native,), {})(),
         server_args=SimpleNamespace(
-            offline_config=OfflineBatchConfig(attention=attention), **named
+            offline_config=OfflineBatchConfig(attention=attention),
+            enable_torch_compile=False,
+            **named,
         ),
     )
 
@@ -106,6 +119,9 @@ def model_runner(
 def shared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Backends that were made to share, on a GPU that the kernel knows."""
     done: list[Any] = []
+    one_rank = SimpleNamespace(tp_size=1, attn_tp_size=1)
+    for module in (attention_choice, attention_checks):
+        monkeypatch.setattr(module, "get_parallel", lambda: one_rank)
     monkeypatch.setattr(attention_backend, "share", lambda b, _: done.append(b))
     monkeypatch.setattr(
         "sgl_kernel_ext.shared_prefix_attention.configs.device_family",
@@ -149,6 +165,12 @@ def test_unknown_devices_and_backends_and_models_are_left_alone(
     latent = model_runner()
     latent.model_config.attention_arch = AttentionArch.MLA
     attention_choice.share_by_default(latent)
+    uneven = model_runner()
+    uneven.model_config.head_dim = 2 * DIM
+    attention_choice.share_by_default(uneven)
+    encoder = model_runner()
+    encoder.is_generation = False
+    attention_choice.share_by_default(encoder)
     monkeypatch.setattr(
         "sgl_kernel_ext.shared_prefix_attention.configs.device_family",
         lambda _: "default",
@@ -180,9 +202,24 @@ def test_a_kernel_that_fails_its_trial_is_not_used(
         attention_choice.share_by_default(model_runner("triton"))
 
 
+def test_ranks_share_only_together(
+    monkeypatch: pytest.MonkeyPatch, shared: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def makes_it_share(backend: Any, runner: Any) -> None:
+        backend.__class__ = type("Shared", (type(backend),), {})
+
+    runner = model_runner()
+    kind = type(runner.attn_backend)
+    monkeypatch.setattr(attention_backend, "share", makes_it_share)
+    monkeypatch.setattr(attention_choice, "_by_all_ranks", lambda done: False)
+    attention_choice.share_by_default(runner)
+    assert type(runner.attn_backend) is kind
+    assert "another rank cannot" in caplog.text
+
+
 def test_a_backend_that_cannot_share_stays_what_it_was() -> None:
     backend = Stock()
-    with pytest.raises(AttributeError):
+    with pytest.raises(EngineError, match=r"\(AttributeError: .*\); choose another"):
         attention_backend.share(backend, SimpleNamespace())
     assert type(backend) is Stock
 
@@ -192,6 +229,9 @@ def test_a_backend_that_cannot_share_stays_what_it_was() -> None:
 
 class Stock(AttentionBackend):  # type: ignore[misc]
     """One of SGLang's backends, which notes what it is asked for."""
+
+    # As FlashInfer's has it; a backend of two parts has its part for decodes there.
+    decode_backend = "fa2"
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -293,8 +333,14 @@ def test_each_step_replays_the_graph_that_pays(backend: Sharing) -> None:
     assert step(groups(-1, -1, -1), 1010, 1020, 1030) == ALONE
     assert step(groups(0, 0, 0, end=2), 30, 20, 10) == ALONE
     assert step(NO_GROUPS, 30, 20) == ALONE  # a batch that the scheduler did not make
+    # What replays is what was selected, whatever would pay.
+    backend.groups = same
+    backend.asked.clear()
+    backend.init_forward_metadata_out_graph(decode(1012, 1022, 1032))
+    assert backend.asked == ["replay"] and backend._step is None
+    assert backend.shared_read_ends(ForwardMode.DECODE) != SharedReadEnds.UNKNOWN
     counts = backend.plans.counts
-    assert (counts.steps, counts.shared_steps) == (5, 2)
+    assert (counts.steps, counts.shared_steps) == (6, 2)
     saved = counts.kv_bytes_unshared - counts.kv_bytes
     assert saved == 2 * 2 * 1000 * 256 * 3
 
@@ -337,9 +383,17 @@ def test_rows_of_padding_are_attended_for(backend: Sharing) -> None:
         layer_id=0, tp_q_head_num=HEADS, qk_head_dim=DIM, scaling=0.25
     )
     backend._grid = None  # of the kernel's launch; PyTorch has none
+    assert backend.shared_read_ends(ForwardMode.DECODE) == SharedReadEnds.UNKNOWN
     out = backend.forward_decode(q, None, None, layer, batch)
     wanted, _ = attention_ref(
         q.view(4, HEADS, DIM), k, v, backend._slots, [1] * 4, [910, 920, 930, 1],
         [0, 1, 2, 0], 1, 0.25,
     )  # fmt: skip
+    assert out.shape == q.shape
     torch.testing.assert_close(out.view_as(wanted), wanted, atol=1e-5, rtol=1e-5)
+    # Some models hand in heads apart; SGLang's backends answer alike.
+    apart = backend.forward_decode(q.view(wanted.shape), None, None, layer, batch)
+    assert torch.equal(apart, out)
+    backend.forward_decode(q, None, None, layer, batch, q_rope=None)
+    with pytest.raises(EngineError, match="attends with sinks, which"):
+        backend.forward_decode(q, None, None, layer, batch, sinks=torch.ones(1))

@@ -21,6 +21,12 @@ EAGER = "--disable-cuda-graph"
 EXACT = ("--attention-backend=triton", "--dtype=float32")
 ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
     "graphs": ("triton", EXACT),
+    "fa3": ("triton", ("--dtype=bfloat16", "--attention-backend=fa3")),
+    "beside-flashinfer": (
+        "triton",
+        ("--dtype=bfloat16", "--attention-backend=flashinfer"),
+    ),
+    "named": ("auto", ("--dtype=bfloat16", "--attention-backend=shared_prefix")),
     "eager": ("triton", (*EXACT, EAGER)),
     "torch": ("torch", (*EXACT, EAGER)),
     "chosen": ("auto", ("--dtype=bfloat16",)),
@@ -40,6 +46,8 @@ def test_a_batch_on_a_gpu(
     name: str, demo_model: Path, cases: list[Case], tmp_path: Path
 ) -> None:
     attention, arguments = ENGINES[name]
+    if name == "fa3" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("FlashAttention 3 is for Hopper")
     exact = "--dtype=float32" in arguments
     model = demo_model
     if not exact:  # SGLang's backends for 16 bits want wider heads

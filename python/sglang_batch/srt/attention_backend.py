@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.runner_utils.capture_mode import (
     get_capture_attention_variant,
 )
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_schedule
 
 from sgl_kernel_ext.shared_prefix_attention import (
     Planner,
@@ -35,7 +35,7 @@ from ..errors import ConfigError, EngineError
 from .attention_checks import attention_layers
 from .attention_plans import Step, StepPlans
 from .cascade import Cascade
-from .graph_variants import SHARED
+from .graph_variants import ALONE, SHARED
 from .prefix_groups import NO_GROUPS, PrefixGroups
 
 logger = logging.getLogger(__name__)
@@ -49,15 +49,28 @@ def share(backend: Any, model_runner: Any) -> None:
 
     Raises:
         ConfigError: the setting ``attention`` asks for what this machine does not have.
-        EngineError: on this device the kernels fail, or compute something else.
+        EngineError: on this device the kernels fail, or compute something else; the
+            model's heads are more than they take; there is no memory for them.
     """
     kind = type(backend)
     backend.__class__ = type(f"Shared{kind.__name__}", (SharedPrefixMixin, kind), {})
     try:
         backend.set_up_sharing(model_runner)
-    except Exception:
+    except ConfigError:
         backend.__class__ = kind
         raise
+    except Exception as error:
+        backend.__class__ = kind
+        raise EngineError(
+            "shared prefixes cannot be read once on this machine"
+            f" ({type(error).__name__}: {error}); choose another --attention-backend, "
+            'or the setting "attention": "stock".'
+        ) from error
+    logger.info(
+        "Prefixes that decodes share are read once, by %s, in front of SGLang's %s.",
+        backend.implementation.name,
+        kind.__name__,
+    )
 
 
 class Implementation(NamedTuple):
@@ -104,22 +117,12 @@ def _implementation(model_runner: Any, planner: Planner) -> Implementation:
     return Implementation(chosen, cascade.run, prepare)
 
 
-def _try_out(planner: Planner) -> None:
-    try:
-        try_out(planner)
-    except Exception as error:
-        raise EngineError(
-            "the kernel for shared prefixes does not work on this device "
-            f"({type(error).__name__}: {error}); choose another backend with "
-            "--attention-backend."
-        ) from error
-
-
 class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
     """In front of one of SGLang's backends: takes the steps in which sharing pays.
 
     Attributes:
         groups: of the next forward; the scheduler sets it.
+        graph: of the next replay; :class:`.graph_variants.ShareVariants` sets it.
         implementation: what executes plans.
         plans: of the steps.
     """
@@ -128,6 +131,7 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
     # Plans are made from the lengths on the host.
     needs_cpu_seq_lens = True
     groups: PrefixGroups = NO_GROUPS
+    graph: str = ALONE
     implementation: Implementation
     plans: StepPlans
     _step: Step | None = None
@@ -140,7 +144,6 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
             ConfigError, EngineError: see :func:`share`.
         """
         config = model_runner.model_config
-        server_args = model_runner.server_args
         tp_size = get_parallel().attn_tp_size
         pool = model_runner.token_to_kv_pool
         self._kv = pool
@@ -148,7 +151,7 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
         most_requests = int(self._slots.shape[0])
         num_kv_heads = config.get_num_kv_heads(tp_size)
 
-        def planner(max_tokens: int, max_tile: int) -> Planner:
+        def planner(max_tokens: int, max_tile: int, **more: Any) -> Planner:
             return Planner(
                 num_q_heads=config.get_num_attention_heads(tp_size),
                 num_kv_heads=num_kv_heads,
@@ -160,36 +163,35 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
                 max_tokens=max_tokens,
                 max_nodes=NODES_PER_REQUEST * most_requests,
                 max_tile=max_tile,
+                **more,
             )
 
-        planners = [planner(most_requests, 64)]
-        if server_args.enable_mixed_chunk:
-            # Prompts come in chunks beside the decodes.
-            chunk = int(server_args.chunked_prefill_size or 0)
-            planners.append(planner(most_requests + chunk, 128))
-        self.implementation = _implementation(model_runner, planners[0])
+        mixed = None
+        if get_schedule().enable_mixed_chunk:
+            # Prompts come in chunks beside the decodes. One step follows the other, so
+            # both kinds have their partial results in the same place.
+            chunk = max(0, int(get_schedule().chunked_prefill_size or 0))
+            mixed = planner(most_requests + chunk, 128)
+            decodes = planner(most_requests, 64, workspace=mixed.workspace)
+        else:
+            decodes = planner(most_requests, 64)
+        self.implementation = _implementation(model_runner, decodes)
         if self.implementation.run is run:
-            for each in planners:
-                _try_out(each)
+            for each in filter(None, (decodes, mixed)):
+                try_out(each, table_width=int(self._slots.shape[1]))
         token_bytes = 2 * num_kv_heads * config.head_dim * pool.dtype.itemsize
-        self.plans = StepPlans(
-            planners[0],
-            planners[1] if len(planners) > 1 else None,
-            int(pool.layer_num),
-            token_bytes,
-        )
-        self._fixed_grid = planners[0].fixed_grid
-        logger.info(
-            "Prefixes that decodes share are read once, by %s, beside %s.",
-            self.implementation.name, self.prefill_attention_backend_str,
-        )  # fmt: skip
+        self.plans = StepPlans(decodes, mixed, int(pool.layer_num), token_bytes)
+        self._fixed_grid = decodes.fixed_grid
 
     # SGLang's interface ---------------------------------------------------------------
 
     def shared_read_ends(self, fm: Any) -> SharedReadEnds:
-        """Every layer reads ``req_to_token``, and a prefix through one request's row:
-        that row must not be given away before the last layer has run."""
-        return SharedReadEnds.UNKNOWN
+        """A step that shares reads ``req_to_token`` in every layer, and a prefix
+        through one request's row: that row must not be given away before the last
+        layer has run."""
+        if len(self.groups.node_end) or self._step is not None:
+            return SharedReadEnds.UNKNOWN
+        return super().shared_read_ends(fm)
 
     def init_forward_metadata(self: Any, forward_batch: Any) -> None:
         """A step that no graph runs, or a prompt whose attention is outside of one.
@@ -209,13 +211,12 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
         self: Any, forward_batch: Any, in_capture: bool = False
     ) -> None:
         groups, self.groups = self.groups, NO_GROUPS
+        graph, self.graph = self.graph, ALONE
         self._step = self._grid = None
         decodes = forward_batch.forward_mode.is_decode()
         if in_capture:
-            shares = decodes and get_capture_attention_variant() == SHARED
-        else:
-            shares = decodes and self.plans.pays(groups, forward_batch)
-        if shares:
+            graph = get_capture_attention_variant()
+        if decodes and graph == SHARED:
             self._grid = self._fixed_grid
             if in_capture:
                 self._step = self.plans.for_capture(forward_batch.batch_size)
@@ -236,7 +237,7 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
             return super().forward_decode(  # type: ignore[misc]
                 q, k, v, layer, forward_batch, save_kv_cache, **kwargs
             )
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
 
     def forward_extend(
         self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any,
@@ -246,27 +247,40 @@ class SharedPrefixMixin(AttentionBackend):  # type: ignore[misc]
             return super().forward_extend(  # type: ignore[misc]
                 q, k, v, layer, forward_batch, save_kv_cache, **kwargs
             )
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
 
     def _attend(
-        self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save: bool
-    ) -> Any:
+        self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save: bool,
+        more: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        wanted = [name for name, value in more.items() if not _is_off(value)]
+        if wanted:
+            raise EngineError(
+                f"a layer of this model attends with {', '.join(wanted)}, which reading "
+                'shared prefixes once does not know; set "attention": "stock".'
+            )
         if save and k is not None:
             self._kv.set_kv_buffer(
                 layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v
             )
         shape = (-1, layer.tp_q_head_num, layer.qk_head_dim)
+        q = q.reshape(shape)
         out = torch.empty_like(q)
         options = {} if self._grid is None else {"grid": self._grid}
         self.implementation.run(
             self._step.plan,
-            q.view(shape),
+            q,
             self._kv.get_key_buffer(layer.layer_id),
             self._kv.get_value_buffer(layer.layer_id),
             self._slots,
             forward_batch.seq_lens,
-            out.view(shape),
+            out,
             layer.scaling,
             **options,
         )
-        return out
+        return out.flatten(1)
+
+
+def _is_off(value: Any) -> bool:
+    """Whether an option of attention is not in use."""
+    return value is None or value is False

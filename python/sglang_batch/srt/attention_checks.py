@@ -7,6 +7,7 @@ from typing import Any
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.runtime_context import get_parallel
 
 from ..errors import ConfigError
 from .support import ATTENTION_BACKEND
@@ -27,9 +28,23 @@ def model_obstacle(model_runner: Any) -> str | None:
     model = model_runner.model
     if any(name.endswith("sinks") for name, _ in model.named_parameters()):
         return "attention sinks"
-    return _pool_obstacle(model_runner) or next(
-        filter(None, map(_layer_obstacle, attention_layers(model))), None
+    config, tp_size = model_runner.model_config, get_parallel().attn_tp_size
+    found = _pool_obstacle(model_runner)
+    if found is not None:
+        return found
+    heads = (
+        config.get_num_attention_heads(tp_size),
+        config.get_num_kv_heads(tp_size),
+        config.head_dim,
     )
+    for layer in attention_layers(model):
+        own = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
+        found = _layer_obstacle(layer)
+        if found is None and own != heads:
+            found = f"layers with heads of their own ({own}, the model has {heads})"
+        if found is not None:
+            return found
+    return None
 
 
 def attention_layers(model: Any) -> list[Any]:

@@ -10,6 +10,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_parallel
+
 from ..errors import ConfigError, EngineError
 from .support import ATTENTION_ARGUMENTS, ATTENTION_BACKEND
 
@@ -73,14 +77,33 @@ def share_by_default(model_runner: Any) -> None:
     if found is not None:
         logger.info("Each request reads all of its prefix, because of %s.", found)
         return
+    backend = model_runner.attn_backend
+    kind = type(backend)
+    why = "another rank cannot read shared prefixes once"
     from .attention_backend import share
 
     try:
-        share(model_runner.attn_backend, model_runner)
+        share(backend, model_runner)
+        done = True
     except EngineError as error:
         if not automatic:
             raise
-        logger.warning("Each request reads all of its prefix: %s", error)
+        done, why = False, str(error)
+    # Ranks that capture different graphs would wait for one another for ever.
+    if automatic and not _by_all_ranks(done):
+        backend.__class__ = kind
+        logger.warning("Each request reads all of its prefix: %s", why)
+
+
+def _by_all_ranks(done: bool) -> bool:
+    """Whether something was done by all TP ranks."""
+    parallel = get_parallel()
+    if parallel.tp_size == 1:
+        return done
+    flag = torch.tensor(int(done))
+    group = parallel.tp_group.cpu_group
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group)
+    return bool(flag)
 
 
 def _why_not(model_runner: Any, named: list[str]) -> str | None:
@@ -91,6 +114,10 @@ def _why_not(model_runner: Any, named: list[str]) -> str | None:
         return f"a {model_runner.device}, where memory is not what attention waits for"
     from sgl_kernel_ext.shared_prefix_attention.configs import device_family
 
+    if not model_runner.is_generation:
+        return "a model that does not decode"
+    if model_runner.server_args.enable_torch_compile:
+        return "--enable-torch-compile"
     device = model_runner.req_to_token_pool.req_to_token.device
     if device_family(device) == "default":
         return "a device that the kernel has no settings for"
@@ -104,4 +131,6 @@ def _obstacle(model_runner: Any) -> str | None:
     kind = type(model_runner.attn_backend).__name__
     if kind not in CLASSES:
         return f"SGLang's {kind}"
+    if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
+        return "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
     return model_obstacle(model_runner)

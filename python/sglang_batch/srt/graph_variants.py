@@ -22,9 +22,11 @@ class ShareVariants:
         self._backend = backend
 
     def select(self, forward_batch: Any) -> str:
-        """The graph for a batch that is about to decode."""
+        """The graph for a batch that is about to decode; the backend is told, too."""
         backend = self._backend
-        return SHARED if backend.plans.pays(backend.groups, forward_batch) else ALONE
+        pays = backend.plans.pays(backend.groups, forward_batch)
+        backend.graph = SHARED if pays else ALONE
+        return str(backend.graph)
 
 
 def variants_for(
@@ -50,5 +52,8 @@ def variants_for(
 
 def _sharing_backend(backend: Any) -> Any:
     """The backend that decodes, if it shares; SGLang may have put two into one."""
-    backend = getattr(backend, "decode_backend", backend)
-    return backend if getattr(backend, "shares_prefixes", False) else None
+    # FlashInfer's has something else by that name.
+    for each in (backend, getattr(backend, "decode_backend", None)):
+        if getattr(each, "shares_prefixes", False):
+            return each
+    return None

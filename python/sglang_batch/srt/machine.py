@@ -41,18 +41,18 @@ def machine_of(tokenizer_manager: Any, state: dict[str, Any]) -> Machine:
         state: internal state of one scheduler. Each DP rank has as much KV, and
             attends in the same way.
     """
-    server_args = tokenizer_manager.server_args
+    ours = state[STATE_KEY]
     cost = CostModel.of(
         model_spec(tokenizer_manager.model_config.hf_config),
         device(),
-        tp=server_args.tp_size,
+        tp=tokenizer_manager.server_args.tp_size,
         attention_flops=True,
         weight_reads=True,
-        shared_kv_read_once=bool(state[STATE_KEY].get("shares_prefixes")),
+        shared_kv_read_once=bool(ours.get("shares_prefixes")),
         interference_exponent=NO_OVERLAP,
     )
-    chunk = server_args.chunked_prefill_size
-    step_tokens = chunk if chunk and chunk > 0 else server_args.max_prefill_tokens
+    # Of the scheduler: what the user left out, SGLang decides.
+    step_tokens = int(ours["step_tokens"])
     return Machine(
         cost,
         EngineLimits(
@@ -62,7 +62,7 @@ def machine_of(tokenizer_manager: Any, state: dict[str, Any]) -> Machine:
             max_running=int(state["effective_max_running_requests_per_dp"]),
             # The simulator knows SGLang's steps as those in which decodes and prompts
             # are mixed.
-            as_sglang=bool(server_args.enable_mixed_chunk),
+            as_sglang=bool(ours["mixed_chunk"]),
         ),
     )
 

@@ -51,7 +51,11 @@ class MarkedScheduler(Scheduler):  # type: ignore[misc]
     def get_internal_state(self, recv_req: Any) -> Any:
         """Add the settings in force to ``/server_info``, for each DP rank."""
         output = super().get_internal_state(recv_req)
-        output.internal_state[STATE_KEY] = {"config": str(offline_config(self))}
+        output.internal_state[STATE_KEY] = {
+            "config": str(offline_config(self)),
+            "step_tokens": self.chunked_prefill_size or self.max_prefill_tokens,
+            "mixed_chunk": bool(self.is_mixed_chunk),
+        }
         return output
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _NO_COST = StepCost(0.0, 0.0, 0.0, 0.0)
 _NOTHING = (0, 0, 0)  # by side
-_SUM_EVERY = 256
+_SUM_EVERY = 32
 # What is summed over all steps, and the columns that it is the sum of.
 _TOTALS = {
     "prefill_tokens": [f"prefill_{side}" for side in SIDES],

@@ -19,7 +19,8 @@ A server of the toy model on this machine, without an accelerator. The rows:
                  that is left alone.
 
 Times are of the machine as it is: for ``overhead`` and ``clients`` nothing else should
-run on it. With ``--short`` they are shown and not judged. The last line is one JSON document; the exit status is 1 if a target is missed.
+run on it. With ``--short`` they are shown and not judged. The last line is one JSON
+document; the exit status is 1 if a target is missed.
 """
 
 from __future__ import annotations

@@ -221,11 +221,15 @@ def poisoned_outputs(
 
 
 def assert_attention_close(
-    batch: Batch, out: torch.Tensor, lse: torch.Tensor | None = None
+    batch: Batch,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    tolerance: float | None = None,
 ) -> None:
     """Compare with each request's own full attention in float32."""
     wanted, wanted_lse = batch.truth()
-    tolerance = 2e-5 if batch.q.dtype == torch.float32 else 4e-3
+    if tolerance is None:
+        tolerance = 2e-5 if batch.q.dtype == torch.float32 else 4e-3
     torch.testing.assert_close(
         out[: batch.num_tokens].float(), wanted, atol=tolerance, rtol=tolerance
     )

@@ -68,3 +68,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+@pytest.fixture
+def accelerator() -> None:
+    """Skip where there is no device."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no accelerator")

@@ -18,12 +18,3 @@ INTERPRETED_FILES = ["test_merge_state.py", "test_shared_prefix_kernel.py"]
 collect_ignore = (
     [] if os.environ.get("TRITON_INTERPRET") == "1" else list(INTERPRETED_FILES)
 )
-
-
-@pytest.fixture
-def accelerator() -> None:
-    """Skip where there is no device."""
-    import torch
-
-    if not torch.cuda.is_available():
-        pytest.skip("no accelerator")

@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import FORESTS, Batch, make_batch, make_planner
+from attention_cases import (
+    FORESTS,
+    Batch,
+    assert_attention_close,
+    make_batch,
+    make_planner,
+)
 from partial_attention import attend_span
 
 from sgl_kernel_ext.merge_state import merge_state_ref
@@ -139,11 +145,7 @@ def check(cascade: Cascade, batch: Batch, plan: Plan) -> None:
     prepare(cascade, batch, plan)
     out = torch.full_like(torch.cat([batch.q, batch.q[:3]]), 7)
     run(cascade, batch, plan, out, batch.scale)
-    wanted, _ = batch.truth()
-    tolerance = TOLERANCES[batch.q.dtype]
-    torch.testing.assert_close(
-        out[: batch.num_tokens].float(), wanted, atol=tolerance, rtol=tolerance
-    )
+    assert_attention_close(batch, out, tolerance=TOLERANCES[batch.q.dtype])
     assert (out[batch.num_tokens :] == 7).all()
 
 

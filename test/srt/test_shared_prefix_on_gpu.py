@@ -14,7 +14,7 @@ from servers import server
 
 from sglang_batch.demo_model import write_demo_model
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("accelerator")]
 
 EAGER = "--disable-cuda-graph"
 # In float32 greedy tokens can be compared; SGLang's Triton backend computes it.
@@ -32,13 +32,6 @@ ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
     "chosen": ("auto", ("--dtype=bfloat16",)),
     "flashinfer": ("flashinfer", ("--dtype=bfloat16", EAGER)),
 }
-
-
-@pytest.fixture(autouse=True)
-def accelerator() -> None:
-    """Skip where there is no device."""
-    if not torch.cuda.is_available():
-        pytest.skip("no accelerator")
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -71,7 +71,8 @@ class StressScheduler(offline.OfflineScheduler):
             if state == "leader":
                 found = [x for x in found if x.req is self.chunked_req and x.leading]
             else:
-                found = [line for line in found if line.decoding]
+                clock = self.conductor.occupancy.clock
+                found = [line for line in found if line.takes_steps(clock)]
         found = [line for line in found if line.req.rid.startswith(job.job_id)]
         if found:
             self.aborted.add(job.job_id)
@@ -85,7 +86,7 @@ class StressScheduler(offline.OfflineScheduler):
         assert occupancy.running == len(lines)
         assert all(line.req.kv.holds_kv for line in lines)
         sides = range(3)
-        decoding = [line for line in lines if line.decoding]
+        decoding = [x for x in lines if x.takes_steps(occupancy.clock)]
         for side in sides:
             done = [x for x in lines if x.side == side]
             kv = sum(x.own + x.steps_done(occupancy.clock) for x in done)
@@ -164,6 +165,7 @@ class StressScheduler(offline.OfflineScheduler):
             "forecast": int(occupancy._forecast.running[0]),
             "short": int(occupancy._forecast.short[0]),
             "events": sum(len(lines) for lines in occupancy._events.values()),
+            "ends": len(occupancy._ends),
             "parked": conductor.rooms.num_parked,
             "host_bytes": conductor.rooms.host_bytes,
             "rows": rows.size - rows.available_size(),

@@ -137,7 +137,7 @@ class ToyEngine:
     def end_lines(self) -> None:
         """Requests end; now and then one gives its KV back and waits again."""
         for line in self.occupancy.lines:
-            if not line.decoding and not line.complete:
+            if not line.decoding:
                 continue
             steps = line.steps_done(self.occupancy.clock)
             ended = steps >= self.length[line.req.rid]

@@ -40,8 +40,8 @@ def reads_of_an_answer(steps: int) -> int:
     return sum(3 + step for step in range(1, steps + 1))
 
 
-def line(leaf: int, steps: int) -> Line:
-    return Line(None, leaf, 0, leaf, 3, 3, 1000, 8, steps=steps)
+def line(leaf: int, steps: int, estimate: int = 8) -> Line:
+    return Line(None, leaf, 0, leaf, 3, 3, 1000, estimate, steps=steps)
 
 
 def test_what_was_done_is_not_left() -> None:
@@ -73,8 +73,9 @@ def test_after_all_requests_have_ended_nothing_is_left() -> None:
 
 def test_one_that_outlives_its_estimate_is_counted_once() -> None:
     work = WorkLeft(planned(8.0))
-    work.expect(line(0, 8), 28)
-    work.expect(line(0, 28), 58)
+    online = line(-1, 8, estimate=500)
+    work.expect([line(0, 8, estimate=28), online])
+    work.expect([line(0, 28, estimate=58)])
     work.ended(line(0, 40))
     for leaf in (1, 2, 3):
         work.ended(line(leaf, 0))

@@ -43,12 +43,12 @@ class Line:
     entry: int = -1  # where the backlog has it
     # Set while it runs.
     running: bool = False
-    decoding: bool = False
-    complete: bool = False  # it has all its tokens and has not left yet
+    decoding: bool = False  # its prompt is computed; until it leaves
     steps: int = 0  # decode steps before it last began to decode
     planned: int = 0  # its estimate before it joined
     counted: int = 0  # tokens with which it counts in what estimates came to
     begin: int = 0  # decode clock at which it began
+    last: int = 0  # decode clock once it has taken all steps that it may take
     bucket: int = 0
     base: int = 0
     final: int = 0
@@ -63,7 +63,13 @@ class Line:
 
     def steps_done(self, clock: int) -> int:
         """Decode steps taken so far."""
-        return self.steps + (clock - self.begin if self.decoding else 0)
+        if not self.decoding:
+            return self.steps
+        return self.steps + min(clock, self.last) - self.begin
+
+    def takes_steps(self, clock: int) -> bool:
+        """Whether it decodes; the engine learns one step late that it does no more."""
+        return self.decoding and clock < self.last
 
     @property
     def whole_kv(self) -> int:

@@ -8,6 +8,7 @@ running requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from ..planner import kv_forecast
 from ..planner.kv_forecast import KvForecast, make_forecast
@@ -23,6 +24,14 @@ _BIAS_MAX = 16.0
 _PRIOR = 32.0
 _EACH_SIDE = (LEFT, RIGHT, ONLINE)
 _NOBODY: tuple[Line, ...] = ()
+
+
+@dataclass(slots=True)
+class _Ends:
+    """Lines that take their last step at one tick: how many, and their reads, by side."""
+
+    decoding: list[int] = field(default_factory=lambda: [0, 0, 0])
+    reads: list[int] = field(default_factory=lambda: [0, 0, 0])
 
 
 class Occupancy:
@@ -54,7 +63,9 @@ class Occupancy:
         self._forecast: KvForecast = make_forecast(1)
         self._longest = 1
         self._lines: dict[int, Line] = {}
-        self._events: dict[int, list[Line]] = {}
+        self._ends: dict[int, _Ends] = {}
+        # Lines by the step in which they outlive their estimates.
+        self._events: dict[int, dict[Line, None]] = {}
 
     @property
     def lines(self) -> list[Line]:
@@ -97,12 +108,14 @@ class Occupancy:
     def begin_decoding(self, line: Line) -> None:
         line.decoding = True
         line.begin = self.clock
+        line.last = self.clock + max(line.max_steps - line.steps, 0)
+        if line.last == self.clock:  # its prompt gave it all its tokens
+            self.complete += 1
+            return
         self.decoding[line.side] += 1
         self.reads[line.side] += line.read_len + line.steps + 1
-        if line.steps >= line.max_steps:
-            self._complete(line)
-        else:
-            self._note_event(line)
+        self._count_end(line, 1)
+        self._note_event(line)
 
     def leave(self, line: Line) -> None:
         """A line ended, or gives its KV back. ``steps`` says then how far it came."""
@@ -111,12 +124,14 @@ class Occupancy:
         steps = line.steps_done(self.clock)
         self.running -= 1
         self.kv[line.side] -= line.own + steps
-        if line.decoding:
+        if line.takes_steps(self.clock):
             self.decoding[line.side] -= 1
             self.reads[line.side] -= line.read_len + steps + 1
+            self._count_end(line, -1)
             self._forget_event(line)
-        self.complete -= line.complete
-        line.running = line.decoding = line.complete = False
+        elif line.decoding:
+            self.complete -= 1
+        line.running = line.decoding = False
         line.cached_node = -1
         line.steps = steps
 
@@ -137,18 +152,18 @@ class Occupancy:
             reads[side] += decoding[side]
         if self.margin > MARGIN_MIN:
             self.margin = max(MARGIN_MIN, self.margin * _MARGIN_DOWN)
+        ends = self._ends.pop(self.clock, None)
+        if ends is not None:
+            for side in _EACH_SIDE:
+                decoding[side] -= ends.decoding[side]
+                reads[side] -= ends.reads[side]
+                self.complete += ends.decoding[side]
         due = self._events.pop(self.clock, None)
         if due is None:
             return _NOBODY
-        outlived = []
         for line in due:
-            line.event = -1
-            if line.steps_done(self.clock) >= line.max_steps:
-                self._complete(line)
-            else:
-                self._raise(line)
-                outlived.append(line)
-        return outlived
+            self._raise(line)
+        return list(due)
 
     def ran_out(self) -> None:
         """KV ran out although the forecast said that it would not."""
@@ -168,6 +183,7 @@ class Occupancy:
         line.counted = steps + 1
 
     def _raise(self, line: Line) -> None:
+        line.event = -1
         steps = line.steps_done(self.clock)
         longer = min(steps + steps // 2 + 16, line.max_steps)
         self._leave_forecast(line)
@@ -177,24 +193,32 @@ class Occupancy:
         self._join_forecast(line)
         self._note_event(line)
 
-    def _complete(self, line: Line) -> None:
-        """A line has taken its last step."""
-        line.steps = line.steps_done(self.clock)
-        self.decoding[line.side] -= 1
-        self.reads[line.side] -= line.read_len + line.steps + 1
-        line.decoding, line.complete = False, True
-        self.complete += 1
+    def _count_end(self, line: Line, count: int) -> None:
+        """Count a line in, or out, where its last step is.
+
+        All that end together are one entry: a step in which a thousand do costs what
+        any other does.
+        """
+        ends = self._ends.get(line.last)
+        if ends is None:
+            ends = self._ends[line.last] = _Ends()
+        steps = line.steps + line.last - line.begin
+        ends.decoding[line.side] += count
+        ends.reads[line.side] += count * (line.read_len + steps + 1)
+        if not any(ends.decoding):
+            del self._ends[line.last]
 
     def _note_event(self, line: Line) -> None:
-        """The step of a line's end, or the one in which it outlives its estimate."""
-        last = min(line.estimate, line.max_steps - 1) + 1
-        line.event = line.begin + max(last - line.steps, 1)
-        self._events.setdefault(line.event, []).append(line)
+        """The step in which it outlives its estimate, unless it ends by then."""
+        event = line.begin + max(line.estimate + 1 - line.steps, 1)
+        if event < line.last:
+            line.event = event
+            self._events.setdefault(event, {})[line] = None
 
     def _forget_event(self, line: Line) -> None:
         lines = self._events.get(line.event)
         if lines is not None:
-            lines.remove(line)
+            del lines[line]
             if not lines:
                 del self._events[line.event]
         line.event = -1

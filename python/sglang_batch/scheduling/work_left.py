@@ -7,6 +7,7 @@ estimates of requests that have ended would turn the dual scanner the wrong way 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,16 +44,17 @@ class WorkLeft:
         self._follow(plan)
         self._correct(ended, steps)
 
-    def expect(self, line: Line, steps: int) -> None:
-        """A planned request is known to take ``steps`` decode steps, or to exceed them."""
-        leaf = line.leaf
-        if leaf >= 0:
-            self._correct(np.array([leaf]), np.array([float(steps)]))
+    def expect(self, lines: Sequence[Line]) -> None:
+        """Planned requests will take their estimates, not what the plan expected."""
+        planned = [line for line in lines if line.leaf >= 0]
+        if planned:
+            leaves = np.array([line.leaf for line in planned])
+            self._correct(leaves, np.array([float(x.estimate) for x in planned]))
 
     def ended(self, line: Line) -> None:
         """A request came to its end, or will never run, after ``line.steps`` steps."""
         if line.leaf >= 0:
-            self.expect(line, line.steps)
+            self._correct(np.array([line.leaf]), np.array([float(line.steps)]))
             self._ended[line.leaf] = True
             return
         # No plan had counted it.

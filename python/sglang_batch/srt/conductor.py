@@ -291,10 +291,9 @@ class Conductor:
         for job in self.jobs.each:
             job.work.did(share * record.compute_s, share * self.steps.last_kv_read_s)
         if decodes:
-            for line in self.occupancy.tick():
-                known = self.jobs.known(line.req)
-                if known is not None and known[0] is not None:
-                    known[0].work.expect(line, line.estimate)
+            outlived = self.occupancy.tick()
+            if outlived:
+                self.jobs.expect(outlived)
 
 
 class FastMembership(list):  # type: ignore[type-arg]

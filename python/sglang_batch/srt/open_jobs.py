@@ -231,6 +231,16 @@ class OpenJobs:
             self.show(job, line, line.input_len)
         job.release_followers(job.uses.leave(line, parked=back))
 
+    def expect(self, lines: Iterable[Line]) -> None:
+        """The estimates of running lines have changed."""
+        by_job: dict[str, list[Line]] = {}
+        for line in lines:
+            job, _ = self._known.get(line.req.rid, (None, line))
+            if job is not None:
+                by_job.setdefault(job.job_id, []).append(line)
+        for job_id, of_job in by_job.items():
+            self._jobs[job_id].work.expect(of_job)
+
     def skip(self, job: JobState, line: Line) -> None:
         """A line that did not run never will."""
         if line.leaf >= 0:

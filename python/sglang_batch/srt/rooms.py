@@ -132,15 +132,13 @@ class Rooms:
     def park(self, line: Line) -> bool:
         """Move one running batch line to the host; False if that is not possible."""
         known = self._jobs.known(line.req)
-        if known is None or known[0] is None or not line.decoding:
-            return False
-        if self._parking is None:
+        if known is None or known[0] is None or self._parking is None:
             return False
         job, req = known[0], line.req
-        if not parkable(req):
+        occupancy = self._conductor.occupancy
+        if not line.takes_steps(occupancy.clock) or not parkable(req):
             return False
-        conductor = self._conductor
-        conductor.occupancy.leave(line)
+        occupancy.leave(line)
         line.steps = len(req.output_ids) - 1
         shared = 0
         if line.leaf >= 0:
@@ -153,7 +151,7 @@ class Rooms:
             if 2 * shared < req.kv.kv_committed_len:
                 shared = 0
         self._parked[req.rid] = (job, line, self._parking.park(req, shared))
-        conductor.steps.parked += 1
+        self._conductor.steps.parked += 1
         self._just_parked = True
         return True
 

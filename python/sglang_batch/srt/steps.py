@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..scheduling.job_plan import StepCost
-from ..scheduling.line import SIDES, Line
-from ..scheduling.step_record import COLUMNS, StepLog, StepRecord
+from ..scheduling.line import Line
+from ..scheduling.step_record import StepLog, StepRecord
 from .step_metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -15,22 +15,11 @@ if TYPE_CHECKING:
 
 _NO_COST = StepCost(0.0, 0.0, 0.0, 0.0)
 _NOTHING = (0, 0, 0)  # by side
-_SUM_EVERY = 32
-# What is summed over all steps, and the columns that it is the sum of.
-_TOTALS = {
-    "prefill_tokens": [f"prefill_{side}" for side in SIDES],
-    "decode_tokens": [f"decode_{side}" for side in SIDES],
-    **{
-        name: [name]
-        for name in (
-            "cached_tokens",
-            "evicted_tokens",
-            "parked",
-            "resumed",
-            "retracted",
-        )
-    },
-}
+# What is summed over all steps.
+_TOTALS = (
+    "steps", "prefill_tokens", "decode_tokens", "cached_tokens", "evicted_tokens",
+    "parked", "resumed", "retracted",
+)  # fmt: skip
 
 
 class Steps:
@@ -38,6 +27,7 @@ class Steps:
 
     Attributes:
         parked, resumed, retracted: requests, in the step that is being made.
+        totals: sums over all steps, for ``/server_info``.
         kv_saved_bytes: of KV that attention did not read twice, up to the last step.
         last_kv_read_s: time to read KV in the last step, by the cost model.
     """
@@ -45,12 +35,9 @@ class Steps:
     def __init__(self, log: Path | None, metrics: StepMetrics | None) -> None:
         self._log = StepLog(log) if log is not None else None
         self._metrics = metrics
-        self._number = 0
-        self._evicted_before = 0
         self.kv_saved_bytes = self._saved_before = 0
         self.last_kv_read_s = 0.0
-        self._recent: list[StepRecord] = []  # not in the sums yet
-        self._totals = dict.fromkeys(("steps", *_TOTALS), 0)
+        self.totals = dict.fromkeys(_TOTALS, 0)
         self._reset()
 
     def _reset(self) -> None:
@@ -85,20 +72,22 @@ class Steps:
             waiting += job.backlog.count + job.num_followers
         cost = cost or _NO_COST
         decode = occupancy.decoding if decodes else _NOTHING
-        tokens = sum(self._prefill) + sum(decode)
+        prefill_tokens, decode_tokens = sum(self._prefill), sum(decode)
+        tokens = prefill_tokens + decode_tokens
         reads = sum(occupancy.reads) if decodes else 0
         self.last_kv_read_s = reads * cost.kv_read_time_s
-        evicted = conductor.cache.evicted_tokens
-        self._number += 1
+        totals = self.totals
+        totals["steps"] += 1
+        evicted = conductor.cache.evicted_tokens - totals["evicted_tokens"]
         values = (
-            self._number,
+            totals["steps"],
             *self._prefill,
             *decode,
             *occupancy.kv,
             shared,
             idle,
             self._cached,
-            evicted - self._evicted_before,
+            evicted,
             self.parked,
             self.resumed,
             self.retracted,
@@ -109,30 +98,20 @@ class Steps:
         )
         # What StepRecord(*values) does, in half the time.
         record: StepRecord = tuple.__new__(StepRecord, values)
-        self._evicted_before = evicted
         self._saved_before = self.kv_saved_bytes
-        self._recent.append(record)
-        if len(self._recent) == _SUM_EVERY:
-            self._sum_up()
+        totals["prefill_tokens"] += prefill_tokens
+        totals["decode_tokens"] += decode_tokens
+        totals["cached_tokens"] += self._cached
+        totals["evicted_tokens"] += evicted
+        totals["parked"] += self.parked
+        totals["resumed"] += self.resumed
+        totals["retracted"] += self.retracted
         if self._log is not None:
             self._log.append(record)
         if self._metrics is not None:
             self._metrics.observe(record)
         self._reset()
         return record
-
-    @property
-    def totals(self) -> dict[str, int]:
-        """Sums over all steps, for ``/server_info``."""
-        self._sum_up()
-        return self._totals
-
-    def _sum_up(self) -> None:
-        columns = dict(zip(COLUMNS, zip(*self._recent, strict=True), strict=False))
-        self._totals["steps"] += len(self._recent)
-        for name, parts in _TOTALS.items():
-            self._totals[name] += sum(sum(columns.get(part, ())) for part in parts)
-        self._recent.clear()
 
     def flush(self) -> None:
         """Write what is held back; the scheduler has nothing to do."""

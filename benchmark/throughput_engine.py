@@ -190,12 +190,13 @@ def run_tasks(tasks: Sequence[Task]) -> Iterator[TaskResult]:
             yield engine.run()
 
 
-def run_in_slices(tasks: Sequence[Task], slice_s: float = 0.3) -> list[TaskResult]:
+def run_in_slices(tasks: Sequence[Task], slice_s: float = 2.0) -> list[TaskResult]:
     """Run the tasks by turns, ``slice_s`` seconds each, so that they meet one machine.
 
     A machine that others use too is by a tenth faster at one moment than at another.
-    While one runs, the others are stopped. Of the results, only processor times mean
-    anything.
+    While one runs, the others are stopped: a slice has to be many steps long. Of the
+    results, only processor times mean anything, and those of steps that ``resumed``
+    are of an engine whose memory the others have put out of the caches.
     """
     results: dict[int, TaskResult] = {}
     with ready_engines(tasks) as engines:

@@ -9,6 +9,7 @@ once plugins were loaded, and runs SGLang's own function. Nothing else is change
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ STEP = np.dtype(
         ("gap_s", np.float64),  # since the run_batch before ended, idle time included
         ("host_cpu_s", np.float64),  # the thread's processor time in the same two
         ("added_s", np.float64),  # of it, in our own code; NaN: not looked at
+        ("resumed", np.float64),  # 1: the process was stopped since the step before
         ("cpu_s", np.float64),  # processor time in the three methods
         ("prefill_tokens", np.float64),
         ("decode_rows", np.float64),
@@ -87,9 +89,14 @@ class Probe:
         self._result_s = 0.0
         self._schedule_cpu_s = self._result_cpu_s = self._added_s = 0.0
         self._cpu_s = 0.0
+        self._resumed = False
         self._looks_at_ours = False
         self._wrapped_ours = False
         self._last_end = time.perf_counter()
+        signal.signal(signal.SIGCONT, self._resume)
+
+    def _resume(self, *_: Any) -> None:
+        self._resumed = True
 
     def wrap(self, scheduler_class: Any) -> None:
         """Put the timed methods in place of the class's own."""
@@ -169,12 +176,14 @@ class Probe:
 
     def _record(self, work: tuple[int, int, int], run: Callable[[], Any]) -> Any:
         begin, begin_cpu = time.perf_counter(), time.process_time()
+        # While it runs, the next step's may begin.
+        resumed, self._resumed = self._resumed, False
         done = run()
         end = time.perf_counter()
         gap_s = begin - self._last_end
         host_cpu_s = self._schedule_cpu_s + self._result_cpu_s
         added_s = self._added_s if self._looks_at_ours else float("nan")
-        times = (self._schedule_s, self._result_s, gap_s, host_cpu_s, added_s)
+        times = (self._schedule_s, self._result_s, gap_s, host_cpu_s, added_s, resumed)
         cpu_s = self._cpu_s + time.process_time() - begin_cpu
         record = np.array([(begin, end - begin, *times, cpu_s, *work)], dtype=STEP)
         self._file.write(record.tobytes())

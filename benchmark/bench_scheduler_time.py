@@ -10,13 +10,15 @@ before its first step, and ends after as many answers as the others have.
 
 Counted is the scheduler thread's processor time in ``get_next_batch_to_run`` and
 ``process_batch_result``, by step: over all steps, and over steady ones, in which all
-running requests decode and no prefill's result is processed any more. The forward is not counted, nor is
-receiving requests. Processor time, because an engine's three processes share two cores.
-``added`` is the part of it that is spent in this package's code, looked at in every other
-step; the steps looked at do not count for the rest. The engines of one size run by turns,
-two seconds each, so that all meet the machine as fast as it happens to be; the first step
-of a turn, with the caches full of another engine's memory, does not count. That is done
-``--repeats`` times, each time another engine begins, and the steps of all repeats count. ``--again`` runs stock SGLang twice: what two engines that are alike differ by.
+running requests decode and no prefill's result is processed any more. The forward is not
+counted, nor is receiving requests. Processor time, because an engine's three processes
+share two cores. ``added`` is the part of it that is spent in this package's code, looked
+at in every other step; the steps looked at do not count for the rest. The engines of one
+size run by turns, two seconds each, so that all meet the machine as fast as it happens to
+be; the first step of a turn, with the caches full of another engine's memory, does not
+count. That is done ``--repeats`` times, each time another engine begins, and the steps of
+all repeats count. ``--again`` runs stock SGLang twice: what two engines that are alike
+differ by.
 The last line is one JSON document; the exit status is 1 if a target is missed.
 """
 

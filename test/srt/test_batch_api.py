@@ -64,6 +64,11 @@ def volatile_free(body: dict[str, Any]) -> dict[str, Any]:
             },
             id="tools",
         ),
+        # Of an online answer SGLang sends parts of 50 tokens inside, of a line none.
+        pytest.param(
+            {"max_tokens": 130, "ignore_eos": True, "logprobs": True},
+            id="long",
+        ),
     ],
 )
 def test_a_line_is_answered_as_online(

@@ -51,8 +51,8 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def streamer(kind: Any, sent: Sent) -> Any:
-    return kind(
+def streamer(kind: Any, sent: Sent, *, online: bool = True) -> Any:
+    made = kind(
         send_to_detokenizer=sent,
         tree_cache=None,
         server_args=None,
@@ -61,13 +61,16 @@ def streamer(kind: Any, sent: Sent) -> Any:
         disaggregation_mode=DisaggregationMode.NULL,
         enable_hicache_storage=lambda: False,
     )
+    if kind is OfflineOutputStreamer:
+        made.is_online = lambda req: online
+    return made
 
 
-def sent_by(kind: Any) -> Sent:
+def sent_by(kind: Any, *, online: bool = True) -> Sent:
     """All that is sent of requests of every kind while they decode."""
     chance = random.Random(0)
     sent = Sent()
-    sender = streamer(kind, sent)
+    sender = streamer(kind, sent, online=online)
     reqs = []
     for i in range(40):
         params = SamplingParams(max_new_tokens=chance.randint(1, STEPS - 5))
@@ -94,8 +97,38 @@ def test_it_sends_what_sglang_sends() -> None:
     assert sent_by(OfflineOutputStreamer) == wanted
 
 
+def by_request(sent: Sent) -> dict[str, Any]:
+    """What a request's messages come to, and whether it has several."""
+    found: dict[str, Any] = {}
+    for rids, ids, texts, counts, reasons in sent:
+        each = zip(rids, ids, texts, counts, reasons, strict=True)
+        for rid, output_ids, decode_ids, count, reason in each:
+            before = found.get(rid, ([], [], None, None, 0))
+            found[rid] = (
+                [*before[0], *output_ids],
+                [*before[1], *decode_ids],
+                count,
+                reason,
+                before[4] + 1,
+            )
+    return found
+
+
+def test_an_answer_of_a_batch_line_is_sent_once_and_whole() -> None:
+    wanted = by_request(sent_by(stock.SchedulerOutputStreamer))
+    found = by_request(sent_by(OfflineOutputStreamer, online=False))
+    assert {rid: each[:4] for rid, each in found.items()} == {
+        rid: each[:4] for rid, each in wanted.items()
+    }
+    streamed = {rid for rid in found if int(rid) % 3 == 0}
+    assert {found[rid][4] for rid in found if rid not in streamed} == {1}
+    assert all(found[rid][4] == wanted[rid][4] for rid in streamed)
+    assert max(each[4] for rid, each in wanted.items() if rid not in streamed) > 1
+
+
+@pytest.mark.parametrize(("online", "times"), [(True, 2), (False, 0)])
 def test_requests_with_nothing_to_send_are_not_asked(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, online: bool, times: int
 ) -> None:
     asked = []
     accept = stock._GenerationStreamAccumulator.accept
@@ -105,12 +138,12 @@ def test_requests_with_nothing_to_send_are_not_asked(
         accept(self, req=req)
 
     monkeypatch.setattr(stock._GenerationStreamAccumulator, "accept", counted)
-    sender = streamer(OfflineOutputStreamer, Sent())
+    sender = streamer(OfflineOutputStreamer, Sent(), online=online)
     req = Req("a", "", array("q", [1]), SamplingParams(max_new_tokens=200))
     for token in range(120):
         req.output_ids.append(token)
         sender.stream_output([req], False)
-    assert asked == ["a", "a"]
+    assert asked == ["a"] * times
 
 
 def test_sglang_does_nothing_more_for_a_request_that_goes_on(

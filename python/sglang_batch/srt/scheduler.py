@@ -88,6 +88,7 @@ class OfflineScheduler(MarkedScheduler):
 
     def init_batch_result_processor(self) -> None:
         super().init_batch_result_processor()
+        self.output_streamer.is_online = self.conductor.jobs.is_online
         stock = self.batch_result_processor
         self.batch_result_processor = OfflineResultProcessor.like(stock)
 

@@ -80,6 +80,8 @@ def _run_in(state: JobState, staging: Staging, options: RunOptions) -> int:
         # What needs no SGLang is checked first: a typo should not cost its import.
         with validated_file(local, LineRules(require_model=False)).closing():
             pass
+        if not options.overwrite:
+            state.check_input(local.sha256())
     from .srt import launch
 
     server_args = launch.parse_server_args(options.server_argv)

@@ -96,6 +96,12 @@ class JobState:
                 "output, or pass --overwrite."
             )
 
+    def check_input(self, sha256: str) -> None:
+        """Raises InputError where a job was begun with another input than this one."""
+        found = self._found()
+        if found is not None:
+            self._check_same("input file", found.input_sha256, sha256)
+
     def begin(self, asked: JobRecord, *, overwrite: bool) -> None:
         """Take up the job that is recorded, or begin one.
 
@@ -123,15 +129,18 @@ class JobState:
         found = self._found()
         if found is None:
             return asked
-        for field, what in (("input_sha256", "input file"), ("model", "--model-path")):
-            if getattr(found, field) != getattr(asked, field):
-                raise InputError(
-                    f"{self.outputs.output} was begun with another {what}: it was "
-                    f"{getattr(found, field)}, now it is {getattr(asked, field)}. "
-                    "Restore it to continue, or pass --overwrite to start again."
-                )
+        self._check_same("input file", found.input_sha256, asked.input_sha256)
+        self._check_same("--model-path", found.model, asked.model)
         # A finished job whose output is gone has nothing left: it starts again.
         return asked if found.complete and not self._output_is_there(found) else found
+
+    def _check_same(self, what: str, before: str, now: str) -> None:
+        if before != now:
+            raise InputError(
+                f"{self.outputs.output} was begun with another {what}: it was {before}, "
+                f"now it is {now}. Restore it to continue, or pass --overwrite to start "
+                "again."
+            )
 
     def _output_is_there(self, found: JobRecord) -> bool:
         output = self.outputs.output

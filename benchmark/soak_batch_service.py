@@ -89,7 +89,7 @@ SHORT = Size(
     validation_lines=100_000,
     overhead={"tiny": 1000},
     clients=50,
-    client_lines={"tiny": 500},
+    client_lines={"tiny": 1000},
     repeats=1,
 )
 

@@ -81,7 +81,7 @@ def _run_in(state: JobState, staging: Staging, options: RunOptions) -> int:
         with validated_file(local, LineRules(require_model=False)).closing():
             pass
         if not options.overwrite:
-            state.check_input(local.sha256())
+            state.check_input(local.sha256)
     from .srt import launch
 
     server_args = launch.parse_server_args(options.server_argv)

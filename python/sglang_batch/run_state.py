@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -96,11 +97,15 @@ class JobState:
                 "output, or pass --overwrite."
             )
 
-    def check_input(self, sha256: str) -> None:
-        """Raises InputError where a job was begun with another input than this one."""
+    def check_input(self, sha256: Callable[[], str]) -> None:
+        """Raises InputError where a job was begun with another input than this one.
+
+        Args:
+            sha256: hashes the input; called only where a job was begun.
+        """
         found = self._found()
         if found is not None:
-            self._check_same("input file", found.input_sha256, sha256)
+            self._check_same("input file", found.input_sha256, sha256())
 
     def begin(self, asked: JobRecord, *, overwrite: bool) -> None:
         """Take up the job that is recorded, or begin one.

@@ -25,8 +25,8 @@ class OfflineOutputStreamer(SchedulerOutputStreamer):  # type: ignore[misc]
 
     An answer that is not streamed goes out when it is complete. SGLang also sends what
     there is of it every ``SGLANG_FORCE_STREAM_INTERVAL`` tokens, and so it does here
-    for online requests; nobody reads that of a batch line, and sending it for all that
-    began together makes one step three times as long.
+    for online requests; nobody reads that of a batch line, and where many began together
+    one step has to send it for all of them.
 
     Attributes:
         is_online: whether a request belongs to no job.

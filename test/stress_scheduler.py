@@ -28,6 +28,7 @@ class StressScheduler(offline.OfflineScheduler):
 
     aborted_STATE: lines that were aborted in a state.
     recomputed: tokens of a request that were computed again.
+    all_decode: decode steps in which nothing was asked of each running request.
     delay: most steps between an online request's arrival and its first prompt token.
     """
 
@@ -112,6 +113,21 @@ class StressScheduler(offline.OfflineScheduler):
         assert (uses._uses_left >= 0).all(), uses._uses_left
         for node, line in uses.computing.items():
             assert line.running and node in line.leading
+
+    def _reqs_finishing_inflight(self, batch: Any) -> list[Any]:
+        found = super()._reqs_finishing_inflight(batch)
+        stock = super(offline.MarkedScheduler, self)._reqs_finishing_inflight(batch)
+        assert found == stock, (len(found), len(stock))
+        return found
+
+    def update_running_batch(self, batch: Any) -> Any:
+        if self.conductor.all_decode(batch):
+            # What SGLang would ask each of them.
+            assert not any(req.finished() for req in batch.reqs)
+            assert not self._reqs_finishing_inflight(batch)
+            assert batch.check_decode_mem()
+            self.counts["all_decode"] += 1
+        return super().update_running_batch(batch)
 
     def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
         super()._add_request_to_queue(req, is_retracted)

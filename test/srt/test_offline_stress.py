@@ -26,4 +26,5 @@ def test_every_request_is_answered_right_and_nothing_is_left(
     assert found["lines"] > 200
     assert found["aborted"] > 0
     assert found["online"] > 10
+    assert found["all_decode"] > 50
     assert found["parked"] >= found["resumed"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from importlib import import_module
 from typing import Any
 
@@ -55,6 +56,10 @@ def test_moved_class_is_caught(place: str) -> None:
         check_seams({place: {"method": ("", "")}})
 
 
+class Slotted:
+    __slots__ = ("field",)
+
+
 def test_parameters_are_names_and_stars() -> None:
     def plain(a: int, b: int = 1) -> None: ...
     def keyword(self: Any, a: int, *, b: int = 1, **rest: int) -> None: ...
@@ -65,6 +70,7 @@ def test_parameters_are_names_and_stars() -> None:
     assert parameters(star) == "*args, b"
     assert parameters(staticmethod(plain)) == "a, b"
     assert parameters(property(plain)) == "(property)"
+    assert parameters(inspect.getattr_static(Slotted, "field")) == "(attribute)"
     assert parameters(None) == "missing"
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang.srt.managers.scheduler import NextBatchPlan
+from sglang.srt.managers.scheduler import TEST_RETRACT, NextBatchPlan
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from ..scheduling.admission import Choice, EngineNow, choose, put_back
@@ -88,6 +88,7 @@ class Conductor:
             if line.running and not line.decoding:
                 self.occupancy.begin_decoding(line)
         self._starting.clear()
+        self.rooms.sure = False
 
     def next_batch(self, running_batch: Any, build: Any) -> NextBatchPlan:
         """The next prefill batch, if there is to be one.
@@ -146,6 +147,20 @@ class Conductor:
     @rank_consensus(same_params=["rids", "tokens"])
     def _decided(self, rids: list[str], tokens: int) -> None:
         """Where SGLang's checker, if it is on, compares what ranks have decided."""
+
+    def all_decode(self, running_batch: Any) -> bool:
+        """Whether all running requests decode in this step, and have room to.
+
+        Then nothing needs to be asked of each of them. False if it is not clear.
+        """
+        return bool(
+            self.rooms.sure
+            and not self.occupancy.complete
+            and running_batch.reqs
+            # Beams have further rows, which SGLang counts.
+            and not self.scheduler.beam_coordinator._num_live_groups
+            and not TEST_RETRACT
+        )
 
     def _nobody_can_join(self, running_batch: Any) -> bool:
         """Whether that is clear at once, as it is in most steps of a full engine."""

@@ -21,7 +21,12 @@ _STEPS_FREED = 8
 
 
 class Rooms:
-    """The device's KV between requests that run, prefixes that are kept, and the host."""
+    """The device's KV between requests that run, prefixes that are kept, and the host.
+
+    Attributes:
+        sure: whether the running requests of this step have room for their next
+            tokens, whoever they are.
+    """
 
     def __init__(self, conductor: Conductor) -> None:
         self._conductor = conductor
@@ -31,6 +36,7 @@ class Rooms:
         self._parking = _parking(conductor.scheduler)
         self._parked: dict[str, tuple[JobState, Line, Parked]] = {}
         self._just_parked = False
+        self.sure = False
         self._sure_steps = 0
 
     @property
@@ -73,12 +79,14 @@ class Rooms:
         self._just_parked = False
         if self._sure_steps > 0:
             self._sure_steps -= 1
+            self.sure = True
             return running_batch
         # SGLang's own check walks over all requests. Each may begin a page.
         need = len(running_batch.reqs) * self._conductor.page_size
         available = self._scheduler.token_to_kv_pool_allocator.available_size()
         if available >= need > 0:
             self._sure_steps = available // need - 1
+            self.sure = True
             return running_batch
         if running_batch.is_empty() or running_batch.check_decode_mem():
             return running_batch
@@ -105,6 +113,7 @@ class Rooms:
 
     def taken(self) -> None:
         """KV was allocated for other things than the running requests' next tokens."""
+        self.sure = False
         self._sure_steps = 0
 
     def free(

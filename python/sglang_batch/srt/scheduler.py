@@ -155,6 +155,20 @@ class OfflineScheduler(MarkedScheduler):
     def get_new_batch_prefill(self, running_batch: Any) -> Any:
         return self.conductor.next_batch(running_batch, super().get_new_batch_prefill)
 
+    def _reqs_finishing_inflight(self, batch: Any) -> list[Any]:
+        if not self.conductor.occupancy.complete:
+            return []
+        finishing: list[Any] = super()._reqs_finishing_inflight(batch)
+        return finishing
+
+    def update_running_batch(self, batch: Any) -> Any:
+        """SGLang's, without its questions to each request where all are answered."""
+        if not self.conductor.all_decode(batch):
+            return super().update_running_batch(batch)
+        self.new_token_ratio_tracker.decay_step()
+        batch.prepare_for_decode()
+        return batch
+
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.sharing.backends:
             return super().run_batch(batch, *args, **kwargs)

@@ -20,8 +20,9 @@ from ..errors import UnsupportedSGLang
 from .compat import SUPPORTED_VERSION, installed_version
 from .support import STOCK_SCHEDULER
 
-# Stands for the parameters of a property.
+# Stand for the parameters of a property, and of a field of a class with slots.
 PROPERTY = "(property)"
+ATTRIBUTE = "(attribute)"
 # Without its type and default, a parameter prints as its stars and name.
 PLAIN: Any = {"annotation": inspect.Parameter.empty, "default": inspect.Parameter.empty}
 
@@ -44,7 +45,8 @@ SEAMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "begin and end of a step",
         ),
         "get_new_batch_prefill": ("running_batch", "who joins the step"),
-        "update_running_batch": ("batch", "KV that runs out in a decode step"),
+        "update_running_batch": ("batch", "a decode step that nobody leaves"),
+        "_reqs_finishing_inflight": ("batch", "requests that end in the running step"),
         "run_batch": ("batch, pp_proxy_tensors", "launches a step"),
         "on_idle": ("", "publishes what was counted"),
         "flush_cache": ("empty_cache", "empties the tree when nothing runs or waits"),
@@ -60,7 +62,13 @@ SEAMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "send_abort_output": ("abort_req, req", "answers for an aborted line"),
         "_release_aborted_request": ("req", "frees what an aborted line holds"),
         "_build_hisparse_decode_batch": ("reqs", "SGLang's model of a resumed batch"),
-        "_reqs_finishing_inflight": ("batch", "requests that end in the running step"),
+    },
+    "sglang.srt.managers.scheduler_components.new_token_ratio_tracker:"
+    "NewTokenRatioTracker": {
+        "decay_step": ("", "what SGLang does in every decode step with room"),
+    },
+    "sglang.srt.beam_search.coordinator:BeamCoordinator": {
+        "_num_live_groups": (ATTRIBUTE, "beams have further rows"),
     },
     "sglang.srt.managers.scheduler_components.output_streamer:"
     "SchedulerOutputStreamer": {
@@ -215,6 +223,7 @@ SEAMS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
         "filter_batch": ("reqs_to_exclude, keep_indices", "takes requests out"),
         "merge_batch": ("other", "puts resumed requests in"),
+        "prepare_for_decode": ("", "a decode step that nobody leaves"),
         "check_decode_mem": ("selected_indices", "whether the next step has room"),
         "retract_decode": ("", "SGLang's last resort, where parking is not enough"),
     },
@@ -284,11 +293,13 @@ def check_seams(seams: Mapping[str, Mapping[str, tuple[str, str]]] = SEAMS) -> N
 def parameters(target: Any) -> str:
     """The parameters of a function as its "def" line has them: names and stars.
 
-    Without ``self``, ``cls``, types and defaults; ``PROPERTY`` for a property and "missing"
-    for what cannot be called.
+    Without ``self``, ``cls``, types and defaults; ``PROPERTY`` for a property, ``ATTRIBUTE``
+    for a field and "missing" for what else cannot be called.
     """
     if isinstance(target, property):
         return PROPERTY
+    if inspect.ismemberdescriptor(target):
+        return ATTRIBUTE
     if isinstance(target, staticmethod | classmethod):
         target = target.__func__
     if not callable(target):

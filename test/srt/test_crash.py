@@ -94,6 +94,9 @@ def test_a_line_that_kills_the_engine_is_found_and_the_rest_answered(
         ):
             running.process.wait(timeout=120)
     assert json.loads(suspects.read_bytes())["lines"]["7"] == NEVER
+    logs = [path.read_text(errors="replace") for path in tmp_path.glob("server-*.log")]
+    assert len(logs) >= 2
+    assert not any("seconds for CUDA coredumps" in log for log in logs)
     with server(demo_model, *args, log_dir=tmp_path) as running:
         api = client(running.url)
         batch = wait(api, batch_id)

@@ -1,9 +1,14 @@
-"""With several tokenizer workers: who hears of it when the engine died."""
+"""The engine died: who hears of it, and nobody waits for what will not come."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+
+import pytest
+from sglang.srt.environ import envs
+
+from sglang_batch.srt.engine_death import CORE_DUMP_WAIT, CORE_DUMPS, tell
 
 WORKER = """
 import signal, sys, time, setproctitle
@@ -47,3 +52,17 @@ def test_workers_write_down_what_they_know_before_all_are_killed() -> None:
         check=False,
     )
     assert done.stdout.splitlines() == ["written down", "all are killed"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "given", "waits"), [("", "", 0), ("1", "", 60), ("", "7", 7)]
+)
+def test_only_core_dumps_that_can_come_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, asked_for: str, given: str, waits: float
+) -> None:
+    for name, value in ((CORE_DUMPS, asked_for), (CORE_DUMP_WAIT, given)):
+        monkeypatch.setenv(name, value)  # what the test sets is undone
+        if not value:
+            monkeypatch.delenv(name)
+    tell()
+    assert envs.SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS.get() == waits

@@ -11,6 +11,7 @@ it: it passes the signal on to them, and then ends them all.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +26,11 @@ logger = logging.getLogger(__name__)
 WORKER_TITLE = "sglang::tokenizer_worker"
 # How long the main process waits for its workers to write down what they know.
 PATIENCE_S = 5.0
+
+# What CUDA has to be started with to write core dumps when asked, and how long SGLang
+# waits for them before it ends.
+CORE_DUMPS = "CUDA_ENABLE_USER_TRIGGERED_COREDUMP"
+CORE_DUMP_WAIT = "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS"
 
 _listeners: list[Callable[[], None]] = []
 
@@ -41,6 +47,9 @@ def tell(*_args: Any, **_kwargs: Any) -> None:
             listener()
         except Exception:
             logger.exception("What the engine was doing could not be written down")
+    if os.environ.get(CORE_DUMPS) != "1":
+        # None will come, and whoever starts the server again waits, too.
+        os.environ.setdefault(CORE_DUMP_WAIT, "0")
 
 
 def tell_workers() -> None:

@@ -24,8 +24,8 @@ class Rooms:
     """The device's KV between requests that run, prefixes that are kept, and the host.
 
     Attributes:
-        sure: whether the running requests of this step have room for their next
-            tokens, whoever they are.
+        sure: whether all running requests of this step have room for their next tokens,
+            even if each of them begins a page.
     """
 
     def __init__(self, conductor: Conductor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -15,13 +16,14 @@ from feed_jobs import (
     plan_requests,
     planner_of,
     prompts_of,
-    run_job,
     settle,
     unknown,
+    until_planned,
 )
 
 from sglang_batch.learning import MAX_REPLANS, Learning
 from sglang_batch.planner.plan import make_plan
+from sglang_batch.request import BatchRequestInput
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -29,11 +31,33 @@ pytestmark = pytest.mark.usefixtures("compiled")
 # Later plans --------------------------------------------------------------------
 
 
+async def run_answering_first(
+    engine: Engine, requests: Sequence[BatchRequestInput], policy: str, ends: list[int]
+) -> None:
+    """Run a job that waits for a plan after each of so many answers.
+
+    The answers come in the order of the plan. The engine gives no more of them until
+    the plan is there: plans are made in threads, which take their time.
+    """
+    sample = planner_of(requests, policy).sample
+    order = make_plan(plan_requests(requests), engine.machine, policy).order
+    first = [*sample, *order[~np.isin(order, sample)]]
+    engine.hold(everything(requests))
+    job = make_job(engine, Answers(), requests, policy=policy, max_inflight=4)
+    work = asyncio.ensure_future(job.run())
+    for num_plans, end in enumerate(ends, 2):
+        engine.release(f"r{number}" for number in first[:end])
+        await until_planned(engine, num_plans)
+    engine.release()
+    await work
+
+
 def test_estimates_follow_the_answers_at_doubling_distances() -> None:
     requests = unknown(1200)
     engine = Engine()
-    run_job(engine, requests, policy="dfs", max_inflight=4)
-    assert 3 <= len(engine.openings) - 1 <= MAX_REPLANS
+    ends = [64, 128, 256, 512, 1024]
+    run(run_answering_first(engine, requests, "dfs", ends))
+    assert len(engine.openings) - 1 == len(ends) <= MAX_REPLANS
     means = [plans[0].steps.mean() for plans in engine.openings]
     true = np.mean([len(p) for p in prompts_of(requests)]) - 1
     assert abs(means[-1] - true) < abs(means[0] - true) / 10
@@ -64,13 +88,18 @@ def test_one_plan_is_made_at_a_time() -> None:
     requests = unknown(600)
     engine = Engine()
     engine.slow[1] = asyncio.Event()
+    order = make_plan(plan_requests(requests), engine.machine, "dfs").order
+    engine.hold(f"r{number}" for number in order[-4:])
 
     async def scenario() -> None:
         job = make_job(engine, Answers(), requests, policy="dfs", max_inflight=4)
         work = asyncio.ensure_future(job.run())
-        await engine.until(lambda: len(engine.answered) > 590)
+        await engine.until_stalled(596, 4)
+        await engine.until(lambda: len(engine.openings) == 2)
+        await asyncio.sleep(0.2)  # plans are made in threads
         assert len(engine.openings) == 2
         engine.slow[1].set()
+        engine.release()
         await work
 
     run(scenario())
@@ -153,14 +182,13 @@ def test_an_error_of_opening_a_job_is_raised_as_it_is(nth: int) -> None:
 def test_the_same_answers_make_the_same_plans(policy: str) -> None:
     runs = []
     for _ in range(2):
-        engine = Engine()
-        run_job(engine, unknown(300), policy=policy, max_inflight=1, seed=5)
-        runs.append(engine)
-    first, second = (engine.openings for engine in runs)
-    # When a plan is ready is a matter of time. Where it changes the order, what is
-    # answered after it does too.
-    same = None if policy == "dfs" else 2
-    for a, b in zip(first[:same], second[:same], strict=False):
+        engine, requests = Engine(), unknown(300)
+        sample = planner_of(requests, policy).sample
+        ends = [len(sample)] if len(sample) else [64, 128, 256]
+        run(run_answering_first(engine, requests, policy, ends))
+        runs.append(engine.openings[: len(ends) + 1])
+    first, second = runs
+    for a, b in zip(first, second, strict=True):
         for x, y in zip(a, b, strict=True):
             assert np.array_equal(x.turn, y.turn)
             assert np.array_equal(x.steps, y.steps)

@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 
 env: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt .ci/make-env
+$(STAMP): pyproject.toml constraints.txt .ci/make-env .ci/overrides.txt
 	PYTHON=$(PYTHON) VENV=$(VENV) .ci/make-env
 	touch $@
 

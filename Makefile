@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # The demo model is so small that a second thread only gets in the way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo demo-embeddings test lint types unit format constraints clean
+.PHONY: env demo demo-embeddings test test-fast lint types unit format constraints clean
 
 env: $(STAMP)
 
@@ -24,6 +24,10 @@ demo-embeddings: env
 
 test: lint types unit
 
+# All but test/srt, the tests that import or start SGLang.
+test-fast: lint types
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=test/srt
+
 lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -31,7 +35,7 @@ lint: env
 types: env
 	$(BIN)/mypy
 
-# Two at a time: most tests wait for SGLang to start. A file's tests share a server.
+# Two at a time; by test/conftest.py, files that share a server share a process.
 unit: env
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 

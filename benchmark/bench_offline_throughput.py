@@ -1,25 +1,25 @@
-"""Real SGLang on a CPU: its scheduling policies and ours, on the same jobs.
+"""SGLang on a CPU: its own scheduling policies and this package's, on the same jobs.
 
     python benchmark/bench_offline_throughput.py                all jobs, 3 repeats
     python benchmark/bench_offline_throughput.py --jobs 1 5     some of them
     python benchmark/bench_offline_throughput.py --trace FILE   job 4 from a Mooncake trace
 
-Every run has a process and an engine of its own, with the same server arguments, the
-demo model and greedy decoding. Stock SGLang gets all prompts in one call of
-``sglang.Engine.generate``; ours gets them as one job. Both run with and without
-``--enable-mixed-chunk``, and of each policy the faster counts. The engines of a round start side by side
-and are timed one by one, each while the others sleep; then comes the next round.
+Every run has its own process and engine, with the same server arguments, the demo model
+and greedy decoding. Stock SGLang gets all prompts in one call of
+``sglang.Engine.generate``, this package gets them as one job. Both run with and without
+``--enable-mixed-chunk``, and the faster run of each policy counts. The engines of a round
+start at the same time and are timed one after another, while the others sleep.
 
 possible: share of the prompt tokens that a perfect prefix cache would save.
-cached: share that came from the cache when a request was prefilled first.
+cached: share that came from the cache in the first prefill of each request.
 recomputed: tokens prefilled again after a retraction, of prompts and of answers.
-blend: how far steps are from the job's own mix of compute (tokens) and memory (KV
+blend: distance of the steps from the job's own mix of compute (tokens) and memory (KV
     tokens that decodes read). Each step has a share of the job's least compute and one
-    of its memory; blend is the standard deviation of compute / (compute + memory),
-    weighted by their sum: 0 if all steps are alike, 0.5 if each is all one or the other.
-host ms: time a step spends in the scheduler's own methods, mean.
+    of its memory. Blend is the standard deviation of compute / (compute + memory),
+    weighted by their sum: 0 if all steps are alike, 0.5 if each is only one of them.
+host ms: mean time of a step in the scheduler's own methods.
 cpu s: processor time of all steps in the scheduler process. Unlike seconds, it hardly
-    moves when other programs use the machine.
+    depends on other programs on the machine.
 
 Answers that differ from those of stock ``fcfs`` end the benchmark with status 1, as do
 missed targets. The last line is one JSON document.
@@ -52,7 +52,7 @@ from sglang_batch.demo_model import write_demo_model
 
 STOCK = ("fcfs", "lpm", "dfs-weight")
 OURS = ("dfs", "dual-scan")
-# With lengths unknown, what SGLang has against running out of KV counts too.
+# With unknown lengths, SGLang's policy against running out of KV is measured too.
 STOCK_OF_BLEND = (*STOCK, "lof")
 MIXED = {"both": (False, True), "no": (False,), "yes": (True,)}
 
@@ -89,12 +89,12 @@ def measure_job(
         for variant in variants
     ]  # fmt: skip
     for number in range(repeats):
-        # Not always in one order: what comes first must not matter.
-        turn = number % len(variants)
-        results = run_tasks([*tasks[turn:], *tasks[:turn]] if expected else tasks)
-        in_turn = [*variants[turn:], *variants[:turn]] if expected else variants
+        # Rotate the order, so that the first place gives no advantage.
+        first = number % len(variants)
+        results = run_tasks([*tasks[first:], *tasks[:first]] if expected else tasks)
+        in_order = [*variants[first:], *variants[:first]] if expected else variants
         progress = tqdm(results, f"{job.name}, {number + 1}", len(tasks), unit="run")
-        for variant, done in zip(in_turn, progress, strict=True):
+        for variant, done in zip(in_order, progress, strict=True):
             expected = expected or done.output_ids
             check_answers(job, variant, done.output_ids, expected)
             runs[variant].append(Run.of(job, done))
@@ -116,7 +116,7 @@ def check_answers(
         )
     if [len(answer) for answer in answers] != job.output_lens:
         raise RuntimeError(
-            f"{job.name}, {variant.name}: lengths are not what the job says."
+            f"{job.name}, {variant.name}: the lengths of the answers are not the job's."
         )
 
 
@@ -182,7 +182,7 @@ def _median(runs: Sequence[Run], name: str) -> float:
 def _figures(
     job: ThroughputJob, runs: dict[Variant, list[Run]], best: dict[str, Variant]
 ) -> list[Figure]:
-    """What of a job has a target, with the policy that it is meant for."""
+    """The figures of a job that have a target, for the policy that the job is for."""
     number = int(job.name.split()[0])
     variant = best.get("ours dual-scan" if number == 5 else "ours dfs")
     if variant is None:
@@ -196,7 +196,7 @@ def _figures(
             f"{job.name}: times as fast as the best stock",
             _seconds(fastest) / _seconds(ours),
             target=(">=", 1.0) if number in (1, 2, 3) else None,
-            beside=f"best stock {_seconds(fastest):.2f} s",
+            note=f"best stock {_seconds(fastest):.2f} s",
         ),
         Figure(
             f"{job.name}: cached / possible", cached,
@@ -214,12 +214,12 @@ def _figures(
             Figure(
                 f"{job.name}: steps / fewest of stock",
                 _median(ours, "num_steps") / fewest,
-                target=("<=", 0.999), beside=f"stock {fewest:.0f}",
+                target=("<=", 0.999), note=f"stock {fewest:.0f}",
             ),
             Figure(
                 f"{job.name}: blend / that of dfs-weight",
                 _median(ours, "blend_spread") / uneven,
-                target=("<=", 0.5), beside=f"dfs-weight {uneven:.3f}",
+                target=("<=", 0.5), note=f"dfs-weight {uneven:.3f}",
             ),
         ]  # fmt: skip
     return figures
@@ -260,7 +260,7 @@ def make_job(number: int, options: argparse.Namespace, model: Path) -> Throughpu
         return groups(3, 60, 1024, 64, 32, 25_600, 64, seed)
     if number == 4:
         return from_trace(options.trace, seed) if options.trace else two_levels(seed)
-    # What it answers has to be known to give its requests their stops.
+    # The stops of the requests are taken from their whole answers.
     draft = blend_draft(seed, num_pairs=768)
     task = task_of(draft.whole_answers, model, ours=False, policy="fcfs", mixed=False)
     return blend(draft, run_task(task).output_ids)
@@ -281,21 +281,34 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--jobs", type=int, nargs="+", choices=range(1, 6))
-    parser.add_argument("--stock", nargs="+", metavar="POLICY", help="fcfs is first")
-    parser.add_argument("--ours", nargs="*", metavar="POLICY", help=f"default: {OURS}")
-    parser.add_argument("--repeats", type=int)
     parser.add_argument(
-        "--mixed", choices=MIXED, help="mixed chunks; default: both, the faster counts"
-    )
+        "--jobs", type=int, nargs="+", choices=range(1, 6),
+        help="numbers of the jobs (default: all)",
+    )  # fmt: skip
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="Mooncake, for job 4"
-    )
+        "--stock", nargs="+", metavar="POLICY",
+        help="SGLang's policies, fcfs first (default: "
+        f"{' '.join(STOCK)}, on job 5 also lof)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ours", nargs="*", metavar="POLICY",
+        help=f"this package's policies (default: {' '.join(OURS)})",
+    )  # fmt: skip
+    parser.add_argument("--repeats", type=int, help="rounds (default: 3)")
+    parser.add_argument(
+        "--mixed", choices=MIXED,
+        help="run with mixed chunks, without, or both, of which the faster counts "
+        "(default: both)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE",
+        help="Mooncake trace for job 4 (default: a synthetic job with two levels)",
+    )  # fmt: skip
     parser.add_argument(
         "--quick", action="store_true",
-        help="a small job 1, fcfs and our dfs, once, without mixed chunks",
+        help="only a small job 1 with fcfs and our dfs, once, without mixed chunks",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument("--save", metavar="NAME", help="also write results/NAME.json")
     options = parser.parse_args()
     quick = options.quick
@@ -307,7 +320,9 @@ def parse_options() -> argparse.Namespace:
     if options.stock is None and quick:
         options.stock = STOCK[:1]
     if options.stock and options.stock[0] != "fcfs":
-        parser.error("--stock begins with fcfs: its answers are what others must give")
+        parser.error(
+            "--stock must begin with fcfs: all answers are compared with its answers"
+        )
     return options
 
 
@@ -325,8 +340,8 @@ def main() -> int:
             )
             figures += print_job(job, runs)
             jobs.append(as_json(job, runs))
-    if options.quick:  # too small to say who is faster
-        figures = [Figure(f.name, f.value, beside=f.beside) for f in figures]
+    if options.quick:  # too small to compare times
+        figures = [Figure(f.name, f.value, note=f.note) for f in figures]
     print_figures("Figures", figures)
     finish(
         {"jobs": jobs, "figures": [figure.as_json for figure in figures]},

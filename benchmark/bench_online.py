@@ -1,11 +1,11 @@
-"""How long an online request waits beside a batch that fills the engine.
+"""How long an online request waits while a batch fills the engine.
 
     python benchmark/bench_online.py
 
-Stock SGLang and ours, on a CPU, the demo model, each in a process of its own. A job of
-400 requests holds all of the KV; while it runs, short online requests arrive one after
-the other. Counted in the scheduler: the steps that begin after a request came and before
-the one that computes its first prompt token. The last line is one JSON document; the
+Stock SGLang and this package run the demo model on a CPU, each in its own process. A job
+of 400 requests takes all of the KV. While it runs, short online requests arrive one after
+another. The scheduler counts the steps that begin after a request has arrived and before
+the step that computes its first prompt token. The last line is one JSON document. The
 exit status is 1 if the target is missed.
 """
 
@@ -52,7 +52,7 @@ MOST_STEPS = 2
 
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
-    """SGLang's function of this name; waits of online requests go to a file."""
+    """SGLang's function of this name, which also writes the waits to a file."""
     from sglang.srt.managers import scheduler
     from sglang.srt.plugins import load_plugins
 
@@ -89,8 +89,8 @@ def count_waits(scheduler_class: Any, path: Path) -> None:
 # In the process of the engine ---------------------------------------------------------
 
 
-async def beside(manager: Any, batch: asyncio.Future[Any]) -> int:
-    """Online requests while the batch runs; how many came before its end."""
+async def send_online(manager: Any, batch: asyncio.Future[Any]) -> int:
+    """Send online requests while the batch runs. Returns their number."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     async def ask(number: int) -> None:
@@ -120,7 +120,7 @@ def run_stock(model: str, seed: int) -> int:
     import sglang
     from sglang.srt.plugins import load_plugins
 
-    load_plugins()  # what runs SGLang on a CPU is a plugin too
+    load_plugins()  # a plugin makes SGLang run on a CPU
     from sglang.srt.server_args import prepare_server_args
 
     arguments = [f"--model-path={model}", "--schedule-policy=fcfs", *ARGUMENTS]
@@ -129,7 +129,7 @@ def run_stock(model: str, seed: int) -> int:
 
     async def run() -> int:
         job = engine.async_generate(input_ids=prompts(seed), sampling_params=LINE)
-        return await beside(engine.tokenizer_manager, asyncio.ensure_future(job))
+        return await send_online(engine.tokenizer_manager, asyncio.ensure_future(job))
 
     try:
         return int(engine.loop.run_until_complete(run()))
@@ -139,17 +139,19 @@ def run_stock(model: str, seed: int) -> int:
 
 def run_ours(model: str, seed: int) -> int:
     from sglang_batch.config import OfflineBatchConfig
-    from sglang_batch.srt import launch
+    from sglang_batch.srt.engine import in_process
 
     config = OfflineBatchConfig(policy="dfs")
-    server_args = launch.parse_server_args([f"--model-path={model}", *ARGUMENTS])
-    with launch.engine(server_args) as (engine, loop):
+    server_args = in_process.parse_server_args([f"--model-path={model}", *ARGUMENTS])
+    with in_process.engine(server_args) as (engine, loop):
         loop.run_until_complete(engine.connect())
 
         async def run() -> int:
             await answer_all(engine, config, WARM_UP_PROMPTS, [SHORT] * 4)
             job = answer_all(engine, config, prompts(seed), [LINE] * NUM_LINES)
-            return await beside(engine._tokenizer_manager, asyncio.ensure_future(job))
+            return await send_online(
+                engine._tokenizer_manager, asyncio.ensure_future(job)
+            )
 
         return int(loop.run_until_complete(run()))
 
@@ -191,8 +193,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--repeats", type=int, default=3, help="default: 3")
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument("--save", metavar="NAME", help="also write results/NAME.json")
     parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -218,7 +220,7 @@ def main() -> int:
     figures = [
         Figure(
             "online request: most steps it waits", max(ours), target=("<=", MOST_STEPS),
-            beside=f"stock {max(stock)}",
+            note=f"stock {max(stock)}",
         )
     ]  # fmt: skip
     print_figures("Figures", figures)

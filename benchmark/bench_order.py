@@ -1,4 +1,4 @@
-"""Every order through the simulator: how close to the limit, and how far from the rest.
+"""Every order in the simulator, compared with the lower bound and with each other.
 
     python benchmark/bench_order.py                     traces 1-4, three overlap laws
     python benchmark/bench_order.py --grid              and the 65 cells of BlendServe Fig. 11
@@ -6,12 +6,12 @@
 
 Llama-3-8B on an A100 with the constants of BlendServe: 60 GB for KV, no p^2 term, no
 reads of weights (``--weight-reads`` counts them). Output lengths are learnt from a
-sample of 1 %, which runs first and is part of the time; those of video generations are
-known, as in the paper. Every baseline runs with each of six limits on a step's tokens
-and is given its best; dual-scan runs with one.
+sample of 1 %, which runs first and is part of the time. Those of video generations are
+known, as in the paper. Every baseline runs with each of six limits on a step's tokens,
+and its best run counts. Dual-scan runs with one limit.
 
-The last line is one JSON document. The exit status is 1 if a target is missed; with
-``--weight-reads`` there are none.
+The last line is one JSON document. The exit status is 1 if a target is missed.
+``--weight-reads`` has no targets.
 """
 
 from __future__ import annotations
@@ -27,23 +27,21 @@ import numpy as np
 from report import RESULTS, Figure, finish, print_figures, print_table
 from tqdm import tqdm
 
-from sglang_batch.planner.bounds import Bounds, lower_bounds, with_law
-from sglang_batch.planner.cost_model import CostModel
-from sglang_batch.planner.order import Order, OrderSettings, make_order
-from sglang_batch.planner.output_length import (
+from sglang_batch.planner.costs.bounds import Bounds, lower_bounds, with_law
+from sglang_batch.planner.costs.cost_model import CostModel
+from sglang_batch.planner.lengths.length_sample import choose_sample
+from sglang_batch.planner.lengths.output_length import (
     OutputEstimates,
     OutputLengthEstimator,
-    choose_sample,
 )
-from sglang_batch.planner.prefix_tree import PrefixTree, build_prefix_tree
+from sglang_batch.planner.machine_model import EngineLimits
+from sglang_batch.planner.ordering.order import Order, OrderSettings
+from sglang_batch.planner.ordering.order_functions import make_order
+from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.requests import Int32s, Int64s
-from sglang_batch.planner.simulator import EngineLimits, Simulation, simulate
-from sglang_batch.workloads.blend import (
-    GRID_DENSITIES,
-    GRID_SHARINGS,
-    TRACES,
-    blend,
-)
+from sglang_batch.planner.simulator.simulator import Simulation, simulate
+from sglang_batch.policies import POLICY_TABLE
+from sglang_batch.workloads.blend import GRID_DENSITIES, GRID_SHARINGS, TRACES, blend
 from sglang_batch.workloads.mix import Workload, combine
 from sglang_batch.workloads.traces import read_trace
 
@@ -65,7 +63,7 @@ PAPER_SPEEDUP = {
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A workload with its tree and what a sample tells of its output lengths."""
+    """A workload with its tree and the output lengths estimated from a sample."""
 
     name: str
     workload: Workload
@@ -102,7 +100,7 @@ class Job:
             settings,
         )
         # Only these look at output lengths, and so only these need the sample first.
-        if policy in ("lpt", "prefix-groups", "dual-scan"):
+        if POLICY_TABLE[policy].needs_estimates:
             order = order.beginning_with(self.sample)
         return order
 
@@ -115,8 +113,8 @@ class Job:
             limits,
             order=order.requests,
             output_len=self.output_len,
-            estimate=self.estimates.est_output_len,
-            estimate_sq=self.estimates.est_output_len_sq,
+            est_output_len=self.estimates.est_output_len,
+            est_output_len_sq=self.estimates.est_output_len_sq,
             max_new_tokens=self.workload.requests.max_new_tokens,
             density=order.density,
             num_left=order.num_left,
@@ -135,7 +133,7 @@ class Run:
 
 
 def dual_scan(job: Job, *, paper: bool = False, cost: CostModel | None = None) -> Run:
-    """Ours, or with the paper's Algorithms 2 and 3 as they stand there."""
+    """Our dual-scan, or the paper's Algorithms 2 and 3 unchanged."""
     order = job.order("dual-scan", OrderSettings(algorithm_2=paper))
     limits = EngineLimits(KV_CAPACITY, step_tokens=8192, closed_loop=not paper)
     return Run("dual-scan", 8192, job.simulate(order, limits, cost))
@@ -153,7 +151,7 @@ def best_of(job: Job, policy: str, cost: CostModel | None = None) -> Run:
 
 
 def _stock(step_tokens: int, policy: str) -> EngineLimits:
-    # Baselines evict as SGLang does; BatchLLM drops a prefix with its group.
+    # Baselines evict as SGLang does. BatchLLM drops a prefix with its group.
     planned = policy == "prefix-groups"
     return EngineLimits(
         KV_CAPACITY, step_tokens=step_tokens, plan_aware_eviction=planned
@@ -198,11 +196,11 @@ def traces(cost: CostModel, num_requests: int, seed: int) -> list[Figure]:
                 figures += [
                     Figure(
                         f"{name}: share of the tightest bound", share,
-                        target=(">=", 0.95), beside="BlendServe 86.55 % in the mean",
+                        target=(">=", 0.95), note="BlendServe 86.55 % in the mean",
                     ),
                     Figure(
                         f"{name}: sharing achieved / optimal", kept_sharing(job, ours),
-                        target=(">=", 0.995), beside="BlendServe >= 97 %",
+                        target=(">=", 0.995), note="BlendServe >= 97 %",
                     ),
                 ]  # fmt: skip
     print_table(
@@ -251,7 +249,7 @@ def grid(cost: CostModel, num_requests: int, seed: int) -> list[Figure]:
     return [
         Figure(
             "share of the bound, mean of 65", float(np.mean(shares)),
-            target=(">=", 0.95), beside="BlendServe 86.55 % on traces 1-4",
+            target=(">=", 0.95), note="BlendServe 86.55 % on traces 1-4",
         ),
         Figure(
             "share of the bound, worst cell", min(shares), target=(">=", 0.92)
@@ -261,13 +259,13 @@ def grid(cost: CostModel, num_requests: int, seed: int) -> list[Figure]:
             target=(">=", 1.0),
         ),
         Figure(
-            "over dfs, mean", float(np.mean(over_dfs)), beside="BlendServe 1.2253"
+            "over dfs, mean", float(np.mean(over_dfs)), note="BlendServe 1.2253"
         ),
-        Figure("over dfs, least", min(over_dfs), beside="BlendServe 1.14"),
-        Figure("over dfs, most", max(over_dfs), beside="BlendServe 1.34"),
+        Figure("over dfs, least", min(over_dfs), note="BlendServe 1.14"),
+        Figure("over dfs, most", max(over_dfs), note="BlendServe 1.34"),
         Figure(
             "dfs: share of the bound, mean", float(np.mean(dfs_shares)),
-            beside="BlendServe 71.7 %: this simulator's dfs is better than theirs",
+            note="BlendServe 71.7 %: this simulator's dfs is better than theirs",
         ),
     ]  # fmt: skip
 
@@ -335,18 +333,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--grid", action="store_true", help="also the 65 cells")
+    parser.add_argument(
+        "--grid", action="store_true", help="also the 65 cells of BlendServe Fig. 11"
+    )
     parser.add_argument(
         "--lengths", type=Path, nargs="+", default=[], metavar="FILE",
         help="also mixes of these traces of lengths",
     )  # fmt: skip
     parser.add_argument(
         "--num-requests", type=int, default=400_000,
-        help="requests of a blend; far fewer leave only a handful of long generations",
+        help="requests of a blend (default: 400,000); far fewer have only a handful of "
+        "long generations",
     )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="20,000 requests a blend")
-    parser.add_argument("--weight-reads", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--quick", action="store_true", help="20,000 requests per blend"
+    )
+    parser.add_argument(
+        "--weight-reads", action="store_true", help="include the reading of weights"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument("--save", metavar="NAME", help="also write results/NAME.json")
     options = parser.parse_args()
     num_requests = 20_000 if options.quick else options.num_requests
@@ -357,7 +362,7 @@ def main() -> int:
         figures += grid(cost, num_requests, options.seed)
     if options.lengths:
         figures += lengths(options.lengths, cost, options.seed)
-    if options.weight_reads:  # the targets are the papers', who leave these out
+    if options.weight_reads:  # the papers' targets leave them out
         figures = [replace(figure, target=None) for figure in figures]
     print_figures("Figures", figures)
     finish(

@@ -1,12 +1,12 @@
-"""How fast, how lean and how right the planner is; needs no engine and no accelerator.
+"""Time, memory and correctness of the planner, without an engine or an accelerator.
 
-Prints every figure beside its target, and all of it as JSON on the last line. Times are
+Prints every figure with its target, and all of them as JSON on the last line. Times are
 taken after warm-up calls that compile everything. The papers' times are from other
 machines.
 
     python benchmark/bench_planner.py [--quick] [--save] [--seed N]
 
-The exit status is 1 if a target is missed. ``--quick`` takes small jobs, for which only
+The exit status is 1 if a target is missed. With ``--quick`` the jobs are small, and only
 the targets of correctness count.
 """
 
@@ -26,7 +26,7 @@ from report import RESULTS, Figure, finish, print_figures, print_table
 from traces_simulated import TraceFigures, simulate_trace
 from worked_examples import tree_of, worked_examples
 
-from sglang_batch.planner.prefix_groups import prefix_groups, token_saving
+from sglang_batch.planner.prefixes.prefix_groups import prefix_groups, token_saving
 from sglang_batch.workloads.blend import TRACES
 from sglang_batch.workloads.mix import industry
 
@@ -36,12 +36,16 @@ GIB = 2**30
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small jobs, for a test")
-    parser.add_argument("--save", action="store_true", help="keep the JSON in results/")
-    parser.add_argument("--seed", type=int, default=0, help="of all workloads")
+    parser.add_argument("--quick", action="store_true", help="use small jobs")
+    parser.add_argument(
+        "--save", action="store_true", help="write the JSON to results/"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of all workloads (default: 0)"
+    )
     options = parser.parse_args()
     if options.quick and options.save:
-        parser.error("--save is for figures of the full sizes; leave out --quick.")
+        parser.error("--save needs the full sizes: leave out --quick.")
 
     exact: dict[str, Callable[[], Figures]] = {
         "Worked examples of the papers": worked_examples,
@@ -74,7 +78,7 @@ def main() -> int:
     return 1 if missed else 0
 
 
-# --- What a plan costs.
+# --- Time and memory of a plan.
 
 
 def trace_plan(options: argparse.Namespace) -> Figures:
@@ -137,7 +141,7 @@ def growing_plans(options: argparse.Namespace) -> Figures:
 
 
 def argsort_growth(small: int, large: int) -> float:
-    """The same growth for one sort in numpy: what larger arrays alone cost.
+    """The same growth for one sort in numpy: the cost of larger arrays alone.
 
     Caches hold the small job and not the large one.
     """
@@ -182,12 +186,12 @@ def industry_groups(options: argparse.Namespace) -> Figures:
             f"{len(job):,} requests, {num_tokens:.1f}M tokens; best of 9; paper 1.51 s",
         ),
         Figure(
-            "tokens saved", 100 * token_saving(tree, groups), "%", beside="paper 58.1"
+            "tokens saved", 100 * token_saving(tree, groups), "%", note="paper 58.1"
         ),
     ]
 
 
-# --- What its plans come to.
+# --- Makespans of the plans.
 
 
 def simulated_traces(options: argparse.Namespace) -> tuple[Figures, Figures, Figures]:
@@ -201,7 +205,7 @@ def simulated_traces(options: argparse.Namespace) -> tuple[Figures, Figures, Fig
             each.sharing_kept,
             "",
             (">=", 0.995),
-            f"{each.seconds:.0f} s, {each.of_bound:.2%} of what no order beats",
+            f"{each.seconds:.0f} s; the lower bound is {each.of_bound:.2%} of it",
         )
         for t, each in found.items()
     ]
@@ -229,20 +233,20 @@ def split_figures(trace: int, found: TraceFigures) -> Figures:
         k = split.num_shards
         name, counts = f"trace {trace}, {k} shards: ", k == 4
         # The paper's speed-ups, lowest and highest.
-        beside = {2: "paper 1.85 to 1.93", 4: "paper 3.78 to 3.88"}.get(k, "")
+        note = {2: "paper 1.85 to 1.93", 4: "paper 3.78 to 3.88"}.get(k, "")
         spread, lost = 100 * split.makespan_spread, 100 * split.sharing_lost
         figures += [
             Figure(
                 f"{name}makespan spread", spread, "%", ("<=", 2.0) if counts else None
             ),
             Figure(f"{name}sharing lost", lost, "%", ("<=", 0.5) if counts else None),
-            Figure(f"{name}speed-up", split.speed_up, "x", beside=beside),
+            Figure(f"{name}speed-up", split.speed_up, "x", note=note),
         ]
     return figures
 
 
 def print_shards(found: dict[int, TraceFigures]) -> None:
-    """Makespans of 4 shards beside the least that each could take."""
+    """Print the makespans of 4 shards with their lower bounds."""
     rows: list[Sequence[object]] = [
         [
             trace,

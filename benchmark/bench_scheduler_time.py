@@ -1,25 +1,27 @@
-"""Time that a step spends in the scheduler's own code, stock SGLang's and ours.
+"""Time of a step in the scheduler's own code, for stock SGLang and for this package.
 
-    python benchmark/bench_scheduler_time.py                    100,000 wait behind ours
+    python benchmark/bench_scheduler_time.py                    with a backlog of 100,000
     python benchmark/bench_scheduler_time.py --backlog 20000
 
-Tiny prompts on a CPU, the demo model, an engine and a process of its own for each row.
-Two waves of as many requests as may run at a time: each fills the engine and then all
-of it decodes. The last row of each size has all of the backlog in the scheduler's hands
-before its first step, and ends after as many answers as the others have.
+Tiny prompts of the demo model run on a CPU, with an engine and a process for each row.
+There are two waves of as many requests as may run at a time. Each wave fills the engine,
+and then all of it decodes. In the last row of each size, the scheduler has the whole
+backlog before its first step, and the run ends after the same number of answers.
 
-Counted is the scheduler thread's processor time in ``get_next_batch_to_run`` and
+The time is the scheduler thread's processor time in ``get_next_batch_to_run`` and
 ``process_batch_result``, by step: over all steps, and over steady ones, in which all
-running requests decode and no prefill's result is processed any more. The forward is not
-counted, nor is receiving requests. Processor time, because an engine's three processes
-share two cores. ``added`` is the part of it that is spent in this package's code, looked
-at in every other step; the steps looked at do not count for the rest. The engines of one
-size run by turns, two seconds each, so that all meet the machine as fast as it happens to
-be; the first step of a turn, with the caches full of another engine's memory, does not
-count. That is done ``--repeats`` times, each time another engine begins, and the steps of
-all repeats count. ``--again`` runs stock SGLang twice: what two engines that are alike
-differ by.
-The last line is one JSON document; the exit status is 1 if a target is missed.
+running requests decode and no prefill's result is processed. The forward pass and the
+receiving of requests do not count. It is processor time because an engine's three
+processes share two cores. ``added`` is the part of this package's code. It is measured in
+every other step, and these steps do not count for the other times.
+
+The engines of one size alternate, two seconds each, so that all of them meet the same
+speed of the machine. The first step after a switch does not count, because the caches are
+full of another engine's memory. There are ``--repeats`` rounds, each begun by another
+engine, and the steps of all rounds count. ``--again`` runs stock SGLang twice, to show
+the difference between two equal engines.
+
+The last line is one JSON document. The exit status is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -43,10 +45,10 @@ from sglang_batch.demo_model import write_demo_model
 
 RUNNING = (64, 1000)
 PROMPT_LEN = 8
-# What a request holds, with the tokens it may still be promised.
+# KV tokens per request, with those that it may still be promised.
 KV_PER_REQUEST = 2
 MIN_STEADY_STEPS = 20
-# What ours may take more than stock SGLang in a step.
+# The most that this package may add to a step of stock SGLang.
 MEAN_MS, P99_MS = 0.05, 0.2
 
 
@@ -63,10 +65,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        who = f"{'ours' if self.ours else 'stock'} {self.policy}"
+        label = f"{'ours' if self.ours else 'stock'} {self.policy}"
         if self.again:
-            who += ", again"
-        return f"{who}, {self.backlog:,} waiting" if self.backlog else who
+            label += ", again"
+        return f"{label}, {self.backlog:,} waiting" if self.backlog else label
 
     def task(self, model: Path, seed: int) -> Task:
         """Two waves, and the backlog."""
@@ -133,7 +135,7 @@ class Measured:
     engine_means_ms: list[float]  # of steady steps, one of each repeat
 
     def over(self, stock: Measured) -> str:
-        """By how much its engines' means lie over stock's, and how sure that is."""
+        """Stock's mean, and the standard error of the engines' difference from it."""
         more = np.subtract(self.engine_means_ms, stock.engine_means_ms)
         text = f"stock {stock.steady.mean_ms:.3f}"
         if len(more) > 1:
@@ -157,19 +159,19 @@ class Measured:
 def measure(
     cases: list[Case], model: Path, seed: int, repeats: int
 ) -> Iterator[Measured]:
-    """Run some cases, one after the other, as often as asked.
+    """Run some cases in alternation, ``repeats`` times.
 
     Raises:
-        RuntimeError: the engine failed, or hardly ever decoded with all it may run.
+        RuntimeError: an engine failed, or hardly ever decoded with all requests.
     """
     taken: dict[Case, list[Steps]] = {case: [] for case in cases}
     tasks = [case.task(model, seed) for case in cases]
-    turns = deque(zip(cases, tasks, strict=True))
+    queue = deque(zip(cases, tasks, strict=True))
     for _ in tqdm(range(repeats), f"{cases[0].running} running", unit="repeat"):
-        results = run_in_slices([task for _, task in turns])
-        for (case, _), done in zip(turns, results, strict=True):
+        results = run_in_slices([task for _, task in queue])
+        for (case, _), done in zip(queue, results, strict=True):
             taken[case].append(done.steps)
-        turns.rotate(-1)  # engines that start earlier are not alike
+        queue.rotate(-1)  # engines that start earlier differ
     for case in cases:
         steps = np.concatenate(taken[case])
         steady = np.concatenate([_steady(each, case.running) for each in taken[case]])
@@ -185,7 +187,7 @@ def measure(
 
 
 def _steady(steps: Steps, running: int) -> Steps:
-    """Steps that decode with all that may run; the results they process are such, too.
+    """Steps that decode all running requests, and process the results of such steps.
 
     A step's result is processed up to two steps later.
     """
@@ -196,7 +198,7 @@ def _steady(steps: Steps, running: int) -> Steps:
 
 
 def figures_of(measured: list[Measured], running: int) -> list[Figure]:
-    """Ours against stock at one size, and what of a step is our code."""
+    """This package against stock at one size, and the time of its code in a step."""
     stock, *others = [m for m in measured if m.case.running == running]
     figures = []
     for m in others:
@@ -236,16 +238,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--running", type=int, nargs="+", default=RUNNING)
-    parser.add_argument("--backlog", type=int, default=100_000)
-    parser.add_argument("--output-len", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--policy", default="dfs", help="ours")
-    parser.add_argument("--again", action="store_true", help="stock SGLang twice")
     parser.add_argument(
-        "--quick", action="store_true", help="64 running, 500 waiting behind ours"
+        "--running", type=int, nargs="+", default=RUNNING,
+        help="numbers of requests that run at a time (default: 64 1000)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--backlog", type=int, default=100_000,
+        help="requests that wait in the last row of each size (default: 100,000)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output-len", type=int, default=96, help="tokens per answer (default: 96)"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--repeats", type=int, default=3, help="rounds (default: 3)")
+    parser.add_argument(
+        "--policy", default="dfs", help="this package's policy (default: dfs)"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="also run stock SGLang a second time"
+    )
+    parser.add_argument(
+        "--quick", action="store_true",
+        help="64 running requests and a backlog of 500, one round",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument("--save", metavar="NAME", help="also write results/NAME.json")
     options = parser.parse_args()
     sizes = RUNNING[:1] if options.quick else tuple(options.running)

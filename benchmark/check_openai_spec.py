@@ -1,11 +1,11 @@
-"""Whether a server's files, uploads and batches are those of OpenAI's published spec.
+"""Compares a server's files, uploads and batches with OpenAI's published spec.
 
     python benchmark/check_openai_spec.py openapi.yaml [--url http://127.0.0.1:30000]
 
-The spec is https://github.com/openai/openai-openapi. Its own examples of requests are
-sent, with ids that the server knows, and each answer is compared with the schema that
-the spec has of it. Without ``--url`` a server of the toy model is started. The last line
-is one JSON document; the exit status is 1 if anything differs that is not in INTENDED.
+The spec is https://github.com/openai/openai-openapi. Its own example requests are sent,
+with ids that exist on the server, and each answer is compared with its schema in the
+spec. Without ``--url`` a server with the demo model is started. The last line is one JSON
+document. The exit status is 1 if there is a difference that is not in INTENDED.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ PATIENCE_S, POLL_S = 120, 0.05
 FILE_ID, BATCH_ID, UPLOAD_ID = "file-abc123", "batch_abc123", "upload_abc123"
 PART_IDS, SIZE = ("part_def456", "part_ghi789"), "2147483648"
 
-# What differs on purpose: a pattern of "where: what", and why.
+# Intended differences: a pattern of "where: what", and the reason.
 INTENDED = {
     r"(data\.|file\.)?(status_details|errors|model|(output|error)_file_id|"
     r"(in_progress|finalizing|completed|failed|expire[ds]|cancelling|cancelled)_at): "
-    + NULL: "what is not set is null, as in the spec's own examples",
+    + NULL: "unset fields are null, as in the spec's own examples",
     f"(first|last)_id: {NULL}": "an empty list has none",
     r"(data\.)?usage\.input_tokens_details\.optimal_cached_share: not in the spec": (
-        "ours: what a perfect prefix cache would have saved"
+        "ours: share of the prompt tokens that a perfect prefix cache would save"
     ),
     r"(data\.)?(priority|paused_reason): not in the spec": "ours: order of batches",
     r"(data\.|file\.)?purpose: 'evals' is not one of .*": (
@@ -52,14 +52,14 @@ INTENDED = {
 
 @dataclass
 class Seen:
-    """What came of a call of the spec."""
+    """The answers and differences of one call of the spec."""
 
     answers: int = 0
     differences: set[str] = field(default_factory=set)
 
 
 class Caller:
-    """Makes the calls that the spec shows, and notes what differs."""
+    """Makes the calls that the spec shows, and records the differences."""
 
     def __init__(self, spec: Spec, url: str, scratch: Path) -> None:
         self.spec = spec
@@ -73,7 +73,7 @@ class Caller:
         """Make the call of an example.
 
         Args:
-            names: what is put for what in the example, such as an id.
+            names: replacements in the example's text, such as ids.
         """
         text = self.spec.example(method, path)
         for name, value in (names or {}).items():
@@ -92,7 +92,7 @@ class Caller:
         return body
 
     def _curl(self, method: str, text: str) -> httpx.Response:
-        """What ``curl`` would do; some examples leave out the method."""
+        """Make the call of a ``curl`` command. Some examples leave out the method."""
         parser = argparse.ArgumentParser()
         parser.add_argument("url")
         parser.add_argument("-X", dest="method")
@@ -120,7 +120,7 @@ class Caller:
         )
 
     def file_of(self, name: str, lines: list[Json]) -> str:
-        """Upload lines for a batch; returns the file's id."""
+        """Upload lines for a batch. Returns the file's id."""
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
         (self.scratch / name).write_text(text)
         names = {"mydata.jsonl": name, "fine-tune": "batch"}
@@ -136,7 +136,7 @@ class Caller:
         raise SystemExit(f"error: {batch_id} has not ended after {PATIENCE_S} s.")
 
     def refused(self, method: str, path: str, body: Json | None = None) -> None:
-        """A call that is an error, whose body the spec has, too."""
+        """A call that fails with an error, whose body the spec describes, too."""
         answer = self.http.request(method, f"/v1{path}", json=body)
         seen = self.seen["errors"]
         seen.answers += 1
@@ -213,7 +213,7 @@ def call_batches(call: Caller) -> None:
 
 
 def check(spec: Spec, url: str) -> bool:
-    """Make all calls, and print what came of them; returns whether all is as meant."""
+    """Make all calls and print the results. Returns whether all are as intended."""
     with tempfile.TemporaryDirectory() as scratch:
         call = Caller(spec, url, Path(scratch))
         for make in (call_files, call_uploads, call_batches):
@@ -254,9 +254,11 @@ def toy_server() -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("spec", type=Path, help="the spec's openapi.yaml")
-    parser.add_argument("--url", help="of a server; without it, one is started")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("spec", type=Path, help="openapi.yaml of the spec")
+    parser.add_argument("--url", help="URL of a running server (default: start one)")
     args = parser.parse_args()
     spec = Spec(args.spec)
     if args.url is not None:

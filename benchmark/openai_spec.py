@@ -1,4 +1,4 @@
-"""OpenAI's published spec of its API: what it says of files, uploads and batches."""
+"""The files, uploads and batches of OpenAI's published API spec."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Spec:
         }
 
     def purposes(self) -> list[str]:
-        """What a file may be uploaded for."""
+        """The purposes that a file may be uploaded for."""
         schemas = self._document["components"]["schemas"]
         return list(schemas["CreateFileRequest"]["properties"]["purpose"]["enum"])
 
@@ -53,7 +53,7 @@ class Spec:
 
     def _compare(self, content: Json, body: Any) -> Iterator[str]:
         schema = content["schema"]
-        # References are to the document's components: they are put below the schema.
+        # References point to the document's components, so these are put below the schema.
         whole = {**schema, "components": self._document["components"]}
         for error in Draft202012Validator(whole).iter_errors(body):
             where = ".".join(str(p) for p in error.path if not isinstance(p, int))

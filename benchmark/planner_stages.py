@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from sglang_batch.planner import order as order_module
-from sglang_batch.planner.cost_model import CostModel
-from sglang_batch.planner.order import OrderSettings, make_order
-from sglang_batch.planner.prefix_tree import build_prefix_tree
+from sglang_batch.planner.costs.cost_model import CostModel
+from sglang_batch.planner.ordering import dual_scan_order, order_functions
+from sglang_batch.planner.ordering.order import OrderSettings
+from sglang_batch.planner.ordering.order_functions import make_order
+from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.planner.requests import Floats, PlanRequests
 from sglang_batch.workloads.blend import TRACES, blend
 from sglang_batch.workloads.mix import shared_prefix_groups
@@ -28,35 +29,38 @@ from sglang_batch.workloads.mix import shared_prefix_groups
 # at 2.039 TB/s. The papers' worked examples hold with exactly these.
 A100 = CostModel(token_time_s=16e9 / 312e12, kv_read_time_s=131_072 / 2.039e12)
 
-# What make_order calls for dual-scan, and the stage that each belongs to.
+# The functions that make a dual-scan order, by the module that calls them, and the
+# stage that each belongs to.
 STAGES = {
-    "leaf_work": "densities",
-    "root_density": "densities",
-    "leaf_compute": "densities",
-    "smooth_density": "densities",
-    "split_in_two": "split",
-    "_sorted_side": "sort",
+    (order_functions, "leaf_work"): "densities",
+    (dual_scan_order, "root_density"): "densities",
+    (dual_scan_order, "leaf_compute"): "densities",
+    (dual_scan_order, "smooth_density"): "densities",
+    (dual_scan_order, "split_in_two"): "split",
+    (dual_scan_order, "_sorted_side"): "sort",
 }
 WARM_UP_REQUESTS = {"blend": 20_000, "groups": 1000}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kind", choices=["blend", "groups"])
-    parser.add_argument("num_requests", type=int)
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("kind", choices=["blend", "groups"], help="kind of job")
+    parser.add_argument("num_requests", type=int, help="requests of the job")
+    parser.add_argument("--repeats", type=int, default=1, help="default: 1")
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
     options = parser.parse_args()
 
     seconds: dict[str, float] = {}
     time_stages(seconds)
     plan(*make_job(options.kind, WARM_UP_REQUESTS[options.kind], 0), seconds)
     base = memory("VmRSS")
-    requests, estimate = make_job(options.kind, options.num_requests, options.seed)
+    requests, est_output_len = make_job(
+        options.kind, options.num_requests, options.seed
+    )
     best, peak = {"total": float("inf")}, 0
     for _ in range(options.repeats):
         seconds.clear()
-        plan(requests, estimate, seconds)
+        plan(requests, est_output_len, seconds)
         peak = peak or memory("VmHWM")
         best = min(best, dict(seconds), key=lambda each: each["total"])
     result = {
@@ -82,13 +86,21 @@ def make_job(kind: str, num_requests: int, seed: int) -> tuple[PlanRequests, Flo
     return job.requests, rng.lognormal(4.0, 1.2, num_requests)
 
 
-def plan(requests: PlanRequests, estimate: Floats, seconds: dict[str, float]) -> None:
-    """Tree and dual-scan order; ``seconds`` gets the stages and their total."""
+def plan(
+    requests: PlanRequests, est_output_len: Floats, seconds: dict[str, float]
+) -> None:
+    """Tree and dual-scan order. ``seconds`` gets the stages and their total."""
     start = time.perf_counter()
     tree = build_prefix_tree(requests.tokens, requests.offsets)
     built = time.perf_counter()
     order = make_order(
-        "dual-scan", tree, requests, A100, estimate, estimate**2, OrderSettings()
+        "dual-scan",
+        tree,
+        requests,
+        A100,
+        est_output_len,
+        est_output_len**2,
+        OrderSettings(),
     )
     end = time.perf_counter()
     assert len(order.requests) == len(requests)
@@ -110,8 +122,8 @@ def time_stages(seconds: dict[str, float]) -> None:
 
         return call
 
-    for name, stage in STAGES.items():
-        setattr(order_module, name, timed(stage, getattr(order_module, name)))
+    for (module, name), stage in STAGES.items():
+        setattr(module, name, timed(stage, getattr(module, name)))
 
 
 def memory(field: str) -> int:

@@ -1,4 +1,4 @@
-"""What the benchmarks print: tables, figures beside their targets, one line of JSON."""
+"""The output of the benchmarks: tables, figures with their targets, a line of JSON."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Figure:
     """A measured number.
 
     target: ``("<=", 2.0)``, ``(">=", 0.995)`` or ``("=", 3.74)``, the last for figures
-        rounded as their source prints them; None for a number that is only shown.
-    beside: what it is to be read with: the paper's figure, how it was measured.
+        rounded as their source prints them. None for a number without a target.
+    note: for comparison, such as the paper's figure, or how it was measured.
     """
 
     name: str
     value: float
     unit: str = ""
     target: tuple[str, float] | None = None
-    beside: str = ""
+    note: str = ""
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None without one."""
+        """Whether the target is met, or None without one."""
         if self.target is None:
             return None
         relation, bound = self.target
@@ -48,19 +48,20 @@ class Figure:
 
     @property
     def row(self) -> list[str]:
-        """Name, value, target, met, beside."""
+        """Name, value, target, met, note."""
         bound = f"{self.target[0]} {self.target[1]:g}" if self.target else ""
         met = {None: "", True: "met", False: "NOT MET"}[self.met]
-        return [self.name, f"{self.value:.5g} {self.unit}", bound, met, self.beside]
+        return [self.name, f"{self.value:.5g} {self.unit}", bound, met, self.note]
 
     @property
     def as_json(self) -> dict[str, Any]:
-        """The same, for the last line."""
-        return {**asdict(self), "met": self.met}
+        """The figure in the JSON document."""
+        values = asdict(self)
+        return {**values, "beside": values.pop("note"), "met": self.met}
 
 
 def print_figures(title: str, figures: Sequence[Figure]) -> None:
-    """One table of figures and their targets."""
+    """Print a table of figures and their targets."""
     _print_columns(
         title,
         ["figure", "measured", "target", "", ""],
@@ -68,14 +69,14 @@ def print_figures(title: str, figures: Sequence[Figure]) -> None:
     )
 
 
-# What was printed, for the document at the end.
+# The tables printed so far, for the JSON document.
 _TABLES: list[dict[str, Any]] = []
 
 
 def print_table(
     title: str, header: Sequence[str], rows: Sequence[Sequence[object]]
 ) -> None:
-    """A table, which :func:`finish` also puts into its document."""
+    """Print a table, and add it to the document of :func:`finish`."""
     _TABLES.append({"title": title, "header": header, "rows": rows})
     _print_columns(title, header, rows)
 
@@ -83,7 +84,7 @@ def print_table(
 def _print_columns(
     title: str, header: Sequence[str], rows: Sequence[Sequence[object]]
 ) -> None:
-    """Columns as wide as their widest cell; numbers, by their first row, to the right."""
+    """Print aligned columns. Those with a number in the first row are right-aligned."""
     print(f"\n{title}")
     cells = [list(map(str, row)) for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -99,7 +100,7 @@ def _print_columns(
 
 
 def machine() -> dict[str, str | int]:
-    """Where and with what the figures were measured."""
+    """The machine, the libraries and the commit that were measured."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -112,11 +113,11 @@ def machine() -> dict[str, str | int]:
 
 
 def finish(results: dict[str, Any], save: Path | None = None) -> None:
-    """Print one JSON document as the last line; also write it to ``save``.
+    """Print one JSON document as the last line, and write it to ``save`` if given.
 
     The tables printed so far, the machine and the command line are added to it.
     """
-    # Where files lie on this machine is nobody else's business.
+    # Only file names: the directories of this machine are private.
     named = [Path(a).name if Path(a).is_absolute() else a for a in sys.argv[1:]]
     command = [Path(sys.executable).name, sys.argv[0], *named]
     document = {"command": " ".join(command), "machine": machine(), **results}

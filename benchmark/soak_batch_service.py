@@ -1,10 +1,10 @@
-"""The batch service under everything that goes wrong, and what it costs.
+"""The batch service under everything that goes wrong, and the time it costs.
 
     python benchmark/soak_batch_service.py --short            some minutes
     python benchmark/soak_batch_service.py --save             long: an hour or so
     python benchmark/soak_batch_service.py --only kill,bad    some rows
 
-A server of the toy model on this machine, without an accelerator. The rows:
+A server runs the demo model on this machine, without an accelerator. The rows:
 
     kill         SIGKILL to all of the server at random moments of a batch, again and
                  again: no line is lost, answered twice, or run again once finished.
@@ -14,13 +14,13 @@ A server of the toy model on this machine, without an accelerator. The rows:
     memory       Memory of the serving process, of a few lines and of very many.
     validation   Lines checked in a second.
     overhead     Wall time of a batch against ``sglang.Engine.generate`` of stock SGLang
-                 over the same requests at once, by turns.
-    clients      A batch while clients ask and upload all the time, by turns with one
-                 that is left alone.
+                 over the same requests at once, in alternation.
+    clients      A batch while clients poll and upload all the time, in alternation with
+                 a batch without them.
 
-Times are of the machine as it is: for ``overhead`` and ``clients`` nothing else should
-run on it. With ``--short`` they are shown and not judged. The last line is one JSON
-document; the exit status is 1 if a target is missed.
+Nothing else should run on the machine during ``overhead`` and ``clients``. With
+``--short`` times have no targets. The last line is one JSON document. The exit status is
+1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from soak_service import overhead_rows
 from sglang_batch.demo_model import write_demo_model
 
 CONTRACT = Path(__file__).parents[1] / "test" / "srt" / "contract"
-# The client that does not go together with SGLang's, installed beside it.
+# The other version of the client, which is installed separately from SGLang's.
 NEWEST_CLIENT = Path(sys.prefix) / "newest-openai"
 SCRIPT_TIMEOUT_S = 900
-# Units of figures that are times, or that come of them.
+# Units of figures that are times or are computed from times.
 TIMES = ("%", "lines/s", "s")
 
 
@@ -154,7 +154,7 @@ class Soak:
 
 
 ROWS: dict[str, Callable[[Soak, Size], list[Figure]]] = {
-    "memory": Soak.memory,  # first: of a server that has done nothing else
+    "memory": Soak.memory,  # first, on a server that has done nothing else
     "kill": Soak.kill,
     "bad": Soak.bad,
     "contract": Soak.contract,
@@ -165,7 +165,7 @@ ROWS: dict[str, Callable[[Soak, Size], list[Figure]]] = {
 
 
 def _outcome(name: str, soak: Soak, size: Size) -> list[Figure]:
-    """The row's figures; that it broke down, where it did: the others still count."""
+    """The row's figures, or one that says it broke down. Other rows still run."""
     try:
         return ROWS[name](soak, size)
     except Exception as error:
@@ -174,7 +174,7 @@ def _outcome(name: str, soak: Soak, size: Size) -> list[Figure]:
 
 
 def _unjudged_time(figure: Figure) -> Figure:
-    """The figure without its target if it is a time: so short, chance decides."""
+    """The figure, without its target if it is a time: short times are random."""
     return replace(figure, target=None) if figure.unit in TIMES else figure
 
 
@@ -205,21 +205,28 @@ def _rows_of(text: str) -> list[str]:
     for name in chosen:
         if name not in ROWS:
             raise argparse.ArgumentTypeError(
-                f"{name!r} is no row; choose of {','.join(ROWS)}"
+                f"{name!r} is not a row; choose from {','.join(ROWS)}"
             )
     return [name for name in ROWS if name in chosen]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--short", action="store_true", help="small sizes")
-    parser.add_argument("--only", type=_rows_of, default=list(ROWS), metavar="ROWS")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", action="store_true", help="keep the JSON in results/")
+    parser.add_argument(
+        "--only", type=_rows_of, default=list(ROWS), metavar="ROWS",
+        help="rows to run, separated by commas (default: all)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument(
+        "--save", action="store_true", help="write the JSON to results/"
+    )
     options = parser.parse_args()
     if options.save and options.short:
-        parser.error("--save is for figures of the full sizes; leave out --short.")
-    # Asked to end, end as on an error: the server must not stay behind.
+        parser.error("--save needs the full sizes: leave out --short.")
+    # End on SIGTERM as on an error, so that the server is ended, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     size = SHORT if options.short else LONG
     figures: dict[str, list[Figure]] = {}

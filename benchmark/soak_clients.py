@@ -1,4 +1,4 @@
-"""Row of the soak: many clients that ask and upload while a batch runs."""
+"""Row of the soak: many clients that poll and upload while a batch runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def client_rows(
     kinds: dict[str, int],
     repeats: int,
 ) -> list[Figure]:
-    """A batch with and without clients that ask and upload all the time, by turns.
+    """A batch with and without clients that poll and upload, in alternation.
 
     Args:
         kinds: how many requests of each kind of prompts.
@@ -40,18 +40,18 @@ def client_rows(
     longest = 0.0
     slower = []
     for kind, count in kinds.items():
-        alone, beside = [], []
+        alone, loaded = [], []
         batch_seconds(server, scratch, PROMPTS[kind](50, -2))
         for repeat in range(repeats):
             prompts = PROMPTS[kind](count, 100 + repeat)
             alone.append(batch_seconds(server, scratch, prompts)["all"])
             with polling(server, clients) as seen:
-                beside.append(batch_seconds(server, scratch, prompts)["all"])
+                loaded.append(batch_seconds(server, scratch, prompts)["all"])
             calls += seen.calls.value
             failed += seen.failed.value
             longest = max(longest, seen.longest_s.value)
-        by = 100 * (median(beside) / median(alone) - 1)
-        told = f"{median(alone):.2f} s alone, {median(beside):.2f} s beside them"
+        by = 100 * (median(loaded) / median(alone) - 1)
+        told = f"{median(alone):.2f} s alone, {median(loaded):.2f} s with them"
         name = f"batch of {count:,} {kind} prompts slower with {clients} clients"
         slower.append(Figure(name, by, "%", ("<=", 3.0), told))
     return [
@@ -62,7 +62,7 @@ def client_rows(
 
 
 class Seen:
-    """What clients counted, in memory that processes share."""
+    """The clients' counts, in shared memory."""
 
     def __init__(self) -> None:
         context = mp.get_context("spawn")
@@ -73,7 +73,7 @@ class Seen:
 
 @contextmanager
 def polling(server: SoakServer, clients: int) -> Iterator[Seen]:
-    """So many clients at work until the block ends, in one process."""
+    """Clients at work in one process, as long as the context."""
     context = mp.get_context("spawn")
     seen, ready, done = Seen(), context.Event(), context.Event()
     process = context.Process(
@@ -92,7 +92,7 @@ def polling(server: SoakServer, clients: int) -> Iterator[Seen]:
 
 
 def _run_clients(url: str, clients: int, seen: Seen, ready: Event, done: Event) -> None:
-    os.nice(19)  # they are other machines' work
+    os.nice(19)  # clients are usually on other machines
     asyncio.run(_all_clients(url, clients, seen, ready, done))
 
 
@@ -118,12 +118,12 @@ async def _all_clients(
     async def client(number: int, http: aiohttp.ClientSession) -> None:
         await asyncio.sleep(ASK_EVERY_S * number / clients)
         each = round(UPLOAD_EVERY_S / ASK_EVERY_S)
-        turn = number
+        count = number
         while not done.is_set():
             await call(http, "/v1/batches?limit=1", False)
-            if turn % each == 0:
+            if count % each == 0:
                 await call(http, "/v1/files", True)
-            turn += 1
+            count += 1
             await asyncio.sleep(ASK_EVERY_S)
 
     timeout = aiohttp.ClientTimeout(total=60)

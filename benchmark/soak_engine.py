@@ -1,4 +1,4 @@
-"""Stock SGLang beside the service: ``sglang.Engine`` in a process of its own."""
+"""Stock SGLang for comparison: ``sglang.Engine`` in a process of its own."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def sampling() -> dict[str, Any]:
 
 
 def same_line(custom_id: str, prompt: str) -> dict[str, Any]:
-    """A batch's line that asks for what :func:`sampling` asks for."""
+    """A line of a batch with the parameters of :func:`sampling`."""
     return chat_line(
         custom_id, prompt, max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True
     )
 
 
 class StockEngine:
-    """A handle on the process; :meth:`seconds` hands all prompts over at once."""
+    """A handle on the process. :meth:`seconds` sends all prompts at once."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -52,7 +52,7 @@ class StockEngine:
 
 @contextmanager
 def stock_engine(model: Path) -> Iterator[StockEngine]:
-    """SGLang without this package's flags, until the block ends."""
+    """SGLang without this package's flags, as long as the context."""
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, str(model)))
@@ -76,7 +76,7 @@ def stock_engine(model: Path) -> Iterator[StockEngine]:
 def _serve(pipe: Connection, model: str) -> None:
     os.setsid()  # a group of its own, which can be killed
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Of what SGLang cannot do without an accelerator.
+    # Warnings about missing accelerators.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     warnings.simplefilter("ignore")
     import sglang

@@ -16,16 +16,16 @@ from report import Figure
 from soak_server import SoakServer, chat_line, write_lines
 
 PATIENCE_S = 900
-# Sometimes a server is killed again before it answers; an idle one takes so long.
+# Time to the first answer: some servers are killed again before that.
 LONGEST_START_S = 12.0
 
 
 @dataclass
 class Log:
-    """What the log of finished requests held at one moment.
+    """The log of finished requests at one moment.
 
     answers: result line by index of the request.
-    repeated: how many requests it held more than once.
+    repeated: number of requests that it has more than once.
     """
 
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Log:
 def kill_rows(
     server: SoakServer, scratch: Path, rounds: int, num_lines: int, seed: int
 ) -> list[Figure]:
-    """Run one batch through so many kills; the server runs at the end.
+    """Run one batch and kill the server again and again. It runs at the end.
 
     Moments are drawn over the whole batch: while requests run, while the server
     starts or validates, and at the end, while result files are written.
@@ -72,7 +72,7 @@ def kill_rows(
         _wait_for(server, batch, path, int(share * num_lines))
         time.sleep(rng.uniform(0, 0.2))
         server.kill()
-        # What was written is never lost, so what a moment shows stays true.
+        # Nothing written is ever lost, so the contents of a moment remain.
         log = Log.read(path)
         kept |= log.answers
         repeated = max(repeated, log.repeated)
@@ -81,14 +81,14 @@ def kill_rows(
         server.start()
     copy = scratch / "results.jsonl"
     if path.exists():
-        os.link(path, copy)  # the batch's end takes it away
+        os.link(path, copy)  # the original is deleted at the end of the batch
     batch = server.wait(server.api.batches.retrieve(batch.id), PATIENCE_S)
     repeated = max(repeated, Log.read(copy).repeated)
     return _figures(server, batch, kept, repeated, num_lines)
 
 
 def _wait_for(server: SoakServer, batch: Batch, path: Path, count: int) -> None:
-    """Until so many lines are finished, or the batch has come to its end."""
+    """Wait until that many lines are finished, or the batch has ended."""
     deadline = time.monotonic() + PATIENCE_S
     seen = lines = 0
     while lines < count:

@@ -1,4 +1,4 @@
-"""Rows of the soak: memory of a large batch, and how fast its file is checked."""
+"""Rows of the soak: memory of a large batch, and time to check its file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from soak_server import ENDED, SoakServer, chat_line, write_lines
 
 MB = 1e6
 BYTES_PER_TOKEN_ID = 4
-# A batch that runs need not come to its end: what it holds, it holds by then.
+# A batch need not end: by then it has reached its most memory.
 FINISHED_LINES = 2000
 PATIENCE_S = 1200
 
@@ -41,7 +41,7 @@ def memory_rows(
 
 
 def _peak_bytes(server: SoakServer, scratch: Path, count: int) -> tuple[int, int]:
-    """Most memory over a batch of so many lines, and the tokens of its prompts."""
+    """Most memory over a batch of that many lines, and the tokens of its prompts."""
     source = write_lines(scratch / f"memory-{count}.jsonl", _short_lines(count))
     deadline = time.monotonic() + PATIENCE_S
     with server.watched_memory() as peak:
@@ -65,7 +65,7 @@ def _peak_bytes(server: SoakServer, scratch: Path, count: int) -> tuple[int, int
 
 
 def validation_rows(scratch: Path, count: int, repeats: int = 3) -> list[Figure]:
-    """Lines that are checked in a second, on one core."""
+    """Lines checked per second on one core."""
     source = scratch / "validation.jsonl"
     bench_validation.write_lines(source, count)
     rules = bench_validation.RULES["of one endpoint and model"]

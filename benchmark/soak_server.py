@@ -1,4 +1,4 @@
-"""Servers for the soak: they can be killed at any moment and started again."""
+"""Servers for the soak that can be killed at any moment and started again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENDED = ("completed", "failed", "cancelled", "expired")
 START_TIMEOUT_S = 300
 LOG_TAIL_CHARS = 4000
 MODEL_NAME = "demo"
-# What every engine of the soak gets, whether behind a server or not.
+# Arguments of every engine of the soak, in a server or not.
 ENGINE_ARGUMENTS = {
     "dtype": "float32",
     "mem_fraction_static": 0.3,
@@ -36,7 +36,7 @@ ENGINE_ARGUMENTS = {
 
 
 class SoakServer:
-    """A server of the toy model that keeps its batches in one directory.
+    """A server of the demo model that keeps its batches in one directory.
 
     Args:
         model: the model's directory.
@@ -61,10 +61,11 @@ class SoakServer:
         """Start, and wait until requests are answered.
 
         Args:
-            killed_after_s: do not wait, but kill it again after so many seconds.
+            killed_after_s: do not wait, but kill it again after that many seconds.
 
         Raises:
-            SystemExit: it ends before, or takes too long; with the end of its log.
+            SystemExit: it ended early or took too long. The message has the end of
+                its log.
         """
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -74,7 +75,7 @@ class SoakServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # A second thread only gets in a toy model's way.
+                # A second thread slows such a small model down.
                 env={"OMP_NUM_THREADS": "1", **os.environ},
             )
         if killed_after_s is not None:
@@ -146,7 +147,7 @@ class SoakServer:
 
     @contextmanager
     def watched_memory(self, every_s: float = 0.05) -> Iterator[list[int]]:
-        """A list whose only item is the most memory used within the block so far."""
+        """A list whose only item is the most memory used within the context so far."""
         peak, done = [self.rss_bytes], threading.Event()
 
         def watch() -> None:
@@ -165,7 +166,7 @@ class SoakServer:
 
 @contextmanager
 def running(model: Path, directory: Path, **config: Any) -> Iterator[SoakServer]:
-    """A server until the block ends."""
+    """A server, as long as the context."""
     directory.mkdir(parents=True, exist_ok=True)
     server = SoakServer(model, directory, **config)
     server.start()

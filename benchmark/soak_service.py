@@ -1,4 +1,4 @@
-"""Row of the soak: what the service costs over handing requests to the engine."""
+"""Row of the soak: time of the service over that of the engine alone."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from soak_engine import same_line, stock_engine
 from soak_server import ENDED, SoakServer, write_lines
 
 PATIENCE_S = 1200
-# Asking is work for the server too.
+# Polling is work for the server, too.
 POLL_S = 0.1
 # Of the realistic prompts: a long text that many share, and then a question.
 SHARED_TEXTS, SHARED_WORDS = 20, 150
-# What a batch does until it has the next status, as its client sees it.
+# The work of a batch in each status, as its client sees it.
 STAGES = {"in_progress": "checked", "completed": "run and written"}
 
 
 def tiny_prompts(count: int, seed: int) -> list[str]:
-    """Unlike each other, a few tokens each."""
+    """Distinct prompts of a few tokens each."""
     return [f"{seed}:{i}?" for i in range(count)]
 
 
 def realistic_prompts(count: int, seed: int) -> list[str]:
-    """Questions about one of a few texts, the texts mixed."""
+    """Questions about a few texts, in random order."""
     return [
         f"Text {i % SHARED_TEXTS} of {seed}. "
         + f"word{i % SHARED_TEXTS} " * SHARED_WORDS
@@ -44,7 +44,7 @@ def batch_seconds(
     """Wall time from the call that makes a batch to its end, on a cold cache.
 
     Returns:
-        ``all`` and the parts of it that :data:`STAGES` name; a client that misses a
+        ``all`` and the parts of it that :data:`STAGES` name. A client that misses a
         status counts its part to the next one.
     """
     source = write_lines(
@@ -85,7 +85,7 @@ def overhead_rows(
     kinds: dict[str, int],
     repeats: int,
 ) -> list[Figure]:
-    """The service against ``Engine.generate`` over the same requests, by turns.
+    """The service against ``Engine.generate`` over the same requests, in alternation.
 
     Args:
         kinds: how many requests of each kind of prompts.
@@ -106,12 +106,12 @@ def overhead_rows(
                 rows.append([kind, count, *seconds])
             over = 100 * (median(ours) / median(theirs) - 1)
             each_ms = 1000 * (median(ours) - median(theirs)) / count
-            beside = (
+            note = (
                 f"{median(ours):.2f} s, Engine.generate {median(theirs):.2f} s; "
                 f"{each_ms:.2f} ms a line"
             )
             name = f"overhead, {count:,} {kind} prompts"
-            figures.append(Figure(name, over, "%", ("<=", 5.0), beside))
+            figures.append(Figure(name, over, "%", ("<=", 5.0), note))
     header = ["prompts", "lines", "Engine.generate", "batch", *STAGES.values()]
     print_table("Seconds of a batch and of its parts", header, rows)
     return figures

@@ -2,9 +2,9 @@
 
     python benchmark/throughput_engine.py DIRECTORY
 
-The task says which engine, which arguments and which job. :class:`Engine` starts this
-file, tells it when to begin and reads back what it wrote. Engines may start side by side;
-each is then timed alone, while the others sleep.
+The task gives the engine, its arguments and the job. :class:`Engine` starts this file,
+tells it when to begin and reads its results. Several engines may start at the same time.
+Each is then timed alone, while the others sleep.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ WARM_UP_PROMPTS = [[prompt + 1] * 24 for prompt in range(4)]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one process measures.
+    """The measurement of one process.
 
-    ours: this package's engine and its order ``policy``; else stock SGLang with
+    ours: whether to run this package with the order ``policy``, or stock SGLang with
         ``policy`` as its ``--schedule-policy``.
     arguments: of the server, the same for both.
-    max_inflight: of our job; None leaves it to the engine.
-    stop_after: of our job: end when so many requests are answered. All of them are in
-        the scheduler's hands before its first step then.
+    max_inflight: of our job. None leaves it to the engine.
+    stop_after: of our job: end when that many requests are answered. The scheduler then
+        has all requests before its first step.
     """
 
     ours: bool
@@ -60,10 +60,10 @@ class Task:
 class TaskResult:
     """Answers in the order of the prompts.
 
-    seconds: from handing over the first prompt to the last answer; a plan included.
-    cached_tokens: of each request's first prefill; SGLang does not count what a request
-        finds in the cache when it comes back after a retraction.
-    startup_s: for the engine to be there and warm.
+    seconds: from the first prompt sent to the last answer, including the plan.
+    cached_tokens: of each request's first prefill. SGLang does not count tokens that a
+        retracted request finds in the cache.
+    startup_s: until the engine is ready and warm.
     """
 
     seconds: float
@@ -78,7 +78,7 @@ def task_of(
     job: ThroughputJob, model: Path, *, ours: bool, policy: str, mixed: bool
 ) -> Task:
     """A job on one engine, with the arguments that all engines get."""
-    # Engines that wait for their turn must not spin.
+    # Engines that wait must not spin.
     arguments = [f"--model-path={model}", "--sleep-on-idle", *job.server_arguments]
     if mixed:
         arguments.append("--enable-mixed-chunk")
@@ -102,10 +102,10 @@ class Engine:
             )
 
     def until_ready(self) -> None:
-        """Wait until the engine is there and warm.
+        """Wait until the engine is ready and warm.
 
         Raises:
-            RuntimeError: the process failed; the end of what it printed is in the message.
+            RuntimeError: the process failed. The message has the end of its output.
         """
         deadline = time.monotonic() + TIMEOUT_S
         while not (self._scratch / READY_FILE).exists():
@@ -116,7 +116,7 @@ class Engine:
             time.sleep(0.1)
 
     def run(self) -> TaskResult:
-        """Have it do its job; the engine is gone afterwards.
+        """Run the job and end the engine.
 
         Raises:
             RuntimeError: the process failed.
@@ -128,7 +128,7 @@ class Engine:
         return self._result()
 
     def run_until_first_step(self) -> None:
-        """Have it begin its job, and pause it as soon as it makes steps.
+        """Begin the job, and pause the process as soon as it makes steps.
 
         Raises:
             RuntimeError: the process failed, or made no step.
@@ -143,7 +143,7 @@ class Engine:
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def run_for(self, seconds: float) -> TaskResult | None:
-        """Go on with it for so long; what it measured, if that was its end.
+        """Continue for that many seconds. Returns the result if the job has ended.
 
         Raises:
             RuntimeError: the process failed.
@@ -172,31 +172,31 @@ class Engine:
         return TaskResult(steps=steps, **answers)
 
     def kill(self) -> None:
-        # Whatever the engine left behind would slow the next one down.
+        # Remaining processes of the engine would slow the next one down.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _failure(self, what: str) -> RuntimeError:
-        who = "sglang-batch" if self._task.ours else "SGLang"
+        engine = "sglang-batch" if self._task.ours else "SGLang"
         tail = (self._scratch / "engine.log").read_text(errors="replace")[-4000:]
-        return RuntimeError(f"{who}, policy {self._task.policy}: {what}.\n{tail}")
+        return RuntimeError(f"{engine}, policy {self._task.policy}: {what}.\n{tail}")
 
 
 def run_tasks(tasks: Sequence[Task]) -> Iterator[TaskResult]:
-    """Start the tasks' engines side by side, then run one after the other."""
+    """Start the tasks' engines at the same time, then run one after another."""
     with ready_engines(tasks) as engines:
         for engine in engines:
             yield engine.run()
 
 
 def run_in_slices(tasks: Sequence[Task], slice_s: float = 2.0) -> list[TaskResult]:
-    """Run the tasks by turns, ``slice_s`` seconds each, so that they meet one machine.
+    """Run the tasks in alternation, ``slice_s`` seconds each.
 
-    A machine that others use too is by a tenth faster at one moment than at another.
-    While one runs, the others are stopped: a slice has to be many steps long. Of the
-    results, only processor times mean anything, and those of steps that ``resumed``
-    are of an engine whose memory the others have put out of the caches.
+    The speed of a machine that others use, too, varies by a tenth, and so all tasks
+    meet the same variation. While one runs, the others are stopped, so a slice must be
+    many steps long. Only processor times of the results are meaningful. Steps that
+    ``resumed`` ran after others had displaced the engine's memory from the caches.
     """
     results: dict[int, TaskResult] = {}
     with ready_engines(tasks) as engines:
@@ -213,7 +213,7 @@ def run_in_slices(tasks: Sequence[Task], slice_s: float = 2.0) -> list[TaskResul
 
 @contextmanager
 def ready_engines(tasks: Sequence[Task]) -> Iterator[list[Engine]]:
-    """The tasks' engines, started side by side; gone at the end."""
+    """The tasks' engines, started at the same time, as long as the context."""
     with ExitStack() as stack:
         engines = []
         for task in tasks:
@@ -230,14 +230,14 @@ def run_task(task: Task) -> TaskResult:
     """Run a task in a fresh process.
 
     Raises:
-        RuntimeError: the process failed; the end of what it printed is in the message.
+        RuntimeError: the process failed. The message has the end of its output.
     """
     return next(run_tasks([task]))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one process measured; see bench_offline_throughput.py."""
+    """The results of one process. See bench_offline_throughput.py."""
 
     seconds: float
     startup_s: float
@@ -273,7 +273,7 @@ def blend_spread(job: ThroughputJob, steps: Steps) -> float:
     outputs = np.array(job.output_lens)
     inputs = np.array([len(prompt) for prompt in job.prompts])
     least_tokens = job.tree().num_unique_tokens + outputs.sum()
-    # The first token comes from the prefill; the k-th decode reads input + k tokens.
+    # The first token comes from the prefill. The k-th decode reads input + k tokens.
     least_kv = ((outputs - 1) * inputs + outputs * (outputs - 1) / 2).sum()
     compute = (steps["prefill_tokens"] + steps["decode_rows"]) / least_tokens
     memory = steps["decode_kv_tokens"] / max(least_kv, 1)
@@ -291,7 +291,7 @@ def run_stock(task: Task, scratch: Path, started: float) -> dict[str, Any]:
     import sglang
     from sglang.srt.plugins import load_plugins
 
-    load_plugins()  # what runs SGLang on a CPU is a plugin too
+    load_plugins()  # a plugin makes SGLang run on a CPU
     from sglang.srt.server_args import prepare_server_args
 
     arguments = [f"--schedule-policy={task.policy}", "--log-level=error"]
@@ -312,11 +312,11 @@ def run_stock(task: Task, scratch: Path, started: float) -> dict[str, Any]:
 def run_ours(task: Task, scratch: Path, started: float) -> dict[str, Any]:
     """The same prompts as one job of this package."""
     from sglang_batch.config import OfflineBatchConfig
-    from sglang_batch.srt import launch
+    from sglang_batch.srt.engine import in_process
 
     config = OfflineBatchConfig(policy=task.policy, max_inflight=task.max_inflight)
-    server_args = launch.parse_server_args([*task.arguments, "--log-level=error"])
-    with launch.engine(server_args) as (engine, loop):
+    server_args = in_process.parse_server_args([*task.arguments, "--log-level=error"])
+    with in_process.engine(server_args) as (engine, loop):
         loop.run_until_complete(engine.connect())
 
         def run(
@@ -342,9 +342,9 @@ async def answer_all(
     sampling_params: list[dict[str, Any]],
     stop_after: int | None = None,
 ) -> list[dict[str, Any]]:
-    """The answers of one job, in the order of its prompts; some, with ``stop_after``."""
+    """The answers of one job, in the order of its prompts, as far as it ran."""
     from sglang_batch.engine import GENERATE_URL
-    from sglang_batch.job import Job
+    from sglang_batch.job.job import Job
     from sglang_batch.request import BatchRequestInput, RequestOutput
 
     requests = [

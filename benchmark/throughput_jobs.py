@@ -1,7 +1,7 @@
 """The five jobs that engines are compared on.
 
-All prompts are token ids of the demo model's bytes, 0 to 255, drawn with a seed;
-decoding is greedy; requests are shuffled, so siblings are far apart in the input.
+All prompts are token ids of the demo model's bytes, 0 to 255, drawn with a seed.
+Decoding is greedy. Requests are shuffled, so siblings are far apart in the input.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_batch.planner.prefix_tree import PrefixTree, build_prefix_tree
+from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.workloads.traces import read_trace
 
 NUM_IDS = 256
@@ -30,7 +30,7 @@ Tokens = NDArray[np.int32]
 class ThroughputJob:
     """Requests, and the arguments that every engine gets for them.
 
-    output_len: what each request really generates; None where it is its
+    output_len: tokens that each request really generates. None if it is its
         ``max_new_tokens``.
     """
 
@@ -100,7 +100,7 @@ def groups(
 def two_levels(
     seed: int, num_systems: int = 8, num_documents: int = 6
 ) -> ThroughputJob:
-    """System prompt, document, question: made up, the shape of the trace's job."""
+    """System prompt, document, question: synthetic, with the shape of a trace's job."""
     rng = np.random.default_rng([seed, 4])
     prompts, outputs = [], []
     for _ in range(num_systems):
@@ -120,11 +120,11 @@ def from_trace(
     """A part of a trace with prefixes, all lengths divided by ``TRACE_SCALE``.
 
     The part is one window of the depth-first order of the first ``num_read`` requests:
-    whole families, so prefixes are shared in it as they are in the trace.
+    whole families, so that it shares prefixes like the trace.
     """
     workload = read_trace(path, limit=num_read, seed=seed)
     requests = workload.requests
-    # Every 16th token: prefixes that were equal stay so, a whole block at a time.
+    # Every 16th token: equal prefixes stay equal, a whole block at a time.
     scaled = [
         requests.tokens[begin:end:TRACE_SCALE] % NUM_IDS
         for begin, end in zip(requests.offsets, requests.offsets[1:], strict=False)
@@ -167,7 +167,7 @@ MOST_OUTPUT = 160
 class BlendDraft:
     """Requests of the blend, more short ones than it needs, before they have stops.
 
-    wanted: tokens that each is to generate.
+    wanted: tokens that each should generate.
     is_long: whether its prompt is long and its output short, or the reverse.
     """
 
@@ -177,7 +177,7 @@ class BlendDraft:
 
     @property
     def whole_answers(self) -> ThroughputJob:
-        """The job that tells what each request generates when nothing stops it."""
+        """The job whose answers show the tokens of each request without a stop."""
         params = [_exactly(MOST_OUTPUT)] * len(self.prompts)
         return ThroughputJob("5 answers", self.prompts, params, 60_000, 64)
 
@@ -185,9 +185,9 @@ class BlendDraft:
 def blend_draft(seed: int, num_pairs: int) -> BlendDraft:
     """Two tasks in one file, each with its instructions of 16 tokens.
 
-    Long: questions on documents, groups of 8; a document has 192 tokens, a question 48,
-    and about 8 are generated. Short: 16 tokens, about 40 to 80 generated; twice as many
-    as of the long.
+    Long: questions on documents, in groups of 8. A document has 192 tokens, a question
+    48, and about 8 are generated. Short: 16 tokens, about 40 to 80 generated, twice as
+    many requests as long ones.
     """
     rng = np.random.default_rng([seed, 5])
     requests: list[tuple[Tokens, int, bool]] = []

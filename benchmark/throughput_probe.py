@@ -1,9 +1,9 @@
-"""Facts of every step, taken in the scheduler process, of any scheduler alike.
+"""Measurements of every step in the scheduler process, for any scheduler.
 
 ``sglang.Engine`` starts its scheduler processes with the function it finds in its class
-attribute ``run_scheduler_process_func``. :func:`install` puts the one below there: it
-wraps three methods of whatever class ``sglang.srt.managers.scheduler.Scheduler`` names
-once plugins were loaded, and runs SGLang's own function. Nothing else is changed.
+attribute ``run_scheduler_process_func``. :func:`install` puts the one below there. It
+wraps three methods of the class that ``sglang.srt.managers.scheduler.Scheduler`` names
+after plugins are loaded, and runs SGLang's own function. Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEP = np.dtype(
         ("result_s", np.float64),  # in process_batch_result, since the step before
         ("gap_s", np.float64),  # since the run_batch before ended, idle time included
         ("host_cpu_s", np.float64),  # the thread's processor time in the same two
-        ("added_s", np.float64),  # of it, in our own code; NaN: not looked at
+        ("added_s", np.float64),  # part of it in our own code, NaN if not measured
         ("resumed", np.float64),  # 1: the process was stopped since the step before
         ("cpu_s", np.float64),  # processor time in the three methods
         ("prefill_tokens", np.float64),
@@ -34,11 +34,11 @@ STEP = np.dtype(
         ("decode_kv_tokens", np.float64),  # KV tokens that the decode rows read
     ]
 )
-"""One record of the file; Steps are an array of it."""
+"""One record of the file. Steps are an array of these."""
 
 Steps = NDArray[np.void]
 
-# The child inherits it; arguments of the process are SGLang's own.
+# The child inherits it. Arguments of the process are SGLang's own.
 PATH_VARIABLE = "BENCHMARK_STEPS_FILE"
 HOLD_VARIABLE = "BENCHMARK_HOLD"
 HOLD_TIMEOUT_S = 600
@@ -47,7 +47,7 @@ HOLD_TIMEOUT_S = 600
 def install(path: Path, hold: tuple[int, int] = (0, 0)) -> None:
     """Have the engines that this process starts write their steps to ``path``.
 
-    hold: ``(first, last)``; once more than ``first`` requests have arrived, no step is
+    hold: ``(first, last)``. Once more than ``first`` requests have arrived, no step is
         made until ``last`` have, so that all of them wait when the next step begins.
     """
     from sglang.srt.entrypoints.engine import Engine
@@ -80,7 +80,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
 
 
 class Probe:
-    """Times of the step under way, and the file that finished steps go to."""
+    """Times of the current step, and the file for finished steps."""
 
     def __init__(self, path: str) -> None:
         # Unbuffered: the process is killed in the end.
@@ -135,13 +135,13 @@ class Probe:
         scheduler_class.run_batch = recorded_run_batch
 
     def wrap_ours(self) -> None:
-        """Time what our scheduler does beside SGLang's own methods, every other step.
+        """Time our scheduler's additions to SGLang's own methods, every other step.
 
-        Looking takes time of its own, a tenth of what is looked at.
+        The measurement adds a tenth to the measured time.
         """
         self._wrapped_ours = True
-        from sglang_batch.srt.conductor import Conductor
-        from sglang_batch.srt.open_jobs import OpenJobs
+        from sglang_batch.srt.scheduler.plan_scheduler import PlanScheduler
+        from sglang_batch.srt.scheduler.request_registry import RequestRegistry
 
         def timed(method: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -154,11 +154,13 @@ class Probe:
 
             return call
 
-        next_batch = Conductor.next_batch
+        next_batch = PlanScheduler.next_batch
 
-        def timed_next_batch(conductor: Any, running_batch: Any, build: Any) -> Any:
+        def timed_next_batch(
+            plan_scheduler: Any, running_batch: Any, build: Any
+        ) -> Any:
             if not self._looks_at_ours:
-                return next_batch(conductor, running_batch, build)
+                return next_batch(plan_scheduler, running_batch, build)
 
             def timed_build(batch: Any) -> Any:
                 begin = time.thread_time()
@@ -166,11 +168,12 @@ class Probe:
                 self._added_s -= time.thread_time() - begin
                 return plan
 
-            return timed(next_batch)(conductor, running_batch, timed_build)
+            return timed(next_batch)(plan_scheduler, running_batch, timed_build)
 
-        Conductor.next_batch = timed_next_batch  # type: ignore[method-assign]
+        PlanScheduler.next_batch = timed_next_batch  # type: ignore[method-assign]
         for owner, name in (
-            (Conductor, "begin_step"), (Conductor, "end_step"), (OpenJobs, "released"),
+            (PlanScheduler, "begin_step"), (PlanScheduler, "end_step"),
+            (RequestRegistry, "released"),
         ):  # fmt: skip
             setattr(owner, name, timed(getattr(owner, name)))
 

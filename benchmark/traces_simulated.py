@@ -8,19 +8,21 @@ from dataclasses import dataclass
 import numpy as np
 from planner_stages import A100
 
-from sglang_batch.planner.bounds import lower_bounds
-from sglang_batch.planner.density import leaf_work
-from sglang_batch.planner.order import OrderSettings, make_order
-from sglang_batch.planner.output_length import (
+from sglang_batch.planner.costs.bounds import lower_bounds
+from sglang_batch.planner.costs.tree_work import leaf_work
+from sglang_batch.planner.lengths.length_sample import choose_sample
+from sglang_batch.planner.lengths.output_length import (
     OutputEstimates,
     OutputLengthEstimator,
-    choose_sample,
 )
-from sglang_batch.planner.partition import partition
-from sglang_batch.planner.prefix_tree import PrefixTree, build_prefix_tree
+from sglang_batch.planner.machine_model import EngineLimits
+from sglang_batch.planner.ordering.order import OrderSettings
+from sglang_batch.planner.ordering.order_functions import make_order
+from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.requests import Int32s, Int64s, PlanRequests
-from sglang_batch.planner.shard import shard_job
-from sglang_batch.planner.simulator import EngineLimits, Simulation, simulate
+from sglang_batch.planner.sharding.partition import partition
+from sglang_batch.planner.sharding.shard import shard_job
+from sglang_batch.planner.simulator.simulator import Simulation, simulate
 from sglang_batch.workloads.blend import TRACES, blend
 from sglang_batch.workloads.mix import Workload
 
@@ -56,7 +58,7 @@ class TraceFigures:
     """A trace on one device, and its splits.
 
     sharing_kept: prefix sharing ratio achieved, of the optimal one.
-    of_bound: the least that any order could take, of what this one took.
+    of_bound: lower bound of any order's time / this order's time.
     simulator_s: how long the simulator itself took.
     """
 
@@ -70,7 +72,7 @@ class TraceFigures:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A job whose true lengths only the simulated engine and the bounds know.
+    """A job whose true lengths only the simulated engine and the bounds use.
 
     sample: requests that run first, for the estimates to learn from.
     """
@@ -87,7 +89,7 @@ class _Job:
 
 
 def simulate_trace(trace: int, num_requests: int, seed: int) -> TraceFigures:
-    """One of BlendServe's traces; a 1 % sample tells what is not known of lengths."""
+    """One of BlendServe's traces. Unknown lengths are estimated from a 1 % sample."""
     times = A100.token_time_s, A100.kv_read_time_s
     job = _sampled(blend(*TRACES[trace], num_requests, seed, *times), seed)
     runs = [_run(job) for _ in range(SIMULATOR_REPEATS)]
@@ -125,8 +127,8 @@ def _run(job: _Job) -> tuple[Simulation, float]:
         EngineLimits(KV_CAPACITY_TOKENS, step_tokens=8192),
         order=order.requests,
         output_len=job.output_len,
-        estimate=mean,
-        estimate_sq=mean_sq,
+        est_output_len=mean,
+        est_output_len_sq=mean_sq,
         max_new_tokens=job.requests.max_new_tokens,
         density=order.density,
         num_left=order.num_left,

@@ -6,10 +6,10 @@ import numpy as np
 from planner_stages import A100
 from report import Figure
 
-from sglang_batch.planner.cost_model import compute_density
-from sglang_batch.planner.dual_scanner import split_kv
-from sglang_batch.planner.prefix_groups import prefix_groups, token_saving
-from sglang_batch.planner.prefix_tree import PrefixTree, build_prefix_tree
+from sglang_batch.planner.admission_rules.dual_scanner import split_kv
+from sglang_batch.planner.costs.cost_model import compute_density
+from sglang_batch.planner.prefixes.prefix_groups import prefix_groups, token_saving
+from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.workloads.mix import Workload, shared_prefix_groups
 
 

@@ -1,12 +1,11 @@
-"""Kernels that run under sglang_batch; torch, triton, numpy and numba only.
+"""Attention kernels of sglang_batch. They need only torch, triton, numpy and numba.
 
-This package knows nothing of ``sglang_batch`` or ``sglang``. Each op lives in a
-folder of its own, with its checks and launch in ``__init__``, a plain PyTorch
-``reference`` and a Triton ``kernel``:
+This package imports neither ``sglang_batch`` nor ``sglang``. Each op has a folder with
+its checks and its launch, a Triton kernel, and a reference in plain PyTorch:
 
 - ``merge_state``: merges partial attention results by their log-sum-exp
-- ``shared_prefix_attention``: attention of one engine step, in which a KV prefix that
-  several requests share is read once
+- ``shared_prefix_attention``: attention of one engine step that reads a KV prefix once
+  for all requests that share it
 
 Log-sum-exp values are natural logarithms, float32, ``[num_tokens, num_heads]``.
 """

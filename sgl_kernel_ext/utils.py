@@ -1,9 +1,9 @@
-"""Checks that every op makes of its tensors. Messages show shapes, never data."""
+"""Checks of tensors for all ops. Error messages show shapes, never data."""
 
 from __future__ import annotations
 
 import torch
-from triton.runtime import JITFunction  # type: ignore[import-untyped]
+from triton.runtime import JITFunction
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -21,7 +21,7 @@ def check_dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:
 
 
 def check_shape(name: str, tensor: torch.Tensor, *shape: int | None) -> None:
-    """Raise a ValueError unless the shape matches; None stands for any size."""
+    """Raise a ValueError unless the shape matches. None matches any size."""
     sizes = tuple(tensor.shape)
     if len(sizes) != len(shape) or any(
         want is not None and want != size
@@ -40,7 +40,7 @@ def check_rows(name: str, tensor: torch.Tensor, num_rows: int) -> None:
 
 
 def check_last_stride(name: str, tensor: torch.Tensor) -> None:
-    """Raise a ValueError unless the last dimension lies contiguous in memory."""
+    """Raise a ValueError unless the last dimension is contiguous."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
             f"{name} has stride {tensor.stride(-1)} in its last dimension; "
@@ -49,12 +49,12 @@ def check_last_stride(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Raise a ValueError unless the tensor lies on the given device."""
+    """Raise a ValueError unless the tensor is on the given device."""
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; move it to {device}")
 
 
 def check_runnable(kernel: object, device: torch.device, instead: str) -> None:
-    """Raise a ValueError where a compiled kernel is given tensors of the CPU."""
+    """Raise a ValueError for a compiled kernel with tensors on the CPU."""
     if device.type == "cpu" and isinstance(kernel, JITFunction):
         raise ValueError(f"Triton has no CPU backend; on CPU tensors use {instead}")

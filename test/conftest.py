@@ -1,19 +1,29 @@
-"""What all tests share: one thread per process, and the demo model."""
+"""For all tests: one thread per process, helpers on the path, and the demo model."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
-# Where a check of a helper fails, it shows what it compared, as in a test.
+# A failed check of a helper shows the values, as in a test.
 pytest.register_assert_rewrite(
-    "attention_cases", "batch_service", "builders", "jsonl_files", "route_server"
+    "attention_cases",
+    "batch_service",
+    "builders",
+    "jsonl_files",
+    "keyed_server",
+    "route_server",
 )
 
 # The same commit passes or fails the same way every time.
@@ -25,6 +35,17 @@ settings.load_profile("fixed")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# Processes of tests import the same helpers, and start as sitecustomize.py says.
+HELPERS = str(Path(__file__).parent / "helpers")
+_paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+if HELPERS not in _paths:
+    os.environ["PYTHONPATH"] = os.pathsep.join([HELPERS, *_paths])
+
+# But this process looks for garbage as often as ever, so that a file or connection that
+# a test left open is found in that test, not in some later one.
+gc.set_threshold(700, 10, 10)
+
+SRT = Path(__file__).parent / "srt"
 _EXIT_STATUS = pytest.StashKey[int]()
 
 
@@ -46,7 +67,27 @@ def _warnings_are_logged() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start SGLang come first, so that two processes end together."""
-    items.sort(key=lambda item: item.path.parent.name != "srt")
+    items.sort(key=lambda item: SRT not in item.path.parents)
+
+
+class ServerScheduling(LoadFileScheduling):
+    """Tests of a file run in one process, and so do files that share a server."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return shared_server(self.config.rootpath / path) or path
+
+
+@cache
+def shared_server(path: Path) -> str | None:
+    """The first fixture of ``srt/conftest.py`` marked as shared that a file names."""
+    names = re.findall(r"@shared\ndef (\w+)", (SRT / "conftest.py").read_text())
+    text = path.read_text()
+    return next((name for name in names if re.search(rf"\b{name}\b", text)), None)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ServerScheduling:
+    return ServerScheduling(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

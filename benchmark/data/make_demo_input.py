@@ -55,19 +55,19 @@ def main(argv: list[str] | None = None) -> None:
         "--output",
         type=Path,
         default=Path(__file__).parent,
-        help="folder that gets both files (default: this script's)",
+        help="directory for both files (default: this script's)",
     )
     parser.add_argument(
         "--documents",
         type=int,
         default=40,
-        help=f"documents, with {len(TASKS)} requests each (default: %(default)s)",
+        help=f"number of documents, with {len(TASKS)} requests each (default: %(default)s)",
     )
     parser.add_argument(
         "--seed",
         type=int,
         default=0,
-        help="of the choice of documents and the order (default: %(default)s)",
+        help="seed of the choice of documents and their order (default: %(default)s)",
     )
     options = parser.parse_args(argv)
 
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
-    """Dotted name and docstring of public modules and what they define, sorted.
+    """Dotted name and docstring of public modules and their definitions, sorted.
 
     A source that carries a copyright notice of its own is left out: its docstrings
     may not be under Python's licence.
@@ -135,7 +135,7 @@ def shortened(docstring: str) -> str | None:
     if len(text.encode()) > MAX_BYTES:
         # One byte more than fits, so that an end right at the limit is seen.
         head = text.encode()[: MAX_BYTES + 1].decode(errors="ignore")
-        # Not after a colon: what it announces would be cut off.
+        # Not after a colon: the text that it announces would be cut off.
         ends = [m.start() for m in re.finditer(r"(?<!:)\n\n", head)]
         if not ends or len(head[: ends[-1]].encode()) < MIN_BYTES:
             ends = [m.end() for m in re.finditer(r"[.!?](?=\s)", head)]

@@ -1,18 +1,19 @@
-"""Decode attention that reads shared prefixes once, against what others do.
+"""Decode attention that reads shared prefixes once, against other implementations.
 
     python benchmark/kernels/bench_shared_prefix_attention.py           all there is
     python benchmark/kernels/bench_shared_prefix_attention.py --quick   a few shapes
     python benchmark/kernels/bench_shared_prefix_attention.py --tune    tile sizes
 
-Without a GPU it prints what can be computed and checked on the host: bytes, floors and
+Without a GPU it prints the figures that need only the host: bytes, floors and
 plans of every shape, the correctness of the planner and of the kernels in Triton's
 interpreter, and the host's time for a plan. With a GPU it then measures the device's
-ceilings, checks every variant against float32, and times them by turns, as replays of
+ceilings, checks every variant against float32, and times them in alternation, as replays of
 CUDA graphs over KV copies that together exceed the L2 cache several times. The figures
 per layer: median, spread, GB/s of unique KV bytes, share of the floor.
 
-Every shape runs with the first page size; the family "performance" and "mixed" with all
-of them. The last line is one JSON document; the exit status is 1 if a target is missed.
+Every shape runs with the first page size, the families "performance" and "mixed" with
+all of them. The last line is one JSON document. The exit status is 1 if a target is
+missed.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ HERE = Path(__file__).resolve().parent
 # The kernels' package and the benchmarks' report are found without an installation.
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 
-import cpu_half  # noqa: E402
-import gpu_half  # noqa: E402
+import gpu_measurements  # noqa: E402
+import host_figures  # noqa: E402
 import torch  # noqa: E402
 import tuning  # noqa: E402
 from gpu_results import figures_of  # noqa: E402
@@ -42,21 +43,41 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="a few shapes")
-    parser.add_argument("--tune", action="store_true", help="search tiles on a GPU")
+    parser.add_argument("--quick", action="store_true", help="only a few shapes")
     parser.add_argument(
-        "--family", nargs="+", choices=FAMILIES, default=FAMILIES, help="of shapes"
+        "--tune", action="store_true", help="search tile sizes on a GPU"
     )
-    parser.add_argument("--pages", type=int, nargs="+", default=(16, 1))
     parser.add_argument(
-        "--heads", type=int, nargs=2, default=(32, 8), help="query and KV heads"
+        "--family",
+        nargs="+",
+        choices=FAMILIES,
+        default=FAMILIES,
+        help="families of shapes (default: all)",
     )
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=60, help="replays per variant")
     parser.add_argument(
-        "--minutes", type=float, default=60, help="begin nothing new on the GPU after"
+        "--pages", type=int, nargs="+", default=(16, 1),
+        help="page sizes in tokens (default: 16 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--heads",
+        type=int,
+        nargs=2,
+        default=(32, 8),
+        help="query and KV heads (default: 32 8)",
     )
-    parser.add_argument("--no-gpu", action="store_true", help="the host's half only")
+    parser.add_argument("--head-dim", type=int, default=128, help="default: 128")
+    parser.add_argument(
+        "--rounds", type=int, default=60, help="replays per variant (default: 60)"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=60,
+        help="start nothing new on the GPU after this time (default: 60)",
+    )
+    parser.add_argument(
+        "--no-gpu", action="store_true", help="only the figures of the host"
+    )
     parser.add_argument("--save", metavar="NAME", help="also write results/NAME.json")
     parser.add_argument("--interpreted", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -79,25 +100,27 @@ def workloads(options: argparse.Namespace) -> list[tuple[Shape, int]]:
 def main() -> int:
     options = parse_options()
     if options.interpreted:
-        print(json.dumps(cpu_half.interpreted_errors()))
+        print(json.dumps(host_figures.interpreted_errors()))
         return 0
     heads, head_dim = tuple(options.heads), options.head_dim
     has_gpu = torch.cuda.is_available() and not options.no_gpu
     if options.tune:
         return tuning.main(heads, head_dim, options.pages[0], has_gpu, options.minutes)
     chosen = workloads(options)
-    computed = [cpu_half.Computed.of(s, page, heads, head_dim) for s, page in chosen]
-    cpu_half.print_computed(computed)
-    figures: list[Figure] = cpu_half.correctness(
+    computed = [
+        host_figures.Computed.of(s, page, heads, head_dim) for s, page in chosen
+    ]
+    host_figures.print_computed(computed)
+    figures: list[Figure] = host_figures.correctness(
         list(dict.fromkeys(shape for shape, _ in chosen)), Path(__file__)
     )
-    figures += cpu_half.host_times(heads, head_dim, 300 if options.quick else 3000)
+    figures += host_figures.host_times(heads, head_dim, 300 if options.quick else 3000)
     print_figures("Without a GPU", figures)
     results = {"heads": heads, "head_dim": head_dim, "dtype": "bfloat16"}
-    results |= {"torch": torch.__version__, "triton": gpu_half.triton_version()}
+    results |= {"torch": torch.__version__, "triton": gpu_measurements.triton_version()}
     results |= {"computed": [asdict(each) for each in computed]}
     if has_gpu:
-        measured = gpu_half.measure(
+        measured = gpu_measurements.measure(
             chosen, heads, head_dim, options.rounds, options.minutes
         )
         gpu_figures = figures_of(measured)

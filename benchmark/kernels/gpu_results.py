@@ -47,7 +47,7 @@ class Result:
         return max(self.bytes_us, self.flops_us)
 
     def us(self, variant: str) -> float:
-        """Median of a variant; NaN where it did not run."""
+        """Median of a variant, or NaN if it did not run."""
         return next((t.us for t in self.times if t.variant == variant), float("nan"))
 
     def gain(self, over: str) -> float:
@@ -145,8 +145,8 @@ def _failures(measured: Measured) -> Figure:
         for each in result.times
         if each.variant in own and np.isnan(each.us)
     ]
-    beside = failed[0] if failed else f"{len(measured.results)} workloads"
-    return Figure("kernels that fail or are wrong", len(failed), "", ("<=", 0), beside)
+    note = failed[0] if failed else f"{len(measured.results)} workloads"
+    return Figure("kernels that fail or are wrong", len(failed), "", ("<=", 0), note)
 
 
 def _gains(name: str, results: Sequence[Result], other: str) -> list[Figure | None]:
@@ -167,9 +167,9 @@ def _worst(
     value: Callable[[Result], float],
     target: tuple[str, float] | None,
 ) -> Figure | None:
-    """The smallest value and whose it is; None where nothing was measured."""
+    """The smallest value and its workload, or None if nothing was measured."""
     if not results:
         return None
     worst = min(results, key=value)
-    beside = f"worst of {len(results)}: {worst.shape.name}, page {worst.page_size}"
-    return Figure(name, value(worst), "x", target, beside)
+    note = f"worst of {len(results)}: {worst.shape.name}, page {worst.page_size}"
+    return Figure(name, value(worst), "x", target, note)

@@ -13,7 +13,7 @@ from sgl_kernel_ext.shared_prefix_attention import attention_ref
 
 @dataclass(frozen=True)
 class Inputs:
-    """All a variant needs. Each KV copy stands for one layer of a model."""
+    """The inputs of a variant. Each KV copy represents one layer of a model."""
 
     layout: Layout
     q: torch.Tensor  # [num_tokens, num_q_heads, head_dim]
@@ -48,7 +48,7 @@ class Inputs:
 
     @property
     def floor_bytes(self) -> int:
-        """What one layer has to move: unique KV, the queries, and the output."""
+        """Bytes that one layer must move: unique KV, the queries, and the output."""
         return self.unique_bytes + 2 * self.q.nbytes
 
     @property

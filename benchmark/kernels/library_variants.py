@@ -14,7 +14,8 @@ SDPA = "SDPA, gathered KV"
 FLEX = "FlexAttention"
 FLASHINFER = "FlashInfer cascade"
 
-# Gathered KV of all layers, bytes; mask cells of FlexAttention. More takes too long.
+# Limits, because more takes too long: gathered KV of all layers in bytes, and mask cells
+# of FlexAttention.
 MAX_GATHERED = 6 << 30
 MAX_CELLS = 1 << 26
 FLEX_BLOCK = 128
@@ -57,7 +58,7 @@ def sdpa(inputs: Inputs) -> Variant:
 def flex(inputs: Inputs) -> Variant:
     """All decodes as one sequence over the whole cache, laid out in tree order.
 
-    A request sees a slot if the requests that share the slot's page include it; those
+    A request sees a slot if the requests that share the slot's page include it. Those
     are always a range.
     """
     module = importlib.import_module("torch.nn.attention.flex_attention")
@@ -99,7 +100,7 @@ def flex(inputs: Inputs) -> Variant:
 
 
 def _used(inputs: Inputs, slots: np.ndarray) -> torch.Tensor:
-    """Which slots hold a token of some request; bool, in the order of ``slots``."""
+    """Whether each slot has a token of some request, bool, in the order of ``slots``."""
     layout = inputs.layout
     used = np.zeros(layout.num_slots, np.bool_)
     for row, length in zip(layout.table, layout.kv_len.tolist(), strict=True):

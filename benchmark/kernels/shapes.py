@@ -21,7 +21,7 @@ class Shape:
     tokens: tuple[int, ...]
     label: str = ""
     ragged: bool = False  # own tokens vary from a quarter to seven quarters
-    chunks: int = 0  # prefill chunks beside the decodes, below the deepest nodes
+    chunks: int = 0  # prefill chunks with the decodes, below the deepest nodes
     chunk_tokens: int = 0  # query tokens of each
 
     @property
@@ -36,7 +36,7 @@ class Shape:
 
     @property
     def sharing(self) -> float:
-        """Requests below each of the deepest nodes; 1 where nothing is shared."""
+        """Requests below each of the deepest nodes. 1 if nothing is shared."""
         return self.counts[-1] / self.counts[-2] if len(self.counts) > 1 else 1.0
 
     def scaled_down(self) -> Shape:
@@ -75,8 +75,8 @@ def parse_shape(family: str, forest: str, label: str = "") -> Shape:
     return Shape(family, counts, tokens, label)
 
 
-# Steps of offline batches: many requests per prompt, of 2,000 and of 16,000 tokens;
-# MMLU-like few-shot prompts; one system prompt for all. Ours.
+# Steps of offline batches (ours): many requests per prompt of 2,000 and of 16,000
+# tokens, MMLU-like few-shot prompts, and one system prompt for all.
 PERFORMANCE = {
     "sd16": "16,256 2000,250",
     "sd4": "64,256 2000,250",
@@ -89,13 +89,13 @@ PERFORMANCE = {
     "few": "1,10 4000,400",
 }
 
-# BatchLLM sweeps prefix length, own length and sharing degree; these values are ours.
+# BatchLLM sweeps prefix length, own length and sharing degree. The values are ours.
 BATCHLLM_REQUESTS = 256
 BATCHLLM_PREFIX = (500, 2000, 8000)
 BATCHLLM_OWN = (100, 500)
 BATCHLLM_SHARING = (2, 16)
 
-# From FastTree's artifact (kernel_bench); the last one is ours.
+# From FastTree's artifact (kernel_bench). The last one is ours.
 FASTTREE = (
     "1,2,64 8,256,32",
     "1,4,256 8,256,32",
@@ -147,7 +147,7 @@ QUICK = ("sd16: 16,256 2000,250", "1,16,64 1024,256,32", "256 1024")
 
 
 def all_shapes() -> list[Shape]:
-    """Every shape, family by family; a forest may be in two families."""
+    """Every shape, family by family. A forest can be in two families."""
     shapes = [parse_shape("performance", f, label) for label, f in PERFORMANCE.items()]
     for prefix in BATCHLLM_PREFIX:
         for own in BATCHLLM_OWN:
@@ -158,7 +158,7 @@ def all_shapes() -> list[Shape]:
     shapes += [parse_shape("pat", forest) for forest in PAT]
     shapes += [parse_shape("unshared", forest) for forest in UNSHARED]
     shapes.append(Shape("unshared", (256,), (1000,), "ragged", ragged=True))
-    # Ours: a step with seven prefill chunks beside the decodes.
+    # Ours: a step with seven prefill chunks and the decodes.
     for label, groups in (("7 chunks, sd16", 16), ("7 chunks, sd4", 64)):
         shapes.append(
             Shape(
@@ -179,7 +179,7 @@ class Layout:
     """A shape as the planner's arrays and a page table.
 
     Only whole pages are shared: nodes end at a multiple of the page size, and the rest
-    is each request's own. Pages lie scattered in the cache, in random order. Decodes
+    is each request's own. Pages are scattered in the cache, in random order. Decodes
     come first, chunks after them.
     """
 
@@ -211,7 +211,7 @@ class Layout:
         return int((q_len * kv_len - q_len * (q_len - 1) // 2).sum())
 
     def batch(self, first: int = 0, end: int | None = None) -> tuple[np.ndarray, ...]:
-        """What ``Planner.plan`` takes, of all or of a range of requests."""
+        """Arguments of ``AttentionPlanner.plan``, for all or a range of requests."""
         part = slice(first, end)
         return (
             self.q_len[part], self.kv_len[part], self.table_row[part],

@@ -1,9 +1,9 @@
-"""Decode attention without sharing: what engines do that know nothing of prefixes.
+"""Decode attention without sharing, as in engines that ignore prefixes.
 
 Split-KV over grouped heads: one program per split of a request's KV and KV head, with
 the query heads of the group as the rows of one tile, and the same merge as ours. The
 work items are listed on the host, as in engines with a plan step: splits of like
-position lie together, so that siblings which run at the same time find their common
+position are adjacent, so that siblings which run at the same time find their common
 prefix in the L2 cache.
 """
 
@@ -113,7 +113,7 @@ def split_items(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Work items int32 ``[num_items, 4]`` and parts per request as int32 ``[n + 1]``.
 
-    Every split is about as long; a request that has one split only has no parts.
+    Splits are about equally long. A request with only one split has no parts.
     """
     wanted = max(1, config.items_per_sm * num_sms // num_kv_heads)
     length = max(int(kv_len.sum()) // wanted, MIN_SPLIT_TOKENS)
@@ -134,11 +134,11 @@ def split_items(
 
 
 class SplitKVDecode:
-    """One batch of decodes, planned; each request's table row is its index.
+    """One planned batch of decodes. Each request's table row is its index.
 
     Args:
         kv_len: int32 ``[n]`` on the host.
-        q: ``[n, num_q_heads, head_dim]``, contiguous; ``head_dim`` a power of two.
+        q: ``[n, num_q_heads, head_dim]``, contiguous. ``head_dim`` is a power of two.
         table: int32 ``[n, max_pages]``.
         num_sms: multiprocessors of the device.
     """
@@ -170,7 +170,7 @@ class SplitKVDecode:
     def run(
         self, k_cache: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """One layer; k_cache and v_cache have the same strides, ``out`` is like q."""
+        """One layer. k_cache and v_cache have the same strides, ``out`` is like q."""
         num_heads, head_dim = self.q.shape[1:]
         group = num_heads // self.num_kv_heads
         exact = self.q.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Timing on a GPU: what the device can do at most, and graphs replayed by turns."""
+"""Timing on a GPU: the device's peak rates, and graphs replayed in alternation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CACHE_TIMES = 8
 def read_kernel(  # type: ignore[no-untyped-def]
     values_ptr, sums_ptr, size, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Sum float32 values, block by block; one sum per program keeps the reads alive."""
+    """Sum float32 values, block by block. One sum per program keeps the reads alive."""
     b_sum = tl.zeros([BLOCK], dtype=tl.float32)
     step = tl.num_programs(0) * BLOCK
     first = tl.program_id(0) * BLOCK
@@ -32,7 +32,7 @@ def read_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the device reached in plain kernels."""
+    """Rates that the device reached in plain kernels."""
 
     read: float  # bytes per second, reading only
     copy: float  # bytes per second, read and written
@@ -71,7 +71,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
         if not torch.isclose(
             total, values.sum(dtype=torch.float64), rtol=1e-2, atol=100.0
         ):
-            raise RuntimeError("the reading kernel did not read what is there")
+            raise RuntimeError("the reading kernel did not read all values")
         reads.append(size * 4 / seconds_of(read, 20))
     target = torch.empty_like(values)
     copy = 2 * size * 4 / seconds_of(partial(target.copy_, values), 20)
@@ -127,7 +127,7 @@ def replay_by_turns(
     """Milliseconds of each replay, per graph.
 
     In every round all graphs run once, in an order drawn anew. Nothing waits for the
-    host between them; two rounds at the start do not count.
+    host between them. Two rounds at the start do not count.
     """
     random = np.random.default_rng(0)
     pairs = [[_events() for _ in range(rounds + 2)] for _ in graphs]

@@ -2,7 +2,7 @@
 
 One value is changed at a time, and kept where that is faster, until a round changes
 nothing. The score is the geometric mean of the time over three workloads: groups of 16
-(tiles of 64 rows), nothing shared (16 rows), and prefill chunks beside decodes (128).
+(tiles of 64 rows), nothing shared (16 rows), and prefill chunks with decodes (128).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEAST_GAIN = 1.01
 
 
 def neighbours(config: DeviceConfig) -> list[tuple[str, DeviceConfig]]:
-    """Every config that differs in one value, and what differs."""
+    """Every config that differs in one value, and the difference."""
     found: list[tuple[str, DeviceConfig]] = []
     tiles = config.tiles
 
@@ -68,7 +68,7 @@ def neighbours(config: DeviceConfig) -> list[tuple[str, DeviceConfig]]:
 
 
 def score(config: DeviceConfig, inputs: list[Inputs]) -> list[float]:
-    """Microseconds per layer of each workload; infinite where it does not compile."""
+    """Microseconds per layer of each workload, infinite if it does not compile."""
     times = []
     for each in inputs:
         layers = len(each.k_caches)
@@ -88,7 +88,7 @@ def _mean(times: list[float]) -> float:
 
 
 def search(config: DeviceConfig, inputs: list[Inputs], minutes: float) -> DeviceConfig:
-    """Climb from a config until nothing helps or the time is up; prints every try."""
+    """Climb from a config until nothing helps or the time is up. Prints every try."""
     end = time.monotonic() + 60 * minutes
     times = score(config, inputs)
     tried = {config}
@@ -125,7 +125,7 @@ def main(
     has_gpu: bool,
     minutes: float,
 ) -> int:
-    """Search on this GPU and print entries for configs.py; 1 without a GPU."""
+    """Search on this GPU and print entries for configs.py. Returns 1 without a GPU."""
     if not has_gpu:
         print("--tune measures on a GPU, and there is none.")
         return 1

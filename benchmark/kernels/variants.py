@@ -18,9 +18,9 @@ from shapes import Layout
 from split_kv_decode import CONFIGS, SplitKVDecode
 
 from sgl_kernel_ext.shared_prefix_attention import (
+    AttentionPlan,
+    AttentionPlanner,
     DeviceConfig,
-    Plan,
-    Planner,
     pick_config,
     run,
 )
@@ -45,7 +45,7 @@ class Variant:
 
     name: str
     launch: Launch
-    plan: Plan | None = None
+    plan: AttentionPlan | None = None
     plan_us: float | None = None  # host time of a plan, median
     note: str = ""
 
@@ -54,7 +54,7 @@ Builder = Callable[[Inputs], Variant]
 
 
 def max_parts(layout: Layout, config: DeviceConfig) -> int:
-    """Room for a part per level and token, and for what splits add."""
+    """Parts for every level and token, and for splits."""
     levels = len(layout.shape.counts) + 1
     return levels * layout.num_tokens + 32 * config.items_per_sm * config.num_sms
 
@@ -65,11 +65,11 @@ def make_planner(
     max_tile: int = 64,
     separate_nodes: bool = False,
     config: DeviceConfig | None = None,
-) -> Planner:
+) -> AttentionPlanner:
     """A planner as large as the workload needs."""
     q_heads, kv_heads = inputs.heads
     layout = inputs.layout
-    return Planner(
+    return AttentionPlanner(
         num_q_heads=q_heads,
         num_kv_heads=kv_heads,
         head_dim=inputs.q.shape[2],
@@ -91,8 +91,8 @@ def make_planner(
 
 
 def timed_plan(
-    planner: Planner, batch: tuple[np.ndarray, ...], repeats: int = 20
-) -> tuple[Plan, float]:
+    planner: AttentionPlanner, batch: tuple[np.ndarray, ...], repeats: int = 20
+) -> tuple[AttentionPlan, float]:
     """A plan and the median microseconds of the host for it, its copy started."""
     plan = planner.plan(*batch)
     taken = []
@@ -104,7 +104,7 @@ def timed_plan(
 
 
 def ours(inputs: Inputs, config: DeviceConfig | None = None) -> Variant:
-    """One launch for everything; the grid is fixed, as in a graph for many batches."""
+    """One launch for everything. The grid is fixed, as in a graph for many batches."""
     max_tile = 128 if inputs.layout.shape.chunks else 64
     planner = make_planner(inputs, max_tile=max_tile, config=config)
     plan, plan_us = timed_plan(planner, inputs.layout.batch())
@@ -120,7 +120,7 @@ def ours(inputs: Inputs, config: DeviceConfig | None = None) -> Variant:
 
 
 def ours_unshared(inputs: Inputs) -> Variant:
-    """The same kernel told of no forest: what the kernel alone does."""
+    """The same kernel without a forest, to see the effect of the kernel alone."""
     planner = make_planner(inputs)
     batch = (*inputs.layout.batch()[:5], np.full_like(inputs.layout.request_node, -1))
     plan, plan_us = timed_plan(planner, batch)
@@ -171,7 +171,7 @@ def _chunk_part(inputs: Inputs, shared: bool) -> Callable[[int], None]:
 
 
 def two_launches(inputs: Inputs) -> Variant:
-    """Chunks in one launch, decodes in a second; prefixes are shared within each."""
+    """Chunks in one launch, decodes in a second. Each shares prefixes within itself."""
     layout, decodes = inputs.layout, inputs.layout.shape.num_decodes
     prefill = _chunk_part(inputs, shared=True)
     planner = make_planner(inputs)

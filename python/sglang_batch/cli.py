@@ -8,21 +8,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import __version__, remote_options, run_options
-from .errors import ConfigError, InputError, SGLangBatchError
+from . import __version__
+from .client import client_options
+from .errors import ConfigError, ExitStatus, InputError, SGLangBatchError
 from .prediction import options as prediction_options
-
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
+from .run import run_options
 
 
 def command() -> None:
     """The console script.
 
-    Ends the process without Python's exit handlers once an engine ran in it:
-    SGLang has ended its helper processes by then, and libraries that clean up
-    through those would print tracebacks after the results.
+    If an engine ran in this process, it ends without Python's exit handlers: SGLang has
+    ended its helper processes by then, and libraries that clean up with their help
+    would print tracebacks after the results.
     """
     status = main()
     sys.stdout.flush()
@@ -33,23 +31,23 @@ def command() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and options.command not in ("run", "plan"):
+    if rest and options.command not in ("run", "plan", "serve"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return int(options.run(options, rest))
     except (ConfigError, InputError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return ExitStatus.BAD_INPUT
     except SGLangBatchError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return ExitStatus.FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return ExitStatus.INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,46 +60,72 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     run_options.add_run(commands, _run)
+    run_options.add_serve(commands, _serve)
     prediction_options.add_plan(commands, _plan)
     prediction_options.add_simulate(commands, _simulate)
-    remote_options.add(commands)
+    client_options.add(commands)
 
     demo = commands.add_parser(
         "demo-model",
-        help="write a small random-weight model to try things with",
-        description="Write a random-weight Llama checkpoint with a byte-level "
-        "tokenizer and a chat template. Its answers mean nothing.",
+        help="write a small random-weight model for trying out commands",
+        description="Write a Llama checkpoint with random weights, a byte-level "
+        "tokenizer and a chat template. Its answers are meaningless.",
     )
-    demo.add_argument("directory", type=Path)
-    demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument("--layers", type=int, default=2)
-    demo.add_argument("--hidden-size", type=int, default=64)
-    demo.add_argument("--context-length", type=int, default=2048)
+    demo.add_argument(
+        "directory", type=Path, help="a new or empty folder, or one with a demo model"
+    )
+    demo.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace a demo model that was written with other options",
+    )
+    demo.add_argument(
+        "--seed", type=int, default=0, help="seed of the weights (default: 0)"
+    )
+    demo.add_argument(
+        "--layers", type=int, default=2, help="decoder layers (default: 2)"
+    )
+    demo.add_argument(
+        "--hidden-size", type=int, default=64, help="multiple of 4 (default: 64)"
+    )
+    demo.add_argument(
+        "--context-length",
+        type=int,
+        default=2048,
+        help="most tokens of a prompt and its answer (default: 2048)",
+    )
     demo.set_defaults(run=_demo_model)
     return parser
 
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
-    from .run import RunOptions, run
-    from .run_outputs import Outputs
+    from .run.outputs import Outputs
+    from .run.run_command import RunOptions, run
 
-    inputs = run_options.input_options(options)
+    job_input = run_options.job_input(options)
     outputs = Outputs.of(
         options.output_file, options.error_file, options.output_tmp_dir
     )
     if options.dry_run:
-        outputs.check(inputs)
-        return _plan(*run_options.plan_instead(_parser(), options, rest))
+        outputs.check(job_input)
+        return _plan(*run_options.plan_options(_parser(), options, rest))
     return run(
         RunOptions(
-            inputs=inputs,
+            job_input=job_input,
             outputs=outputs,
             overwrite=options.overwrite,
             policy=options.policy,
             max_inflight=options.max_inflight,
+            skip_invalid=options.skip_invalid,
             server_argv=rest,
         )
     )
+
+
+def _serve(options: argparse.Namespace, rest: list[str]) -> int:
+    from .run.serve_command import serve
+
+    return serve(rest)
 
 
 def _plan(options: argparse.Namespace, rest: list[str]) -> int:
@@ -120,14 +144,16 @@ def _demo_model(options: argparse.Namespace, rest: list[str]) -> int:
     from .demo_model import write_demo_model
 
     try:
-        write_demo_model(
+        written = write_demo_model(
             options.directory,
             seed=options.seed,
             num_layers=options.layers,
             hidden_size=options.hidden_size,
             context_len=options.context_length,
+            overwrite=options.overwrite,
         )
     except (FileExistsError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    print(f"wrote a demo model to {options.directory}")
-    return 0
+    done = "wrote a demo model to" if written else "the same demo model is already in"
+    print(f"{done} {options.directory}")
+    return ExitStatus.OK

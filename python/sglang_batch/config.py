@@ -1,44 +1,35 @@
-"""Settings of an offline batch, validated once, at the edge.
+"""Settings of offline batches, validated once, where they are parsed.
 
-The JSON of ``--offline-batch-config`` and the options of ``sglang-batch run``
-both end as one :class:`OfflineBatchConfig`.
+The JSON of ``--offline-batch-config`` and the options of ``sglang-batch run`` both
+become one :class:`OfflineBatchConfig`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import ConfigError
+from .policies import POLICIES
 
-# Orders of a job's requests; planner/order.py says what each is. Where ``auto`` finds
-# several equal it takes the first of them: the simplest.
-POLICIES = (
-    "auto",
-    "dfs",
-    "dfs-weight",
-    "dual-scan",
-    "prefix-groups",
-    "lpt",
-    "lof",
-    "random",
-    "fcfs",
-)
-# Who carries the plan out inside SGLang's scheduler processes.
+# The scheduler in SGLang's scheduler processes.
 SCHEDULERS = ("offline", "stock")
-# What reads shared prefixes once; "stock" is SGLang's own attention.
+# Kernels that read shared prefixes once. "stock" is SGLang's own attention.
 ATTENTIONS = ("auto", "triton", "flashinfer", "torch", "stock")
-
+# Earlier names of settings, which work for one release.
+RENAMED_SETTINGS = {"max_line_tries": "max_line_attempts"}
 
 _CHOICES = {"policy": POLICIES, "scheduler": SCHEDULERS, "attention": ATTENTIONS}
 
 
 def _hours(value: object) -> tuple[int, int] | None:
-    found = re.fullmatch(r"(\d\d):(\d\d)-(\d\d):(\d\d)", str(value))
+    found = re.fullmatch(r"([0-9]{2}):([0-9]{2})-([0-9]{2}):([0-9]{2})", str(value))
     if found is None:
         return None
     hour, minute, to_hour, to_minute = map(int, found.groups())
@@ -56,18 +47,30 @@ def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+_ORIGIN = re.compile(
+    r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:.]+\](:[0-9]{1,5})?"
+)
+_URL = re.compile(rf"({_ORIGIN.pattern})(/[!-~]*)?")
+
+
+def _is_origin(value: object) -> bool:
+    """Whether a value is an ``Origin`` header as browsers send it, or ``*``."""
+    return isinstance(value, str) and (value == "*" or bool(_ORIGIN.fullmatch(value)))
+
+
 _Fits = Callable[[Any], bool]
 _FROM_0: tuple[_Fits, str] = (lambda v: _whole(v, 0), "a whole number of 0 or more")
 _FROM_1: tuple[_Fits, str] = (lambda v: _whole(v, 1), "a whole number of 1 or more")
 _PATH: tuple[_Fits, str] = (lambda v: isinstance(v, str), "the path of a file")
-# What each setting must be; of those in _OPTIONAL, None is a value too.
+# The check of each setting and its wording. Those in _OPTIONAL may also be None.
 _FITS: dict[str, tuple[_Fits, str]] = {
     "seed": _FROM_0,
     "max_inflight": _FROM_1,
     "render_lookahead": _FROM_1,
     "mixed_chunk": (lambda v: isinstance(v, bool), "true or false"),
     "step_log": _PATH,
-    "max_line_tries": _FROM_1,
+    "sleep_on_idle": (lambda v: isinstance(v, bool), "true or false"),
+    "max_line_attempts": _FROM_1,
     "line_timeout_s": (lambda v: _number(v) and v > 0, "a number of seconds above 0"),
     "max_batches": _FROM_1,
     "batch_hours": (
@@ -82,7 +85,19 @@ _FITS: dict[str, tuple[_Fits, str]] = {
     "max_file_bytes": _FROM_1,
     "storage_bytes": _FROM_1,
     "file_days": _FROM_1,
+    "min_free_bytes": _FROM_0,
+    "max_uploads": _FROM_1,
+    "upload_timeout_s": (lambda v: _number(v) and v > 0, "a number of seconds above 0"),
+    "allowed_origins": (
+        lambda v: isinstance(v, tuple) and all(map(_is_origin, v)),
+        "a list of origins such as 'https://app.example.com', or ['*']",
+    ),
+    "public_url": (
+        lambda v: isinstance(v, str) and _URL.fullmatch(v) is not None,
+        "the http or https URL of the server, such as 'https://batches.example.com'",
+    ),
     "api_keys": _PATH,
+    "open_metrics": (lambda v: isinstance(v, bool), "true or false"),
 }
 _OPTIONAL = {
     "max_inflight",
@@ -93,55 +108,112 @@ _OPTIONAL = {
     "max_batch_requests",
     "max_file_bytes",
     "storage_bytes",
+    "public_url",
     "api_keys",
 }
 
 
+_T = TypeVar("_T")
+
+
+def _current_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` under the current names of their settings.
+
+    Raises:
+        ConfigError: a setting is given under both its names.
+    """
+    current = dict(values)
+    for old, new in RENAMED_SETTINGS.items():
+        if old not in values:
+            continue
+        if new in values:
+            raise ConfigError(
+                f"{old} is the earlier name of {new}, and both are given; drop {old}."
+            )
+        warnings.warn(
+            f"The setting {old} is now called {new}; the old name works for one "
+            "release.",
+            FutureWarning,
+            stacklevel=3,
+        )
+        current[new] = current.pop(old)
+    return current
+
+
+def _accept_earlier_names(cls: type[_T]) -> type[_T]:
+    """Let the constructor take settings by their earlier names, with a warning."""
+    construct = cls.__init__
+
+    @functools.wraps(construct)
+    def __init__(self: _T, *args: Any, **values: Any) -> None:
+        construct(self, *args, **_current_names(values))
+
+    setattr(cls, "__init__", __init__)  # noqa: B010 - mypy refuses the assignment
+    return cls
+
+
+@_accept_earlier_names
 @dataclass(frozen=True, slots=True)
 class OfflineBatchConfig:
-    """How jobs are planned and fed, and what a server allows them.
+    """How jobs are planned and sent to the engine, and the limits of a server.
 
-    policy: order in which requests are sent to the engine, one of ``POLICIES``.
-        ``dfs`` sorts by prompt tokens, so requests that share a prefix follow one
-        another; ``fcfs`` keeps the order of the input and plans nothing; ``auto``
+    policy: order in which requests are sent to the engine, one of ``policies.POLICIES``.
+        ``dfs`` sorts by prompt tokens, so that requests with a common prefix follow
+        one another. ``fcfs`` keeps the order of the input and plans nothing. ``auto``
         simulates all orders and takes the fastest.
-    seed: of everything random in planning.
-    max_inflight: requests inside the engine at a time. None lets the engine say:
+    seed: for everything random in planning.
+    max_inflight: most requests in the engine at a time. None lets the engine choose:
         enough to keep it full, few enough to keep its queue short.
-    render_lookahead: requests rendered (template and tokenizer) ahead of their
-        turn, in threads.
+    render_lookahead: requests rendered (template and tokenizer) ahead of being sent,
+        in threads.
     scheduler: one of ``SCHEDULERS``. ``offline`` replaces SGLang's scheduler and
-        prefix cache by ones that know the plan; ``stock`` leaves SGLang's own in
-        place, and the plan is only the order in which requests are sent.
-    mixed_chunk: whether decodes ride with prompts in one step, as with SGLang's
-        ``--enable-mixed-chunk``. None: wherever an accelerator is; the attention that
-        SGLang has for machines without one takes far longer for it.
-    attention: one of ``ATTENTIONS``: what computes decodes that share a prefix, beside
-        the backend that SGLang chooses: our Triton kernel, FlashInfer's cascade
-        (without CUDA graphs), or PyTorch; ``stock`` leaves all to SGLang. ``auto``:
-        Triton on GPUs that its kernel has settings for, if no attention backend is
-        named and model and trial allow it.
+        prefix cache with versions that follow the plan. ``stock`` keeps SGLang's own,
+        and the plan is only the order in which requests are sent.
+    mixed_chunk: whether a step computes prompts and decodes together, as with SGLang's
+        ``--enable-mixed-chunk``. None turns it on where there is an accelerator:
+        SGLang's attention for machines without one is far slower at it.
+    attention: one of ``ATTENTIONS``, the kernel for decodes that share a prefix: our
+        Triton kernel, FlashInfer's cascade (without CUDA graphs) or PyTorch, used
+        together with the backend that SGLang chooses. ``stock`` leaves all attention
+        to SGLang. ``auto`` uses Triton on GPUs that its kernel has settings for, if no
+        attention backend is named, the model is supported and a trial run succeeds.
+    sleep_on_idle: whether an engine without work waits for messages, as with SGLang's
+        ``--sleep-on-idle``, instead of using a CPU core to look for them.
     step_log: CSV file to which the offline scheduler appends a line for each step,
         for ``sglang-batch plan --steps``.
 
-    max_line_tries: how often a line is sent whose answer is an error of the server
-        (HTTP 408, 429 or 5xx), with growing pauses between.
-    line_timeout_s: a line without an answer for so long is an error; None waits.
+    max_line_attempts: most attempts at a line that is answered with a server error
+        (HTTP 408, 425, 429, 500, 502, 503 or 504), with growing pauses in between.
+    line_timeout_s: seconds after which a line without an answer is an error. None
+        waits forever.
 
-    max_batches: batches that a server runs at a time; more of a higher priority start
-        beside them.
-    batch_hours: local time of day in which batches run, such as ``22:00-06:00``; None
-        is all day. Outside of it lines that run are finished and no more are sent.
-    batch_share: largest share of the engine's running requests that lines of batches
-        may be, above 0 and at most 1.
+    max_batches: batches that a server runs at a time. Batches of a higher priority
+        start in addition to them.
+    batch_hours: local time of day in which batches run, such as ``22:00-06:00``. None
+        is all day. Outside these hours running lines finish and no more are sent.
+    batch_share: largest share of the engine's running requests that may be lines of
+        batches, above 0 and at most 1.
 
-    max_batch_requests, max_file_bytes: largest batch and largest file that a server
-        takes; None is any.
-    storage_bytes: what all files of a server may take together; None is any.
-    file_days: days that an uploaded file of purpose ``batch``, and the results of a
-        batch, are kept where the client does not say.
-    api_keys: path of a file with a line ``NAME KEY`` for each client. A call must
-        carry one of the keys then, and sees only what was made with the same name.
+    max_batch_requests: most lines of a batch. None is any number.
+    max_file_bytes: largest file that a server takes. None is any size.
+    storage_bytes: largest total size of a server's files. None is any size.
+    min_free_bytes: bytes of the disk that uploads leave free, for the results of
+        batches. 0 is none.
+    max_uploads: bodies of files, parts, message batches and waves that a server
+        receives at a time from one client.
+    upload_timeout_s: seconds without a byte after which a body that is being received
+        is given up.
+    file_days: days for which an uploaded file of purpose ``batch`` and the results of
+        a batch are kept, unless the client sets an expiry.
+    allowed_origins: origins whose web pages may call the routes of batches and files,
+        such as ``https://app.example.com``. ``*`` is any page.
+    public_url: URL of the server as its clients know it. Links in answers start with
+        it. None makes them relative.
+    api_keys: path of a file with a line ``NAME KEY`` or ``NAME KEY admin`` for each
+        key. Every call must then carry a key. A client sees only objects made under
+        its name.
+    open_metrics: whether ``/metrics`` needs no key on a server with keys. It needs that
+        of an admin otherwise.
     """
 
     policy: str = "dfs"
@@ -152,7 +224,8 @@ class OfflineBatchConfig:
     step_log: str | None = None
     mixed_chunk: bool | None = None
     attention: str = "auto"
-    max_line_tries: int = 3
+    sleep_on_idle: bool = True
+    max_line_attempts: int = 3
     line_timeout_s: float | None = None
     max_batches: int = 4
     batch_hours: str | None = None
@@ -161,9 +234,17 @@ class OfflineBatchConfig:
     max_file_bytes: int | None = None
     storage_bytes: int | None = None
     file_days: int = 30
+    min_free_bytes: int = 1 << 30
+    max_uploads: int = 64
+    upload_timeout_s: float = 60.0
+    allowed_origins: tuple[str, ...] = ()
+    public_url: str | None = None
     api_keys: str | None = None
+    open_metrics: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.allowed_origins, list):  # of JSON
+            object.__setattr__(self, "allowed_origins", tuple(self.allowed_origins))
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -179,7 +260,7 @@ class OfflineBatchConfig:
 
     @property
     def hours(self) -> tuple[int, int] | None:
-        """``batch_hours`` in minutes of the day, from and to; None is all day."""
+        """``batch_hours`` in minutes of the day, from and to. None is all day."""
         return None if self.batch_hours is None else _hours(self.batch_hours)
 
     @classmethod
@@ -187,7 +268,8 @@ class OfflineBatchConfig:
         """Parse the value of ``--offline-batch-config``.
 
         Raises:
-            ConfigError: not a JSON object, an unknown key, or a value out of range.
+            ConfigError: ``text`` is not a JSON object, a setting is unknown, or a value
+                is out of range.
         """
         if not text:
             return cls()
@@ -201,11 +283,12 @@ class OfflineBatchConfig:
             raise ConfigError(
                 f"--offline-batch-config must be a JSON object, got {text!r}"
             )
+        values = _current_names(values)
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
                 raise ConfigError(
                     f"--offline-batch-config has no setting {key!r}; "
-                    f"it knows {', '.join(known)}."
+                    f"the settings are {', '.join(known)}."
                 )
         return cls(**values)

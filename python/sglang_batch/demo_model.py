@@ -1,11 +1,11 @@
 """A small random-weight Llama with a byte-level tokenizer, written to a folder.
 
-It answers nothing sensible, but both SGLang and transformers load it offline, in
-seconds, on any machine: enough to try a batch, and to compare two ways of running
+Its answers are meaningless, but both SGLang and transformers load it offline, in
+seconds, on any machine. This is enough to try a batch, and to compare two ways of running
 the same requests token for token.
 
-Weights are drawn with numpy, not torch, so the same arguments give the same bytes
-whatever the vector units of the machine and no global random state is touched.
+Weights are drawn with numpy, not torch, so that the same arguments give the same bytes
+on every machine, and no global random state changes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from .store.files import atomic_write
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +32,7 @@ SPECIAL_TOKENS = (
     "<|tool|>",
     "<|end|>",
 )
-"""In id order, from 256 on; below that, an id is the value of the byte it is."""
+"""In the order of their ids, from 256. An id below 256 is the value of its byte."""
 
 SPECIAL_IDS = {token: 256 + i for i, token in enumerate(SPECIAL_TOKENS)}
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
@@ -53,24 +55,26 @@ user, assistant or tool") -}}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
 
-_MARK = "sglang_batch_demo_model"  # the key in config.json that says we wrote it
+# The key in config.json that marks our checkpoints and holds their arguments.
+_MARK = "sglang_batch_demo_model"
+_WEIGHTS = "model.safetensors"  # written last, and whole
 
-# Every matrix reads an RMS-normalised vector, so a scale holds at any size.
-# Attention scores of this spread put the weight on a few positions out of a
-# thousand: flatter, and the next token depends on little but the last one, so
-# greedy decoding runs into a short loop; sharper, and rounding errors grow.
+# Every matrix reads an RMS-normalised vector, so these scales are valid at any size.
+# Attention scores of this spread put the weight on a few positions out of a thousand.
+# With a smaller spread the next token depends on little but the last one, so that greedy
+# decoding ends in a short loop. With a larger one rounding errors grow.
 _SCORE_STD = 4.0
-# What all layers together add to the residual stream's variance, which starts at 1.
+# Added by all layers together to the residual stream's variance, which starts at 1.
 _ATTENTION_VARIANCE = 3.0
 _MLP_VARIANCE = 1.0
 # RMS of silu(x) * y for independent standard normal x and y.
 _SWIGLU_RMS = 0.596
 _LOGIT_STD = 4.0
-# Llama has no output bias, so channel 0 of the residual stream carries a constant
-# that no layer writes to, near 1 after the last norm, and the head reads it as one.
-# It keeps answers to printable ASCII. The end token's logit is the bias alone: it
-# wins where no character stands out, which is about one step in a hundred for any
-# seed; a random row would be the first token of every answer for some seeds.
+# Llama has no output bias, so channel 0 of the residual stream carries a constant, near
+# 1 after the last norm, that no layer writes to and the head reads as a bias. It limits
+# answers to printable ASCII. The end token's logit is the bias alone. It wins where no
+# character is much likelier than the others, in about one step in a hundred for any
+# seed. With a random row, it would be the first token of every answer for some seeds.
 _UNWANTED_LOGIT = -6.0 * _LOGIT_STD
 _END_LOGIT = 1.25 * _LOGIT_STD
 
@@ -86,25 +90,31 @@ def write_demo_model(
     num_kv_heads: int = 2,
     head_dim: int = 16,
     context_len: int = 2048,
-) -> None:
+    overwrite: bool = False,
+) -> bool:
     """Write the checkpoint, its tokenizer and its generation config to a folder.
 
-    The same arguments give the same bytes. A demo model already there is replaced.
+    The same arguments give the same bytes, so nothing is written if they are there.
 
     Args:
-        path: the folder; made, with its parents, where missing.
+        path: the folder, which is created with its parents if missing.
         seed: of the weights, 0 or more.
         num_layers: decoder layers.
-        hidden_size: channels of the residual stream; a multiple of ``num_heads``.
-        intermediate_size: channels inside the MLP; twice ``hidden_size`` if None.
-        num_heads: query heads; a multiple of ``num_kv_heads``.
+        hidden_size: channels of the residual stream, a multiple of ``num_heads``.
+        intermediate_size: channels inside the MLP, by default twice ``hidden_size``.
+        num_heads: query heads, a multiple of ``num_kv_heads``.
         num_kv_heads: key and value heads.
-        head_dim: channels of one head; even.
-        context_len: tokens of prompt and answer together; a token is one byte.
+        head_dim: channels of one head, an even number.
+        context_len: most tokens of prompt and answer together. A token is one byte.
+        overwrite: replace a demo model with other arguments.
+
+    Returns:
+        Whether anything was written.
 
     Raises:
-        ValueError: sizes that make no Llama.
-        FileExistsError: something other than a demo model is at ``path``.
+        ValueError: the sizes are invalid for a Llama.
+        FileExistsError: something else is at ``path``, or another demo model and
+            ``overwrite`` is false.
     """
     sizes = {
         "num_layers": num_layers,
@@ -119,18 +129,22 @@ def write_demo_model(
     }
     _check_sizes(seed, sizes)
     folder = Path(path)
-    _check_folder(folder)
+    arguments = {"seed": seed, **sizes}
+    if _has_model(folder, arguments, overwrite):
+        return False
 
     from safetensors.numpy import save
 
     folder.mkdir(parents=True, exist_ok=True)
-    _save_configs(folder, sizes)
+    _save_configs(folder, sizes, arguments)
     _save_tokenizer(folder, context_len)
     weights = save(
         _weights(np.random.default_rng(seed), sizes),
         metadata={"format": "pt"},  # transformers refuses a file without it
     )
-    (folder / "model.safetensors").write_bytes(weights)
+    with atomic_write(folder / _WEIGHTS) as file:
+        file.write(weights)
+    return True
 
 
 def _check_sizes(seed: int, sizes: dict[str, int]) -> None:
@@ -151,26 +165,44 @@ def _check_sizes(seed: int, sizes: dict[str, int]) -> None:
         )
 
 
-def _check_folder(folder: Path) -> None:
+def _has_model(folder: Path, arguments: dict[str, int], overwrite: bool) -> bool:
+    """Whether a folder has the demo model with these arguments.
+
+    Raises:
+        FileExistsError: it has something that must not be overwritten.
+    """
     if not folder.exists():
-        return
+        return False
     if not folder.is_dir():
         raise FileExistsError(f"{folder} is a file; name a folder for the demo model")
     if not any(folder.iterdir()):
-        return
+        return False
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-        ours = bool(config.get(_MARK))
+        mark = json.loads((folder / "config.json").read_text("utf-8")).get(_MARK)
     except (OSError, ValueError, AttributeError):
-        ours = False
-    if not ours:
+        mark = None
+    if not mark:
         raise FileExistsError(
-            f"{folder} is not empty and holds no earlier demo model; "
+            f"{folder} is not empty and has no earlier demo model; "
             "name a new or empty folder, or remove this one first"
         )
+    if mark == arguments:
+        return (folder / _WEIGHTS).exists()
+    if not overwrite:
+        differs = "another demo model"
+        if isinstance(mark, dict):
+            other = [name for name in arguments if mark.get(name) != arguments[name]]
+            shown = ", ".join(f"{name} {mark.get(name)}" for name in other)
+            differs += f" ({shown})" if shown else ""
+        raise FileExistsError(
+            f"{folder} has {differs}; --overwrite replaces it, or name another folder"
+        )
+    return False
 
 
-def _save_configs(folder: Path, sizes: dict[str, int]) -> None:
+def _save_configs(
+    folder: Path, sizes: dict[str, int], arguments: dict[str, int]
+) -> None:
     from transformers import GenerationConfig, LlamaConfig
 
     token_ids: dict[str, Any] = {
@@ -190,7 +222,7 @@ def _save_configs(folder: Path, sizes: dict[str, int]) -> None:
         max_position_embeddings=sizes["context_len"],
         tie_word_embeddings=False,
         dtype="float32",
-        **(token_ids | {_MARK: True}),
+        **(token_ids | {_MARK: arguments}),
     ).save_pretrained(folder)
     GenerationConfig(**token_ids).save_pretrained(folder)
 
@@ -227,10 +259,10 @@ def _byte_tokenizer() -> Tokenizer:
 
 
 def _byte_symbols() -> dict[str, int]:
-    """The printable character that byte-level BPE writes for each byte, to its value.
+    """Each byte's printable character in byte-level BPE, mapped to the byte's value.
 
-    A byte that is a visible Latin-1 character stands for itself; the others take
-    the characters from U+0100 on, in order.
+    A byte that is a visible Latin-1 character is its own symbol. The others have the
+    characters from U+0100, in order.
     """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]
@@ -242,7 +274,7 @@ def _byte_symbols() -> dict[str, int]:
 def _weights(
     rng: np.random.Generator, sizes: dict[str, int]
 ) -> dict[str, NDArray[np.float32]]:
-    """Tensor name to float32 array, ``[out, in]`` for a matrix."""
+    """The float32 tensors by name. Matrices are ``[out, in]``."""
     hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
     query = sizes["num_heads"] * sizes["head_dim"]
     key = sizes["num_kv_heads"] * sizes["head_dim"]

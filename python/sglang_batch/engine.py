@@ -1,7 +1,7 @@
-"""The narrow face of an inference engine, as a job sees it.
+"""The protocol of an inference engine, as a job uses it.
 
-:class:`sglang_batch.srt.engine.SGLangEngine` implements it over SGLang. Everything
-above this line runs and is tested without SGLang.
+:class:`sglang_batch.srt.engine.sglang_engine.SGLangEngine` implements it with SGLang. Jobs,
+servers and their tests run without SGLang.
 """
 
 from __future__ import annotations
@@ -13,45 +13,42 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .request import BatchRequestInput, RequestOutput
 
 if TYPE_CHECKING:
-    from .planner.plan import Machine
+    from .planner.machine_model import Machine
     from .scheduling.job_plan import JobPlan
 
-# SGLang's native endpoint: what frontend programs send. Not for batch files.
+# SGLang's native endpoint, for frontend programs. Not for batch files.
 GENERATE_URL = "/generate"
-# Where an offline server takes them, a list at a time.
+# The path at which an offline server accepts a list of these requests.
 WAVE_PATH = "/offline_batch/wave"
 
 
 class PreparedRequest(Protocol):
-    """A request rendered for the engine: template applied, ready to be sent."""
+    """A rendered request: its template is applied, and it can be sent to the engine."""
 
     @property
     def input_ids(self) -> list[int] | None:
-        """Prompt token ids, when they were asked for.
-
-        Of a request with several prompts, those of the first.
-        """
+        """Token ids of the prompt, or of the first of several, or None unless requested."""
         ...
 
     @property
     def max_new_tokens(self) -> int | None:
-        """The most tokens it may generate; None where only the context limits it."""
+        """Most tokens to generate, or None if only the context limits them."""
         ...
 
     @property
     def ignore_eos(self) -> bool:
-        """Whether it generates exactly that many."""
+        """Whether it generates exactly ``max_new_tokens``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KvUse:
-    """What an engine's running requests hold, all its replicas together.
+    """The KV cache of an engine's running requests, summed over its replicas.
 
-    running: requests, online ones among them.
+    running: number of running requests, including online ones.
     left, right, online: tokens of KV by side, without shared prefixes.
-    shared: tokens of the shared prefixes that they use.
-    capacity: tokens of KV that there is room for.
+    shared: tokens of the shared prefixes in use.
+    capacity: tokens of KV that fit in total.
     """
 
     running: int
@@ -67,22 +64,27 @@ class Engine(Protocol):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The models served; the first is the one to name in messages."""
+        """The names of the served model. The first one is used in messages."""
         ...
 
     @property
     def default_max_inflight(self) -> int:
-        """How many requests keep this engine full without a long queue."""
+        """The number of requests that keeps this engine full without a long queue."""
         ...
 
     @property
     def max_running_requests(self) -> int:
-        """The most requests that run at a time, in all replicas together."""
+        """Most requests that run at a time, in all replicas together."""
+        ...
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether an admin has paused the engine: it answers nothing for now."""
         ...
 
     @property
     def machine(self) -> Machine:
-        """What the model costs on this engine's hardware, for planning."""
+        """The model's costs on this engine's hardware, for planning."""
         ...
 
     @property
@@ -91,32 +93,32 @@ class Engine(Protocol):
         ...
 
     async def kv_use(self) -> KvUse | None:
-        """What its requests hold now; None where it does not count by side.
+        """The present use of the KV cache, or None if the engine does not count by side.
 
-        It may wait for the step that the engine makes: for every few seconds.
+        The call may wait for the engine's current step: use it every few seconds only.
         """
         ...
 
     async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
-        """Tell the engine of a job whose requests will follow, or of a new plan of it.
+        """Announce a job whose requests will follow, or a new plan for an open job.
 
-        Requests belong to it by their ids, see ``request.engine_request_id``.
+        The ids of requests name their job, see ``request.engine_request_id``.
 
         Args:
-            plans: one for each replica: what of the job it is to run.
+            plans: one for each replica: its part of the job.
         """
         ...
 
     async def set_priority(self, job_id: str, priority: int) -> None:
-        """Requests of the open jobs of highest priority are admitted first.
+        """Set the priority of an open job, which is 0 at first.
 
-        A job has priority 0 until it is told. Jobs of one priority share the engine
-        evenly.
+        Requests of the jobs of highest priority are admitted first. Jobs of the same
+        priority share the engine evenly.
         """
         ...
 
     async def close_job(self, job_id: str) -> None:
-        """No more requests of the job will follow."""
+        """Close a job: no more of its requests will follow."""
         ...
 
     async def prepare(
@@ -125,11 +127,11 @@ class Engine(Protocol):
         """Render one request.
 
         Args:
-            rid: our id for it, unique in the engine.
-            tokenize: whether ``input_ids`` are wanted, for planning.
+            rid: our id for the request, unique in the engine.
+            tokenize: whether to set ``input_ids``, which planning needs.
 
         Returns:
-            The prepared request, or the error answer if it cannot be served.
+            The prepared request, or an error answer if it cannot be served.
         """
         ...
 
@@ -137,6 +139,6 @@ class Engine(Protocol):
         """Run a prepared request to its end. Cancelling the call aborts it.
 
         Args:
-            replica: the one that is to run it; None lets the engine choose.
+            replica: the replica to run it on. None lets the engine choose.
         """
         ...

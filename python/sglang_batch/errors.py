@@ -1,23 +1,46 @@
-"""Everything this package raises on purpose.
+"""The exceptions of this package, and the exit statuses of its commands.
 
 ::
 
     SGLangBatchError
-    ├── ConfigError           a setting that cannot be used
-    ├── InputError            an input file or a request that cannot be used
-    ├── StoreError            state on disk that cannot be used
-    │   └── StoreWriteError   it could be used if there were room, or permission
-    ├── EngineError           SGLang did not do what we rely on
-    │   └── UnsupportedSGLang another SGLang release than the supported one
-    ├── ServerError           a server, asked from a shell, refuses or is not there
+    ├── ConfigError           a setting is invalid
+    ├── InputError            an input file or a request is invalid
+    ├── StoreError            state on disk cannot be read or used
+    │   └── StoreWriteError   it cannot be written: disk full or no permission
+    ├── EngineError           SGLang did not behave as we rely on
+    │   └── UnsupportedSGLang the SGLang release is not the supported one
+    ├── ServerError           a batch server does not answer, or fails
     └── ApiError              an HTTP answer: status and OpenAI error body
 
-A bad *line* of a batch is not an exception: it is data, see
+A bad *line* of a batch raises no exception, but becomes data: see
 :class:`sglang_batch.request.RequestOutput` and
-:class:`sglang_batch.batch_api.jsonl.LineError`.
+:class:`sglang_batch.batch_api.line_checks.LineError`.
 """
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import NoReturn
+
+
+class ExitStatus(IntEnum):
+    """Exit statuses of the commands.
+
+    OK: the command did its work, and every line has an answer.
+    FAILED: the engine, the disk or the server failed. The same command may succeed.
+    BAD_INPUT: the input, the model or an option cannot be used. The same command fails
+        again.
+    FAILED_LINES: the job is complete, and some lines were answered with an error.
+    INTERRUPTED: Ctrl-C or SIGTERM.
+    """
+
+    OK = 0
+    FAILED = 1
+    BAD_INPUT = 2
+    FAILED_LINES = 3
+    INTERRUPTED = 130
 
 
 class SGLangBatchError(Exception):
@@ -25,27 +48,31 @@ class SGLangBatchError(Exception):
 
 
 class ConfigError(SGLangBatchError, ValueError):
-    """A setting that cannot be used; the message says which and what would do."""
+    """An invalid setting. The message names it and valid alternatives."""
 
 
 class InputError(SGLangBatchError, ValueError):
-    """An input that cannot be used; the message names file, line and reason."""
+    """An invalid input. The message names the file, line and reason."""
 
 
 class StoreError(SGLangBatchError):
-    """State on disk that cannot be used; the message names the path."""
+    """State on disk that cannot be read or used. The message names the path."""
 
 
 class StoreWriteError(StoreError):
-    """Something could not be written; it may be tried again once there is room."""
+    """A failed write. It may succeed later, once the disk has space."""
 
 
 class EngineError(SGLangBatchError, RuntimeError):
-    """SGLang did not do what this package relies on."""
+    """SGLang did not behave as this package relies on."""
 
 
 class UnsupportedSGLang(EngineError):
-    """The installed SGLang is not the release this package extends."""
+    """The installed SGLang is not the release that this package extends."""
+
+
+class ServerError(SGLangBatchError):
+    """A batch server does not answer, or answers with an error of the server."""
 
 
 class ApiError(SGLangBatchError):
@@ -53,6 +80,9 @@ class ApiError(SGLangBatchError):
 
     ``retry=False`` becomes the header ``x-should-retry: false``, which keeps the
     official clients from repeating a call that cannot succeed.
+
+    kind: the body's ``type``. None takes it from the status.
+    headers: further headers of the answer.
     """
 
     def __init__(
@@ -62,11 +92,21 @@ class ApiError(SGLangBatchError):
         *,
         param: str | None = None,
         code: str | None = None,
+        kind: str | None = None,
         retry: bool | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status_code = status_code
         self.message = message
         self.param = param
         self.code = code
+        self.kind = kind
         self.retry = retry
+        self.headers = dict(headers or {})
+
+
+def refuse(reason: object) -> NoReturn:
+    """End a command of SGLang whose options cannot be used, with one sentence."""
+    print(f"error: {reason}", file=sys.stderr)
+    raise SystemExit(ExitStatus.BAD_INPUT)

@@ -1,7 +1,8 @@
-"""What travels between the rooms: one line of a batch, and its answer."""
+"""One request of a batch, its ids and its answer."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -9,10 +10,10 @@ from dataclasses import dataclass
 class BatchRequestInput:
     """One request of a job.
 
-    index: position among the job's requests, from 0.
-    custom_id: the client's name for it; unique in the job.
-    url: the endpoint it is for, such as ``/v1/chat/completions``.
-    body: its JSON body, byte for byte as the client wrote it.
+    index: place among the job's requests in the input, from 0.
+    custom_id: the client's id for the request, unique in the job.
+    url: the endpoint, such as ``/v1/chat/completions``.
+    body: the JSON body, byte for byte as the client wrote it.
     """
 
     index: int
@@ -22,33 +23,44 @@ class BatchRequestInput:
 
 
 def engine_request_id(job_id: str, index: int) -> str:
-    """The engine's name for a request of a job.
+    """The engine's id for a request of a job.
 
-    Of one length within a job: the engine takes an id to be aborted for a prefix.
+    All ids of a job have the same length, because the engine aborts every request whose
+    id begins with the given one.
     """
     return f"{job_id}-{index:08d}"
 
 
+def attempt_request_id(request_id: str, attempt: int) -> str:
+    """The engine's id for a further attempt at a request, from 1."""
+    return f"{request_id}.try{attempt:06d}"
+
+
 def part_request_id(request_id: str, part: int) -> str:
-    """The name of one of several sequences that a request is split into, from 0."""
+    """The engine's id for part ``part``, from 0, of a request that is split."""
     return f"{request_id}.{part:06d}"
 
 
 def parse_request_id(request_id: str) -> tuple[str, int, int]:
-    """The job, the index and the part in an id; an index of -1 where there is none.
+    """The job id, index and part in an engine's id. The index is -1 if there is none.
 
-    The part is 0 for a request that is one sequence, and for the first of several.
+    The part is 0 for a request of one sequence, and for the first of several. Those of
+    further attempts count as further parts: a plan has each request once.
     """
     job_id, _, number = request_id.rpartition("-")
-    index, _, part = number.partition(".")
-    if not index.isdecimal() or not (part or "0").isdecimal():
+    found = _NUMBER.fullmatch(number)
+    if found is None:
         return job_id, -1, 0
-    return job_id, int(index), int(part or 0)
+    index, attempt, part = found.groups()
+    return job_id, int(index), int(part or 0) + (attempt is not None)
+
+
+_NUMBER = re.compile(r"(\d+)(?:\.try(\d+))?(?:\.(\d+))?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one answer, or summed over many."""
+    """Token counts of one answer, or sums over many."""
 
     input_tokens: int = 0
     cached_tokens: int = 0
@@ -65,16 +77,16 @@ class Usage:
 
     @property
     def cache_hit_rate(self) -> float:
-        """Share of the prompt tokens that came from the cache, 0..1."""
+        """Fraction of the prompt tokens that came from the cache, 0 to 1."""
         return self.cached_tokens / self.input_tokens if self.input_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answer to one request: what HTTP would have returned for it.
+    """The answer to one request, as HTTP would have returned it.
 
-    status_code: HTTP status; 200 for an answer, 4xx/5xx for an error.
-    request_id: the engine's name for the request.
+    status_code: HTTP status, 200 for an answer, 4xx/5xx for an error.
+    request_id: the engine's id for the request.
     body: JSON body of the answer, or ``{"error": {...}}``.
     """
 

@@ -1,16 +1,22 @@
 """Merge partial attention results by their log-sum-exp.
 
-Each part comes with the natural logarithm of the sum of its exponentiated logits
-(lse). A part with lse -inf is empty: it changes nothing, and its output is not read.
-Where all parts are empty the output is 0 and the lse is -inf.
+Each part has an lse, the natural logarithm of the sum of its exponentiated logits. A
+part with lse -inf is empty: it changes nothing, and its output is not read. If all
+parts are empty, the output is 0 and the lse is -inf.
 """
 
 from __future__ import annotations
 
 import torch
 
-from sgl_kernel_ext.merge_state.kernel import merge_parts_kernel, merge_state_kernel
-from sgl_kernel_ext.merge_state.reference import merge_parts_ref, merge_state_ref
+from sgl_kernel_ext.merge_state.merge_state_kernel import (
+    merge_parts_kernel,
+    merge_state_kernel,
+)
+from sgl_kernel_ext.merge_state.merge_state_reference import (
+    merge_parts_ref,
+    merge_state_ref,
+)
 from sgl_kernel_ext.utils import (
     FLOAT_DTYPES,
     check_device,
@@ -26,7 +32,7 @@ __all__ = ["merge_parts", "merge_parts_ref", "merge_state", "merge_state_ref"]
 
 # Values that one program holds: 16 per thread of four warps.
 BLOCK_VALUES = 2048
-# Parts that are loaded at once: most tokens have two to four.
+# Parts loaded at once. Most tokens have two to four.
 BLOCK_PARTS = 4
 
 
@@ -43,10 +49,11 @@ def merge_state(
 
     Args:
         a, b: partial outputs, float32, float16 or bfloat16
-            ``[num_tokens, num_heads, head_dim]``; any strides but the last.
+            ``[num_tokens, num_heads, head_dim]``. The last dimension is contiguous.
         lse_a, lse_b: float32 ``[num_tokens, num_heads]``, contiguous, natural log.
-        out: where to write the output; by default like ``a``. It may be ``a``.
-        lse: float32 ``[num_tokens, num_heads]``, contiguous. It may be ``lse_a``.
+        out: receives the output, a new tensor like ``a`` by default. It may be ``a``.
+        lse: float32 ``[num_tokens, num_heads]``, contiguous, receives the lse. It may
+            be ``lse_a``.
 
     Returns:
         ``out`` and ``lse``.
@@ -102,7 +109,7 @@ def merge_parts(
     """Merge a varying number of parts per token into ``out`` (and ``lse``).
 
     Token ``t`` has the parts ``indptr[t]:indptr[t + 1]`` and is written to row
-    ``rows[t]``; rows of tokens without parts are left as they are.
+    ``rows[t]``. Rows of tokens without parts are not changed.
 
     Args:
         o_parts: float32 ``[num_parts, num_heads, head_dim]``, contiguous.
@@ -113,7 +120,7 @@ def merge_parts(
             with another number of tokens.
         out: ``[num_rows, num_heads, head_dim]``, changed in place.
         lse: float32 ``[num_rows, num_heads]``, changed in place.
-        num_programs: size of the grid over tokens; any size gives the same result.
+        num_programs: size of the grid over tokens. Any size gives the same result.
 
     Raises:
         ValueError: for a wrong shape, dtype, stride or device.

@@ -1,21 +1,25 @@
-"""Attention of one engine step in which shared KV prefixes are read once.
+"""Attention of one engine step that reads every shared KV prefix once.
 
-``Planner.plan`` turns a batch and its forest of shared prefixes into a task table,
-once per step or less often; ``run`` executes it for each layer. Without a GPU,
+``AttentionPlanner.plan`` turns a batch and its forest of shared prefixes into a task
+table, once per step or less often. ``run`` executes it for each layer. Without a GPU,
 ``run_reference`` executes the same plan in PyTorch.
 
-    planner = Planner(num_q_heads=32, num_kv_heads=8, head_dim=128, ...)
+    planner = AttentionPlanner(num_q_heads=32, num_kv_heads=8, head_dim=128, ...)
     plan = planner.plan(q_len, kv_len, table_row, node_parent, node_end, request_node)
     for layer in layers:
         run(plan, q, k_cache, v_cache, table, kv_len_on_device, out, scale)
 
-Next step, if only the lengths have grown: ``plan.still_good(kv_len)`` and then ``run``
-with the same plan, as the ends of the decodes are read on the device.
+If only the lengths have grown by the next step, check ``plan.still_valid(kv_len)`` and
+call ``run`` with the same plan: the ends of the decodes are read on the device.
 
-Kernels of others that attend level by level can run the same plan: ``cascade_levels``
-has its spans for them.
+``cascade_levels`` converts a plan for kernels that attend level by level, such as
+FlashInfer's.
 """
 
+from sgl_kernel_ext.shared_prefix_attention.attention_plan import (
+    AttentionPlan,
+    AttentionPlanner,
+)
 from sgl_kernel_ext.shared_prefix_attention.buffers import Workspace
 from sgl_kernel_ext.shared_prefix_attention.checks import TooLarge
 from sgl_kernel_ext.shared_prefix_attention.configs import (
@@ -25,18 +29,17 @@ from sgl_kernel_ext.shared_prefix_attention.configs import (
 )
 from sgl_kernel_ext.shared_prefix_attention.launch import run
 from sgl_kernel_ext.shared_prefix_attention.levels import Level, cascade_levels
-from sgl_kernel_ext.shared_prefix_attention.plan import Plan, Planner
-from sgl_kernel_ext.shared_prefix_attention.reference import (
+from sgl_kernel_ext.shared_prefix_attention.shared_prefix_reference import (
     attention_ref,
     run_reference,
 )
 from sgl_kernel_ext.shared_prefix_attention.trial import try_out
 
 __all__ = [
+    "AttentionPlan",
+    "AttentionPlanner",
     "DeviceConfig",
     "Level",
-    "Plan",
-    "Planner",
     "TileConfig",
     "TooLarge",
     "Workspace",

@@ -1,11 +1,11 @@
-"""Where a plan lives: scratch on the host, and one packed buffer for the device.
+"""The memory of plans: scratch on the host and one packed buffer on the device.
 
-The device buffer is one int32 tensor, filled by one copy:
+The device buffer is one int32 tensor that one copy fills:
 
     header [64] | part_indptr [max_tokens + 1] | gather [max_tokens] | tasks
 
-Each part starts at a multiple of 64 values. The host side exists twice on an
-accelerator, so that a plan can be written while the copy of the last one is under way.
+Each part starts at a multiple of 64 values. With an accelerator there are two host
+buffers, so that a plan can be written while the previous one is still being copied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sgl_kernel_ext.shared_prefix_attention.tasks import NUM_FIELDS, NUM_RESULTS
 ALIGN = 64
 NUM_HOST_BUFFERS = 2
 
-# Values of the header.
+# Indices into the header.
 HEADER_TASKS = 0
 HEADER_NODE_TASKS = 1
 HEADER_TOKENS = 2
@@ -32,7 +32,7 @@ def _aligned(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Partial results; planners whose runs follow each other may share one."""
+    """Partial results. Planners whose runs follow each other may share one."""
 
     o_parts: torch.Tensor  # float32 [max_parts, num_q_heads, head_dim]
     lse_parts: torch.Tensor  # float32 [max_parts, num_q_heads], natural log
@@ -41,7 +41,7 @@ class Workspace:
     def make(
         cls, max_parts: int, num_q_heads: int, head_dim: int, device: torch.device
     ) -> Workspace:
-        """Allocate room for ``max_parts`` partial results of one token each."""
+        """Allocate memory for ``max_parts`` partial results of one token each."""
         shape = (max_parts, num_q_heads, head_dim)
         return cls(
             torch.empty(shape, dtype=torch.float32, device=device),
@@ -50,7 +50,7 @@ class Workspace:
 
 
 class HostPlan:
-    """One host copy of the packed buffer, and numpy views of its parts."""
+    """A host buffer with the packed layout, and numpy views of its parts."""
 
     def __init__(self, max_tokens: int, max_tasks: int, pinned: bool) -> None:
         indptr = ALIGN
@@ -63,12 +63,12 @@ class HostPlan:
         self.part_indptr = values[indptr : indptr + max_tokens + 1]
         self.gather = values[gather : gather + max_tokens]
         self.tasks = values[self.tasks_at :].reshape(max_tasks, NUM_FIELDS)
-        event = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event() if pinned else None
         self.sent: torch.cuda.Event | None = event
 
 
 class PlanBuffers:
-    """All buffers of one planner; nothing is allocated per plan."""
+    """All buffers of one planner. No plan allocates any."""
 
     def __init__(
         self,
@@ -81,9 +81,9 @@ class PlanBuffers:
         pinned = device.type == "cuda"
         count = NUM_HOST_BUFFERS if pinned else 1
         self._host = [HostPlan(max_tokens, max_tasks, pinned) for _ in range(count)]
-        self._turn = 0
+        self._next = 0
         first = self._host[0]
-        # On the CPU the kernels read what the planner wrote.
+        # On the CPU the kernels read the host buffer itself.
         self._device = (
             torch.zeros_like(first.tensor, device=device) if pinned else first.tensor
         )
@@ -109,15 +109,15 @@ class PlanBuffers:
         self.results = np.zeros(NUM_RESULTS, np.int64)
 
     def next_host(self) -> HostPlan:
-        """A host copy that may be overwritten; waits until its last copy is done."""
-        self._turn = (self._turn + 1) % len(self._host)
-        host = self._host[self._turn]
+        """A host buffer to overwrite. Waits until its last copy is done."""
+        self._next = (self._next + 1) % len(self._host)
+        host = self._host[self._next]
         if host.sent is not None:
             host.sent.synchronize()
         return host
 
     def send(self, host: HostPlan, num_tasks: int) -> None:
-        """Copy what is in use to the device, on the current stream."""
+        """Copy the used part of the buffer to the device, on the current stream."""
         if host.sent is not None:
             used = host.tasks_at + num_tasks * NUM_FIELDS
             self._device[:used].copy_(host.tensor[:used], non_blocking=True)

@@ -1,4 +1,4 @@
-"""Refusals: what plan() and run() cannot serve, and the way out."""
+"""Checks of batches and tensors. Every error names the value and the way out."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_planner_sizes(
 
 
 class TooLarge(ValueError):
-    """A batch or its plan does not fit the planner's buffers."""
+    """A batch or its plan does not fit into the planner's buffers."""
 
 
 def check_limit(name: str, needed: int, available: int) -> None:
@@ -120,7 +120,7 @@ def _check_arrays(**arrays: np.ndarray) -> None:
             )
         if len(array) != size:
             raise ValueError(
-                f"{name} has {len(array)} entries, {first} has {size}; pass as many"
+                f"{name} has {len(array)} entries, {first} has {size}; pass the same number"
             )
 
 

@@ -1,8 +1,8 @@
 """Tile sizes and planning constants per device family.
 
-Every entry says how it was obtained. An entry that was not measured is a reasoned
-default: the KV tiles of the loop (K and V x stages) fit the shared memory about twice
-on NVIDIA and once on AMD, so that two programs share a multiprocessor.
+Every entry has a ``source``: how it was obtained. Entries that were not measured are
+reasoned defaults. The KV tiles of the loop (K and V x stages) fit into shared memory
+about twice on NVIDIA, so that two programs share a multiprocessor, and once on AMD.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TileConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
-    """What the planner assumes of a device."""
+    """Planning constants of a device."""
 
     name: str
     num_sms: int  # multiprocessors
@@ -57,9 +57,9 @@ _SMALL = {
     512: _tiles((16, 16, 16), (2, 2, 2)),
     1024: _tiles((16, 16, 16), (1, 1, 1)),
 }
-# Slots are read before K and V can be, so Triton keeps loads of one loop step in flight
-# for every two stages: with 5, of two, in 82 KB at 256 bytes per row (from the compiled
-# kernel, sm_90).
+# Slots are read before K and V, so Triton keeps the loads of one loop step in flight
+# for every two stages. 5 stages are two steps in flight, in 82 KB at 256 bytes per row
+# (from the compiled kernel, sm_90).
 # By device family, then by bytes of one padded KV row (head_dim x bytes per value).
 TILES: dict[str, dict[int, TileConfig]] = {
     "hopper": {
@@ -98,7 +98,7 @@ _FAMILIES: dict[str, tuple[int, int]] = {
 
 
 def device_family(device: torch.device) -> str:
-    """Which part of the table a device takes."""
+    """The key of a device in ``TILES``."""
     if device.type != "cuda":
         return "default"
     if torch.version.hip is not None:
@@ -122,7 +122,7 @@ def pick_config(device: torch.device, head_dim: int, value_bytes: int) -> Device
     family = device_family(device)
     tiles = pick_tiles(family, head_dim, value_bytes)
     if device.type != "cuda":
-        # One core works through all tasks: nothing is gained by splitting a span.
+        # One core runs all tasks, so splitting a span gains nothing.
         return DeviceConfig(device.type, 1, 16, 1, 1 << 20, 16384, tiles, UNMEASURED)
     flops_per_byte, task_bytes = _FAMILIES[family]
     return DeviceConfig(

@@ -1,32 +1,34 @@
-"""Which nodes of a forest of shared prefixes are worth a task of their own.
+"""Chooses the nodes of a prefix forest that are worth a task of their own.
 
-A node covers the tokens from its parent's end to its own end. It is either kept, and
-then its KV is read once for all query rows below it, or folded, and then every part
-below it (a kept node, or the suffix of a request) starts that much earlier and reads
-the KV itself. Costs are bytes per KV head that pass between memory and a
-multiprocessor. With ``rows`` = query tokens below x query heads per KV head and
-``tiles`` = ceil(rows / rows of the largest tile), a part that starts at position ``s``
-and ends at ``e`` reads ``tiles * (e - s) * kv_bytes``. A kept node moreover costs
+A node covers the tokens from its parent's end to its own end. It is either kept or
+folded. The KV of a kept node is read once for all query rows below it. The KV of a
+folded node is read by every part below it (a kept node, or the suffix of a request),
+which starts that much earlier.
+
+Costs are bytes per KV head that pass between memory and a multiprocessor. With ``rows``
+= query tokens below x query heads per KV head and ``tiles`` = ceil(rows / rows of the
+largest tile), a part from position ``s`` to ``e`` reads ``tiles * (e - s) * kv_bytes``.
+A kept node also costs
 
 - ``rows * part_bytes``: its partial outputs and lse, float32, are written and read once
-- ``tiles * task_bytes``: what starting one more task costs, as bytes of KV that could
-  have been read in that time
+- ``tiles * task_bytes``: the start of one more task, as bytes of KV that could have been
+  read in that time
 
 The total is a sum over kept nodes and requests in which a node depends only on its
 nearest kept ancestor. So the cheapest choice is found exactly, from the leaves to the
 roots: for every node and every ancestor that may be its nearest kept one, the cost of
 keeping is compared with the cost of folding. A tie folds. The model counts one split
-per node: splits are made later, where there are too few tasks, and a suffix that took
-over the node's tokens would be split in the same way.
+per node. Splits are made later, if there are too few tasks, and a suffix with the
+node's tokens would be split in the same way.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from sgl_kernel_ext.jit import jit
+from sgl_kernel_ext.host_jit import jit
 
-# What check_forest returns: what is wrong, and at which index.
+# The faults that check_forest returns.
 VALID = 0
 BAD_PARENT = 1
 BAD_NODE_END = 2
@@ -47,7 +49,7 @@ def check_forest(
     request_node: np.ndarray,  # int32 [n]
     max_kv_len: int,
 ) -> tuple[int, int]:
-    """What is wrong with a forest, and the index of the node or request."""
+    """The first fault of a forest, and the index of the node or request."""
     for node in range(len(node_parent)):
         parent = node_parent[node]
         if parent < -1 or parent >= node:
@@ -99,11 +101,11 @@ def count_below(
 def list_options(
     node_parent: np.ndarray, node_end: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Depth of each node, CSR of its options, and where the part below would start.
+    """Depth of each node, CSR of its options, and the start of the part below.
 
-    Option ``j`` of a node at depth ``k`` (a root has depth 0) says which ancestor is
-    its nearest kept one: 0 for none, ``j`` for the one at depth ``j - 1``. For what
-    lies below the node, option ``k + 1`` is the node itself.
+    Option ``j`` of a node at depth ``k`` (a root has depth 0) names its nearest
+    kept ancestor: 0 for none, ``j`` for the one at depth ``j - 1``. For the parts below
+    the node, option ``k + 1`` is the node itself.
     """
     num_nodes = len(node_parent)
     depth = np.zeros(num_nodes, np.int64)
@@ -135,13 +137,13 @@ def keep_nodes(
     task_bytes: int,
     keep: np.ndarray,  # bool [m], written
 ) -> int:
-    """Mark the nodes to keep, at the least total cost; returns how many."""
+    """Mark the nodes to keep at the least total cost. Returns their number."""
     requests, tokens, own_tiles = count_below(
         q_len, node_parent, request_node, group, max_tile
     )
     depth, row, starts = list_options(node_parent, node_end)
-    # Cost below each node per option. Suffixes end where they end: that share of
-    # their cost is the same for every choice and left out.
+    # Cost below each node per option. The end of a suffix adds the same cost to every
+    # choice, so it is left out.
     below = np.zeros(len(starts), np.int64)
     choice = np.zeros(len(starts), np.bool_)
     for node in range(len(node_parent)):
@@ -186,10 +188,10 @@ def lay_out(
     request_above: np.ndarray,  # int32 [n], written: deepest kept node, or -1
     gather: np.ndarray,  # int32 [num_tokens], written: flat token per position
 ) -> None:
-    """Order the query tokens so that those below a kept node lie together.
+    """Order the query tokens so that those below a kept node are contiguous.
 
     Depth first: a node's children in the order of their indices, then its own requests
-    in the batch's order; requests without a node come last.
+    in the batch's order. Requests without a node come last.
     """
     num_nodes = len(node_parent)
     cursor = np.zeros(num_nodes + 1, np.int64)  # the last one is for no node at all

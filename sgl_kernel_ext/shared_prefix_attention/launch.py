@@ -1,4 +1,4 @@
-"""Running a plan: one attention launch over its work items, one merge launch."""
+"""Runs a plan: one launch for the attention of all work items, one for the merge."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Literal
 import torch
 
 from sgl_kernel_ext.merge_state import merge_parts
+from sgl_kernel_ext.shared_prefix_attention.attention_plan import AttentionPlan
 from sgl_kernel_ext.shared_prefix_attention.checks import check_features, check_tensors
-from sgl_kernel_ext.shared_prefix_attention.kernel import (
+from sgl_kernel_ext.shared_prefix_attention.shared_prefix_kernel import (
     ALL_TASKS,
     NODE_TASKS,
     SUFFIX_TASKS,
     shared_prefix_attention_kernel,
 )
-from sgl_kernel_ext.shared_prefix_attention.plan import Plan
 from sgl_kernel_ext.utils import check_runnable, next_power_of_two
 
 _SELECT = {"all": ALL_TASKS, "nodes": NODE_TASKS, "suffixes": SUFFIX_TASKS}
-# Programs of the merge per multiprocessor where the grid is fixed.
+# Programs of the merge per multiprocessor if the grid is fixed.
 MERGE_PROGRAMS_PER_SM = 8
 
 
 def run(
-    plan: Plan,
+    plan: AttentionPlan,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -43,25 +43,27 @@ def run(
     """Attention of one layer for a planned batch.
 
     Slot of position ``p`` of a request: ``table[row, p // page_size] * page_size +
-    p % page_size``. All tensors lie on the planner's device; any strides but the last.
+    p % page_size``. All tensors are on the planner's device, and their last dimension
+    is contiguous.
 
     Args:
-        plan: the newest plan of its planner, or one that is ``still_good``.
+        plan: the newest plan of its planner, for the planned lengths or any for which
+            it is ``still_valid``.
         q: ``[at least num_tokens, num_q_heads, head_dim]`` in the batch's order.
         k_cache, v_cache: ``[num_slots, num_kv_heads, head_dim]``.
         table: int32 ``[rows, max_pages]``.
-        kv_len: int32 or int64 ``[at least num_requests]``: the KV lengths now. Decodes
-            read their end from it, chunks keep the planned one.
-        out: like q in shape, written; rows from num_tokens on stay as they are.
-        scale: of the logits, positive.
-        lse: float32 ``[at least num_tokens, num_q_heads]``, written; natural log.
-        grid: number of programs; by default one per work item. Give
-            ``planner.fixed_grid`` where a CUDA graph captures the launch.
-        select: "nodes" or "suffixes" launches only those tasks; it needs a planner
+        kv_len: int32 or int64 ``[at least num_requests]``, the KV lengths now. A decode
+            ends there, a chunk at its planned length.
+        out: same shape as q, written. Rows from num_tokens on are not changed.
+        scale: factor of the logits, positive.
+        lse: float32 ``[at least num_tokens, num_q_heads]``, written, natural log.
+        grid: number of programs, by default one per work item. Use
+            ``planner.fixed_grid`` for a launch that a CUDA graph captures.
+        select: "nodes" or "suffixes" launches only those tasks. It needs a planner
             with ``separate_nodes``.
-        merge: whether to merge parts after the launch; tokens with one result only
-            are written by the launch itself.
-        sliding_window, logit_cap: of the layer; only None (also -1, 0.0) is supported.
+        merge: whether to merge parts after the launch. Tokens with a single result are
+            written by the launch itself.
+        sliding_window, logit_cap: of the layer. Only None (also -1, 0.0) is supported.
 
     Raises:
         ValueError: for a feature, shape, dtype, stride or device not supported.
@@ -93,7 +95,7 @@ def run(
 
 
 def _attend(
-    plan: Plan,
+    plan: AttentionPlan,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -157,13 +159,13 @@ def _attend(
 
 
 def dot_precision(dtype: torch.dtype, device: torch.device) -> str:
-    """How the kernel multiplies: tensor cores in three steps for NVIDIA's float32."""
+    """Triton's input_precision: three tensor core products for float32 on NVIDIA."""
     nvidia = device.type == "cuda" and torch.version.hip is None
     return "tf32x3" if nvidia and dtype == torch.float32 else "ieee"
 
 
 def check_run(
-    plan: Plan,
+    plan: AttentionPlan,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,

@@ -1,17 +1,17 @@
-"""A plan as levels of ranges: what kernels take that attend level by level.
+"""A plan in the form that kernels need which attend level by level.
 
-A level is one attention call over all query tokens. It has ranges of tokens, one after
-the other in the plan's gather order, and every range reads one span of KV positions of
-one table row. Kept nodes with as many kept nodes above them share a level; the last
-level has what follows the deepest kept node of each request:
+A level is one attention call over all query tokens. It divides the tokens, in gather
+order, into ranges. Every range reads one span of KV positions of one table row. Kept
+nodes with the same number of kept nodes above them share a level. The last level has
+the suffix of each request, after its deepest kept node:
 
     tokens in gather order   0 ......................... num_tokens
     level 0, roots           | node 0            | node 1  | empty |
     level 1, below them      | node 2  | empty                     |
     last level, suffixes     | r4 | r1 | r0 | r6 | r2 | r5 | r3    |
 
-The spans of one token over all levels are its KV positions, each once. Only in the last
-level a token must not see all of its span: its own position is the last it sees.
+The spans of a token in all levels cover each of its KV positions once. Only the last
+level needs a causal mask, where a token attends to no position after its own.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sgl_kernel_ext.shared_prefix_attention.plan import Plan
+from sgl_kernel_ext.shared_prefix_attention.attention_plan import AttentionPlan
 
 
 class Level(NamedTuple):
-    """Ranges of query tokens and the KV that each reads; int32, on the host.
+    """Ranges of query tokens and the KV that each reads, int32, on the host.
 
     Range ``i`` has the tokens ``token_indptr[i]`` to ``token_indptr[i + 1]`` in gather
-    order; the ranges cover all tokens of the plan. It reads the positions
+    order. The ranges cover all tokens of the plan. A range reads the positions
     ``kv_begin[i]`` to ``kv_end[i]`` of the table row ``table_row[i]``. Tokens without
-    a node in this level lie in ranges with an empty span, which name row 0.
+    a node in this level are in ranges with an empty span of row 0.
     """
 
     token_indptr: np.ndarray  # [s + 1]
@@ -39,23 +39,23 @@ class Level(NamedTuple):
 
 
 def cascade_levels(
-    plan: Plan,
+    plan: AttentionPlan,
     q_len: np.ndarray,
     kv_len: np.ndarray,
     table_row: np.ndarray,
     node_end: np.ndarray,
 ) -> list[Level]:
-    """The levels of a plan, from the roots to the suffixes; at least one.
+    """The levels of a plan, from the roots to the suffixes. There is at least one.
 
     Args:
         plan: the newest plan of its planner, whose buffers are read.
-        q_len, table_row, node_end: as they were planned.
-        kv_len: int32 ``[n]``, the KV lengths now: those planned, or any for which the
-            plan is ``still_good``.
+        q_len, table_row, node_end: as planned.
+        kv_len: int32 ``[n]``, the planned KV lengths, or any for which the plan is
+            ``still_valid``.
     """
     own = plan.planner.buffers
     num_nodes = len(node_end)
-    # Index -1 stands for no node at all.
+    # Index -1 is for no node.
     ends = np.zeros(num_nodes + 1, np.int32)
     ends[:num_nodes] = node_end
     done = np.zeros(num_nodes + 1, np.bool_)
@@ -71,8 +71,8 @@ def cascade_levels(
     return levels
 
 
-def _node_level(plan: Plan, nodes: np.ndarray, ends: np.ndarray) -> Level:
-    """The given nodes, none above another, and empty ranges between them."""
+def _node_level(plan: AttentionPlan, nodes: np.ndarray, ends: np.ndarray) -> Level:
+    """The given nodes, none above another, with empty ranges between them."""
     own = plan.planner.buffers
     starts = own.node_start[nodes]
     stops = starts + own.node_tokens[nodes]
@@ -87,7 +87,7 @@ def _node_level(plan: Plan, nodes: np.ndarray, ends: np.ndarray) -> Level:
 
 
 def _suffix_level(
-    plan: Plan,
+    plan: AttentionPlan,
     q_len: np.ndarray,
     kv_len: np.ndarray,
     table_row: np.ndarray,

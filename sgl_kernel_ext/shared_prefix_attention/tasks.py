@@ -1,29 +1,29 @@
-"""The task table: who attends to what, in which tile, and where the result goes.
+"""The task table: query tokens, their KV, their tile, and the place of the result.
 
 A task is a range of query tokens in gather order x a span of KV positions of one table
-row. Node tasks take all tokens below a kept node x the node's span; suffix tasks take
-the tokens of one request x what follows its deepest kept node. A task's query tokens
-fit one tile of 16, 64 or 128 rows (tokens x query heads per KV head). With every KV
-head a task makes one work item of the kernel.
+row. A node task has all tokens below a kept node x the node's span. A suffix task has
+tokens of one request x a span after its deepest kept node. A task's query tokens fit
+into one tile of 16, 64 or 128 rows (tokens x query heads per KV head). A task and a KV
+head are one work item of the kernel.
 
     positions   0 ........ begin ........................ kv_len
                 | node task | suffix, split 0 | split 1 (tail) |
 
-The last split of a decode's suffix is a tail: its end is read on the device from the
-request's KV length, so the table stays right while requests only grow.
+The last split of a decode's suffix is a tail. Its end is read on the device from the
+request's KV length, so the table stays valid while requests only grow.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from sgl_kernel_ext.jit import jit
+from sgl_kernel_ext.host_jit import jit
 
 # Fields of a task.
 START = 0  # first query token, in gather order
 COUNT = 1  # query tokens
 KV_BEGIN = 2  # first KV position
-KV_END = 3  # one past the last KV position; of a tail as planned
+KV_END = 3  # one past the last KV position; for a tail, the planned one
 TABLE_ROW = 4
 FIRST_POSITION = 5  # of the first query token where the span is causal, or NO_CAUSAL
 TAIL_OF = 6  # request whose KV length is the end, or -1
@@ -37,24 +37,24 @@ NO_CAUSAL = 1 << 30
 
 TILE_ROWS = (16, 64, 128)
 
-# What emit_tasks is told.
+# Indices into the settings of emit_tasks.
 GROUP = 0  # query heads per KV head
 MAX_TILE = 1  # rows of the largest tile in use
 MIN_SPLIT = 2  # KV tokens
 PART_BYTES = 3  # of one query row's partial result, written and read
 TARGET_TASKS = 4  # fewer than this, and long spans are split
-TASK_BYTES = 5  # what starting a task costs, as bytes of KV
+TASK_BYTES = 5  # cost of starting a task, as bytes of KV
 SEPARATE = 6  # 1: node tasks come first
-TOKEN_BYTES = 7  # what one KV token costs in each of the three tiles, as bytes of KV
-QUANTUM = 10  # split lengths are multiples of it, for each of the three tiles
+TOKEN_BYTES = 7  # for each of the three tiles, cost of one KV token, as bytes of KV
+QUANTUM = 10  # for each of the three tiles, the unit of split lengths, in KV tokens
 NUM_SETTINGS = 13
 
-# What emit_tasks tells.
+# Indices into the results of emit_tasks.
 NUM_TASKS = 0
 NUM_NODE_TASKS = 1
 NUM_PARTS = 2
 KV_TOKENS = 3  # read, each shared span counted once
-KV_TOKENS_UNSHARED = 4  # if every request read all of its own
+KV_TOKENS_UNSHARED = 4  # if every request read all of its own KV
 COST = 5  # of the plan, as bytes of KV of one KV head
 COST_UNSHARED = 6
 NUM_TAILS = 7
@@ -76,7 +76,7 @@ def tile_of(rows: int) -> int:
 
 @jit
 def tokens_per_tile(tokens: int, settings: np.ndarray) -> int:
-    """Query tokens per tile, with as few tiles as possible and those alike."""
+    """Query tokens per tile, for the fewest tiles of about equal size."""
     fitting = settings[MAX_TILE] // settings[GROUP]
     tiles = (tokens + fitting - 1) // fitting
     count: int = (tokens + tiles - 1) // tiles
@@ -85,7 +85,7 @@ def tokens_per_tile(tokens: int, settings: np.ndarray) -> int:
 
 @jit
 def span_cost(tokens: int, tiles: int, span: int, settings: np.ndarray) -> int:
-    """Cost of reading a span in so many tiles of so many query tokens each."""
+    """Cost of reading a span in ``tiles`` tiles of ``tokens`` query tokens each."""
     tile = tile_of(tokens * settings[GROUP])
     cost: int = tiles * span * settings[TOKEN_BYTES + tile]
     return cost
@@ -93,7 +93,7 @@ def span_cost(tokens: int, tiles: int, span: int, settings: np.ndarray) -> int:
 
 @jit
 def split_length(tokens: int, span: int, budget: int, settings: np.ndarray) -> int:
-    """KV tokens per split, so that a split's cost comes near the budget."""
+    """KV tokens per split, for splits that cost about the budget."""
     rows = tokens * settings[GROUP]
     tile = tile_of(rows)
     token_bytes = settings[TOKEN_BYTES + tile]
@@ -125,9 +125,9 @@ def add_tasks(
     keys: np.ndarray,
     results: np.ndarray,
 ) -> int:
-    """Add one task per split of a span; returns how many.
+    """Add one task per split of a span. Returns the number of splits.
 
-    Past the end of the table tasks are only counted.
+    Tasks past the end of the table are only counted.
     """
     splits = max(1, (end - begin + length - 1) // length)
     tile = tile_of(count * settings[GROUP])
@@ -156,8 +156,8 @@ def add_tasks(
         task[PART] = -1 if direct else part + i
         task[TILE] = tile
         task[IS_NODE] = is_node
-        # Descending keys: node tasks first where they are kept apart, then the
-        # dearest first, then in the order of adding.
+        # Sorted in descending order: node tasks first if they are separate, then the
+        # most expensive ones, then in the order of adding.
         key = cost << INDEX_BITS | (MAX_TASKS - 1 - index)
         keys[index] = key | (is_node * settings[SEPARATE]) << 62
     return splits
@@ -174,7 +174,7 @@ def split_budget(
     node_tokens: np.ndarray,
     settings: np.ndarray,
 ) -> int:
-    """Cost that a task should not exceed if there are to be enough tasks."""
+    """The most that a task should cost, so that there are enough tasks."""
     total = 0
     for node in range(len(keep)):
         if keep[node]:
@@ -188,7 +188,7 @@ def split_budget(
         begin = node_end[above] if above >= 0 else 0
         count = tokens_per_tile(q_len[i], settings)
         tiles = (q_len[i] + count - 1) // count
-        # The tiles of a chunk see on average half of the chunk.
+        # The tiles of a chunk attend to half of the chunk on average.
         span = kv_len[i] - begin - (q_len[i] - count) // 2
         total += span_cost(count, tiles, span, settings)
     budget: int = total // settings[TARGET_TASKS]
@@ -209,9 +209,9 @@ def add_node_tasks(
     keys: np.ndarray,
     results: np.ndarray,
 ) -> np.ndarray:
-    """Add all node tasks; returns the parts per token from each node and above it.
+    """Add all node tasks. Returns the parts per token of each node and those above.
 
-    The last entry of the result stands for no node at all.
+    The last entry of the result is for no node.
     """
     parts_up_to = np.zeros(len(keep) + 1, np.int64)
     for node in range(len(keep)):
@@ -253,7 +253,7 @@ def add_suffix_tasks(
     counts: np.ndarray,  # int32 [num_tokens], written: parts in gather order
     results: np.ndarray,
 ) -> None:
-    """Add the tasks of every request from its deepest kept node on."""
+    """Add the tasks of every request after its deepest kept node."""
     for i in range(len(q_len)):
         above = request_above[i]
         begin = node_end[above] if above >= 0 else 0
@@ -299,8 +299,8 @@ def emit_tasks(
 ) -> None:
     """Write the task table and the CSR of parts.
 
-    A token whose one and only result goes to the output directly has no parts.
-    ``results[NUM_TASKS]`` may exceed the size of the table, which then is not written.
+    A token whose only result is written to the output directly has no parts.
+    ``results[NUM_TASKS]`` can exceed the size of the table, which is then not written.
     """
     results[:] = 0
     budget = split_budget(

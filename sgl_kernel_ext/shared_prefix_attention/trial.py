@@ -1,37 +1,40 @@
-"""Trying a planner's kernels out on the device that they are to run on."""
+"""A trial of a planner's kernels on their device, before they are used."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
+from sgl_kernel_ext.shared_prefix_attention.attention_plan import (
+    AttentionPlan,
+    AttentionPlanner,
+)
 from sgl_kernel_ext.shared_prefix_attention.launch import run
-from sgl_kernel_ext.shared_prefix_attention.plan import Plan, Planner
-from sgl_kernel_ext.shared_prefix_attention.reference import attention_ref
+from sgl_kernel_ext.shared_prefix_attention.shared_prefix_reference import attention_ref
 
-# Decodes below a long prefix, others below a longer one that begins with it, one
-# beside, and a chunk of a prompt that fills tiles of every size.
+# Decodes below a long prefix, others below an extension of it, one without a prefix, and
+# a chunk of a prompt that fills tiles of every size.
 NODE_END = (700, 900)
 REQUEST_NODE = (0, 0, 1, 1, 1, -1, 0)
 OWN_LEN = (1, 40, 7, 130, 64, 90, 140)
 CHUNK = 130
-# Of the norm of a token's output; rounding of K, V and the weights gives less.
+# Largest error relative to the norm of a token's output. Rounding causes less.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-def try_out(planner: Planner, table_width: int = 0) -> None:
+def try_out(planner: AttentionPlanner, table_width: int = 0) -> None:
     """Compare ``run`` with PyTorch on a small batch, and in a CUDA graph on a GPU.
 
-    Compiles the kernel for the planner's shape, and for int64 lengths. Plans that the
-    planner has made are no longer valid.
+    Compiles the kernel for the planner's shape and for int64 lengths. Invalidates the
+    planner's earlier plans.
 
     Args:
-        table_width: pages in a row of the table that is to be used: the kernel is
-            compiled for what divides its stride.
+        table_width: pages per row of the table that will be used. The kernel is
+            compiled for the divisibility of the table's stride.
 
     Raises:
-        RuntimeError: the kernel computes something else than attention.
-        Exception: whatever a compiler or a driver raises.
+        RuntimeError: the results differ from attention.
+        Exception: any error of the compiler or the driver.
     """
     random = torch.Generator().manual_seed(0)
     # Prefixes end where pages do.
@@ -60,7 +63,7 @@ def try_out(planner: Planner, table_width: int = 0) -> None:
     )  # fmt: skip
     out = torch.empty_like(q)
 
-    def launch(plan: Plan, grid: int | None) -> None:
+    def launch(plan: AttentionPlan, grid: int | None) -> None:
         run(plan, q, k_cache, v_cache, table, lengths, out, scale, grid=grid)
 
     for request_node in (nodes, np.full_like(nodes, -1)):
@@ -68,7 +71,7 @@ def try_out(planner: Planner, table_width: int = 0) -> None:
         for grid in (None, planner.fixed_grid):
             out.fill_(torch.nan)
             launch(plan, grid)
-            _compare(out, wanted, f"a grid of {grid or 'as many programs as work'}")
+            _compare(out, wanted, f"a grid of {grid or 'one program per work item'}")
     if planner.device.type == "cuda":
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -80,9 +83,9 @@ def try_out(planner: Planner, table_width: int = 0) -> None:
 
 
 def _batch(
-    planner: Planner, node_end: np.ndarray
+    planner: AttentionPlanner, node_end: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Query lengths, KV lengths and nodes of as many requests as the planner takes."""
+    """Query lengths, KV lengths and nodes of the most requests the planner takes."""
     count = min(len(OWN_LEN), planner.max_requests)
     q_len = np.ones(count, np.int32)
     if count == len(OWN_LEN) and planner.max_tokens >= count - 1 + CHUNK:
@@ -95,7 +98,7 @@ def _batch(
 def _pages(
     kv_len: np.ndarray, nodes: np.ndarray, node_pages: np.ndarray, page_size: int
 ) -> torch.Tensor:
-    """int32 ``[requests, pages]``: scattered pages, those of a prefix shared."""
+    """int32 ``[requests, pages]``: scattered pages, shared within a prefix."""
     count, width = len(kv_len), -(-int(kv_len.max()) // page_size)
     order = np.random.default_rng(0).permutation((count + len(node_pages)) * width)
     pages = order.astype(np.int32).reshape(-1, width)

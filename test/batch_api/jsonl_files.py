@@ -1,4 +1,4 @@
-"""What validation says of a file under the tests' rules."""
+"""The outcome of validating a file under the tests' rules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from builders import CHAT, MODEL
 
-from sglang_batch.batch_api.jsonl import BatchFile, LineError, LineRules, validate
+from sglang_batch.batch_api.jsonl import BatchFile, validate
+from sglang_batch.batch_api.line_checks import LineError, LineRules
 
 RULES = LineRules(endpoint=CHAT, models=(MODEL,))
 
@@ -17,7 +18,7 @@ def errors_of(path: Path, rules: LineRules = RULES) -> list[LineError]:
     if isinstance(result, BatchFile):
         with result.closing():
             pytest.fail(f"accepted {len(result)} lines")
-    return result
+    return result.listed
 
 
 def custom_ids_of(path: Path, rules: LineRules = RULES) -> list[str]:

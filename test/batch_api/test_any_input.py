@@ -13,12 +13,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from jsonl_files import RULES
 
-from sglang_batch.batch_api.jsonl import BatchFile, LineRules, validate
-from sglang_batch.batch_api.lines import unrun_line
+from sglang_batch.batch_api.jsonl import BatchFile, validate
+from sglang_batch.batch_api.line_checks import LineRules
+from sglang_batch.batch_api.lines import invalid_line, unrun_line
 
 
 def assert_answered(path: Path) -> None:
-    """A file or errors, never an exception; what is accepted can be answered."""
+    """A file or errors, never an exception, and accepted lines can be answered."""
     for rules in (RULES, LineRules(require_model=False)):
         result = validate(path, rules)
         if isinstance(result, BatchFile):
@@ -27,9 +28,20 @@ def assert_answered(path: Path) -> None:
                     line = json.loads(unrun_line(request, "batch_1", "code", "message"))
                     assert line["custom_id"] == request.custom_id
         else:
-            assert result
+            assert result.listed
             # As they are stored and sent.
-            json.dumps([str(error) for error in result], ensure_ascii=False).encode()
+            listed = [str(error) for error in result.listed]
+            json.dumps(listed, ensure_ascii=False).encode()
+        kept = validate(path, rules, skip_invalid=True)
+        assert isinstance(kept, BatchFile)
+        with kept.closing():
+            for index in range(len(kept)):
+                if (error := kept.invalid.get(index)) is None:
+                    assert kept[index].custom_id == kept.custom_id(index)
+                    continue
+                custom_id, message = kept.custom_id(index), error.message
+                line = invalid_line(index, custom_id, "batch_1", error.code, message)
+                assert json.loads(line)["response"]["status_code"] == 400
 
 
 JSON_VALUES: st.SearchStrategy[Any] = st.recursive(

@@ -1,4 +1,4 @@
-"""Each rule of the contract: one bad line, and what is said of it."""
+"""Each rule of the contract: one bad line, and its error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from builders import CHAT, MODEL, make_body, make_file, make_line
 from jsonl_files import RULES, custom_ids_of, errors_of
 
-from sglang_batch.batch_api.jsonl import LineError
+from sglang_batch.batch_api.line_checks import LineError
 
 MISSING = "Missing required parameter: '{}'."
 CUSTOM_ID = "'custom_id' must be a string of 1 to 512 characters that UTF-8 can hold."

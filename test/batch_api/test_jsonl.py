@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 from builders import CHAT, MODEL, make_body, make_file, make_line, make_lines
 from jsonl_files import RULES, custom_ids_of, errors_of
 
-from sglang_batch.batch_api.jsonl import BatchFile, LineError, LineRules, validate
+from sglang_batch.batch_api import jsonl
+from sglang_batch.batch_api.jsonl import BatchFile, FileErrors, count_lines, validate
+from sglang_batch.batch_api.line_checks import LineError, LineRules
 
 # Rules --------------------------------------------------------------------------
 
@@ -51,9 +54,9 @@ def test_a_further_check_sees_url_and_body_of_lines_that_are_well_formed(
 ) -> None:
     seen = []
 
-    def check(url: str, body: bytes) -> tuple[str, str | None] | None:
+    def check(url: str, body: bytes) -> list[tuple[str, str | None]]:
         seen.append((url, json.loads(body)))
-        return ("Too hot.", "body.temperature") if b"temperature" in body else None
+        return [("Too hot.", "body.temperature")] if b"temperature" in body else []
 
     hot = make_body(temperature=9)
     lines = [make_line("a"), make_line("b", body=hot), make_line("c", without="url")]
@@ -107,6 +110,29 @@ def test_the_cap_is_kept_where_one_line_has_several_errors(tmp_path: Path) -> No
     assert len(errors_of(path, replace(RULES, max_errors=6))) == 6
 
 
+def test_errors_are_counted_though_they_are_not_listed(tmp_path: Path) -> None:
+    lines = ["bad"] * 150 + [make_line("same")] * 150 + [make_line("c", url="/no")] * 5
+    found = validate(make_file(tmp_path, lines), RULES)
+    assert isinstance(found, FileErrors)
+    assert len(found.listed) == 100
+    assert found.by_code == {
+        "invalid_json_line": 150,
+        "duplicate_custom_id": 149 + 4,
+        "invalid_url": 5,
+    }
+    assert (found.total, found.num_bad_lines, found.num_lines) == (308, 304, 305)
+
+
+@pytest.mark.parametrize("url", ["/score", "/rerank", "/v2/rerank"])
+def test_other_names_of_an_endpoint_are_understood(tmp_path: Path, url: str) -> None:
+    bodies = {"query": "q", "documents": ["d"], "items": ["i"]}
+    path = make_file(tmp_path, [make_line(url=url, body=bodies)])
+    found = validate(path, LineRules(require_model=False))
+    assert isinstance(found, BatchFile), found
+    with found.closing():
+        assert found[0].url == f"/v1/{url.rsplit('/', 1)[-1]}"
+
+
 # Duplicates ---------------------------------------------------------------------
 
 
@@ -134,6 +160,19 @@ def test_custom_ids_that_differ_in_one_character_are_not_duplicates(
 ) -> None:
     ids = ["a", "A", "a ", " a", "a\0", "\u00e9", "e\u0301", "line 3", "id a"]
     assert custom_ids_of(make_file(tmp_path, map(make_line, ids))) == ids
+
+
+def test_a_bad_line_that_is_skipped_leaves_its_custom_id_to_a_good_one(
+    tmp_path: Path,
+) -> None:
+    lines = [make_line("a", method="GET"), make_line("a"), make_line("a")]
+    path = make_file(tmp_path, lines)
+    kept = validate(path, LineRules(), skip_invalid=True)
+    assert isinstance(kept, BatchFile)
+    codes = {index: error.code for index, error in kept.invalid.items()}
+    assert codes == {0: "invalid_method", 2: "duplicate_custom_id"}
+    message = kept.invalid[2].message
+    assert "line 2" in message
 
 
 def test_lines_without_a_usable_custom_id_are_not_duplicates_of_each_other(
@@ -245,3 +284,26 @@ def test_the_model_of_a_file_is_that_of_its_first_line(tmp_path: Path) -> None:
     assert isinstance(result, BatchFile)
     with result.closing():
         assert result.model() == "one"
+
+
+def test_lines_are_counted_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = b"ab\n\n  \ncdefghijklm\n \r \n" + b"n" * 10 + b" " * 10 + b"\n       \nx"
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(data)
+    for size in (1, 2, 3, 5, 1 << 20):
+        monkeypatch.setattr(jsonl, "_BLOCK_BYTES", size)
+        with open(path, "rb") as file:
+            assert count_lines(file) == 4
+
+
+def test_a_long_line_is_counted_in_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    with open(path, "wb") as file:
+        file.truncate(64 << 20)
+    tracemalloc.start()
+    with open(path, "rb") as file:
+        assert count_lines(file) == 1
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()

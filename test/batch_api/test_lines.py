@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from builders import make_output, make_request
 
 from sglang_batch.batch_api.lines import (
     InvalidLine,
+    ResultLine,
     decode_envelope,
+    invalid_line,
     loads_lenient,
     result_line,
     unrun_line,
 )
 from sglang_batch.batch_api.protocol import error_body
-from sglang_batch.request import RequestOutput
+from sglang_batch.request import RequestOutput, engine_request_id
 
 
 def parse(line: bytes) -> dict[str, Any]:
@@ -34,6 +37,25 @@ def test_an_answer_has_its_body_as_an_object_and_no_error() -> None:
     assert line["custom_id"] == "a"
     assert line["response"] == {"status_code": 200, "request_id": "req-7", "body": body}
     assert line["error"] is None
+
+
+@pytest.mark.parametrize("index", [0, 17, 99_999_999, 123_456_789])
+def test_a_line_and_its_request_have_the_same_number(index: int) -> None:
+    request = make_request(index=index)
+    rid = engine_request_id("batch_1", index)
+    answered = result_line(request, "batch_1", RequestOutput(200, rid, b"{}"))
+    invalid = invalid_line(index, "a", "batch_1", "code", "message")
+    unrun = unrun_line(request, "batch_1", "code", "message")
+    for written in (answered, invalid, unrun):
+        line = parse(written)
+        assert line["id"] == f"batch_req_{rid.removeprefix('batch_')}"
+        assert line["response"] is None or line["response"]["request_id"] == rid
+        assert msgspec.json.decode(written, type=ResultLine).index == index
+
+
+def test_the_number_of_a_line_of_an_earlier_release_is_read() -> None:
+    earlier = ResultLine("batch_req_ff00000011", "a", None, None)
+    assert earlier.index == 17
 
 
 def test_a_failed_request_has_its_error_inside_the_response() -> None:
@@ -77,7 +99,7 @@ def test_only_the_keys_that_are_there_are_found() -> None:
 
 
 @pytest.mark.parametrize("line", [b"", b"[]", b"1", b"{", b'{"body": 1e}', b"\xff"])
-def test_what_is_no_json_object_is_an_invalid_line(line: bytes) -> None:
+def test_a_line_that_is_no_json_object_is_invalid(line: bytes) -> None:
     with pytest.raises(InvalidLine):
         decode_envelope(line)
 
@@ -85,7 +107,7 @@ def test_what_is_no_json_object_is_an_invalid_line(line: bytes) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"{", b"\xff", "1".encode("utf-16"), b"[" * 100_000]
 )
-def test_what_cannot_be_parsed_is_a_value_error(data: bytes) -> None:
+def test_unparseable_json_is_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError):
         loads_lenient(data)
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from builders import make_line
 
-from sglang_batch.batch_api.jsonl import LineError
+from sglang_batch.batch_api import protocol
+from sglang_batch.batch_api.line_checks import LineError
 from sglang_batch.batch_api.message_batches import (
-    ENDED_STATUSES,
     message_batch_object,
     rejected_line,
 )
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 def result_line(
     index: int, status_code: int = 200, body: object = None, code: str | None = None
 ) -> bytes:
-    """A line of an output or error file; ``code`` makes it one that never ran."""
+    """A line of an output or error file; ``code`` is for one that never ran."""
     response = {"status_code": status_code, "request_id": "rid", "body": body}
     line = {
         "id": f"batch_req_{'f' * 32}{index:08x}",
@@ -64,7 +64,7 @@ def test_answers_and_errors_come_in_the_order_of_the_requests() -> None:
     assert found[1][1] == {"type": "succeeded", "message": {"id": 1}}
 
 
-def test_rejected_requests_stand_where_they_were_among_the_others() -> None:
+def test_rejected_requests_keep_their_positions_among_the_others() -> None:
     error = LineError("model_not_found", "No such model.")
     rejected = [rejected_line(f"x{i}", i, error) for i in (0, 2, 3, 6)]
     outputs = [result_line(i) for i in range(3)]
@@ -97,7 +97,7 @@ def test_rejected_requests_stand_where_they_were_among_the_others() -> None:
         (result_line(0, 400, "text"), ("invalid_request_error", "The request failed.")),
     ],
 )
-def test_what_did_not_succeed_says_why(line: bytes, result: Any) -> None:
+def test_a_result_without_success_gives_the_reason(line: bytes, result: Any) -> None:
     [(_, found)] = read(results([], [line], []))
     if isinstance(result, tuple):
         assert set(found) == {"type", "error"}
@@ -152,7 +152,7 @@ def test_counts_add_up_and_say_nothing_before_the_end(
     shown = message_batch_object(row, "http://host/root/")
     found = {name: n for name, n in shown["request_counts"].items() if n}
     assert found == counts
-    ended = status in ENDED_STATUSES
+    ended = status in protocol.ENDED_STATUSES
     assert shown["processing_status"] == ("ended" if ended else "in_progress")
     assert shown["ended_at"] == ("1970-01-01T00:01:00Z" if ended else None)
     url = "http://host/root/v1/messages/batches/msgbatch_1/results"

@@ -8,13 +8,13 @@ import fsspec
 import pytest
 from web_server import WebFiles, web_files
 
-from sglang_batch.inputs import remote
+from sglang_batch.inputs import urls
 
 
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebFiles]:
-    """A web server; who finds it failing does not wait to try again."""
-    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.0)
+    """A web server. Failed calls are repeated without a pause."""
+    monkeypatch.setattr(urls, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with web_files() as server:
         yield server

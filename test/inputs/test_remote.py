@@ -1,4 +1,4 @@
-"""URLs: fetched once, uploaded with patience, never written down with their secrets."""
+"""URLs: fetched once, uploaded with retries, never stored with their secrets."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 from builders import make_file
-from input_files import batch_lines, ids_of_lines, packed, staged
+from huggingface_hub import constants
+from input_files import QUESTION, batch_lines, ids_of_lines, packed, staged
 from web_server import WebFiles
 
 from sglang_batch.errors import ConfigError, InputError, StoreError
-from sglang_batch.inputs import remote
-from sglang_batch.inputs.sources import InputOptions, check
+from sglang_batch.inputs import urls
+from sglang_batch.inputs.input_sources import input_sources
+from sglang_batch.inputs.job_input import JobInput
 
 SIGNED = "?X-Amz-Signature={}&X-Amz-Date={}"
 
@@ -45,40 +47,48 @@ def test_web_and_memory_and_local_files_are_one_input(
     assert ids_of_lines(found) == ["a", "b", "c"]
 
 
-def test_fetching_tries_again_where_that_may_help(
+def test_downloads_are_retried_after_temporary_errors(
     tmp_path: Path, web: WebFiles
 ) -> None:
     web.files["/a"] = batch_lines("a")
     web.failing = [503, 429, 500, 502]
     assert ids_of_lines(staged(tmp_path, web.url("/a"))) == ["a"]
-    assert len(web.log) == remote.TRIES
+    assert len(web.log) == urls.MAX_ATTEMPTS
     for status in (503, 404):
         web.log.clear()
         web.failing = [status] * 9
         with pytest.raises(InputError) as error:
             staged(tmp_path, web.url("/b?X-Amz-Signature=secret"))
         assert f"cannot fetch {web.url('/b')}: HTTP {status}" in str(error.value)
-        assert len(web.log) == (remote.TRIES if status == 503 else 1)
+        assert len(web.log) == (urls.MAX_ATTEMPTS if status == 503 else 1)
     with pytest.raises(InputError, match="cannot fetch memory://none/x: FileNotFound"):
         staged(tmp_path, "memory://none/x")
 
 
-def test_uploading_tries_again_where_that_may_help(
+def test_uploads_are_retried_after_temporary_errors(
     tmp_path: Path, web: WebFiles, memory: Any
 ) -> None:
     path = make_file(tmp_path, b"results", "out.jsonl")
     web.failing = [500, 503, 503, 503]
-    remote.upload(path, web.url("/out?sig=secret"))
+    urls.upload(path, web.url("/out?sig=secret"))
     assert web.files["/out"] == b"results"
-    assert len(web.log) == remote.TRIES
+    assert len(web.log) == urls.MAX_ATTEMPTS
     web.failing = [403]
     with pytest.raises(StoreError) as error:
-        remote.upload(path, web.url("/out?sig=secret"))
+        urls.upload(path, web.url("/out?sig=secret"))
     assert f"cannot upload to {web.url('/out')}: HTTP 403" in str(error.value)
     assert f"safe in {path}" in str(error.value)
-    assert len(web.log) == remote.TRIES + 1
-    remote.upload(path, "memory://bucket/out")
+    assert len(web.log) == urls.MAX_ATTEMPTS + 1
+    urls.upload(path, "memory://bucket/out")
     assert memory.cat("/bucket/out") == b"results"
+
+
+def test_a_table_behind_a_signed_url_needs_a_template(
+    tmp_path: Path, web: WebFiles
+) -> None:
+    web.files["/t.csv"] = b"question\nWhy?\n"
+    with pytest.raises(ConfigError, match=r"/t\.csv is a table: .* --template"):
+        staged(tmp_path, web.url("/t.csv") + SIGNED.format("secret", 1))
 
 
 @pytest.mark.parametrize(
@@ -94,12 +104,57 @@ def test_a_missing_package_is_named(
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
     with pytest.raises(ConfigError, match=f"pip install {package}"):
-        check(InputOptions((f"{scheme}://bucket/key",)))
+        JobInput(input_sources((f"{scheme}://bucket/key",))).check()
 
 
 def test_a_url_is_shown_without_its_secrets() -> None:
     url = "https://user:word@host:8/a/b.jsonl?X-Amz-Signature=s"
-    assert remote.shown(url) == "https://host:8/a/b.jsonl"
+    assert urls.shown(url) == "https://host:8/a/b.jsonl"
     same = "https://host:8/a/b.jsonl?X-Amz-Signature=t&Expires=5"
-    assert remote.fingerprint(url) == remote.fingerprint(same)
-    assert remote.fingerprint(url) != remote.fingerprint(same + "&part=2")
+    assert urls.fingerprint(url) == urls.fingerprint(same)
+    assert urls.fingerprint(url) != urls.fingerprint(same + "&part=2")
+
+
+# Datasets ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(web: WebFiles, monkeypatch: pytest.MonkeyPatch) -> WebFiles:
+    """A Hugging Face hub that has one dataset, and keeps no data of it."""
+    monkeypatch.setattr(constants, "ENDPOINT", web.url(""))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    web.files["/api/datasets/org/there"] = b'{"id": "org/there", "siblings": []}'
+    return web
+
+
+def check_dataset(name: str) -> None:
+    [source] = input_sources([f"hf-dataset:{name}"])
+    source.check_exists()
+
+
+def test_a_mistyped_dataset_is_named_after_one_call(hub: WebFiles) -> None:
+    check_dataset("org/there:config:train")
+    with pytest.raises(InputError, match=r"org/their: .* no such dataset"):
+        check_dataset("org/their")
+    calls = [path for _, path in hub.log if path.startswith("/api/datasets")]
+    assert calls == ["/api/datasets/org/there", "/api/datasets/org/their"]
+
+
+@pytest.mark.parametrize("name", ["./questions", "/no/such/folder", "a/b/c"])
+def test_a_directory_that_is_not_there_is_named_without_a_call(
+    hub: WebFiles, name: str
+) -> None:
+    with pytest.raises(InputError, match=f"there is no directory {name}"):
+        check_dataset(name)
+    assert hub.log == []
+
+
+def test_a_hub_out_of_reach_is_reported_at_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(InputError, match="hub cannot be reached"):
+        staged(tmp_path, "hf-dataset:org/there", template=QUESTION)
+    assert list((tmp_path / "job").iterdir()) == []

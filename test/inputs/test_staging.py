@@ -14,15 +14,22 @@ import pytest
 from builders import make_file, make_line
 from input_files import QUESTION, batch_lines, ids_of_lines, packed, staged
 
-from sglang_batch.batch_api.jsonl import LineRules
+from sglang_batch.batch_api.line_checks import LineRules
 from sglang_batch.errors import ConfigError, InputError
 from sglang_batch.inputs import staging
-from sglang_batch.inputs.sources import InputOptions, check
+from sglang_batch.inputs.input_sources import (
+    DatasetSource,
+    InputSource,
+    LocalFileSource,
+    StreamSource,
+    UrlSource,
+    input_sources,
+)
+from sglang_batch.inputs.job_input import JobInput
 from sglang_batch.inputs.staging import Staging
-from sglang_batch.run import validated_file
 
 
-def test_a_single_file_of_lines_is_used_where_it_lies(tmp_path: Path) -> None:
+def test_a_single_file_of_lines_is_used_in_place(tmp_path: Path) -> None:
     path = make_file(tmp_path, batch_lines("a"))
     found = staged(tmp_path, path)
     assert found.path == path
@@ -37,7 +44,7 @@ def test_inputs_are_joined_in_their_order_and_lines_keep_their_names(
     first = make_file(
         tmp_path, b"\xef\xbb\xbf\n" + batch_lines("a", "b").rstrip(b"\n"), "1.jsonl"
     )
-    # Two members or frames, as `cat` makes of two files.
+    # Two members or frames, like two files joined by `cat`.
     parts = [packed(batch_lines(each), suffix) for each in ("c", "d")]
     second = make_file(tmp_path, b"".join(parts), f"2.jsonl{suffix}")
     third = make_file(tmp_path, packed(batch_lines("e"), suffix), "3.jsonl")
@@ -52,15 +59,15 @@ def test_inputs_are_joined_in_their_order_and_lines_keep_their_names(
     assert found.sha256() == hashlib.sha256(found.path.read_bytes()).hexdigest()
 
 
-def test_an_error_names_the_file_and_the_line_of_it(tmp_path: Path) -> None:
+def test_an_error_names_the_file_and_its_line(tmp_path: Path) -> None:
     first = make_file(tmp_path, batch_lines("a", "b"), "1.jsonl")
     bad = b"nope\n\n" + batch_lines("b")
     second = make_file(tmp_path, packed(bad, ".gz"), "2.jsonl.gz")
     found = staged(tmp_path, first, second)
     with pytest.raises(InputError) as error:
-        validated_file(found, LineRules())
+        found.requests(LineRules())
     head, *said = str(error.value).splitlines()
-    assert head == "1.jsonl and 1 more cannot be run:"
+    assert head == ("1.jsonl and 1 more cannot be run: 2 of 4 lines cannot be used.")
     assert said[0].startswith(f"  {second}, line 1: This line is not parseable")
     assert said[1].startswith(
         f"  {second}, line 3: The custom_id of this request is that of {first}, line 2 "
@@ -78,25 +85,25 @@ def test_only_the_first_requests_are_taken(tmp_path: Path, most: int, ids: str) 
     assert found.path != first
 
 
-# What was brought before ----------------------------------------------------------
+# Staged by an earlier run -----------------------------------------------------------
 
 
-def test_what_was_brought_is_not_read_again_until_it_changes(
+def test_a_staged_input_is_not_read_again_until_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_file(tmp_path, packed(batch_lines("a"), ".gz"), "1.jsonl.gz")
     made = []
     make = Staging._make
 
-    def counted(self: Staging, options: InputOptions) -> staging.Manifest:
-        made.append(options)
-        return make(self, options)
+    def counted(self: Staging, job_input: JobInput) -> staging.Manifest:
+        made.append(job_input)
+        return make(self, job_input)
 
     monkeypatch.setattr(Staging, "_make", counted)
     first = staged(tmp_path, path)
     assert staged(tmp_path, path) == first
     assert len(made) == 1
-    (tmp_path / "job" / "input.jsonl").write_bytes(b"half")  # cut off by something
+    (tmp_path / "job" / "input.jsonl").write_bytes(b"half")  # truncated
     assert staged(tmp_path, path) == first
     path.write_bytes(packed(batch_lines("b", "c"), ".gz"))
     assert ids_of_lines(staged(tmp_path, path)) == ["b", "c"]
@@ -128,20 +135,50 @@ def test_standard_input_is_read_to_its_end_each_time(
     assert sums[0] == sums[1] != sums[2]
 
 
-def test_a_pipe_is_read_as_standard_input_is(tmp_path: Path) -> None:
+def test_a_pipe_is_read_like_standard_input(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     data = batch_lines("a", "b")
     writer = threading.Thread(target=lambda: pipe.write_bytes(data))
     writer.start()
     try:
-        check(InputOptions((str(pipe),)))
+        JobInput(input_sources((str(pipe),))).check()
         assert ids_of_lines(staged(tmp_path, pipe)) == ["a", "b"]
     finally:
         writer.join()
 
 
-# What is refused --------------------------------------------------------------------
+# Kinds of inputs -------------------------------------------------------------------
+
+
+def test_each_name_is_resolved_to_one_kind(tmp_path: Path) -> None:
+    pipe, saved = tmp_path / "pipe", tmp_path / "saved"
+    os.mkfifo(pipe)
+    saved.mkdir()
+    (saved / "state.json").touch()
+    names: dict[str, tuple[type[InputSource], str]] = {
+        "-": (StreamSource, "standard input"),
+        str(pipe): (StreamSource, "pipe"),
+        "s3://bucket/a.jsonl?versionId=1": (UrlSource, "a.jsonl"),
+        "hf-dataset:org/name": (DatasetSource, "hf-dataset:org/name"),
+        str(saved): (DatasetSource, str(saved)),
+        str(tmp_path / "none.jsonl"): (LocalFileSource, "none.jsonl"),
+    }
+    found = input_sources(names)
+    assert [(type(each), each.short_title) for each in found] == [*names.values()]
+    assert [each.repeatable for each in found] == [False, False, *[True] * 4]
+
+
+def test_a_changed_file_is_noticed_by_its_identity(tmp_path: Path) -> None:
+    path = tmp_path / "of:today.jsonl"
+    path.write_bytes(b"1")
+    [source] = input_sources([str(path)])
+    before = source.identity()
+    path.write_bytes(b"12")
+    assert source.identity() != before
+
+
+# Refused inputs ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -173,19 +210,19 @@ def test_names_that_cannot_be_used_are_refused_at_once(tmp_path: Path) -> None:
     for names, said in {
         (here, missing): f"input file {missing} does not exist.",
         (here, here): "is named twice",
-        (here, str(tmp_path)): "is a directory and no saved dataset",
+        (here, str(tmp_path)): "is a directory, but not a saved dataset",
     }.items():
         with pytest.raises(InputError, match=said):
-            check(InputOptions(names))
+            JobInput(input_sources(names)).check()
     for names, said in {
         ("-", here, "-"): "only once",
         ("hf-dataset:name",): "--template",
         ("foo://bucket/key",): "foo://bucket/key cannot be used: Protocol not known",
     }.items():
         with pytest.raises(ConfigError, match=said):
-            check(InputOptions(names))
+            JobInput(input_sources(names)).check()
     for name in ("hf-dataset:", "hf-dataset:a:b:c:d"):
         with pytest.raises(ConfigError, match="must be hf-dataset:NAME"):
-            check(InputOptions((name,), QUESTION))
-    with pytest.raises(ConfigError, match="--id-column has a use only"):
-        check(InputOptions((here,), id_column="id"))
+            JobInput(input_sources((name,)), QUESTION).check()
+    with pytest.raises(ConfigError, match="--id-column can be used only"):
+        JobInput(input_sources((here,)), id_column="id").check()

@@ -45,7 +45,7 @@ def test_rows_of_binary_tables_keep_their_types(tmp_path: Path, name: str) -> No
         {"prompt": "{{question}}", "x": ["{{n}}", "{{at}}", "{{tags}}"]}
     )
     found = staged(
-        tmp_path, path, template=template, id_column="id", url="/v1/completions"
+        tmp_path, path, template=template, id_column="id", endpoint="/v1/completions"
     )
     lines = lines_of(found)
     assert [line["custom_id"] for line in lines] == ["x", "y", "z"]
@@ -75,7 +75,7 @@ def test_rows_of_text_tables(
     assert ids_of_lines(found) == ["0", "1"]
 
 
-def test_numbers_of_rows_go_on_over_all_tables(tmp_path: Path) -> None:
+def test_row_numbers_continue_across_tables(tmp_path: Path) -> None:
     first = make_file(tmp_path, b"question\na\nb\n", "a.csv")
     second = make_file(tmp_path, b"question\nc\n", "b.csv")
     found = staged(tmp_path, first, second, template=QUESTION)
@@ -84,7 +84,7 @@ def test_numbers_of_rows_go_on_over_all_tables(tmp_path: Path) -> None:
     assert found.line_name(3) == f"{second}, row 0"
 
 
-def test_only_so_many_rows_are_read(tmp_path: Path) -> None:
+def test_only_the_first_rows_are_read(tmp_path: Path) -> None:
     path = make_file(tmp_path, b"question\na\nb,too,many\n", "a.csv")
     found = staged(tmp_path, path, tmp_path / "none", template=QUESTION, max_requests=1)
     assert contents_of(found) == ["a"]
@@ -102,7 +102,7 @@ HAS = "has no column 'question'; it has 'text'."
         ("t.csv", b"question,b\n1,2\n1\n", "line 3: 1 values for 2 columns."),
         ("t.csv", b'question\n"a', "line 2: unexpected end of data"),
         ("t.csv", b"question\n\xff", "t.csv is not UTF-8"),
-        ("t.jsonl", b'{"question": 1}\n[]\n', "t.jsonl, line 2: this is no JSON object"),
+        ("t.jsonl", b'{"question": 1}\n[]\n', "t.jsonl, line 2: this is not a JSON object"),
         ("t.parquet", b"PAR1 but not really", "t.parquet cannot be read as Parquet:"),
         ("t.arrow", b"ARROW1 but not really", "t.arrow cannot be read as Arrow:"),
         ("t.arrow", b"nothing of the kind", "t.arrow cannot be read as Arrow:"),
@@ -139,7 +139,7 @@ def test_a_table_needs_a_template(tmp_path: Path) -> None:
 
 
 def saved(directory: Path, *splits: str) -> Path:
-    """A dataset on disk, one of splits if any are named."""
+    """A dataset on disk, with the named splits if there are any."""
     import datasets
 
     def rows(split: str) -> Any:

@@ -1,4 +1,4 @@
-"""Templates: what a row becomes."""
+"""Templates: the requests made from rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_batch.errors import ConfigError, InputError
+from sglang_batch.inputs.cell_values import text_of
 from sglang_batch.inputs.template import Template
-from sglang_batch.inputs.values import text_of
 
 
 def filled(body: dict[str, Any], **row: Any) -> Any:
@@ -67,7 +67,7 @@ def test_values_of_all_kinds(value: object, as_json: object, as_text: str) -> No
 
 @pytest.mark.parametrize("value", [b"x", [b"x"], float("inf"), object()])
 @pytest.mark.parametrize("text", ["{{picture}}", "see {{picture}}"])
-def test_what_json_cannot_hold_is_refused_with_its_column(
+def test_values_that_json_cannot_hold_are_refused_with_their_column(
     value: object, text: str
 ) -> None:
     with pytest.raises(InputError, match="column 'picture' holds"):
@@ -103,7 +103,7 @@ def without_nan(value: Any) -> Any:
 
 
 def substituted(value: Any, row: dict[str, Any]) -> Any:
-    """The same by walking over values instead of joining pieces of JSON."""
+    """The expected result, by walking over values instead of joining JSON."""
     if isinstance(value, dict):
         return {key: substituted(item, row) for key, item in value.items()}
     if isinstance(value, list):
@@ -122,7 +122,7 @@ def test_any_template_with_any_values_is_json_of_the_values(
     body = {"part": part, "used": "{{a}}"}
     template = Template(body)
     if not template.columns <= {"a", "b"}:
-        return  # a text happened to hold another placeholder
+        return  # a string happens to contain another placeholder
     row = {"a": a, "b": b}
     text = template.fill(row)
     assert json.loads(text) == substituted(body, row)
@@ -151,9 +151,9 @@ def test_a_bad_template_is_refused(text: str, said: str) -> None:
 
 
 @pytest.mark.parametrize("write", [lambda path: path.write_bytes(b"\xff")])
-def test_a_template_of_no_text_is_refused(
+def test_a_template_file_that_is_not_utf8_is_refused(
     tmp_path: Path, write: Callable[[Path], object]
 ) -> None:
     write(tmp_path / "t.json")
-    with pytest.raises(ConfigError, match="is no text"):
+    with pytest.raises(ConfigError, match="is not UTF-8"):
         Template.parse(f"@{tmp_path / 't.json'}")

@@ -19,7 +19,7 @@ def real_batch(
     dtype: torch.dtype = torch.bfloat16,
     room: int = 64,
 ) -> Batch:
-    """Groups of decodes below one prefix each, and a prefill chunk beside them."""
+    """Groups of decodes below one prefix each, and a prefill chunk."""
     torch.manual_seed(0)
     decodes = groups * siblings
     q_len = [1] * decodes + ([chunk] if chunk else [])
@@ -28,7 +28,7 @@ def real_batch(
     )
     nodes = [i % groups for i in range(decodes)] + ([0] if chunk else [])
     kv_len = ints([prefix + size for size in own_len])
-    # Whole pages of a prefix are shared; the page behind it is each request's own.
+    # Whole pages of a prefix are shared. The page after it belongs to one request.
     shared_pages = prefix // page_size
     width = -(-(int(kv_len.max()) + room) // page_size)
     own_pages = width - shared_pages
@@ -55,7 +55,7 @@ def real_batch(
 
 
 def assert_near(batch: Batch, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Within 1e-2 of the norm of the float32 truth; lse within 1e-2."""
+    """Check out within 1e-2 of the norm of the float32 reference, lse within 1e-2."""
     wanted, wanted_lse = batch.truth()
     assert_output_near(out, wanted)
     torch.testing.assert_close(lse, wanted_lse, atol=1e-2, rtol=1e-2)

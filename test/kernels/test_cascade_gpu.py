@@ -1,4 +1,4 @@
-"""FlashInfer's cascade runs our plans, at real sizes; needs an NVIDIA GPU."""
+"""FlashInfer's cascade runs our plans at real sizes. Needs an NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from attention_cases import Batch, ints, make_planner
 from gpu_batches import assert_output_near, real_batch
 
-from sgl_kernel_ext.shared_prefix_attention import Plan
+from sgl_kernel_ext.shared_prefix_attention import AttentionPlan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("accelerator")]
 
 
 @pytest.fixture
 def cascade_class(accelerator: None) -> Any:
-    """The class under test; skip where FlashInfer is not."""
+    """The class under test. Skips if FlashInfer is not installed."""
     if torch.version.hip is not None:
         pytest.skip("FlashInfer has no kernels for ROCm")
     with warnings.catch_warnings():
@@ -29,11 +29,11 @@ def cascade_class(accelerator: None) -> Any:
             importlib.import_module("flashinfer")
         except ImportError as error:
             pytest.skip(f"FlashInfer cannot be imported: {error}")
-        return importlib.import_module("sglang_batch.srt.cascade").Cascade
+        return importlib.import_module("sglang_batch.srt.attention.cascade").Cascade
 
 
 def in_two_levels(batch: Batch, groups: int) -> Batch:
-    """The same KV; of every four of a group two share all that they can, one the first
+    """The same KV. Of every four of a group two share all that they can, one the first
     half of it, and one nothing."""
     group, sibling = batch.request_node, np.arange(len(batch.q_len)) // groups
     kind = sibling % 4
@@ -46,7 +46,7 @@ def in_two_levels(batch: Batch, groups: int) -> Batch:
     )
 
 
-def check(cascade: Any, batch: Batch, plan: Plan) -> None:
+def check(cascade: Any, batch: Batch, plan: AttentionPlan) -> None:
     """A step of two layers, in tensors with padding behind."""
     cascade.prepare(
         plan, batch.q_len, batch.kv_len, batch.table_row, batch.node_end, batch.table
@@ -111,5 +111,5 @@ def test_steps_one_after_the_other(cascade_class: Any) -> None:
         plan = planner.plan(*each.planned())
         for grown in (0, 1, 33):
             now = each.grown([grown] * len(each.q_len))
-            assert plan.still_good(now.kv_len)
+            assert plan.still_valid(now.kv_len)
             check(cascade, now, plan)

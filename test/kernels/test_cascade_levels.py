@@ -21,11 +21,11 @@ from hypothesis import given, settings
 from partial_attention import attend_span
 
 from sgl_kernel_ext.merge_state import merge_state_ref
-from sgl_kernel_ext.shared_prefix_attention import Level, Plan, cascade_levels
+from sgl_kernel_ext.shared_prefix_attention import AttentionPlan, Level, cascade_levels
 
 
-def levels_of(batch: Batch, plan: Plan) -> list[Level]:
-    """The plan's levels for the batch's lengths; what each level may be is checked."""
+def levels_of(batch: Batch, plan: AttentionPlan) -> list[Level]:
+    """The plan's levels for the batch's lengths, after a check of every level."""
     levels = cascade_levels(
         plan, batch.q_len, batch.kv_len, batch.table_row, batch.node_end
     )
@@ -50,7 +50,7 @@ def slots(batch: Batch, row: int, begin: int, end: int) -> torch.Tensor:
     return page * batch.page_size + at % batch.page_size
 
 
-def check_spans(batch: Batch, plan: Plan, levels: list[Level]) -> None:
+def check_spans(batch: Batch, plan: AttentionPlan, levels: list[Level]) -> None:
     """A token's spans over all levels are its own KV from 0 on, without a gap."""
     request = np.repeat(np.arange(len(batch.q_len)), batch.q_len)
     spans: list[list[tuple[int, int]]] = [[] for _ in request]
@@ -75,7 +75,7 @@ def check_spans(batch: Batch, plan: Plan, levels: list[Level]) -> None:
     assert sorted(suffixes.table_row) == sorted(batch.table_row)
 
 
-def check_attention(batch: Batch, plan: Plan, levels: list[Level]) -> None:
+def check_attention(batch: Batch, plan: AttentionPlan, levels: list[Level]) -> None:
     """Attending level by level and merging is attention."""
     q = batch.q[torch.from_numpy(plan.gather).long()]
     out, lse = torch.zeros(q.shape), torch.full(q.shape[:2], -torch.inf)
@@ -95,7 +95,7 @@ def check_attention(batch: Batch, plan: Plan, levels: list[Level]) -> None:
     assert_attention_close(batch, scattered, scattered_lse)
 
 
-def check(batch: Batch, plan: Plan) -> None:
+def check(batch: Batch, plan: AttentionPlan) -> None:
     levels = levels_of(batch, plan)
     check_spans(batch, plan, levels)
     check_attention(batch, plan, levels)
@@ -158,12 +158,12 @@ def test_a_kept_plan_has_the_lengths_of_now() -> None:
     plan = make_planner(batch).plan(*batch.planned())
     for tokens in ([1] * 7, [0, 3, 16, 1, 2, 0, 16]):
         grown = batch.grown(tokens)
-        assert plan.still_good(grown.kv_len)
+        assert plan.still_valid(grown.kv_len)
         check(grown, plan)
 
 
 def test_levels_of_many_requests_are_quick() -> None:
-    """A bound that holds on a slow and busy core; aimed at is 1 ms."""
+    """A bound that holds on a slow and busy core. The target is 1 ms."""
     node_parent = ints([-1] * 8 + [i % 8 for i in range(56)])
     node_end = ints([100] * 8 + [300] * 56)
     request_node = ints([8 + i % 56 for i in range(512)])

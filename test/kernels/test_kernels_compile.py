@@ -1,4 +1,4 @@
-"""The kernels compile for the devices they are meant for; no device is needed."""
+"""The kernels compile for the supported devices. No device is needed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sgl_kernel_ext.merge_state.kernel import merge_parts_kernel, merge_state_kernel
+from sgl_kernel_ext.merge_state.merge_state_kernel import (
+    merge_parts_kernel,
+    merge_state_kernel,
+)
 from sgl_kernel_ext.shared_prefix_attention.configs import pick_tiles
-from sgl_kernel_ext.shared_prefix_attention.kernel import (
+from sgl_kernel_ext.shared_prefix_attention.shared_prefix_kernel import (
     shared_prefix_attention_kernel,
 )
 from sgl_kernel_ext.utils import next_power_of_two

@@ -1,4 +1,4 @@
-"""The shared-prefix kernel at real sizes; needs an accelerator."""
+"""The shared-prefix kernel at real sizes. Needs an accelerator."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_graph_replays_grown_and_replanned_batches() -> None:
 
     replay(batch)
     grown = batch.grown([33] * len(batch.q_len))
-    assert plan.still_good(grown.kv_len)
+    assert plan.still_valid(grown.kv_len)
     replay(grown)
     apart = replace(grown, request_node=ints([-1] * len(batch.q_len)))
     planner.plan(*apart.planned())

@@ -18,7 +18,13 @@ from attention_cases import (
     poisoned_outputs,
 )
 
-from sgl_kernel_ext.shared_prefix_attention import Plan, Planner, run, trial, try_out
+from sgl_kernel_ext.shared_prefix_attention import (
+    AttentionPlan,
+    AttentionPlanner,
+    run,
+    trial,
+    try_out,
+)
 from sgl_kernel_ext.shared_prefix_attention import tasks as fields
 
 # Triton 3.6's interpreter reads loop bounds in a way that numpy is about to end.
@@ -27,8 +33,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
-def check_run(batch: Batch, planner: Planner, grid: int | None = None) -> None:
-    """Plan, run into poisoned memory, and compare."""
+def check_run(batch: Batch, planner: AttentionPlanner, grid: int | None = None) -> None:
+    """AttentionPlan, run into poisoned memory, and compare."""
     plan = planner.plan(*batch.planned())
     out, lse = poisoned_outputs(batch, plan)
     run(plan, *batch.tensors(), out, batch.scale, lse=lse, grid=grid)
@@ -108,7 +114,7 @@ def test_a_plan_is_reused_while_decodes_grow() -> None:
     plan = make_planner(batch).plan(*batch.planned())
     for tokens in ([1] * 7, [0, 3, 16, 1, 2, 0, 16]):
         grown = batch.grown(tokens)
-        assert plan.still_good(grown.kv_len)
+        assert plan.still_valid(grown.kv_len)
         out, lse = poisoned_outputs(grown, plan)
         run(plan, *grown.tensors(), out, grown.scale, lse=lse)
         assert_attention_close(grown, out, lse)
@@ -251,7 +257,7 @@ def test_the_kernel_passes_its_trial() -> None:
 
 
 def test_a_wrong_kernel_fails_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgets_a_task(plan: Plan, *args: object, grid: int | None) -> None:
+    def forgets_a_task(plan: AttentionPlan, *args: object, grid: int | None) -> None:
         table = plan.task_table
         table[0, fields.KV_END] = table[0, fields.KV_BEGIN] + 1
         run(plan, *args, grid=grid)  # type: ignore[arg-type]

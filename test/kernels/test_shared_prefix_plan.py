@@ -25,8 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_kernel_ext.shared_prefix_attention import (
-    Plan,
-    Planner,
+    AttentionPlan,
+    AttentionPlanner,
     TileConfig,
     pick_config,
     run_reference,
@@ -42,7 +42,7 @@ def requests_of_tokens(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     return request, context + np.arange(len(request)) - starts
 
 
-def check_covered_once(batch: Batch, plan: Plan) -> None:
+def check_covered_once(batch: Batch, plan: AttentionPlan) -> None:
     """Every token gets each KV position it sees from exactly one task."""
     request, position = requests_of_tokens(batch)
     assert sorted(plan.gather) == list(range(batch.num_tokens))
@@ -83,7 +83,7 @@ def same_kv(batch: Batch, row: int, other: int, begin: int, end: int) -> bool:
     return torch.equal(batch.k_cache[slots[row]], batch.k_cache[slots[other]])
 
 
-def check_reference(batch: Batch, plan: Plan) -> None:
+def check_reference(batch: Batch, plan: AttentionPlan) -> None:
     out, lse = poisoned_outputs(batch, plan)
     run_reference(plan, *batch.tensors(), out, batch.scale, lse=lse)
     assert_attention_close(batch, out, lse)
@@ -128,7 +128,7 @@ def test_tokens_below_a_kept_node_lie_together() -> None:
     batch = make_batch(**FORESTS["three-levels"])  # type: ignore[arg-type]
     plan = make_planner(batch).plan(*batch.planned())
     assert plan.num_kept_nodes == 4
-    # Children first, in the order of their indices; then the node's own requests.
+    # Children first, in the order of their indices, then the node's own requests.
     assert plan.gather.tolist() == [0, 1, 6, 2, 3, 4, 5]
 
 
@@ -181,20 +181,20 @@ def test_one_tail_per_decode_and_none_for_a_chunk() -> None:
     tails = plan.task_table[:, fields.TAIL_OF]
     assert sorted(tails[tails >= 0]) == np.flatnonzero(batch.q_len == 1).tolist()
     assert not plan.reusable
-    assert not plan.still_good(batch.kv_len)
+    assert not plan.still_valid(batch.kv_len)
 
 
 def test_how_long_a_plan_is_good() -> None:
     batch = make_batch(**FORESTS["two-groups"], room=16)  # type: ignore[arg-type]
     plan = make_planner(batch).plan(*batch.planned())
-    assert plan.still_good(batch.kv_len)
+    assert plan.still_valid(batch.kv_len)
     for tokens in ([1] * 7, [0, 3, 16, 1, 2, 0, 16]):
         grown = batch.grown(tokens)
-        assert plan.still_good(grown.kv_len)
+        assert plan.still_valid(grown.kv_len)
         check_reference(grown, plan)
-    assert not plan.still_good(ints(batch.kv_len + 17))
-    assert not plan.still_good(ints(batch.kv_len - np.eye(7)[2]))
-    assert not plan.still_good(batch.kv_len[:-1])
+    assert not plan.still_valid(ints(batch.kv_len + 17))
+    assert not plan.still_valid(ints(batch.kv_len - np.eye(7)[2]))
+    assert not plan.still_valid(batch.kv_len[:-1])
 
 
 def test_estimates() -> None:
@@ -242,7 +242,7 @@ def running(num_requests: int, num_nodes: int) -> tuple[np.ndarray, ...]:
 
 
 def test_planning_is_quick() -> None:
-    """Bounds that hold on a slow and busy core; the times aimed at are 150 and 20 us."""
+    """Bounds that hold on a slow and busy core. The targets are 150 and 20 us."""
     config = replace(
         pick_config(torch.device("cpu"), 128, 2),
         num_sms=132,
@@ -250,7 +250,7 @@ def test_planning_is_quick() -> None:
         items_per_sm=8,
         tiles=TileConfig((64, 64, 64), (3, 3, 3), 4, 8, "for this test"),
     )
-    planner = Planner(
+    planner = AttentionPlanner(
         num_q_heads=32,
         num_kv_heads=8,
         head_dim=128,
@@ -270,7 +270,7 @@ def test_planning_is_quick() -> None:
         began = time.perf_counter()
         plan = planner.plan(*batch)
         planned = time.perf_counter()
-        assert plan.still_good(batch[1])
+        assert plan.still_valid(batch[1])
         times.append(planned - began)
         reuse_times.append(time.perf_counter() - planned)
     assert np.median(times) < 5e-3

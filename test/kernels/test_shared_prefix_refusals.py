@@ -1,4 +1,4 @@
-"""What the planner and run_reference refuse, and what they say."""
+"""Batches that the planner and run_reference refuse, and their errors."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from sglang_batch.planner.cost_model import CostModel
-from sglang_batch.planner.density import LeafWork, leaf_work
-from sglang_batch.planner.prefix_tree import PrefixTree, build_prefix_tree
+from sglang_batch.planner.costs.cost_model import CostModel
+from sglang_batch.planner.costs.tree_work import LeafWork, leaf_work
+from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 
 Prompt = tuple[int, ...]
@@ -58,8 +58,8 @@ def work_of(
     tree: PrefixTree, output_len: Iterable[float], cost: CostModel = COST
 ) -> LeafWork:
     """Work at the leaves, from output lengths by request."""
-    estimate = np.array(list(output_len), dtype=np.float64)
-    return leaf_work(tree, cost, estimate, estimate**2)
+    est_output_len = np.array(list(output_len), dtype=np.float64)
+    return leaf_work(tree, cost, est_output_len, est_output_len**2)
 
 
 def outputs_of(num_requests: int, seed: int, most: int = 30) -> NDArray[np.float64]:

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from sglang_batch.planner.cost_model import CostModel
-from sglang_batch.planner.prefix_tree import PrefixTree, build_prefix_tree
-from sglang_batch.planner.simulator import EngineLimits, Simulation, simulate
+from sglang_batch.planner.costs.cost_model import CostModel
+from sglang_batch.planner.machine_model import EngineLimits
+from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
+from sglang_batch.planner.simulator.simulator import Simulation, simulate
 
 Prompt = tuple[int, ...]
 UNLIMITED = 10**9
@@ -30,7 +31,7 @@ def build(prompts: Sequence[Prompt]) -> PrefixTree:
 
 
 def unit_cost(**fields: Any) -> CostModel:
-    """A token takes a second to compute, its KV ten seconds to read; no overlap."""
+    """A token takes a second to compute, its KV ten seconds to read, without overlap."""
     fields = {"interference_exponent": 1.0, **fields}
     return CostModel(token_time_s=1.0, kv_read_time_s=10.0, **fields)
 
@@ -42,14 +43,14 @@ def own_prompts(*lengths: int) -> list[Prompt]:
 
 @dataclass(frozen=True)
 class Job:
-    """What ``simulate`` is given; ``density`` is for a dual scan."""
+    """Arguments of ``simulate``. ``density`` is for a dual scan."""
 
     prompts: list[Prompt]
     output_len: list[int]
     limits: EngineLimits
     cost: CostModel
     order: list[int]
-    estimate: list[float] | None = None
+    est_output_len: list[float] | None = None
     max_new_tokens: list[int] | None = None
     density: list[float] | None = None
     num_left: int = 0
@@ -73,7 +74,7 @@ class Job:
             self.limits,
             order=np.array(self.order, dtype=np.int64),
             output_len=self.lengths,
-            estimate=floats(self.estimate),
+            est_output_len=floats(self.est_output_len),
             max_new_tokens=None if limit is None else np.array(limit, dtype=np.int32),
             density=floats(self.density),
             num_left=self.num_left,
@@ -87,26 +88,26 @@ def make_job(
     capacity: int = UNLIMITED,
     cost: CostModel | None = None,
     order: Sequence[int] | None = None,
-    estimate: Sequence[float] | None = None,
+    est_output_len: Sequence[float] | None = None,
     density: Sequence[float] | None = None,
     num_left: int = 0,
     **limits: Any,
 ) -> Job:
-    """A job of few words; in input order unless said otherwise."""
+    """A small job, in input order by default."""
     return Job(
         prompts=list(prompts),
         output_len=list(output_len),
         limits=EngineLimits(capacity, **limits),
         cost=cost or unit_cost(),
         order=list(range(len(prompts)) if order is None else order),
-        estimate=None if estimate is None else list(estimate),
+        est_output_len=None if est_output_len is None else list(est_output_len),
         density=None if density is None else list(density),
         num_left=num_left,
     )
 
 
 def run(job: Job) -> Simulation:
-    """Simulate a job; one that hangs fails.
+    """Simulate a job. If it hangs, the test fails.
 
     Compiled code hears no Python signal handler, so it runs in a child process that the
     system's alarm ends.
@@ -163,7 +164,7 @@ EXPONENTS = st.sampled_from([1.0, 1.47, 3.0, np.inf])
 
 @st.composite
 def prompt_lists(draw: st.DrawFn, most: int = 30) -> list[Prompt]:
-    """Prompts of two tokens that continue parts of one another; none is empty."""
+    """Non-empty prompts of two token ids that continue parts of one another."""
     parts = st.tuples(
         st.integers(0, most),
         st.integers(0, 30),
@@ -216,7 +217,9 @@ def jobs(
         limits=limits,
         cost=draw(costs()),
         order=draw(st.permutations(range(n))),
-        estimate=[d * factor for d, factor in zip(output_len, wrong, strict=True)],
+        est_output_len=[
+            d * factor for d, factor in zip(output_len, wrong, strict=True)
+        ],
         max_new_tokens=beyond
         and [d + more for d, more in zip(output_len, beyond, strict=True)],
         density=sorted(density, reverse=True) if dual else None,

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_jobs import Job, build, jobs, run, unit_cost
 
-from sglang_batch.planner.bounds import Bounds, lower_bounds, with_law
-from sglang_batch.planner.cost_model import CostModel
+from sglang_batch.planner.costs.bounds import Bounds, lower_bounds, with_law
+from sglang_batch.planner.costs.cost_model import CostModel
 
-# A token takes 1 s to compute, its KV 10 s to read; no overlap.
+# A token takes 1 s to compute, its KV 10 s to read, without overlap.
 SHARED = [(1, 1, 1, 2), (1, 1, 1, 3)]
 
 

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_batch.errors import ConfigError
-from sglang_batch.planner.cost_model import (
+from sglang_batch.planner.costs.cost_model import (
     CostModel,
     ModelSpec,
     compute_density,
     kv_capacity_tokens,
     overlapped,
 )
-from sglang_batch.planner.hardware import GIB, hardware
+from sglang_batch.planner.costs.hardware import GIB, hardware
 
 # Llama-3.1-8B on an A100 80GB SXM with the paper's rounding.
 LLAMA_8B = ModelSpec(

@@ -20,21 +20,23 @@ from plan_jobs import (
     work_of,
 )
 
-from sglang_batch.planner.cost_model import CostModel
-from sglang_batch.planner.density import (
+from sglang_batch.planner.costs.cost_model import CostModel
+from sglang_batch.planner.costs.tree_work import (
     LeafWork,
-    depth_first,
-    layer_sort,
     leaf_compute,
     leaf_densities,
     leaf_work,
     node_work,
     read_len,
     root_density,
-    smooth_density,
+)
+from sglang_batch.planner.ordering.dual_scan_order import smooth_density
+from sglang_batch.planner.ordering.layer_sort import (
+    depth_first,
+    layer_sort,
     sort_children,
 )
-from sglang_batch.planner.prefix_tree import PrefixTree
+from sglang_batch.planner.prefixes.prefix_tree import PrefixTree
 
 SEEDS = st.integers(0, 99)
 COSTS = st.sampled_from([COST, ATTENTIVE])
@@ -53,8 +55,8 @@ def prefill_s(prompts: list[Prompt], cost: CostModel) -> float:
 
 def test_leaf_work_by_hand_is_in_tree_order() -> None:
     tree = tree_of([(2, 2), (1,)])  # leaf 0 is request 1
-    estimate, estimate_sq = np.array([10.0, 4.0]), np.array([300.0, 16.0])
-    work = leaf_work(tree, COST, estimate, estimate_sq)
+    est_output_len, est_output_len_sq = np.array([10.0, 4.0]), np.array([300.0, 16.0])
+    work = leaf_work(tree, COST, est_output_len, est_output_len_sq)
     assert work.decode_s.tolist() == [4 * 2.0, 10 * 2.0]
     assert work.memory_s.tolist() == [(1 * 4 + 8) * 0.5, (2 * 10 + 150) * 0.5]
     taken = work.take(np.array([1]))

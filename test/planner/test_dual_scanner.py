@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_batch.planner.dual_scanner import (
+from sglang_batch.planner.admission_rules.dual_scanner import (
     ScanBudgets,
     ScanState,
     budgets,
@@ -87,7 +87,7 @@ def test_a_split_is_the_whole(left: float, right: float, target: float) -> None:
 
 
 def test_steady_prefill_tokens() -> None:
-    # 1000 tokens hold 10 requests of 80 + 40/2 in the mean; one of four steps ends one,
+    # 1000 tokens hold 10 requests of 80 + 40/2 on average. One of four steps ends one,
     # for which 80 prompt tokens are computed.
     assert steady_prefill_tokens(1000.0, 80.0, 40.0) == pytest.approx(20.0)
     assert steady_prefill_tokens(1000.0, 80.0, 20.0) == pytest.approx(1000 / 90 * 4)
@@ -106,7 +106,7 @@ def test_a_step_is_brought_to_the_target_density() -> None:
 
 
 def test_attention_counts_with_the_prompt_tokens_and_not_with_the_decodes() -> None:
-    # 408 tokens' time is left beside the decodes.
+    # Next to the decodes there is time for 408 tokens.
     dear = scan(prompt_token_time_s=2 * STATE.token_time_s)
     assert dear.prefill_tokens == pytest.approx(204, abs=1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_batch.errors import ConfigError
-from sglang_batch.planner.hardware import (
+from sglang_batch.planner.costs.hardware import (
     GIB,
     HARDWARE,
     HardwareSpec,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_batch.planner.kv_forecast import (
+from sglang_batch.planner.admission_rules.kv_forecast import (
     NUM_BUCKETS,
     KvForecast,
     add,
@@ -112,7 +112,7 @@ def test_what_was_added_can_be_removed(
 
 
 def test_a_long_request_may_need_later_what_a_short_one_uses() -> None:
-    # Ten tokens a request now; the first one will hold 110.
+    # Ten tokens a request now. The first one will hold 110.
     forecast = forecast_of([Running(0, 10, 100)], longest=100)
     assert forecast.width == 1
     # A token more than the true 2 * 15: a request counts to its bucket's end.
@@ -122,7 +122,7 @@ def test_a_long_request_may_need_later_what_a_short_one_uses() -> None:
 
 def test_a_long_newcomer_takes_the_place_of_those_that_end() -> None:
     forecast = forecast_of([Running(0, 100, 10)], longest=100)
-    # 110 + 10 when the first ends; at its own end the newcomer holds no more than 100.
+    # 110 + 10 when the first ends. At its own end the newcomer holds no more than 100.
     assert 120 <= peak(forecast, 0, 0, 100) <= 122
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sglang_batch.errors import ConfigError
-from sglang_batch.planner.model_spec import ModelSpec
+from sglang_batch.planner.costs.model_spec import ModelSpec
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -268,7 +268,7 @@ def test_weight_dtype() -> None:
     assert weight_gb(LLAMA_8B, weight_dtype="auto") == pytest.approx(plain)
     assert weight_gb(LLAMA_8B, weight_dtype="float32") == pytest.approx(2 * plain)
     assert weight_gb(LLAMA_8B, weight_dtype="fp8") == pytest.approx(plain - in_layers)
-    # Engines load a float32 checkpoint in 16 bits; a torch dtype prints its module.
+    # Engines load a float32 checkpoint in 16 bits. A torch dtype prints its module.
     for stored in ("float32", "torch.float16"):
         assert weight_gb(LLAMA_8B | {"torch_dtype": stored}) == pytest.approx(plain)
     newer = {k: v for k, v in LLAMA_8B.items() if k != "torch_dtype"}

@@ -1,4 +1,4 @@
-"""Orders: what each policy promises, on jobs of all shapes."""
+"""Orders: the promises of each policy, on jobs of all shapes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,14 @@ from plan_jobs import (
     repeated,
 )
 
-from sglang_batch.config import POLICIES
 from sglang_batch.errors import ConfigError
-from sglang_batch.planner.cost_model import CostModel
-from sglang_batch.planner.order import (
-    ORDERS,
-    Order,
-    OrderSettings,
-    families_mixed,
-    make_order,
-)
-from sglang_batch.planner.prefix_groups import prefix_groups
-from sglang_batch.planner.prefix_tree import build_prefix_tree
+from sglang_batch.planner.costs.cost_model import CostModel
+from sglang_batch.planner.ordering.families import families_mixed
+from sglang_batch.planner.ordering.order import Order, OrderSettings
+from sglang_batch.planner.ordering.order_functions import make_order
+from sglang_batch.planner.prefixes.prefix_groups import prefix_groups
+from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
+from sglang_batch.policies import ORDERS, POLICIES
 
 Floats = NDArray[np.float64]
 SEEDS = st.integers(0, 99)
@@ -63,7 +59,7 @@ DUAL = {
 def order_of(
     policy: str,
     prompts: Sequence[Prompt],
-    estimate: Sequence[float] | Floats,
+    est_output_len: Sequence[float] | Floats,
     *,
     cost: CostModel = COST,
     max_new_tokens: int | Sequence[int] = 1000,
@@ -71,7 +67,7 @@ def order_of(
 ) -> Order:
     requests = make_requests(prompts, max_new_tokens)
     tree = build_prefix_tree(requests.tokens, requests.offsets)
-    mean = np.array(estimate, dtype=np.float64)
+    mean = np.array(est_output_len, dtype=np.float64)
     return make_order(
         policy, tree, requests, cost, mean, mean**2, settings or OrderSettings()
     )
@@ -110,17 +106,17 @@ def assert_is_whole(order: Order, n: int) -> None:
 
 
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
-@pytest.mark.parametrize("estimate", ESTIMATES.values(), ids=ESTIMATES)
+@pytest.mark.parametrize("est_output_len", ESTIMATES.values(), ids=ESTIMATES)
 def test_every_policy_orders_every_job(
-    estimate: Callable[[int], Floats], cost: CostModel
+    est_output_len: Callable[[int], Floats], cost: CostModel
 ) -> None:
     for prompts in EDGE_PROMPTS.values():
         n = len(prompts)
         for policy in ORDERS:
-            assert_is_whole(order_of(policy, prompts, estimate(n), cost=cost), n)
+            assert_is_whole(order_of(policy, prompts, est_output_len(n), cost=cost), n)
         for dual in DUAL.values():
             order = order_of(
-                "dual-scan", prompts, estimate(n), cost=cost, settings=dual
+                "dual-scan", prompts, est_output_len(n), cost=cost, settings=dual
             )
             assert_is_whole(order, n)
 
@@ -131,11 +127,11 @@ def test_every_policy_gives_a_permutation_and_the_same_one_again(
     prompts: list[Prompt], seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    estimate = rng.integers(0, 3, len(prompts)) * 100.0
+    est_output_len = rng.integers(0, 3, len(prompts)) * 100.0
     for policy in ORDERS:
-        order = order_of(policy, prompts, estimate, settings=OrderSettings(seed))
+        order = order_of(policy, prompts, est_output_len, settings=OrderSettings(seed))
         assert_is_whole(order, len(prompts))
-        again = order_of(policy, prompts, estimate, settings=OrderSettings(seed))
+        again = order_of(policy, prompts, est_output_len, settings=OrderSettings(seed))
         assert order.requests.tolist() == again.requests.tolist()
 
 
@@ -175,12 +171,12 @@ def test_longest_first_keeps_the_order_of_equals(
     n = len(prompts)
     rng = np.random.default_rng(seed)
     most = rng.choice([0, 1, 5, 2**31 - 1], n).tolist()
-    estimate = rng.choice([0.0, 1.0, 1.5, 1e9], n).tolist()
-    lof = order_of("lof", prompts, estimate, max_new_tokens=most or 0)
-    lpt = order_of("lpt", prompts, estimate, max_new_tokens=most or 0)
+    est_output_len = rng.choice([0.0, 1.0, 1.5, 1e9], n).tolist()
+    lof = order_of("lof", prompts, est_output_len, max_new_tokens=most or 0)
+    lpt = order_of("lpt", prompts, est_output_len, max_new_tokens=most or 0)
     # sorted() is stable.
     assert lof.requests.tolist() == sorted(range(n), key=lambda i: -most[i])
-    assert lpt.requests.tolist() == sorted(range(n), key=lambda i: -estimate[i])
+    assert lpt.requests.tolist() == sorted(range(n), key=lambda i: -est_output_len[i])
 
 
 @settings(deadline=None)
@@ -231,10 +227,10 @@ def test_dual_scan_has_short_answers_left_and_long_ones_right() -> None:
         *[(i,) * 100 for i in range(1, 31)],
         *[(i,) * 10 for i in range(31, 34)],
     ]
-    estimate = [1.0] * 30 + [200.0] * 3
+    est_output_len = [1.0] * 30 + [200.0] * 3
     # 3,660 tokens to 69,015 reads: with 2 s and 0.5 s, a density of 0.2.
     for dual in DUAL.values():
-        order = order_of("dual-scan", prompts, estimate, settings=dual)
+        order = order_of("dual-scan", prompts, est_output_len, settings=dual)
         assert order.num_left == 30
         assert sorted(order.requests[:30].tolist()) == list(range(30))
         assert order.repeated_tokens == 0
@@ -247,11 +243,11 @@ def test_dual_scan_takes_an_outlier_out_of_its_subtree() -> None:
     # One answer of 300 tokens among short ones to the same document of 50.
     document = tuple(range(1000, 1050))
     prompts = [(*document, i) for i in range(20)]
-    estimate = [1.0] * 19 + [300.0]
-    whole = order_of("dual-scan", prompts, estimate)
+    est_output_len = [1.0] * 19 + [300.0]
+    whole = order_of("dual-scan", prompts, est_output_len)
     assert (whole.num_left in (0, 20), whole.repeated_tokens) == (True, 0)
     generous = OrderSettings(min_sharing_kept=0.9)  # 95 of 950 shared tokens
-    order = order_of("dual-scan", prompts, estimate, settings=generous)
+    order = order_of("dual-scan", prompts, est_output_len, settings=generous)
     assert (order.num_left, order.repeated_tokens) == (19, 50)
     assert order.requests[-1] == 19
 
@@ -261,9 +257,12 @@ def test_dual_scan_takes_an_outlier_out_of_its_subtree() -> None:
 def test_dual_scan_repeats_what_it_says_and_no_more_than_it_may(
     prompts: list[Prompt], seed: int, kept: float
 ) -> None:
-    estimate = outputs_of(len(prompts), seed)
+    est_output_len = outputs_of(len(prompts), seed)
     order = order_of(
-        "dual-scan", prompts, estimate, settings=OrderSettings(min_sharing_kept=kept)
+        "dual-scan",
+        prompts,
+        est_output_len,
+        settings=OrderSettings(min_sharing_kept=kept),
     )
     sides = [
         [prompts[i] for i in side]
@@ -271,7 +270,7 @@ def test_dual_scan_repeats_what_it_says_and_no_more_than_it_may(
     ]
     assert order.repeated_tokens == repeated(sides)
     assert order.repeated_tokens <= (1 - kept) * most_shared(prompts)
-    # Inside of a side, what shares a prefix stays together.
+    # On each side, requests with a common prefix are together.
     for side in sides:
         assert shared_in(side, range(len(side))) == most_shared(side)
 
@@ -281,9 +280,9 @@ def test_dual_scan_repeats_what_it_says_and_no_more_than_it_may(
 def test_algorithm_2_repeats_no_more_than_it_says(
     prompts: list[Prompt], seed: int, kept: float
 ) -> None:
-    estimate = outputs_of(len(prompts), seed)
+    est_output_len = outputs_of(len(prompts), seed)
     dual = OrderSettings(min_sharing_kept=kept, algorithm_2=True)
-    order = order_of("dual-scan", prompts, estimate, settings=dual)
+    order = order_of("dual-scan", prompts, est_output_len, settings=dual)
     lost = most_shared(prompts) - shared_in(prompts, order.requests.tolist())
     assert lost <= order.repeated_tokens <= (1 - kept) * most_shared(prompts) + 1e-9
 
@@ -318,15 +317,15 @@ def test_requests_of_one_kind_are_all_on_one_side(
     document = tuple(range(1000, 1064))
     prompts = [(*document, i) for i in range(32)]
     order = order_of("dual-scan", prompts, [8.0] * 32, cost=cost)
-    # They are no more memory-intensive than the job is; 64 and 32 divide exactly.
+    # They are no more memory-intensive than the job is. 64 and 32 divide exactly.
     assert order.num_left == 32
 
 
 def test_an_empty_answer_leaves_the_others_where_they_are() -> None:
     prompts = [(i,) * 100 for i in range(1, 11)] + [(i,) for i in range(11, 14)]
-    estimate = [1.0] * 10 + [500.0] * 3
-    before = order_of("dual-scan", prompts, estimate)
-    order = order_of("dual-scan", [*prompts, (99,)], [*estimate, 0.0])
+    est_output_len = [1.0] * 10 + [500.0] * 3
+    before = order_of("dual-scan", prompts, est_output_len)
+    order = order_of("dual-scan", [*prompts, (99,)], [*est_output_len, 0.0])
     assert order.num_left == before.num_left + 1
     assert order.requests[0] == 13  # it reads nothing: infinite density
     assert set(order.requests[-3:].tolist()) == {10, 11, 12}
@@ -360,11 +359,11 @@ def test_beginning_with_any_sample_keeps_all_requests(
     prompts: list[Prompt], seed: int, data: st.DataObject
 ) -> None:
     n = len(prompts)
-    estimate = outputs_of(n, seed, 300)
+    est_output_len = outputs_of(n, seed, 300)
     sample = data.draw(st.permutations(range(n)))
     sample = sample[: data.draw(st.integers(0, n))]
     for policy in ORDERS:
-        order = order_of(policy, prompts, estimate)
+        order = order_of(policy, prompts, est_output_len)
         found = order.beginning_with(np.array(sample, np.int64))
         before = order.requests.tolist()
         after = [i for i in before if i not in sample]

@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from sglang_batch.errors import InputError
-from sglang_batch.planner.output_length import (
-    SHRINKAGE,
-    OutputLengthEstimator,
-    choose_sample,
-)
-from sglang_batch.planner.prefix_tree import PrefixTree, build_prefix_tree
+from sglang_batch.planner.lengths.length_sample import choose_sample
+from sglang_batch.planner.lengths.length_strata import SHRINKAGE
+from sglang_batch.planner.lengths.output_length import OutputLengthEstimator
+from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 
 Job = tuple[PrefixTree, PlanRequests]
@@ -218,7 +216,7 @@ def test_a_negative_length_is_refused() -> None:
 def observed_jobs(
     draw: st.DrawFn,
 ) -> tuple[OutputLengthEstimator, NDArray[np.int64], NDArray[np.int64]]:
-    """A job with some answers; its caps and its known or observed lengths or -1."""
+    """A job with some answers, its caps, and its known or observed lengths or -1."""
     prompts = draw(PROMPTS)
     n = len(prompts)
     cap = draw(st.lists(st.integers(0, 300), min_size=n, max_size=n))
@@ -281,7 +279,7 @@ def test_draws_have_the_spread_of_their_task() -> None:
 
 
 def test_draws_are_scaled_to_the_requests_own_estimate() -> None:
-    # Nothing shared; the answers to the long prompts are a tenth of the others.
+    # Nothing shared. The answers to the long prompts are a tenth of the others.
     prompts = [[i, *[7] * (3 if i % 2 else 100)] for i in range(4000)]
     lengths = {i: (500 if i % 2 else 50) for i in range(200)}
     estimator = observed(job_of(prompts), lengths)

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prefix_tree_check import check_prefix_tree
 
 from sglang_batch.errors import ConfigError
-from sglang_batch.planner.cost_model import CostModel
-from sglang_batch.planner.density import LeafWork, leaf_work
-from sglang_batch.planner.partition import Partition, partition
-from sglang_batch.planner.prefix_tree import PrefixTree, build_prefix_tree
+from sglang_batch.planner.costs.cost_model import CostModel
+from sglang_batch.planner.costs.tree_work import LeafWork, leaf_work
+from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
-from sglang_batch.planner.shard import shard_job
+from sglang_batch.planner.sharding.partition import Partition, partition
+from sglang_batch.planner.sharding.shard import shard_job
 
 Prompt = tuple[int, ...]
 
@@ -41,8 +42,8 @@ def planned(
 ) -> tuple[PrefixTree, LeafWork]:
     requests = job(prompts)
     tree = build_prefix_tree(requests.tokens, requests.offsets)
-    estimate = np.array(list(output_len), dtype=np.float64)
-    return tree, leaf_work(tree, cost, estimate, estimate**2)
+    est_output_len = np.array(list(output_len), dtype=np.float64)
+    return tree, leaf_work(tree, cost, est_output_len, est_output_len**2)
 
 
 def split(
@@ -188,7 +189,7 @@ def test_a_shards_job_is_what_its_own_prompts_would_give(
         np.testing.assert_array_equal(part.requests.tokens, expected.tokens)
         np.testing.assert_array_equal(part.requests.offsets, expected.offsets)
         np.testing.assert_array_equal(part.requests.max_new_tokens, 100 + index)
-        part.tree.check_integrity(part.requests.tokens, part.requests.offsets)
+        check_prefix_tree(part.tree, part.requests.tokens, part.requests.offsets)
 
 
 def test_equal_prompts_are_shared_out_and_their_prompt_is_paid_per_shard() -> None:
@@ -249,7 +250,7 @@ def test_a_mixed_job_is_balanced_in_both_resources(num_shards: int) -> None:
 
 
 def test_a_request_above_a_fair_share_leaves_other_work_to_the_other_shards() -> None:
-    # One generation has two fifths of the memory time; 4 shards have a quarter each.
+    # One generation has two fifths of the memory time. 4 shards have a quarter each.
     cost = CostModel(token_time_s=1.0, kv_read_time_s=0.01)
     prompts = [(i, 1, 2) for i in range(601)]
     output_len = [2000] + [100] * 600

@@ -1,4 +1,4 @@
-"""Plans: what fits, what is simulated, what is chosen and what is sent."""
+"""Plans: requests that fit, simulated and chosen policies, and the order sent."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from plan_jobs import EDGE_PROMPTS, Prompt, make_requests
 from sim_jobs import costs, prompt_lists
 
-from sglang_batch.config import POLICIES
 from sglang_batch.errors import ConfigError
-from sglang_batch.planner.cost_model import CostModel
-from sglang_batch.planner.order import ORDERS, OrderSettings
-from sglang_batch.planner.plan import Machine, Observed, Plan, make_plan
+from sglang_batch.planner.costs.cost_model import CostModel
+from sglang_batch.planner.lengths.output_length import Observed
+from sglang_batch.planner.machine_model import EngineLimits, Machine
+from sglang_batch.planner.ordering.order import OrderSettings
+from sglang_batch.planner.plan import Plan, make_plan
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
-from sglang_batch.planner.simulator import EngineLimits
+from sglang_batch.policies import ORDERS, POLICIES
 
 COST = CostModel(token_time_s=1e-5, kv_read_time_s=1e-7)
 

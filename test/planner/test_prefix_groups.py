@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_batch.errors import InputError
-from sglang_batch.planner.prefix_groups import (
+from sglang_batch.planner.prefixes.prefix_groups import (
     PrefixGroups,
     group_order,
     prefix_groups,
     token_saving,
 )
-from sglang_batch.planner.prefix_tree import PrefixTree, build_prefix_tree
+from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=9)
 
@@ -40,7 +40,7 @@ def as_lists(tree: PrefixTree, groups: PrefixGroups) -> list[tuple[int, list[int
 
 
 def most_tokens_saved(tree: PrefixTree) -> int:
-    """The best of all choices of nodes; a leaf takes the deepest chosen one above."""
+    """The best of all choices of nodes. A leaf takes the deepest chosen one above."""
     num_nodes = len(tree.parent)
     best = 0
     for choice in product([False, True], repeat=num_nodes - 1):
@@ -57,9 +57,9 @@ def most_tokens_saved(tree: PrefixTree) -> int:
 
 
 def test_the_papers_example() -> None:
-    # BatchLLM, Fig. 4. The text says: b, one token, is shared by prompts 2 to 6; prompts
-    # 4 and 5 share their first 8 tokens; the inner node below b is forked first, then b.
-    # The figure's other node sizes are not in the text; 1 + 2 + 5 tokens make the 8.
+    # BatchLLM, Fig. 4. The text says: b, one token, is shared by prompts 2 to 6, prompts
+    # 4 and 5 share their first 8 tokens, the inner node below b is forked first, then b.
+    # The figure's other node sizes are not in the text. 1 + 2 + 5 tokens make the 8.
     b = [1]
     inner = [*b, 10, 11]
     eight = [*inner, 20, 21, 22, 23, 24]
@@ -74,7 +74,7 @@ def test_the_papers_example() -> None:
     tree = tree_of(prompts)
     groups = prefix_groups(tree)
     assert sorted(as_lists(tree, groups)) == [(0, [0]), (1, [1, 2, 5]), (8, [3, 4])]
-    # 4 tokens for b alone; 8 for the pair, and b still saves 2 for the other three.
+    # 4 tokens for b alone, 8 for the pair, and b still saves 2 for the other three.
     assert saved_tokens(tree, groups) == 10 == most_tokens_saved(tree)
 
 
@@ -119,7 +119,7 @@ def test_a_short_system_prompt_gives_way_to_the_documents() -> None:
 @pytest.mark.parametrize("short_one", [0, 3])
 def test_a_child_that_keeps_no_leaf_costs_nothing(short_one: int) -> None:
     # A token more for the short pair is not worth the 3 above it, until the long pair
-    # has left and nobody else would use those 3; whichever pair is looked at first.
+    # has left and nobody else would use those 3, whichever pair is looked at first.
     above = [1, 1, 1]
     long_pair = [[*above, 2, 2, 2, 2, i] for i in (5, 6)]
     short_pair = [[*above, short_one, i] for i in (7, 8)]

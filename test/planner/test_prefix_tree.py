@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from prefix_tree_check import check_prefix_tree
 
 from sglang_batch.errors import InputError
-from sglang_batch.planner import prefix_sort
-from sglang_batch.planner.prefix_tree import (
+from sglang_batch.planner.prefixes import prefix_sort
+from sglang_batch.planner.prefixes.prefix_tree import (
     PrefixTree,
     achieved_prefix_sharing_ratio,
     build_prefix_tree,
@@ -24,7 +25,7 @@ from sglang_batch.planner.prefix_tree import (
 Prompt = tuple[int, ...]
 Job = tuple[PrefixTree, NDArray[np.int32], NDArray[np.int64]]
 
-# Few distinct tokens, so that prompts share prefixes and repeat; the highest id too.
+# Few distinct tokens, so that prompts share prefixes and repeat, and the highest id.
 TOKEN_IDS = st.sampled_from([0, 1, 2, 255, 256, 65_535, 2**31 - 2, 2**31 - 1])
 PROMPTS = st.lists(
     st.lists(st.one_of(st.integers(0, 1), TOKEN_IDS), max_size=9).map(tuple),
@@ -109,7 +110,7 @@ def assert_is_expected(tree: PrefixTree, prompts: Sequence[Prompt]) -> None:
 def test_tree_is_the_set_of_prefixes_that_requests_share(prompts: list[Prompt]) -> None:
     tree = build(prompts)
     assert_is_expected(tree, prompts)
-    tree.check_integrity(*as_arrays(prompts))
+    check_prefix_tree(tree, *as_arrays(prompts))
 
 
 @settings(deadline=None)
@@ -207,7 +208,7 @@ def test_no_requests() -> None:
     assert tree.unique_tokens_below().tolist() == [0]
     assert tree.subtree_sums(np.empty(0)).tolist() == [0.0]
     assert achieved_prefix_sharing_ratio(tree, np.empty(0, np.int64)) == 0.0
-    tree.check_integrity(*as_arrays([]))
+    check_prefix_tree(tree, *as_arrays([]))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_no_requests() -> None:
 def test_edge_cases(prompts: list[Prompt]) -> None:
     tree = build(prompts)
     assert_is_expected(tree, prompts)
-    tree.check_integrity(*as_arrays(prompts))
+    check_prefix_tree(tree, *as_arrays(prompts))
 
 
 def test_equal_prompts_make_one_node_in_input_order() -> None:
@@ -248,11 +249,11 @@ def test_a_chain_of_prompts_each_one_token_longer() -> None:
     tree = build_prefix_tree(tokens, offsets)
     assert tree.input_len.tolist() == list(range(n))
     assert tree.lcp.tolist() == [0, *range(n - 1)]
-    # Every prompt but the longest is where the next ones go on.
+    # Every prompt but the longest is continued by the next ones.
     assert tree.depth.tolist() == list(range(n - 1))
     assert tree.parent.tolist() == list(range(-1, n - 2))
     assert tree.num_unique_tokens == n - 1
-    tree.check_integrity(tokens, offsets)
+    check_prefix_tree(tree, tokens, offsets)
     assert achieved_prefix_sharing_ratio(tree, tree.order) == tree.prefix_sharing_ratio
 
 
@@ -278,7 +279,7 @@ def job() -> Job:
 
 def test_integrity_of_a_large_tree(job: Job) -> None:
     tree, tokens, offsets = job
-    tree.check_integrity(tokens, offsets)
+    check_prefix_tree(tree, tokens, offsets)
     assert tree.num_nodes > 1_000
     assert 0.5 < tree.prefix_sharing_ratio < 1
 
@@ -289,9 +290,9 @@ def test_integrity_fails_for_other_prompts(job: Job) -> None:
     other = tokens.copy()
     other[offsets[tree.order[inner]]] += 1
     with pytest.raises(AssertionError, match="in common with the leaf before"):
-        tree.check_integrity(other, offsets)
+        check_prefix_tree(tree, other, offsets)
     with pytest.raises(AssertionError, match="every request has one leaf"):
-        tree.check_integrity(tokens, offsets[:-1])
+        check_prefix_tree(tree, tokens, offsets[:-1])
 
 
 @settings(deadline=None, max_examples=300)
@@ -306,7 +307,9 @@ def test_integrity_fails_for_any_single_change(
     change = data.draw(st.integers(-3, 3).filter(bool))
     array[place] += change
     with pytest.raises(AssertionError, match="Not the prefix tree"):
-        dataclasses.replace(tree, **{name: array}).check_integrity(*as_arrays(prompts))
+        check_prefix_tree(
+            dataclasses.replace(tree, **{name: array}), *as_arrays(prompts)
+        )
 
 
 # Leaves by position: 0 (1, 2), 1 (1, 2, 3, 4), 2 (1, 2, 3, 5), 3 and 4 (6, 7).
@@ -367,10 +370,10 @@ def test_integrity_names_the_broken_rule(
     corrupt: Callable[[Arrays], None], rule: str
 ) -> None:
     arrays = {name: getattr(build(SMALL), name).copy() for name in DTYPES}
-    PrefixTree(**arrays).check_integrity(*as_arrays(SMALL))
+    check_prefix_tree(PrefixTree(**arrays), *as_arrays(SMALL))
     corrupt(arrays)
     with pytest.raises(AssertionError, match=rule):
-        PrefixTree(**arrays).check_integrity(*as_arrays(SMALL))
+        check_prefix_tree(PrefixTree(**arrays), *as_arrays(SMALL))
 
 
 # --- Parts of a tree, and sequences of leaves.
@@ -425,5 +428,5 @@ def test_parts_of_a_large_tree(job: Job) -> None:
     prompts = [
         tuple(tokens[offsets[i] : offsets[i + 1]].tolist()) for i in requests.tolist()
     ]
-    part.renumbered().check_integrity(*as_arrays(prompts))
+    check_prefix_tree(part.renumbered(), *as_arrays(prompts))
     assert part.lcp.tolist() == tree.shared_with_previous(leaves).tolist()

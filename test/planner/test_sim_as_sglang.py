@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_jobs import Job, jobs, make_job, own_prompts, run, unit_cost
 
-from sglang_batch.planner.simulator import planned_work
+from sglang_batch.planner.costs.tree_work import planned_work
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -43,7 +43,7 @@ def test_an_answer_of_one_token_takes_no_decode() -> None:
 def test_a_request_holds_its_row_for_a_step_after_its_last() -> None:
     prompts = own_prompts(2, 2, 3)
     job = known(make_job(prompts, [2, 3, 1], max_running=2, as_sglang=True))
-    # Both prompts; both decode; the second one again. Then the third joins.
+    # Both prompts, both decode, the second one again. Then the third joins.
     assert run(job).samples[1].tolist() == [4, 2, 1, 3]
     # An engine in which nothing runs takes no step.
     alone = replace(job, limits=replace(job.limits, max_running=1))
@@ -51,7 +51,7 @@ def test_a_request_holds_its_row_for_a_step_after_its_last() -> None:
 
 
 def test_a_request_holds_its_kv_for_a_step_after_its_last() -> None:
-    # The third prompt needs what the first one gives back.
+    # The third prompt needs the KV that the first one frees.
     job = make_job(own_prompts(4, 2, 4), [2, 4, 1], capacity=13, as_sglang=True)
     assert run(known(job)).samples[1].tolist() == [6, 2, 1, 5]
 
@@ -93,9 +93,13 @@ def test_no_prefix_is_computed_in_room_that_followers_need(capacity: int) -> Non
     assert done.prefilled_tokens == 20 + 4 * 20 + 3 * 30 + len(prompts) * 4
 
 
-def test_parked_requests_come_back_without_computing_anything_again() -> None:
+def test_offloaded_requests_come_back_without_computing_anything_again() -> None:
     job = make_job(
-        own_prompts(2, 2, 2), [4, 4, 2], capacity=9, estimate=[1] * 3, as_sglang=True
+        own_prompts(2, 2, 2),
+        [4, 4, 2],
+        capacity=9,
+        est_output_len=[1] * 3,
+        as_sglang=True,
     )
     done = run(job)
     assert done.retractions > 0
@@ -103,7 +107,7 @@ def test_parked_requests_come_back_without_computing_anything_again() -> None:
     # Each of these answers decodes as many times as it has tokens.
     assert done.compute_s == 6 + 10
     assert done.peak_kv_tokens <= 9
-    # None is admitted while others are parked.
+    # None is admitted while others are offloaded.
     assert done.admission_order.tolist() == [0, 1, 2]
 
 
@@ -146,7 +150,7 @@ def test_any_job_keeps_the_laws(job: Job, by_limit: bool) -> None:
     assert sorted(done.admission_order) == list(range(len(p)))
     sums = [done.seconds, done.compute_s, done.memory_s]
     assert done.samples.sum(axis=1) == pytest.approx(sums, rel=1e-9)
-    if job.max_new_tokens == job.output_len and job.estimate == job.output_len:
+    if job.max_new_tokens == job.output_len and job.est_output_len == job.output_len:
         assert done.retractions == 0
 
 

@@ -23,11 +23,13 @@ from sim_jobs import (
 )
 
 from sglang_batch.errors import ConfigError
-from sglang_batch.planner.bounds import lower_bounds
-from sglang_batch.planner.cost_model import CostModel
-from sglang_batch.planner.order import ORDERS, OrderSettings, make_order
+from sglang_batch.planner.costs.bounds import lower_bounds
+from sglang_batch.planner.costs.cost_model import CostModel
+from sglang_batch.planner.ordering.order import OrderSettings
+from sglang_batch.planner.ordering.order_functions import make_order
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
-from sglang_batch.planner.simulator import Simulation
+from sglang_batch.planner.simulator.simulator import Simulation
+from sglang_batch.policies import ORDERS
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -98,13 +100,13 @@ def test_a_repeated_prompt_computes_its_last_token_again() -> None:
 
 def test_steps_are_charged_for_whole_multiples() -> None:
     job = make_job([(4,) * 9], [2], step_tokens=6, batch_multiple=4)
-    # 4 of 6 tokens, 4, the last 1; then two decodes.
+    # 4 of 6 tokens, 4, the last 1, then two decodes.
     assert run(job).samples[1].tolist() == [4, 4, 4, 4, 4]
 
 
 def test_decodes_count_towards_the_multiple() -> None:
     job = make_job(own_prompts(1, 20), [9, 1], step_tokens=7, batch_multiple=4)
-    # 1 + 3 prompt tokens; 3 beside one decode, and so on to the 20th.
+    # 1 + 3 prompt tokens, 3 next to one decode, and so on to the 20th.
     assert run(job).samples[1].tolist() == [4, 4, 4, 4, 4, 4, 4, 4, 4, 4]
 
 
@@ -132,15 +134,15 @@ def test_shared_kv_is_read_once() -> None:
     prompts = [(1, 1, 1, 2), (1, 1, 1, 3)]
     shared = unit_cost(shared_kv_read_once=True)
     assert run(make_job(prompts, [1, 2])).samples[2].tolist() == [0, 100, 60]
-    # 3 shared and two of each one's own; then one request alone.
+    # 3 shared and two of each one's own, then one request alone.
     once = run(make_job(prompts, [1, 2], cost=shared))
     assert once.samples[2].tolist() == [0, 70, 60]
 
 
 def test_a_retracted_request_computes_what_it_had_again() -> None:
-    job = make_job(own_prompts(2, 2), [4, 4], capacity=9, estimate=[1, 1])
+    job = make_job(own_prompts(2, 2), [4, 4], capacity=9, est_output_len=[1, 1])
     done = run(job)
-    # Both reach 4 tokens; two more do not fit. The newer one waits for the older.
+    # Both reach 4 tokens. Two more do not fit. The newer one waits for the older.
     assert done.samples[1].tolist() == [4, 2, 2, 1, 1, 4, 1, 1]
     assert done.samples[2].tolist() == [0, 60, 80, 50, 60, 0, 50, 60]
     assert (done.retractions, done.recomputed_tokens, done.prefilled_tokens) == (
@@ -171,8 +173,8 @@ def plan_of(prefix: Prompt, between: Sequence[Prompt]) -> list[Prompt]:
 
 @pytest.mark.parametrize(("planned", "cached"), [(True, 4), (False, 0)])
 def test_the_plan_keeps_a_prefix_that_age_gives_up(planned: bool, cached: int) -> None:
-    # When the second of the two between starts, what the first left is newer than
-    # the prefix, and both do not fit.
+    # When the second of the two between starts, the tokens that the first left are newer
+    # than the prefix, and both do not fit.
     prompts = plan_of((1, 1, 1, 1), [(2,) * 4, (3,) * 4])
     job = make_job(
         prompts, [3, 4, 4, 3], capacity=12, max_running=1, plan_aware_eviction=planned
@@ -182,8 +184,8 @@ def test_the_plan_keeps_a_prefix_that_age_gives_up(planned: bool, cached: int) -
 
 @pytest.mark.parametrize("planned", [True, False])
 def test_an_answer_is_evicted_before_the_prefix_it_follows(planned: bool) -> None:
-    # What the first request left, 4 tokens, is just what the second one needs. Like any
-    # leaf of a radix cache it goes before what it hangs from.
+    # The first request left 4 tokens, exactly as many as the second one needs. Like any
+    # leaf of a radix cache they are evicted before their parent.
     prompts = plan_of((1, 1, 1, 1), [(2,) * 5])
     job = make_job(
         prompts, [3, 3, 3], capacity=12, max_running=1, plan_aware_eviction=planned
@@ -294,8 +296,8 @@ def test_the_orders_that_plans_are_made_of(job: Job, policy: str) -> None:
         job.tree,
         plan_requests(job.prompts),
         job.cost,
-        np.array(job.estimate),
-        np.array(job.estimate) ** 2,
+        np.array(job.est_output_len),
+        np.array(job.est_output_len) ** 2,
         OrderSettings(),
     )
     job = replace(
@@ -374,15 +376,15 @@ def test_all_of_one_density(density: float, num_left: int, output_len: int) -> N
 
 
 @pytest.mark.parametrize("density", [None, [5.0, 4.0, 3.0, 1.0, 0.1]])
-@pytest.mark.parametrize("estimate", [0.0, 1e5])
+@pytest.mark.parametrize("est_output_len", [0.0, 1e5])
 def test_estimates_that_say_nothing(
-    density: list[float] | None, estimate: float
+    density: list[float] | None, est_output_len: float
 ) -> None:
     job = make_job(
         own_prompts(3, 4, 5, 6, 7),
         [20, 1, 9, 30, 4],
         capacity=40,
-        estimate=[estimate] * 5,
+        est_output_len=[est_output_len] * 5,
         density=density,
         num_left=2,
     )
@@ -422,7 +424,7 @@ def test_engines_that_can_do_nothing_are_refused(limits: dict[str, int]) -> None
     "job",
     [
         # All KV is for the left when the right has no other request left, and the left
-        # one does not fit beside the prompt that is half computed.
+        # one does not fit next to the prompt that is half computed.
         make_job(
             own_prompts(50, 60), [5, 20], capacity=100, density=[2, 0.1], num_left=1,
             step_tokens=10,
@@ -430,11 +432,11 @@ def test_engines_that_can_do_nothing_are_refused(limits: dict[str, int]) -> None
         # Nothing decodes, and the left side has no room.
         make_job(
             own_prompts(8, 40, 2), [7, 18, 18], capacity=63, density=[50, 2, 1],
-            estimate=[0.7, 1.8, 18], step_tokens=4, min_step_tokens=5,
+            est_output_len=[0.7, 1.8, 18], step_tokens=4, min_step_tokens=5,
         ),
         make_job(
             own_prompts(17, 37), [13, 8], capacity=54, density=[1, 0.1], num_left=1,
-            estimate=[13, 0.8], step_tokens=10, min_step_tokens=1, batch_multiple=4,
+            est_output_len=[13, 0.8], step_tokens=10, min_step_tokens=1, batch_multiple=4,
             closed_loop=False, cost=CostModel(token_time_s=1.0, kv_read_time_s=1.0),
         ),
     ],
@@ -453,7 +455,7 @@ def test_retracted_before_its_first_token() -> None:
         [3, 7, 8],
         capacity=17,
         order=[1, 2, 0],
-        estimate=[0, 0, 0],
+        est_output_len=[0, 0, 0],
         step_tokens=2,
     )
     job = replace(job, max_new_tokens=[1, 1, 1])

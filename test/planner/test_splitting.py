@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_jobs import PROMPTS, Bools, Prompt, prefixes, repeated, tree_of
 
-from sglang_batch.planner.prefix_tree import PrefixTree
-from sglang_batch.planner.splitting import split_by_threshold, split_in_two
+from sglang_batch.planner.ordering.splitting import split_by_threshold, split_in_two
+from sglang_batch.planner.prefixes.prefix_tree import PrefixTree
 
 SMALL = st.lists(
     st.lists(st.integers(0, 1), max_size=6).map(tuple), min_size=1, max_size=8
@@ -122,7 +122,7 @@ def test_the_unit_of_harm_does_not_matter(
 
 
 def test_the_dearest_outliers_are_taken_out_first() -> None:
-    # Ten tokens to take out either; the budget is for one.
+    # Ten tokens to take out either. The budget is for one.
     prompts = [
         *[(1,) * 10 + (i,) for i in range(20, 24)],
         *[(2,) * 10 + (i,) for i in range(20, 24)],

@@ -1,4 +1,4 @@
-"""An engine of counters that does what the scheduler chooses, and nothing else."""
+"""An engine of counters that runs the scheduler's choices, and nothing else."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from scheduling_jobs import arrive_all, job_of, plan_of, random_prompts
 
 from sglang_batch.scheduling.admission import Choice, EngineNow, choose, put_back
 from sglang_batch.scheduling.job_state import JobState
-from sglang_batch.scheduling.line import Line
-from sglang_batch.scheduling.occupancy import Occupancy
+from sglang_batch.scheduling.kv_accounting import KvAccounting
+from sglang_batch.scheduling.scheduled_request import ScheduledRequest
 
 
 class ToyEngine:
@@ -32,16 +32,18 @@ class ToyEngine:
         mixed: bool = True,
     ) -> None:
         self.job, self.random, self.mixed = job, random, mixed
-        self.occupancy = Occupancy(capacity)
-        self.occupancy.cover(400)
+        self.kv_accounting = KvAccounting(capacity)
+        self.kv_accounting.extend_forecast(400)
         self.step_tokens, self.page_size = step_tokens, page_size
         self.max_running, self.refuse, self.retract = max_running, refuse, retract
-        self.chunk: Line | None = None
+        self.chunk: ScheduledRequest | None = None
         self.chunk_left = 0
-        self.starting: list[Line] = []
+        self.starting: list[ScheduledRequest] = []
         self.length = {}
-        for line in job.waiting():
-            self.length[line.req.rid] = random.randint(0, min(line.max_steps, 30))
+        for request in job.waiting():
+            self.length[request.req.rid] = random.randint(
+                0, min(request.max_decode_steps, 30)
+            )
         self.computed: dict[int, int] = {}
         self.trace: list[tuple[tuple[str, ...], int]] = []
 
@@ -51,110 +53,112 @@ class ToyEngine:
 
     @property
     def free(self) -> int:
-        """Tokens that are free or hold nothing that is needed."""
-        held = sum(self.occupancy.kv) + self.job.uses.locked_tokens
-        return self.occupancy.capacity - held - self.kept_for_later
+        """Tokens that are free or hold KV that no request needs."""
+        held = sum(self.kv_accounting.kv) + self.job.uses.locked_tokens
+        return self.kv_accounting.capacity - held - self.kept_for_later
 
     def now(self) -> EngineNow:
-        rows = len(self.occupancy.lines) - len(self.starting)
-        rows -= self.occupancy.complete + (self.chunk is not None)
+        rows = len(self.kv_accounting.requests) - len(self.starting)
+        rows -= self.kv_accounting.num_complete + (self.chunk is not None)
         return EngineNow(
             step_tokens=self.step_tokens,
             decode_rows=rows,
             chunk=self.chunk,
             chunk_left=self.chunk_left,
-            rows=self.max_running - self.occupancy.running,
+            rows=self.max_running - self.kv_accounting.num_running,
             room=self.free,
             page_size=self.page_size,
             mixed=self.mixed,
         )
 
     def begin(self) -> None:
-        for line in self.starting:
-            self.occupancy.begin_decoding(line)
+        for request in self.starting:
+            self.kv_accounting.begin_decoding(request)
         self.starting.clear()
 
-    def refused(self, choice: Choice) -> list[Line]:
-        """The last of the lines, which the engine does not take after all."""
-        if self.random.random() >= self.refuse or not choice.lines:
+    def refused(self, choice: Choice) -> list[ScheduledRequest]:
+        """The last of the requests, which the engine does not take after all."""
+        if self.random.random() >= self.refuse or not choice.requests:
             return []
-        return choice.lines[self.random.randrange(len(choice.lines)) :]
+        return choice.requests[self.random.randrange(len(choice.requests)) :]
 
     def run(self, choice: Choice) -> None:
-        """Compute what was chosen, and a decode step of the others."""
-        decodes = sum(self.occupancy.decoding) > 0
+        """Compute the chosen requests, and a decode step of the others."""
+        decodes = sum(self.kv_accounting.decoding) > 0
         decodes = decodes and (self.mixed or choice.tokens == 0)
-        extends = self.extends(choice.lines)
+        extends = self.extends(choice.requests)
         refused = self.refused(choice)
-        for line in refused:
-            put_back(self.job, self.occupancy, line)
+        for request in refused:
+            put_back(self.job, self.kv_accounting, request)
         tokens = choice.tokens
         if self.chunk is not None:
             tokens = self.prefill(self.chunk, self.chunk_left, tokens)
-        self.trace.append((tuple(ln.req.rid for ln in choice.lines), choice.tokens))
-        taken = choice.lines[: len(choice.lines) - len(refused)]
-        for line, extend in zip(taken, extends, strict=False):
-            tokens = self.prefill(line, extend, tokens)
+        self.trace.append(
+            (tuple(request.req.rid for request in choice.requests), choice.tokens)
+        )
+        taken = choice.requests[: len(choice.requests) - len(refused)]
+        for request, extend in zip(taken, extends, strict=False):
+            tokens = self.prefill(request, extend, tokens)
         if decodes:
-            self.occupancy.tick()
+            self.kv_accounting.count_decode_step()
         self.end_lines()
 
-    def extends(self, lines: list[Line]) -> list[int]:
-        """Tokens of the chosen lines' prompts that the cache does not have."""
+    def extends(self, requests: list[ScheduledRequest]) -> list[int]:
+        """Tokens of the chosen requests' prompts that the cache does not have."""
         uses, counts = self.job.uses, []
         users = uses._running.copy()
-        for line in lines:
-            users[uses.path(line.node)] -= 1
-        for line in lines:
+        for request in requests:
+            users[uses.path(request.node)] -= 1
+        for request in requests:
             cached = 0
-            for node in uses.path(line.node):
+            for node in uses.path(request.node):
                 others_have_it = users[node] > 0 and node not in uses.computing
                 if node in uses.pins or others_have_it:
                     cached = int(uses.depth[node])
                     break
-            users[uses.path(line.node)] += 1
-            counts.append(max(1, line.input_len + line.steps - cached))
+            users[uses.path(request.node)] += 1
+            counts.append(max(1, request.input_len + request.steps - cached))
         return counts
 
-    def prefill(self, line: Line, left: int, tokens: int) -> int:
+    def prefill(self, request: ScheduledRequest, left: int, tokens: int) -> int:
         some = min(left, tokens)
         self.chunk, self.chunk_left = None, 0
         if some < left:
-            self.chunk, self.chunk_left = line, left - some
+            self.chunk, self.chunk_left = request, left - some
         else:
-            self.starting.append(line)
+            self.starting.append(request)
         uses = self.job.uses
-        done = uses.computed(line, line.input_len + line.steps - (left - some))
+        done = uses.computed(request, request.input_len + request.steps - (left - some))
         for node in done:
             self.computed[node] = self.computed.get(node, 0) + 1
             if uses.wanted(node):
                 uses.pin(node, node)
         self.job.release_followers(done)
-        for node in uses.spent(line):
+        for node in uses.spent(request):
             uses.unpin(node)
         return tokens - some
 
     def end_lines(self) -> None:
-        """Requests end; now and then one gives its KV back and waits again."""
-        for line in self.occupancy.lines:
-            if not line.decoding:
+        """Requests end. Now and then one gives its KV back and waits again."""
+        for request in self.kv_accounting.requests:
+            if not request.decoding:
                 continue
-            steps = line.steps_done(self.occupancy.clock)
-            ended = steps >= self.length[line.req.rid]
+            steps = request.steps_done(self.kv_accounting.clock)
+            ended = steps >= self.length[request.req.rid]
             if not ended and self.random.random() >= self.retract:
                 continue
-            self.occupancy.leave(line)
-            left = self.job.uses.leave(line, parked=not ended)
+            self.kv_accounting.remove(request)
+            left = self.job.uses.leave(request, offloaded=not ended)
             self.job.release_followers(left)
             if ended:
-                self.occupancy.ended(line)
-                self.job.forget(line)
+                self.kv_accounting.learn_output_len(request)
+                self.job.forget(request)
             else:
-                self.job.backlog.add(line)
+                self.job.backlog.add(request)
 
     def step(self) -> Choice:
         self.begin()
-        choice = choose(self.job, self.occupancy, self.now())
+        choice = choose(self.job, self.kv_accounting, self.now())
         self.run(choice)
         return choice
 
@@ -163,18 +167,18 @@ def random_job(seed: int, *, dual: bool, page_size: int) -> tuple[JobState, Rand
     """A job whose requests have all arrived."""
     random = Random(seed)
     prompts = random_prompts(random, random.randint(1, 40), page_size)
-    turn = list(range(len(prompts)))
-    random.shuffle(turn)
-    density = [2.0 ** (3 - 6 * i / len(turn)) for i in range(len(turn))]
+    position = list(range(len(prompts)))
+    random.shuffle(position)
+    density = [2.0 ** (3 - 6 * i / len(position)) for i in range(len(position))]
     plan = plan_of(
         prompts,
-        turn=turn,
+        position=position,
         density=density if dual else None,
-        num_left=random.randint(0, len(turn)),
-        steps=random.choice([2.0, 8.0, 30.0]),
+        num_left=random.randint(0, len(position)),
+        est_decode_steps=random.choice([2.0, 8.0, 30.0]),
     )
     job = job_of(plan, page_size)
-    arrive_all(job, max_steps=random.choice([0, 5, 40]))
+    arrive_all(job, max_decode_steps=random.choice([0, 5, 40]))
     return job, random
 
 

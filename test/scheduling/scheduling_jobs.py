@@ -1,4 +1,4 @@
-"""Jobs for the scheduler's tests: plans by hand, requests, and lines."""
+"""Jobs for the scheduler's tests: plans by hand, prompts and requests."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from random import Random
 
 import numpy as np
 
-from sglang_batch.planner.cost_model import CostModel
-from sglang_batch.planner.plan import Machine
-from sglang_batch.planner.prefix_tree import build_prefix_tree
-from sglang_batch.planner.simulator import EngineLimits
+from sglang_batch.planner.costs.cost_model import CostModel
+from sglang_batch.planner.machine_model import EngineLimits, Machine
+from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.scheduling.job_plan import JobPlan, unplanned
 from sglang_batch.scheduling.job_state import JobState
-from sglang_batch.scheduling.line import Line
+from sglang_batch.scheduling.scheduled_request import ScheduledRequest
 
 Prompt = tuple[int, ...]
 
@@ -26,7 +25,7 @@ MACHINE = Machine(
 
 @dataclass(eq=False)
 class Req:
-    """What the pure part knows of SGLang's request."""
+    """The part of SGLang's request that is used without SGLang."""
 
     rid: str
     output_ids: list[int] = field(default_factory=list)
@@ -35,15 +34,15 @@ class Req:
 def plan_of(
     prompts: Sequence[Prompt],
     *,
-    turn: Sequence[int] | None = None,
+    position: Sequence[int] | None = None,
     density: Sequence[float] | None = None,
     num_left: int = 0,
-    steps: float = 8.0,
+    est_decode_steps: float = 8.0,
 ) -> JobPlan:
-    """A plan of prompts, all of which are expected to take ``steps`` decode steps.
+    """A plan of prompts, all of which are estimated at ``est_decode_steps``.
 
-    turn: place in the order by request; as they come in the tree if left out.
-    density: by turn, of an order that is taken from both ends.
+    position: by request, in the order; that of the tree if left out.
+    density: by position, of an order that is taken from both ends.
     """
     n = len(prompts)
     tokens = np.array([t for prompt in prompts for t in prompt], dtype=np.int32)
@@ -51,17 +50,17 @@ def plan_of(
     tree = build_prefix_tree(tokens, offsets)
     leaf = np.empty(n, np.int32)
     leaf[tree.order] = np.arange(n, dtype=np.int32)
-    by_leaf = np.arange(n) if turn is None else np.array(turn)[tree.order]
+    by_leaf = np.arange(n) if position is None else np.array(position)[tree.order]
     return replace(
         unplanned(MACHINE),
         policy="dfs" if density is None else "dual-scan",
         leaf=leaf,
-        turn=by_leaf.astype(np.int32),
+        position=by_leaf.astype(np.int32),
         node=tree.leaf_parent.astype(np.int32),
         input_len=tree.input_len,
         read_len=tree.input_len,
-        steps=np.full(n, steps),
-        steps_sq=np.full(n, steps**2),
+        est_decode_steps=np.full(n, est_decode_steps),
+        est_decode_steps_sq=np.full(n, est_decode_steps**2),
         parent=tree.parent,
         depth=tree.depth,
         leaf_begin=tree.leaf_begin,
@@ -74,7 +73,7 @@ def plan_of(
 
 
 def random_prompts(random: Random, n: int, step: int = 1) -> list[Prompt]:
-    """Prompts that share prefixes of many lengths; ``step`` stretches them."""
+    """Prompts that share prefixes of many lengths, stretched by ``step``."""
     prompts: list[Prompt] = []
     for number in range(n):
         start: Prompt = ()
@@ -90,25 +89,31 @@ def job_of(plan: JobPlan, page_size: int = 1) -> JobState:
     return JobState("job", plan, page_size)
 
 
-def arrive(job: JobState, number: int, max_steps: int = 1000) -> Line:
+def arrive(
+    job: JobState, number: int, max_decode_steps: int = 1000
+) -> ScheduledRequest:
     """Request ``number`` of the plan arrives."""
     input_len = int(job.plan.input_len[job.plan.leaf[number]])
-    return job.add(Req(f"r{number}"), number, input_len, max_steps)
+    return job.add(Req(f"r{number}"), number, input_len, max_decode_steps)
 
 
-def arrive_all(job: JobState, max_steps: int = 1000) -> list[Line]:
-    return [arrive(job, number, max_steps) for number in range(len(job.plan.leaf))]
+def arrive_all(job: JobState, max_decode_steps: int = 1000) -> list[ScheduledRequest]:
+    return [
+        arrive(job, number, max_decode_steps) for number in range(len(job.plan.leaf))
+    ]
 
 
-def line_of(
-    turn: int = 0,
+def request_of(
+    position: int = 0,
     *,
     own: int = 10,
-    estimate: int = 8,
-    max_steps: int = 1000,
+    est_decode_steps: int = 8,
+    max_decode_steps: int = 1000,
     leaf: int = 0,
     side: int = 0,
-) -> Line:
-    """A line that no job knows."""
-    req = Req(f"turn-{turn}")
-    return Line(req, leaf, 0, turn, own, own, max_steps, estimate, side)
+) -> ScheduledRequest:
+    """A request without a job."""
+    req = Req(f"position-{position}")
+    return ScheduledRequest(
+        req, leaf, 0, position, own, own, max_decode_steps, est_decode_steps, side
+    )

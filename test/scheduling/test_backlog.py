@@ -6,14 +6,14 @@ import time
 from random import Random
 
 import pytest
-from scheduling_jobs import line_of
+from scheduling_jobs import request_of
 
 from sglang_batch.scheduling.backlog import Backlog
-from sglang_batch.scheduling.line import Line
+from sglang_batch.scheduling.scheduled_request import ScheduledRequest
 
 
-def by_turn(lines: list[Line]) -> list[Line]:
-    return sorted(lines, key=lambda line: (line.turn, line.arrival))
+def by_turn(requests: list[ScheduledRequest]) -> list[ScheduledRequest]:
+    return sorted(requests, key=lambda request: (request.position, request.arrival))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -21,24 +21,24 @@ def test_both_ends_like_a_sorted_list(seed: int) -> None:
     random = Random(seed)
     num_left = random.randint(0, 30)
     backlog = Backlog(num_left, both_ends=True)
-    out = [line_of(random.randint(0, 30)) for _ in range(40)]
-    waiting: list[Line] = []
+    out = [request_of(random.randint(0, 30)) for _ in range(40)]
+    waiting: list[ScheduledRequest] = []
     for _ in range(600):
         if out and random.random() < 0.5:
-            line = out.pop(random.randrange(len(out)))
-            backlog.add(line)
-            waiting.append(line)
+            request = out.pop(random.randrange(len(out)))
+            backlog.add(request)
+            waiting.append(request)
         elif waiting:
             choices = [random.choice(waiting), backlog.first(), backlog.last()]
-            line = random.choice([each for each in choices if each is not None])
-            backlog.remove(line)
-            waiting.remove(line)
-            out.append(line)
-            assert not line.waiting
+            request = random.choice([each for each in choices if each is not None])
+            backlog.remove(request)
+            waiting.remove(request)
+            out.append(request)
+            assert not request.waiting
         ordered = by_turn(waiting)
         assert backlog.first() is (ordered[0] if ordered else None)
-        last = [each for each in ordered if each.turn == ordered[-1].turn]
-        right = last and last[0].turn >= num_left
+        last = [each for each in ordered if each.position == ordered[-1].position]
+        right = last and last[0].position >= num_left
         assert backlog.last() is (last[0] if right else None)
         assert len(backlog) == len(waiting)
         assert backlog.tokens == sum(each.input_len for each in waiting)
@@ -47,17 +47,17 @@ def test_both_ends_like_a_sorted_list(seed: int) -> None:
 
 def test_equal_turns_keep_the_order_of_arrival_when_put_back() -> None:
     backlog = Backlog(0, both_ends=False)
-    lines = [line_of(7, leaf=-1) for _ in range(3)]
-    for line in lines:
-        backlog.add(line)
-    backlog.remove(lines[0])
-    backlog.add(lines[0])
-    assert backlog.first() is lines[0]
+    requests = [request_of(7, leaf=-1) for _ in range(3)]
+    for request in requests:
+        backlog.add(request)
+    backlog.remove(requests[0])
+    backlog.add(requests[0])
+    assert backlog.first() is requests[0]
 
 
 def test_what_is_not_planned_is_never_on_the_right() -> None:
     backlog = Backlog(1, both_ends=True)
-    planned, unplanned = line_of(3), line_of(1 << 40, leaf=-1)
+    planned, unplanned = request_of(3), request_of(1 << 40, leaf=-1)
     backlog.add(unplanned)
     backlog.add(planned)
     assert backlog.last() is planned
@@ -68,18 +68,18 @@ def test_what_is_not_planned_is_never_on_the_right() -> None:
 
 def test_one_end_only() -> None:
     backlog = Backlog(0, both_ends=False)
-    backlog.add(line_of(0))
+    backlog.add(request_of(0))
     assert backlog.last() is None
 
 
 @pytest.mark.parametrize("both_ends", [False, True])
 def test_putting_back_leaves_nothing_behind(both_ends: bool) -> None:
     backlog = Backlog(0, both_ends=both_ends)
-    line = line_of(0)
+    request = request_of(0)
     for _ in range(1000):
-        backlog.add(line)
-        assert backlog.first() is line
-        backlog.remove(line)
+        backlog.add(request)
+        assert backlog.first() is request
+        backlog.remove(request)
         assert backlog.first() is None
         assert backlog.last() is None
     assert not backlog._first
@@ -88,13 +88,13 @@ def test_putting_back_leaves_nothing_behind(both_ends: bool) -> None:
 
 @pytest.mark.parametrize("both_ends", [False, True])
 def test_a_hundred_thousand_cost_microseconds_each(both_ends: bool) -> None:
-    turns = list(range(100_000))
-    Random(0).shuffle(turns)
-    lines = [line_of(turn) for turn in turns]
+    positions = list(range(100_000))
+    Random(0).shuffle(positions)
+    requests = [request_of(position) for position in positions]
     backlog = Backlog(50_000, both_ends=both_ends)
     begin = time.process_time()
-    for line in lines:
-        backlog.add(line)
+    for request in requests:
+        backlog.add(request)
     added = time.process_time() - begin
     begin = time.process_time()
     while (first := backlog.first()) is not None:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from scheduling_jobs import MACHINE, plan_of, random_prompts
 
-from sglang_batch.planner.order import ORDERS
-from sglang_batch.planner.plan import Machine, make_plan
+from sglang_batch.planner.machine_model import EngineLimits, Machine
+from sglang_batch.planner.plan import make_plan
 from sglang_batch.planner.requests import PlanRequests
-from sglang_batch.planner.simulator import EngineLimits
+from sglang_batch.policies import ORDERS
 from sglang_batch.scheduling.job_plan import JobPlan, job_plan, unplanned
 
 Prompts = list[tuple[int, ...]]
@@ -46,13 +46,13 @@ def test_every_request_finds_its_part(policy: str, seed: int) -> None:
     random.shuffle(numbers)
     plan, order = planned(prompts, policy, numbers)
     assert plan.policy == policy
-    assert sorted(plan.turn.tolist()) == list(range(30))
+    assert sorted(plan.position.tolist()) == list(range(30))
     for index, number in enumerate(numbers):
         leaf = int(plan.leaf[number])
         assert plan.input_len[leaf] == len(prompts[index])
-        assert order[int(plan.turn[leaf])] == index
-        assert plan.steps[leaf] == 2 + index
-        assert plan.steps_sq[leaf] == pytest.approx((2 + index) ** 2)
+        assert order[int(plan.position[leaf])] == index
+        assert plan.est_decode_steps[leaf] == 2 + index
+        assert plan.est_decode_steps_sq[leaf] == pytest.approx((2 + index) ** 2)
         node = int(plan.node[leaf])
         assert plan.leaf_begin[node] <= leaf < plan.leaf_end[node]
         assert plan.depth[node] <= len(prompts[index])
@@ -79,7 +79,7 @@ def test_requests_that_are_too_large_are_not_planned() -> None:
     plan, order = planned(prompts, "fcfs", [4, 5, 6, 7], machine)
     assert plan.num_requests == 3
     assert plan.leaf[5] == -1
-    assert [order[int(plan.turn[plan.leaf[n]])] for n in (4, 6, 7)] == [0, 2, 3]
+    assert [order[int(plan.position[plan.leaf[n]])] for n in (4, 6, 7)] == [0, 2, 3]
     assert plan.min_step_tokens == 32
 
 
@@ -115,7 +115,9 @@ def test_of_no_request() -> None:
 def test_the_same_requests_in_another_order_are_one_job() -> None:
     prompts = [(1, 1, 0), (1, 1, 1), (2, 2, 0), (2, 2, 1)]
     plan = plan_of(prompts)
-    assert plan.same_requests(plan_of(prompts, turn=[3, 1, 0, 2], steps=99.0))
+    assert plan.same_requests(
+        plan_of(prompts, position=[3, 1, 0, 2], est_decode_steps=99.0)
+    )
     assert not plan.same_requests(plan_of(prompts[:3]))
     assert not plan.same_requests(plan_of([(i, 0, 0) for i in range(4)]))
     assert not plan.same_requests(replace(plan, leaf=plan.leaf[::-1]))
@@ -124,6 +126,6 @@ def test_the_same_requests_in_another_order_are_one_job() -> None:
 def test_a_plan_without_prefixes_has_the_same_order_and_no_followers() -> None:
     plan, _ = planned(random_prompts(Random(5), 30), "dfs", list(range(30)))
     alone = plan.without_prefixes()
-    assert np.array_equal(alone.turn, plan.turn)
+    assert np.array_equal(alone.position, plan.position)
     assert not alone.node.any()
     assert len(alone.parent) == len(alone.depth) == 1

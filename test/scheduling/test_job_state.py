@@ -7,33 +7,35 @@ from random import Random
 import pytest
 from scheduling_jobs import Req, arrive, arrive_all, job_of, plan_of
 
-from sglang_batch.scheduling.job_state import DEFAULT_STEPS, JobState
-from sglang_batch.scheduling.line import Line
+from sglang_batch.scheduling.job_state import DEFAULT_EST_DECODE_STEPS, JobState
+from sglang_batch.scheduling.scheduled_request import ScheduledRequest
 
 PAIRS = [(1, 1, 0), (1, 1, 1), (2, 2, 0), (2, 2, 1)]
 
 
 def drain(job: JobState) -> list[str]:
-    """Ids of what is in the backlog, by turn; the backlog is empty then."""
+    """Ids of the requests in the backlog, by position. Empties the backlog."""
     rids = []
-    while (line := job.backlog.first()) is not None:
-        job.backlog.remove(line)
-        rids.append(line.req.rid)
+    while (request := job.backlog.first()) is not None:
+        job.backlog.remove(request)
+        rids.append(request.req.rid)
     return rids
 
 
-def check_counts(job: JobState, waiting: list[Line]) -> None:
+def check_counts(job: JobState, waiting: list[ScheduledRequest]) -> None:
     assert job.num_waiting == len(waiting)
-    assert job.waiting_tokens == sum(line.input_len for line in waiting)
+    assert job.waiting_tokens == sum(request.input_len for request in waiting)
     assert set(job.waiting()) == set(waiting)
 
 
 def test_an_arrival_knows_its_plan() -> None:
-    job = job_of(plan_of([(1, 2, 3), (1, 2, 4), (9,)], turn=[2, 0, 1], steps=6.4))
+    job = job_of(
+        plan_of([(1, 2, 3), (1, 2, 4), (9,)], position=[2, 0, 1], est_decode_steps=6.4)
+    )
     first = arrive(job, 0)
-    assert (first.turn, first.input_len, first.own) == (2, 3, 1)
-    assert first.estimate == 6
-    assert arrive(job, 1, max_steps=4).estimate == 4
+    assert (first.position, first.input_len, first.own) == (2, 3, 1)
+    assert first.est_decode_steps == 6
+    assert arrive(job, 1, max_decode_steps=4).est_decode_steps == 4
     assert drain(job) == ["r1", "r0"]
 
 
@@ -43,15 +45,15 @@ def test_what_the_plan_does_not_know_comes_last(number: int) -> None:
     stray = job.add(Req("stray"), number, 3, 1000)
     arrive_all(job)
     assert (stray.leaf, stray.node, stray.own) == (-1, 0, 3)
-    assert stray.estimate == DEFAULT_STEPS
+    assert stray.est_decode_steps == DEFAULT_EST_DECODE_STEPS
     assert drain(job) == ["r0", "r1", "r2", "r3", "stray"]
 
 
 def test_an_unplanned_job_goes_as_it_comes() -> None:
     job = job_of(plan_of([]))
-    lines = [job.add(Req(f"{i}"), i, 5, 10) for i in range(3)]
-    job.backlog.remove(lines[0])
-    job.backlog.add(lines[0])
+    requests = [job.add(Req(f"{i}"), i, 5, 10) for i in range(3)]
+    job.backlog.remove(requests[0])
+    job.backlog.add(requests[0])
     assert drain(job) == ["0", "1", "2"]
 
 
@@ -68,77 +70,77 @@ def test_another_prompt_than_planned_shares_nothing_and_is_not_waited_for() -> N
 
 def test_an_end_is_forgotten() -> None:
     job = job_of(plan_of(PAIRS))
-    lines = arrive_all(job)
+    requests = arrive_all(job)
     assert len(job) == 4
-    for line in lines:
-        job.take(line)
-        job.forget(line)
-        job.forget(line)
+    for request in requests:
+        job.take(request)
+        job.forget(request)
+        job.forget(request)
     assert len(job) == 0
     check_counts(job, [])
 
 
 def test_followers_wait_until_their_node_is_released() -> None:
     job = job_of(plan_of(PAIRS))
-    lines = arrive_all(job)
-    node = lines[1].node
-    job.follow(lines[1], node)
-    check_counts(job, lines)
-    assert job.backlog.first() is lines[0]
-    job.backlog.remove(lines[0])
-    assert job.backlog.first() is lines[2]
+    requests = arrive_all(job)
+    node = requests[1].node
+    job.follow(requests[1], node)
+    check_counts(job, requests)
+    assert job.backlog.first() is requests[0]
+    job.backlog.remove(requests[0])
+    assert job.backlog.first() is requests[2]
     job.release_followers([node + 1])
-    assert job.backlog.first() is lines[2]
+    assert job.backlog.first() is requests[2]
     job.release_followers([node, node])
-    assert job.backlog.first() is lines[1]
-    check_counts(job, lines[1:])
+    assert job.backlog.first() is requests[1]
+    check_counts(job, requests[1:])
 
 
 def test_a_follower_is_taken_out() -> None:
     job = job_of(plan_of([(1, 1, i) for i in range(4)]))
-    lines = arrive_all(job)
-    for line in lines[1:]:
-        job.follow(line, line.node)
-    job.take(lines[2])
-    check_counts(job, [lines[0], lines[1], lines[3]])
-    job.release_followers([lines[0].node])
-    job.take(lines[1])
+    requests = arrive_all(job)
+    for request in requests[1:]:
+        job.follow(request, request.node)
+    job.take(requests[2])
+    check_counts(job, [requests[0], requests[1], requests[3]])
+    job.release_followers([requests[0].node])
+    job.take(requests[1])
     assert drain(job) == ["r0", "r3"]
 
 
 def test_taking_what_does_not_wait_changes_nothing() -> None:
     job = job_of(plan_of(PAIRS))
-    lines = arrive_all(job)
-    job.take(lines[0])
-    job.take(lines[0])
-    check_counts(job, lines[1:])
+    requests = arrive_all(job)
+    job.take(requests[0])
+    job.take(requests[0])
+    check_counts(job, requests[1:])
 
 
 @pytest.mark.parametrize("dual", [False, True])
 def test_a_new_plan_orders_what_waits(dual: bool) -> None:
-    job = job_of(plan_of(PAIRS, turn=[0, 1, 2, 3]))
-    lines = arrive_all(job)
+    job = job_of(plan_of(PAIRS, position=[0, 1, 2, 3]))
+    requests = arrive_all(job)
     density = [1.0] * 4 if dual else None
-    job.replan(plan_of(PAIRS, turn=[3, 2, 1, 0], density=density, num_left=1))
-    assert job.backlog.last() is (lines[0] if dual else None)
+    job.replan(plan_of(PAIRS, position=[3, 2, 1, 0], density=density, num_left=1))
+    assert job.backlog.last() is (requests[0] if dual else None)
     assert drain(job) == ["r3", "r2", "r1", "r0"]
 
 
 def test_a_new_plan_reaches_followers_and_not_those_that_run() -> None:
-    job = job_of(plan_of(PAIRS, steps=8.0))
-    running, follower, *_ = lines = arrive_all(job)
+    job = job_of(plan_of(PAIRS, est_decode_steps=8.0))
+    running, follower, *_ = requests = arrive_all(job)
     job.backlog.remove(running)
     running.running = True
     job.follow(follower, follower.node)
-    job.replan(plan_of(PAIRS, turn=[3, 2, 1, 0], steps=20.0))
-    assert running.estimate == 8
-    assert [line.estimate for line in lines[1:]] == [20] * 3
+    job.replan(plan_of(PAIRS, position=[3, 2, 1, 0], est_decode_steps=20.0))
+    assert running.est_decode_steps == 8
+    assert [request.est_decode_steps for request in requests[1:]] == [20] * 3
     assert drain(job) == ["r3", "r2"]
     job.release_followers([follower.node])
     assert drain(job) == ["r1"]
-    running.running = False  # retracted: its new turn holds
+    running.running = False  # retracted: its new position holds
     job.backlog.add(running)
-    job.backlog.add(lines[3])
+    job.backlog.add(requests[3])
     assert drain(job) == ["r3", "r0"]
 
 
@@ -146,8 +148,8 @@ def test_a_new_plan_of_what_no_plan_knows() -> None:
     job = job_of(plan_of(PAIRS))
     stray = job.add(Req("stray"), -1, 3, 1000)
     arrive_all(job)
-    job.replan(plan_of(PAIRS, turn=[3, 2, 1, 0], density=[1.0] * 4))
-    assert stray.estimate == DEFAULT_STEPS
+    job.replan(plan_of(PAIRS, position=[3, 2, 1, 0], density=[1.0] * 4))
+    assert stray.est_decode_steps == DEFAULT_EST_DECODE_STEPS
     assert job.density_at(stray) == 1.0
     last = job.backlog.last()
     assert last is not None
@@ -156,9 +158,9 @@ def test_a_new_plan_of_what_no_plan_knows() -> None:
 
 
 def test_density_by_turn() -> None:
-    job = job_of(plan_of(PAIRS, turn=[3, 0, 1, 2], density=[8.0, 4.0, 2.0, 1.0]))
-    lines = arrive_all(job)
-    assert [job.density_at(line) for line in lines] == [1.0, 8.0, 4.0, 2.0]
+    job = job_of(plan_of(PAIRS, position=[3, 0, 1, 2], density=[8.0, 4.0, 2.0, 1.0]))
+    requests = arrive_all(job)
+    assert [job.density_at(request) for request in requests] == [1.0, 8.0, 4.0, 2.0]
     assert job.density_at(None) == 1.0
 
 
@@ -168,16 +170,16 @@ def test_nothing_is_lost_or_doubled(seed: int) -> None:
     prompts = [(i % 3, i % 3, i) for i in range(12)]
     job = job_of(plan_of(prompts, density=[1.0] * 12))
     waiting = arrive_all(job)
-    away: list[Line] = []
+    away: list[ScheduledRequest] = []
     for _ in range(200):
         what = random.randrange(6)
-        line = random.choice(waiting) if waiting else None
-        if what == 0 and line is not None and line.waiting:
-            job.follow(line, line.node)
-        elif what == 1 and line is not None:
-            job.take(line)
-            waiting.remove(line)
-            away.append(line)
+        request = random.choice(waiting) if waiting else None
+        if what == 0 and request is not None and request.waiting:
+            job.follow(request, request.node)
+        elif what == 1 and request is not None:
+            job.take(request)
+            waiting.remove(request)
+            away.append(request)
         elif what == 2 and away:
             back = away.pop(random.randrange(len(away)))
             job.backlog.add(back)
@@ -185,9 +187,9 @@ def test_nothing_is_lost_or_doubled(seed: int) -> None:
         elif what == 3:
             job.release_followers([random.randint(1, 3)])
         elif what == 4:
-            turn = random.sample(range(12), 12)
-            job.replan(plan_of(prompts, turn=turn, density=[1.0] * 12))
-        in_backlog = [line for line in waiting if line.waiting]
-        first = min(in_backlog, key=lambda line: line.turn, default=None)
+            position = random.sample(range(12), 12)
+            job.replan(plan_of(prompts, position=position, density=[1.0] * 12))
+        in_backlog = [request for request in waiting if request.waiting]
+        first = min(in_backlog, key=lambda request: request.position, default=None)
         assert job.backlog.first() is first
         check_counts(job, waiting)

@@ -12,8 +12,8 @@ from scheduling_jobs import arrive_all, job_of, plan_of, random_prompts
 
 from sglang_batch.scheduling import prefix_uses
 from sglang_batch.scheduling.job_plan import JobPlan
-from sglang_batch.scheduling.line import Line
 from sglang_batch.scheduling.prefix_uses import PrefixUses
+from sglang_batch.scheduling.scheduled_request import ScheduledRequest
 
 
 class Model:
@@ -50,8 +50,10 @@ class Model:
         return len(self.below(node) & self.to_come)
 
     def rank(self, leaf: int) -> int:
-        turn, n = int(self.plan.turn[leaf]), self.plan.num_requests
-        return turn if self.plan.density is None else min(turn, n - 1 - turn)
+        position, n = int(self.plan.position[leaf]), self.plan.num_requests
+        return (
+            position if self.plan.density is None else min(position, n - 1 - position)
+        )
 
     def next_use(self, node: int) -> int:
         ranks = [self.rank(leaf) for leaf in self.below(node) & self.to_come]
@@ -81,34 +83,36 @@ class Drive:
         self.random, self.dual, self.page_size = random, dual, page_size
         self.prompts = random_prompts(random, random.randint(1, 14), page_size)
         plan = self.new_plan()
-        self.lines = {line.leaf: line for line in arrive_all(job_of(plan, page_size))}
+        self.requests = {
+            request.leaf: request for request in arrive_all(job_of(plan, page_size))
+        }
         self.uses = PrefixUses(plan, page_size)
         self.model = Model(plan, page_size)
 
     def new_plan(self) -> JobPlan:
-        turn = list(range(len(self.prompts)))
-        self.random.shuffle(turn)
-        density = [1.0] * len(turn) if self.dual else None
-        return plan_of(self.prompts, turn=turn, density=density)
+        position = list(range(len(self.prompts)))
+        self.random.shuffle(position)
+        density = [1.0] * len(position) if self.dual else None
+        return plan_of(self.prompts, position=position, density=density)
 
     def start(self) -> None:
         ready = [
             leaf
             for leaf in sorted(self.model.to_come)
-            if not self.uses.blocked_by(self.lines[leaf].node)
+            if not self.uses.blocked_by(self.requests[leaf].node)
         ]
         if not ready:
             return
         leaf, model, uses = self.random.choice(ready), self.model, self.uses
-        line, path = self.lines[leaf], self.model.path(leaf)
-        assert uses.path(line.node) == path
-        kept = uses.kept_depth(line.node)
+        request, path = self.requests[leaf], self.model.path(leaf)
+        assert uses.path(request.node) == path
+        kept = uses.kept_depth(request.node)
         assert kept == model.kept_depth(leaf)
         new = [node for node in path if not model.users(node)]
-        assert uses.newly_locked(line.node) == model.tokens(new)
+        assert uses.newly_locked(request.node) == model.tokens(new)
         kept_now = [node for node in new if node in model.pins]
-        assert uses.newly_kept(line.node) == model.tokens(kept_now)
-        uses.start(line, kept)
+        assert uses.newly_kept(request.node) == model.tokens(kept_now)
+        uses.start(request, kept)
         model.to_come.remove(leaf)
         model.running.add(leaf)
         for node in path:
@@ -116,7 +120,7 @@ class Drive:
                 assert node not in model.computing
                 model.computing[node] = leaf
         self.keep([n for n in path if model.depth[n] <= kept])
-        self.let_go_of_spent(line)
+        self.let_go_of_spent(request)
 
     def keep(self, nodes: list[int]) -> None:
         for node in nodes:
@@ -126,11 +130,11 @@ class Drive:
                 self.uses.pin(node, f"lock {node}")
                 self.model.pins.add(node)
 
-    def let_go_of_spent(self, line: Line) -> None:
+    def let_go_of_spent(self, request: ScheduledRequest) -> None:
         model = self.model
-        spent = [n for n in model.path(line.leaf) if not model.uses_left(n)]
+        spent = [n for n in model.path(request.leaf) if not model.uses_left(n)]
         spent = [n for n in spent if n in model.pins]
-        assert self.uses.spent(line) == spent
+        assert self.uses.spent(request) == spent
         for node in spent:
             self.unpin(node)
 
@@ -142,15 +146,15 @@ class Drive:
         leaders = sorted(set(self.model.computing.values()))
         if not leaders:
             return
-        line = self.lines[self.random.choice(leaders)]
-        tokens = self.random.randint(0, line.input_len)
+        request = self.requests[self.random.choice(leaders)]
+        tokens = self.random.randint(0, request.input_len)
         done = [
             node
-            for node in self.model.path(line.leaf)
-            if self.model.computing.get(node) == line.leaf
+            for node in self.model.path(request.leaf)
+            if self.model.computing.get(node) == request.leaf
             and self.model.depth[node] <= tokens
         ]
-        assert self.uses.computed(line, tokens) == done
+        assert self.uses.computed(request, tokens) == done
         for node in done:
             del self.model.computing[node]
         self.keep(done)
@@ -159,23 +163,23 @@ class Drive:
         if not self.model.running:
             return
         leaf = self.random.choice(sorted(self.model.running))
-        parked = self.random.random() < 0.4
-        left = self.uses.leave(self.lines[leaf], parked=parked)
+        offloaded = self.random.random() < 0.4
+        left = self.uses.leave(self.requests[leaf], offloaded=offloaded)
         led = [n for n in self.model.path(leaf) if self.model.computing.get(n) == leaf]
         assert left == led
-        assert self.lines[leaf].leading == []
+        assert self.requests[leaf].leading == []
         for node in led:
             del self.model.computing[node]
         self.model.running.remove(leaf)
-        if parked:
+        if offloaded:
             self.model.to_come.add(leaf)
 
     def skip(self) -> None:
         if self.model.to_come:
             leaf = self.random.choice(sorted(self.model.to_come))
-            self.uses.skip(self.lines[leaf])
+            self.uses.skip(self.requests[leaf])
             self.model.to_come.remove(leaf)
-            self.let_go_of_spent(self.lines[leaf])
+            self.let_go_of_spent(self.requests[leaf])
 
     def reorder(self) -> None:
         self.model.plan = self.new_plan()
@@ -202,7 +206,7 @@ class Drive:
         assert uses.locked_tokens == model.tokens(locked)
         idle = [node for node in model.pins if not model.users(node)]
         assert uses.idle_tokens == model.tokens(idle)
-        leaders = {node: line.leaf for node, line in uses.computing.items()}
+        leaders = {node: request.leaf for node, request in uses.computing.items()}
         assert leaders == model.computing
         assert set(uses.pins) == model.pins
 
@@ -229,26 +233,26 @@ def test_like_sets_and_loops(
                 assert drive.uses.furthest() == drive.model.furthest()
 
 
-def pinned(turns: list[int]) -> tuple[PrefixUses, list[Line]]:
+def pinned(positions: list[int]) -> tuple[PrefixUses, list[ScheduledRequest]]:
     """Pairs of requests, each with a prefix that is kept."""
-    prompts = [(pair, pair, i) for pair in range(len(turns) // 2) for i in (0, 1)]
-    job = job_of(plan_of(prompts, turn=turns))
-    lines = arrive_all(job)
-    for node in range(1, len(turns) // 2 + 1):
+    prompts = [(pair, pair, i) for pair in range(len(positions) // 2) for i in (0, 1)]
+    job = job_of(plan_of(prompts, position=positions))
+    requests = arrive_all(job)
+    for node in range(1, len(positions) // 2 + 1):
         job.uses.pin(node, node)
-    return job.uses, lines
+    return job.uses, requests
 
 
 def test_a_skipped_request_does_not_hide_a_kept_prefix() -> None:
-    uses, lines = pinned([0, 1, 2, 3])
-    uses.skip(lines[2])  # the next of the second pair
+    uses, requests = pinned([0, 1, 2, 3])
+    uses.skip(requests[2])  # the next of the second pair
     assert uses.furthest() == 2
 
 
 def test_a_skipped_request_changes_what_is_needed_last() -> None:
-    uses, lines = pinned([0, 3, 1, 2])
+    uses, requests = pinned([0, 3, 1, 2])
     assert uses.furthest() == 2
-    uses.skip(lines[0])
+    uses.skip(requests[0])
     assert uses.furthest() == 1
 
 
@@ -259,10 +263,10 @@ def test_asking_for_the_furthest_changes_nothing() -> None:
 
 def test_no_page_no_prefix() -> None:
     job = job_of(plan_of([(1, 2, 3, i) for i in range(4)]), page_size=4)
-    lines = arrive_all(job)
-    assert job.uses.path(lines[0].node) == []
-    assert lines[0].own == 4
-    job.uses.start(lines[0], 0)
+    requests = arrive_all(job)
+    assert job.uses.path(requests[0].node) == []
+    assert requests[0].own == 4
+    job.uses.start(requests[0], 0)
     assert job.uses.computing == {}
     assert job.uses.locked_tokens == 0
 
@@ -272,13 +276,13 @@ def test_nodes_in_use_do_not_slow_the_search_down() -> None:
     n = 20_000
     prompts = [(1, 2, 3 + i // 2, i) for i in range(n)]
     job = job_of(plan_of(prompts))
-    lines = arrive_all(job)
+    requests = arrive_all(job)
     uses = job.uses
     for node in range(1, len(uses.depth)):
         uses.pin(node, node)
-    for line in lines[: n // 2]:
-        uses.start(line, line.input_len)
-        for node in uses.spent(line):
+    for request in requests[: n // 2]:
+        uses.start(request, request.input_len)
+        for node in uses.spent(request):
             uses.unpin(node)
     begin = time.process_time()
     found = [uses.furthest() for _ in range(100)]

@@ -11,8 +11,8 @@ import pytest
 from scheduling_jobs import plan_of, random_prompts
 
 from sglang_batch.scheduling.job_state import JobState
-from sglang_batch.scheduling.line import Line
-from sglang_batch.srt.prefix_groups import GroupFinder, PrefixGroups
+from sglang_batch.scheduling.scheduled_request import ScheduledRequest
+from sglang_batch.srt.attention.prefix_forest import PrefixForest, PrefixForestBuilder
 
 PAGE = 4
 
@@ -37,10 +37,12 @@ class Running:
 
 @dataclass
 class Jobs:
-    lines: dict[str, tuple[JobState | None, Line]] = field(default_factory=dict)
+    requests: dict[str, tuple[JobState | None, ScheduledRequest]] = field(
+        default_factory=dict
+    )
 
-    def known(self, req: Running) -> tuple[JobState | None, Line] | None:
-        return self.lines.get(req.rid)
+    def known(self, req: Running) -> tuple[JobState | None, ScheduledRequest] | None:
+        return self.requests.get(req.rid)
 
 
 def batch_of(random: Random, prompts: list[Any]) -> tuple[Any, list[Running]]:
@@ -52,22 +54,22 @@ def batch_of(random: Random, prompts: list[Any]) -> tuple[Any, list[Running]]:
         req = Running(f"r{number}", Kv(100 + number, held), origin_input_ids=prompt)
         if random.random() < 0.2:
             req.extra_key = "other"
-        line = job.add(req, number, len(prompt), 10)
-        line.decoding = True
-        jobs.lines[req.rid] = (job, line)
+        request = job.add(req, number, len(prompt), 10)
+        request.decoding = True
+        jobs.requests[req.rid] = (job, request)
         reqs.append(req)
     return jobs, reqs
 
 
-def groups_of(jobs: Jobs, reqs: list[Running], *, decodes: bool = True) -> PrefixGroups:
-    return GroupFinder(jobs).of(reqs, rows_of(reqs), decodes=decodes)
+def groups_of(jobs: Jobs, reqs: list[Running], *, decodes: bool = True) -> PrefixForest:
+    return PrefixForestBuilder(jobs).of(reqs, rows_of(reqs), decodes=decodes)
 
 
 def rows_of(reqs: list[Running]) -> Any:
     return np.array([req.kv.req_pool_idx for req in reqs], np.int32)
 
 
-def nodes_of(groups: PrefixGroups, request: int) -> list[int]:
+def nodes_of(groups: PrefixForest, request: int) -> list[int]:
     """A request's nodes, deepest first."""
     found, node = [], int(groups.request_node[request])
     while node >= 0:
@@ -114,7 +116,7 @@ def test_all_that_the_plan_shares_is_found() -> None:
 
 def test_groups_are_found_anew_only_if_requests_change() -> None:
     jobs, reqs = batch_of(Random(1), random_prompts(Random(1), 12, step=3))
-    finder, rows = GroupFinder(jobs), rows_of(reqs)
+    finder, rows = PrefixForestBuilder(jobs), rows_of(reqs)
     groups = finder.of(reqs, rows, decodes=True)
     assert finder.of(list(reqs), rows.copy(), decodes=True) is groups
     assert finder.of(reqs, rows[::-1], decodes=True) is not groups
@@ -130,7 +132,7 @@ def test_groups_are_found_anew_only_if_requests_change() -> None:
 def test_further_beams_read_alone() -> None:
     jobs, reqs = batch_of(Random(1), random_prompts(Random(1), 5, step=3))
     rows = np.append(rows_of(reqs), [7, 8]).astype(np.int32)
-    groups = GroupFinder(jobs).of(reqs, rows, decodes=True)
+    groups = PrefixForestBuilder(jobs).of(reqs, rows, decodes=True)
     assert groups.table_row.tolist()[-2:] == [7, 8]
     assert groups.request_node.tolist()[-2:] == [-1, -1]
 
@@ -147,8 +149,8 @@ def test_another_prompt_than_was_planned_is_not_shared() -> None:
 def test_who_is_not_planned_reads_alone() -> None:
     jobs, reqs = batch_of(Random(2), random_prompts(Random(2), 6, step=3))
     online = Running("online", Kv(7, 40))
-    _, line = jobs.lines["r0"]
-    jobs.lines["online"] = (None, line)
+    _, request = jobs.requests["r0"]
+    jobs.requests["online"] = (None, request)
     unknown = Running("unknown", Kv(8, 40))
     groups = groups_of(jobs, [online, *reqs, unknown])
     assert groups.request_node[0] == groups.request_node[-1] == -1
@@ -159,7 +161,7 @@ def test_a_prompt_that_is_computed_shares_what_it_found() -> None:
     jobs, reqs = batch_of(Random(3), prompts)
     for req in reqs:
         req.kv.cache_protected_len, req.extra_key = 13, None
-    jobs.lines["r2"][1].decoding = False
+    jobs.requests["r2"][1].decoding = False
     reqs[2].prefix_len = 5
     groups = groups_of(jobs, reqs, decodes=False)
     assert groups.request_node.tolist() == [0, 0, -1]

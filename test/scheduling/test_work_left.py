@@ -1,4 +1,4 @@
-"""What is left of a job's work, as its requests turn out longer or shorter."""
+"""The remaining work of a job, as its requests turn out longer or shorter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from scheduling_jobs import plan_of
 
 from sglang_batch.scheduling.job_plan import JobPlan, StepCost
-from sglang_batch.scheduling.line import Line
+from sglang_batch.scheduling.scheduled_request import ScheduledRequest
 from sglang_batch.scheduling.work_left import WorkLeft
 
 PROMPTS = [(1, 1, 1), (2, 2, 2), (3, 3, 3), (4, 4, 4)]
@@ -21,8 +21,8 @@ COST = StepCost(
 
 
 def planned(steps: float) -> JobPlan:
-    """Four requests of three tokens; the sums are those of ``steps`` each."""
-    plan = plan_of(PROMPTS, steps=steps)
+    """Four requests of three tokens, with the sums for ``steps`` each."""
+    plan = plan_of(PROMPTS, est_decode_steps=steps)
     return replace(
         plan,
         cost=COST,
@@ -40,8 +40,10 @@ def reads_of_an_answer(steps: int) -> int:
     return sum(3 + step for step in range(1, steps + 1))
 
 
-def line(leaf: int, steps: int, estimate: int = 8) -> Line:
-    return Line(None, leaf, 0, leaf, 3, 3, 1000, estimate, steps=steps)
+def request(leaf: int, steps: int, est_decode_steps: int = 8) -> ScheduledRequest:
+    return ScheduledRequest(
+        None, leaf, 0, leaf, 3, 3, 1000, est_decode_steps, steps=steps
+    )
 
 
 def test_what_was_done_is_not_left() -> None:
@@ -65,7 +67,7 @@ def test_after_all_requests_have_ended_nothing_is_left() -> None:
     work = WorkLeft(planned(8.0))
     lengths = [2, 30, 8, 1]
     for leaf, steps in enumerate(lengths):
-        work.ended(line(leaf, steps))
+        work.ended(request(leaf, steps))
     compute_s = sum(3 + steps for steps in lengths) * 0.25
     work.did(compute_s - 1.0, sum(map(reads_of_an_answer, lengths)) * 0.5 - 1.0)
     assert work.density == pytest.approx(1.0)
@@ -73,12 +75,12 @@ def test_after_all_requests_have_ended_nothing_is_left() -> None:
 
 def test_one_that_outlives_its_estimate_is_counted_once() -> None:
     work = WorkLeft(planned(8.0))
-    online = line(-1, 8, estimate=500)
-    work.expect([line(0, 8, estimate=28), online])
-    work.expect([line(0, 28, estimate=58)])
-    work.ended(line(0, 40))
+    online = request(-1, 8, est_decode_steps=500)
+    work.apply_estimates([request(0, 8, est_decode_steps=28), online])
+    work.apply_estimates([request(0, 28, est_decode_steps=58)])
+    work.ended(request(0, 40))
     for leaf in (1, 2, 3):
-        work.ended(line(leaf, 0))
+        work.ended(request(leaf, 0))
     work.did((12 + 40) * 0.25 - 2.0, reads_of_an_answer(40) * 0.5 - 1.0)
     assert work.density == pytest.approx(2.0)
 
@@ -87,11 +89,11 @@ def test_one_that_outlives_its_estimate_is_counted_once() -> None:
 def test_a_new_plan_does_not_bring_back_what_has_ended(later: float) -> None:
     """It may have been made before those answers were there."""
     work = WorkLeft(planned(8.0))
-    work.ended(line(0, 2))
-    work.ended(line(1, 20))
+    work.ended(request(0, 2))
+    work.ended(request(1, 20))
     work.replan(planned(later))
-    work.ended(line(2, 5))
-    work.ended(line(3, 5))
+    work.ended(request(2, 5))
+    work.ended(request(3, 5))
     lengths = [2, 20, 5, 5]
     compute_s = sum(3 + steps for steps in lengths) * 0.25
     work.did(compute_s - 3.0, sum(map(reads_of_an_answer, lengths)) * 0.5 - 1.0)
@@ -101,6 +103,6 @@ def test_a_new_plan_does_not_bring_back_what_has_ended(later: float) -> None:
 def test_requests_that_no_plan_knows_leave_the_rest_as_it_is() -> None:
     work = WorkLeft(planned(8.0))
     before = work.density
-    work.ended(line(-1, 10))
+    work.ended(request(-1, 10))
     work.did((3 + 10) * 0.25, reads_of_an_answer(10) * 0.5)
     assert work.density == pytest.approx(before)

@@ -14,8 +14,18 @@ TIMEOUT_S = 240
 TERMINAL = ("completed", "failed", "cancelled", "expired")
 
 
+_clients: list[OpenAI] = []
+
+
 def client(url: str) -> OpenAI:
-    return OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60)
+    """A client of a server, until :func:`close_clients`."""
+    _clients.append(OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60))
+    return _clients[-1]
+
+
+def close_clients() -> None:
+    while _clients:
+        _clients.pop().close()
 
 
 def line(

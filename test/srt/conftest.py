@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from batches import close_clients
+from forked_children import command
 from prompts import Case, reference
-from servers import Server, server
+from servers import SERVER_ARGS, Server, server, shared
+from stress_runs import scenario
 
-# Importing SGLang warns of what it cannot do without an accelerator, and its
+# Importing SGLang warns that there is no accelerator, and its
 # dependencies of one another: import it all once, before warnings become errors.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -20,13 +26,19 @@ with warnings.catch_warnings():
 NUM_CASES = 60
 
 
+@pytest.fixture(autouse=True)
+def _clients_are_closed() -> Iterator[None]:
+    yield
+    close_clients()
+
+
 @pytest.fixture(scope="session")
 def cases(demo_model: Path) -> list[Case]:
     """Prompts with the answers that ``transformers`` gives."""
     return reference(demo_model, NUM_CASES)
 
 
-@pytest.fixture(scope="session")
+@shared
 def offline_server(
     demo_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
@@ -39,3 +51,31 @@ def offline_server(
         log_dir=directory,
     ) as running:
         yield running
+
+
+@shared
+def job_runs(
+    demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """The output of ``jobs_on_engine``, and the log of the engine's steps."""
+    step_log = tmp_path_factory.mktemp("job") / "steps.csv"
+    config = json.dumps({"step_log": str(step_log)})
+    done = subprocess.run(
+        [
+            *command("jobs_on_engine", "--model-path", str(demo_model)),
+            *("--offline-batch-config", config, *SERVER_ARGS),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    result["steps"] = step_log.read_text().splitlines()
+    return result
+
+
+@shared
+def stress_run(demo_model: Path) -> dict[str, Any]:
+    """The results of each focused scenario, and of jobs at random, in one engine."""
+    return scenario(demo_model, "too_long,aborts,online,kinds,between,random", 1, 12)

@@ -27,14 +27,30 @@ from sglang.srt.model_executor.runner_utils.capture_mode import (
     _set_capture_attention_variant,
 )
 
-from sgl_kernel_ext.shared_prefix_attention import Planner, attention_ref, run_reference
+from sgl_kernel_ext.shared_prefix_attention import (
+    AttentionPlanner,
+    attention_ref,
+    run_reference,
+)
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError, EngineError
-from sglang_batch.srt import attention_backend, attention_checks, attention_choice
-from sglang_batch.srt.attention_backend import Implementation, SharedPrefixMixin
-from sglang_batch.srt.attention_plans import StepPlans
-from sglang_batch.srt.graph_variants import ALONE, SHARED, ShareVariants, variants_for
-from sglang_batch.srt.prefix_groups import NO_GROUPS, PrefixGroups
+from sglang_batch.srt.attention import (
+    attention_backend,
+    attention_checks,
+    attention_choice,
+)
+from sglang_batch.srt.attention.attention_backend import (
+    Implementation,
+    SharedPrefixMixin,
+)
+from sglang_batch.srt.attention.attention_plans import StepPlans
+from sglang_batch.srt.attention.graph_variants import (
+    ALONE,
+    SHARED,
+    ShareVariants,
+    variants_for,
+)
+from sglang_batch.srt.attention.prefix_forest import NO_GROUPS, PrefixForest
 
 HEADS, DIM, SLOTS = 2, 16, 4000
 MODULES = {
@@ -153,7 +169,7 @@ def test_it_is_not_chosen_where_somebody_chose(
     with caplog.at_level("INFO"):
         attention_choice.share_by_default(model_runner(**arguments))
     assert not shared
-    assert f"reads all of its prefix, because of {why}" in caplog.text
+    assert f"prefixes are not read once, because of {why}" in caplog.text
 
 
 def test_unknown_devices_and_backends_and_models_are_left_alone(
@@ -249,8 +265,8 @@ class Sharing(SharedPrefixMixin, Stock):
     """What ``share`` makes of it."""
 
 
-def planner(max_tokens: int = 32) -> Planner:
-    return Planner(
+def planner(max_tokens: int = 32) -> AttentionPlanner:
+    return AttentionPlanner(
         num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=DIM, dtype=torch.float32,
         page_size=1, device="cpu", max_requests=8, max_tokens=max_tokens, max_nodes=8,
     )  # fmt: skip
@@ -273,8 +289,8 @@ def decode(*kv_len: int) -> SimpleNamespace:
     )
 
 
-def groups(*nodes: int, end: int = 1000) -> PrefixGroups:
-    return PrefixGroups(
+def groups(*nodes: int, end: int = 1000) -> PrefixForest:
+    return PrefixForest(
         np.arange(len(nodes), dtype=np.int32), ints(*nodes), ints(-1), ints(end)
     )
 
@@ -313,7 +329,7 @@ def test_each_step_replays_the_graph_that_pays(backend: Sharing) -> None:
     variants = ShareVariants(backend)
     same = groups(0, 0, 0)
 
-    def step(now: PrefixGroups, *kv_len: int, padded: int = 0) -> str:
+    def step(now: PrefixForest, *kv_len: int, padded: int = 0) -> str:
         backend.groups = now
         label = variants.select(decode(*kv_len))
         assert variants.select(decode(*kv_len)) == label  # it may be asked again

@@ -111,7 +111,7 @@ def test_a_bad_line_is_answered_with_an_error_and_the_rest_is_not_lost(
     assert good == {f"good {i}" for i in range(8)} | {"same rid", "same rid again"}
     assert set(errors) == set(bad) - good
     dead = errors["dead grammar"]["response"]["body"]["error"]
-    assert "allows no text" in dead["message"]
+    assert "allows no complete text" in dead["message"]
     for item in errors.values():
         assert item["error"] is None
         assert item["response"]["status_code"] == 400

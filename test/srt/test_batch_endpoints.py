@@ -256,7 +256,7 @@ def make_call(manager: Manager, *texts: str) -> Any:
     """Serving code that asks for one text after another, and says when it is stopped."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    from sglang_batch.srt.serving_call import HoldingManager, ServingCall
+    from sglang_batch.srt.engine.serving_call import HoldingManager, ServingCall
 
     holding = HoldingManager(manager)
 
@@ -315,7 +315,7 @@ def test_a_call_without_a_request_has_its_answer_at_once() -> None:
 
 
 def test_a_call_that_needs_more_than_the_engine_is_refused() -> None:
-    from sglang_batch.srt.serving_call import ServingCall
+    from sglang_batch.srt.engine.serving_call import ServingCall
 
     with pytest.raises(RuntimeError, match="more of the server"):
         ServingCall(asyncio.sleep(0), "job-00000000").render()

@@ -20,9 +20,9 @@ from attention_cases import (
 from partial_attention import attend_span
 
 from sgl_kernel_ext.merge_state import merge_state_ref
-from sgl_kernel_ext.shared_prefix_attention import Plan
+from sgl_kernel_ext.shared_prefix_attention import AttentionPlan
 from sglang_batch.errors import ConfigError, EngineError
-from sglang_batch.srt.cascade import Cascade
+from sglang_batch.srt.attention.cascade import Cascade
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -125,14 +125,14 @@ def case(name: str, **changes: Any) -> Batch:
     return make_batch(**(FORESTS[name] | shape | changes))  # type: ignore[arg-type]
 
 
-def prepare(cascade: Cascade, batch: Batch, plan: Plan) -> None:
+def prepare(cascade: Cascade, batch: Batch, plan: AttentionPlan) -> None:
     cascade.prepare(
         plan, batch.q_len, batch.kv_len, batch.table_row, batch.node_end, batch.table
     )
 
 
 def run(
-    cascade: Cascade, batch: Batch, plan: Plan, out: torch.Tensor, scale: float
+    cascade: Cascade, batch: Batch, plan: AttentionPlan, out: torch.Tensor, scale: float
 ) -> None:
     q, k_cache, v_cache, table, kv_len = batch.tensors()
     # As of a batch with padding: rows of q that belong to no request.
@@ -140,7 +140,7 @@ def run(
     cascade.run(plan, padded, k_cache, v_cache, table, kv_len, out, scale)
 
 
-def check(cascade: Cascade, batch: Batch, plan: Plan) -> None:
+def check(cascade: Cascade, batch: Batch, plan: AttentionPlan) -> None:
     """One step: attention for its tokens, and nothing written for padding."""
     prepare(cascade, batch, plan)
     out = torch.full_like(torch.cat([batch.q, batch.q[:3]]), 7)
@@ -163,7 +163,7 @@ def test_a_step_that_keeps_its_plan() -> None:
     cascade = cascade_of(batch)
     for tokens in ([0] * 7, [1] * 7, [0, 3, 16, 1, 2, 0, 16]):
         grown = batch.grown(tokens)
-        assert plan.still_good(grown.kv_len)
+        assert plan.still_valid(grown.kv_len)
         check(cascade, grown, plan)
 
 
@@ -191,7 +191,9 @@ def test_what_a_run_refuses() -> None:
         run(cascade, batch, plan, out, batch.scale)
     prepare(cascade, batch, plan)
     run(cascade, batch, plan, out, batch.scale)
-    with pytest.raises(EngineError, match=r"by 0\.5, and FlashInfer was told 0\.125"):
+    with pytest.raises(
+        EngineError, match=r"by 0\.5, and FlashInfer was set up with 0\.125"
+    ):
         run(cascade, batch, plan, out, 0.5)
     another = planner.plan(*batch.planned())
     with pytest.raises(EngineError, match="prepared"):
@@ -204,9 +206,9 @@ def test_what_a_run_refuses() -> None:
 def test_what_flashinfer_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = case("one-root")
     refusals: list[tuple[dict[str, Any], str]] = [
-        ({"dtype": torch.float32}, 'runs in float32; leave "auto"'),
-        ({"head_dim": 80}, 'of this model have 80; leave "auto"'),
-        ({"make_wrapper": None}, 'this is a cpu device; leave "auto"'),
+        ({"dtype": torch.float32}, 'runs in float32; set "auto"'),
+        ({"head_dim": 80}, 'of this model have 80; set "auto"'),
+        ({"make_wrapper": None}, 'this is a cpu device; set "auto"'),
     ]
     for changes, message in refusals:
         with pytest.raises(ConfigError, match=message):

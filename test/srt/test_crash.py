@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from batches import client, jsonl, line, results, submit, wait
 from prompts import questions
 from servers import SERVER_ARGS, kill_group, server
@@ -139,19 +143,67 @@ def test_run_killed_continues_when_started_again(
     source.write_bytes(changed)
     refused = run(command)
     assert refused.returncode == 2
-    assert "was begun with another input file" in refused.stderr
+    assert "was begun with another input" in refused.stderr
     assert finished_lines(log) == before
 
     source.write_bytes(jsonl(input_lines()[:half]))
+    ended = run_until(command, log, NUM_LINES // 2, kill_scheduler)
+    assert ended.returncode == 1
+    [last] = [text for text in ended.stderr.splitlines() if text.startswith("error")]
+    assert "the system killed a process of SGLang (SIGKILL)" in last
+    assert "lower --max-total-tokens" in last and "The same command continues" in last
+    assert "Traceback" not in ended.stderr
+
+    interrupted = run_until(command, log, 3 * NUM_LINES // 4, press_ctrl_c)
+    before = finished_lines(log)
+    assert interrupted.returncode == 130, interrupted.stderr
+    last = interrupted.stderr.splitlines()[-1]
+    assert f"Stopped with {len(before)} of {NUM_LINES} requests done" in last
+    assert "error" not in interrupted.stderr
+
     again = run(command)
     assert again.returncode == 0, again.stderr[-4000:]
     found = [json.loads(item) for item in output.read_text().splitlines()]
     assert_once_each(found, before)
-    assert json.loads(again.stdout.splitlines()[-1])["completed"] == NUM_LINES
+    summary = json.loads(again.stdout.splitlines()[-1])
+    assert summary["completed"] == NUM_LINES
+    assert summary["this_run"]["completed"] == NUM_LINES - len(before)
 
     idle = run(command)
     assert idle.returncode == 0
     assert "nothing to do" in idle.stderr
+
+
+def run_until(
+    command: list[str], log: Path, count: int, end: Callable[[int], None]
+) -> subprocess.CompletedProcess[str]:
+    """A run that ``end`` ends, called with its process id at ``count`` results."""
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        wait_for_results(log, count)
+        end(process.pid)
+        stdout, stderr = process.communicate(timeout=120)
+    finally:
+        kill_group(process)
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def kill_scheduler(run: int) -> None:
+    """As a system without memory does."""
+    for child in psutil.Process(run).children(recursive=True):
+        if "scheduler" in child.cmdline()[0]:
+            child.kill()
+
+
+def press_ctrl_c(run: int) -> None:
+    """A terminal sends SIGINT to all processes of the run."""
+    os.killpg(run, signal.SIGINT)
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:

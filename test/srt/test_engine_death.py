@@ -8,7 +8,7 @@ import sys
 import pytest
 from sglang.srt.environ import envs
 
-from sglang_batch.srt.engine_death import CORE_DUMP_WAIT, CORE_DUMPS, tell
+from sglang_batch.srt.plugin.engine_death import CORE_DUMP_WAIT, CORE_DUMPS, tell
 
 WORKER = """
 import signal, sys, time, setproctitle
@@ -26,7 +26,7 @@ MAIN = f"""
 import os, signal, subprocess, sys
 from uvicorn import Config
 from uvicorn.supervisors import Multiprocess
-from sglang_batch.srt import engine_death
+from sglang_batch.srt.plugin import engine_death
 other = subprocess.Popen(["sleep", "9"])
 def kill_all(*_):
     print("all are killed", flush=True)

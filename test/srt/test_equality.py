@@ -59,26 +59,92 @@ def test_batch_api_answers_as_transformers(
     assert_equal(results(api, batch.output_file_id), cases)
 
 
-def test_run_command_answers_as_transformers(
-    demo_model: Path, cases: list[Case], tmp_path: Path
-) -> None:
-    lines = input_lines(cases[::2], CHAT) + input_lines(cases[1::2], COMPLETIONS)
-    (tmp_path / "in.jsonl").write_bytes(jsonl(lines))
+# Lines that `vllm run-batch` answers with an error each, and which end it with 0.
+BAD_LINES = {
+    "model": line("bad-model", {"model": "other", "messages": []}, CHAT),
+    "url": line("bad-url", {"messages": []}, "/bad_url"),
+    "stream": line("bad-stream", {"messages": [], "stream": "True"}, CHAT),
+    "messages": line("bad-messages", {"messages": "hi"}, CHAT),
+    "role": line("bad-role", {"messages": [{"role": "cat", "content": "x"}]}, CHAT),
+}
+# Endpoints by the names that vLLM has for them. This model can score, but not rerank.
+PAIR = {"query": "q", "documents": ["a", "b"]}
+SCORED = {"query": "q", "items": ["a"], "label_token_ids": [65], "temperature": 1}
+OTHER_NAMES = [
+    line("score", SCORED, "/score"),
+    line("rerank", PAIR, "/rerank"),
+    line("rerank-2", PAIR, "/v2/rerank"),
+]
+
+
+@pytest.fixture(scope="module")
+def run_job(
+    demo_model: Path, cases: list[Case], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """The output of one run of good and bad lines, its summary and its exit status."""
+    directory = tmp_path_factory.mktemp("run")
+    lines = [
+        *input_lines(cases[::2], CHAT),
+        *BAD_LINES.values(),
+        *input_lines(cases[1::2], COMPLETIONS),
+        *OTHER_NAMES,
+    ]
+    (directory / "in.jsonl").write_bytes(jsonl(lines))
     command = [
-        *(sys.executable, "-m", "sglang_batch", "run"),
-        *("-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")),
+        *(sys.executable, "-m", "sglang_batch", "run", "--skip-invalid"),
+        *("-i", str(directory / "in.jsonl"), "-o", str(directory / "out.jsonl")),
         *("--model-path", str(demo_model), *SERVER_ARGS),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    summary = json.loads(done.stdout.splitlines()[-1])
-    assert (summary["completed"], summary["failed"]) == (len(cases), 0)
-    assert summary["output_tokens"] == sum(len(case.output_ids) for case in cases)
-    assert 0 < summary["cached_share"] <= summary["optimal_cached_share"]
-    found = [
-        json.loads(item) for item in (tmp_path / "out.jsonl").read_text().splitlines()
-    ]
-    assert_equal(found, cases[::2] + cases[1::2])
+    assert done.returncode in (0, 3), done.stderr[-4000:]
+    output = (directory / "out.jsonl").read_text().splitlines()
+    return {
+        "status": done.returncode,
+        "stdout": done.stdout,
+        "stderr": done.stderr,
+        "engine_log": (directory / "out.jsonl.job" / "engine.log").read_text(),
+        "summary": json.loads(done.stdout.splitlines()[-1]),
+        "results": {item["custom_id"]: item for item in map(json.loads, output)},
+        "order": [item["custom_id"] for item in lines],
+    }
+
+
+def test_run_command_answers_as_transformers(
+    run_job: dict[str, Any], cases: list[Case]
+) -> None:
+    summary, results = run_job["summary"], run_job["results"]
+    assert list(results) == run_job["order"]
+    assert_equal([results[case.custom_id] for case in cases], cases)
+    # The plan has one prompt per line, and the line that is scored has several.
+    most = summary["optimal_cached_share"] + 0.001
+    assert 0 < summary["cached_share"] <= most
+
+
+def test_run_is_quiet_and_keeps_the_log_of_the_engine(run_job: dict[str, Any]) -> None:
+    assert len(run_job["stderr"].splitlines()) <= 15, run_job["stderr"]
+    assert "server_args" not in run_job["stderr"] + run_job["stdout"]
+    engine_log = run_job["engine_log"]
+    assert "Offline batch scheduler ready" in engine_log
+    assert "Prefill batch" not in engine_log
+    assert max(map(len, engine_log.splitlines())) < 2000
+
+
+def test_bad_lines_have_an_error_each_and_the_others_their_answers(
+    run_job: dict[str, Any], cases: list[Case]
+) -> None:
+    assert run_job["status"] == 0
+    assert run_job["summary"]["completed"] == len(cases) + 1
+    for bad in BAD_LINES.values():
+        result = run_job["results"][bad["custom_id"]]
+        assert result["response"]["status_code"] == 400
+        assert result["response"]["body"]["error"]["message"]
+    for name in ("model", "url", "stream", "messages", "role"):
+        assert run_job["results"][f"bad-{name}"]["error"] is not None
+    assert run_job["results"]["score"]["response"]["status_code"] == 200
+    for name in ("rerank", "rerank-2"):
+        result = run_job["results"][name]
+        assert result["response"]["status_code"] == 400
+        assert result["error"] is None  # it is the model's answer, not the URL's
 
 
 def test_programs_answer_as_transformers(

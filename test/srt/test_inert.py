@@ -128,7 +128,9 @@ def serve(
     model: Path, cases: list[Case], log_dir: Path, python: str, env: dict[str, str]
 ) -> dict[str, Any]:
     """What a server without the flag answers and says of itself."""
-    with server(model, log_dir=log_dir, python=python, env=env) as running:
+    with server(
+        model, "--sleep-on-idle", log_dir=log_dir, python=python, env=env
+    ) as running:
         body = {
             "input_ids": None,
             "text": [case.prompt for case in cases],

@@ -21,13 +21,13 @@ from servers import Server
 from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
 from sglang.lang.chat_template import get_chat_template
 
-import sglang_batch.lang as lang
 from sglang_batch.errors import ConfigError, EngineError
 from sglang_batch.lang import BatchBackend, RequestError
-from sglang_batch.program_log import ProgramJob
+from sglang_batch.programs import batch_backend
+from sglang_batch.programs.program_job import ProgramJob
 
 pytestmark = [
-    # SGLang, as it loads a model in this process without a GPU.
+    # Raised by SGLang when it loads a model in this process without a GPU.
     pytest.mark.filterwarnings("ignore:Only .* support:UserWarning"),
     pytest.mark.filterwarnings("ignore:Triton is not supported:UserWarning"),
 ]
@@ -77,7 +77,7 @@ def engine(demo_model: Path) -> Iterator[Any]:
 
 
 def end(engine: Any) -> None:
-    """End the engine; its own shutdown() also ends the servers of other tests."""
+    """End the engine. Its own shutdown() would also end the servers of other tests."""
     atexit.unregister(engine.shutdown)
     manager = engine.tokenizer_manager
     manager._subprocess_watchdog.stop()
@@ -95,7 +95,7 @@ def end(engine: Any) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Interrupts raise, even where a shell started this in its background."""
+    """Interrupts raise, even if a shell started the tests in its background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -146,8 +146,8 @@ def test_forks_and_selects_as_with_the_stock_backend(
     states = tree.run_batch(topics, backend=backend)
     assert errors(states) == []
 
-    # The stock backend knows nothing of us, though our module is imported.
-    monkeypatch.setattr(lang, "run_programs", None)
+    # The stock backend does not use our runner, though its module is imported.
+    monkeypatch.setattr(batch_backend, "run_programs", None)
     stock = RuntimeEndpoint(offline_server.url, chat_template_name="default")
     # The prefix of all programs is cached before they run: one call.
     assert list(backend.wave_sizes)[:2] in ([16, 16], [1, 16])
@@ -171,7 +171,7 @@ def test_select_where_the_prompt_ends_in_a_double_letter(
     assert {s["sign"] for s in states} <= {".", "!?"}
 
 
-def test_a_program_goes_on_when_its_own_answer_is_there(backend: BatchBackend) -> None:
+def test_a_program_continues_when_its_own_answer_arrives(backend: BatchBackend) -> None:
     finished: list[str] = []
 
     @sgl.function
@@ -200,7 +200,7 @@ def test_num_threads_caps_the_live_programs(http: BatchBackend) -> None:
 # Failures ------------------------------------------------------------------------
 
 
-def test_a_failing_program_loses_no_other(
+def test_a_failing_program_leaves_the_others_unaffected(
     backend: BatchBackend, cases: list[Case]
 ) -> None:
     @sgl.function
@@ -233,7 +233,7 @@ def test_a_failing_fork_fails_its_program(backend: BatchBackend) -> None:
     assert failed["plan"] in failed.text()
 
 
-def test_a_program_may_go_on_after_a_failed_generation(http: BatchBackend) -> None:
+def test_a_program_may_continue_after_a_failed_generation(http: BatchBackend) -> None:
     @sgl.function
     def fallback(s: Any, parameter: Any) -> None:
         try:
@@ -313,7 +313,7 @@ def test_an_interrupt_aborts_and_frees_the_backend(
     assert answer.run(prompt="Still there?", backend=backend)["answer"]
 
 
-# The ways to call ------------------------------------------------------------------
+# Other calls ------------------------------------------------------------------------
 
 
 def test_a_generator_yields_in_order_without_waiting_for_all(
@@ -335,7 +335,7 @@ def test_a_generator_yields_in_order_without_waiting_for_all(
     assert i == 299
 
 
-def test_a_job_gives_back_what_it_finished(
+def test_a_job_restores_finished_programs(
     backend: BatchBackend, tmp_path: Path
 ) -> None:
     backend.job = ProgramJob("trees", tmp_path)
@@ -391,7 +391,9 @@ def test_streams_from_a_server_only(http: BatchBackend, engine: Any) -> None:
         BatchBackend(engine).generate_stream(None, None)
 
 
-def test_what_is_not_an_offline_server(demo_model: Path, engine: Any) -> None:
+def test_servers_without_offline_batches_are_refused(
+    demo_model: Path, engine: Any
+) -> None:
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9 .*--offline-batch"):
         BatchBackend("http://127.0.0.1:9")
     with pytest.raises(ConfigError, match="server=42"):

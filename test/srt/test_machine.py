@@ -7,7 +7,12 @@ from types import SimpleNamespace
 import pytest
 from transformers import LlamaConfig
 
-from sglang_batch.srt.machine import machine_of
+from sglang_batch.prediction.machine_options import OVERLAP
+from sglang_batch.srt.engine.machine import NO_OVERLAP, machine_of
+
+
+def test_plan_and_simulate_presume_the_overlap_of_the_engine() -> None:
+    assert OVERLAP == NO_OVERLAP
 
 
 @pytest.mark.parametrize("mixed", [False, True])

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from stress_runs import KV, STATES, scenario
-
-ALL = "too_long,aborts,online,kinds,between"
+from stress_runs import KV, STATES
 
 
-@pytest.fixture(scope="module")
-def found(demo_model: Path) -> Any:
-    """All of it in one engine; the answers are checked in there."""
-    return scenario(demo_model, ALL, 1, 1)
+@pytest.fixture
+def found(stress_run: dict[str, Any]) -> Any:
+    """All scenarios in one engine, which also checks the answers."""
+    return stress_run
 
 
 def test_what_does_not_fit_together_runs_one_after_the_other(found: Any) -> None:
@@ -53,8 +50,8 @@ def test_an_online_request_starts_at_once(found: Any, length: str, shape: str) -
 
 
 @pytest.mark.parametrize("length", ["short", "long", "many"])
-def test_batch_lines_are_parked_for_online_requests(found: Any, length: str) -> None:
-    assert found["online"][f"{length}_decodes"]["parked_for"] > 0
+def test_batch_lines_are_offloaded_for_online_requests(found: Any, length: str) -> None:
+    assert found["online"][f"{length}_decodes"]["offloaded_for"] > 0
 
 
 @pytest.mark.parametrize("shape", ["decodes", "chunks"])
@@ -74,11 +71,14 @@ def test_the_cache_is_flushed_when_nothing_holds_it(found: Any) -> None:
     assert found["flushed"]
 
 
-def test_parked_lines_keep_through_a_pause_but_not_through_a_retraction(
+def test_offloaded_lines_keep_through_a_pause_but_not_through_a_retraction(
     found: Any,
 ) -> None:
     found = found["between"]
-    assert found["parked_now"] > 0
+    assert found["offloaded_now"] > 0
+    # Their earlier names, for one release.
+    for name in ("", "_now", "_host_bytes"):
+        assert found[f"parked{name}"] == found[f"offloaded{name}"] > 0
     assert not found["flushed_paused"]
-    assert found["parked_retracted"] == 0
+    assert found["offloaded_retracted"] == 0
     assert found["flushed_retracted"]

@@ -16,7 +16,7 @@ from sglang.srt.configs.embedding_model_spec import (
 )
 from sglang.srt.layers.pooler import Pooler, PoolingType
 
-from sglang_batch.srt import pooling
+from sglang_batch.srt.engine import pooling
 
 ST = "sentence_transformers.models."
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of steps: what a scrape finds, in one process and in many."""
+"""Prometheus metrics of steps, scraped from one process and from many."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from prometheus_client import CollectorRegistry
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollectorContext
 
 from sglang_batch.scheduling.step_record import COLUMNS, StepRecord
-from sglang_batch.srt.step_metrics import PUBLISH_EVERY, StepMetrics, step_metrics
+from sglang_batch.srt.scheduler.step_metrics import (
+    PUBLISH_EVERY,
+    StepMetrics,
+    step_metrics,
+)
 
 LABELS = {"model_name": "demo", "tp_rank": "0", "priority": ""}
 
@@ -26,7 +30,7 @@ def record(**values: Any) -> StepRecord:
 
 
 def values(registry: CollectorRegistry) -> dict[str, float]:
-    """By metric, followed by its side if it has one; all have our labels."""
+    """By metric, followed by its side if it has one. All have our labels."""
     found = {}
     for metric in registry.collect():
         for sample in metric.samples:
@@ -61,6 +65,7 @@ def test_counters_add_up_and_gauges_are_the_last_step() -> None:
         "sglang_batch_kv_cached_tokens": 12,
         "sglang_batch_cached_tokens_total": 26,
         "sglang_batch_evicted_tokens_total": 28,
+        "sglang_batch_offloaded_total": 30,
         "sglang_batch_parked_total": 30,
         "sglang_batch_resumed_total": 32,
         "sglang_batch_retracted_total": 34,
@@ -71,13 +76,23 @@ def test_counters_add_up_and_gauges_are_the_last_step() -> None:
     }
 
 
+def test_the_help_of_a_deprecated_metric_names_the_new_one() -> None:
+    registry = CollectorRegistry()
+    StepMetrics(LABELS, registry=registry)
+    text = {metric.name: metric.documentation for metric in registry.collect()}
+    assert text["sglang_batch_parked"] == (
+        "Deprecated: use sglang_batch_offloaded_total instead."
+    )
+    assert "Deprecated" not in text["sglang_batch_offloaded"]
+
+
 def test_steps_are_published_a_few_at_a_time() -> None:
     registry = CollectorRegistry()
     metrics = StepMetrics(LABELS, registry=registry)
     seen = []
     for _ in range(2 * PUBLISH_EVERY):
-        metrics.observe(record(parked=1))
-        seen.append(values(registry)["sglang_batch_parked_total"])
+        metrics.observe(record(offloaded=1))
+        seen.append(values(registry)["sglang_batch_offloaded_total"])
     assert seen[PUBLISH_EVERY - 2 : PUBLISH_EVERY] == [0, PUBLISH_EVERY]
     assert seen[-2:] == [PUBLISH_EVERY, 2 * PUBLISH_EVERY]
 
@@ -108,7 +123,7 @@ def test_other_processes_are_scraped_as_sglang_scrapes_them(tmp_path: Path) -> N
     program = """
         import sys
         from sglang_batch.scheduling.step_record import COLUMNS, StepRecord
-        from sglang_batch.srt.step_metrics import StepMetrics
+        from sglang_batch.srt.scheduler.step_metrics import StepMetrics
         assert "prometheus_client" not in sys.modules
         metrics = StepMetrics({"model_name": "demo", "dp_rank": int(sys.argv[1])})
         metrics.observe(StepRecord(1, *[6] * (len(COLUMNS) - 3), 1.5, 2.5))

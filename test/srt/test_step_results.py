@@ -17,7 +17,10 @@ from sglang.srt.managers.scheduler_components import output_streamer as stock
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_batch.srt.step_results import OfflineOutputStreamer, OfflineResultProcessor
+from sglang_batch.srt.scheduler.step_results import (
+    OfflineOutputStreamer,
+    OfflineResultProcessor,
+)
 
 STEPS = 130
 

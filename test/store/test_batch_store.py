@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +17,7 @@ from typing import Any
 import pytest
 
 from sglang_batch.errors import StoreError
-from sglang_batch.store import schema
+from sglang_batch.store import batch_store, schema
 from sglang_batch.store.batch_store import BatchStore, Row
 
 
@@ -81,7 +85,7 @@ def test_a_transition_of_no_batch_is_none(store: BatchStore) -> None:
 
 
 def test_of_two_processes_that_race_one_wins(tmp_path: Path) -> None:
-    # Two connections are to SQLite what two processes are.
+    # For SQLite, two connections are like two processes.
     stores = [BatchStore(tmp_path), BatchStore(tmp_path)]
     ends = ("cancelling", "finalizing")
     barrier = threading.Barrier(2)
@@ -114,6 +118,16 @@ def test_batches_in_a_status_come_oldest_first(store: BatchStore) -> None:
         store.add_batch(make_batch_row(f"batch_{i}", status=status))
     found = store.batches_in(("validating", "in_progress"))
     assert ids_of(found) == ["batch_1", "batch_2", "batch_3"]
+
+
+def test_a_file_is_kept_for_exactly_its_lifetime(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count(1000)  # a new second at each look
+    monkeypatch.setattr(batch_store, "now", lambda: next(clock))
+    store.file_path("file-1").write_bytes(b"x")
+    row = store.record_file("file-1", "x", "batch", 3600)
+    assert row["expires_at"] - row["created_at"] == 3600
 
 
 def test_an_atomic_block_that_fails_leaves_nothing(store: BatchStore) -> None:
@@ -149,26 +163,22 @@ def test_a_deleted_file_is_gone_from_rows_and_disk(store: BatchStore) -> None:
     assert not store.delete_file("file-1")
 
 
-def test_a_disk_too_full_to_write_down_a_deletion_gets_room_by_it(
-    store: BatchStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = store.file_path("file-1")
-    path.write_bytes(b"abc")
-    store.add_file(make_file_row())
-    forget = store._forget_file
-
-    def fail_while_full(file_id: str) -> bool:
-        if path.exists():
-            raise sqlite3.OperationalError("database or disk is full")
-        return forget(file_id)
-
-    monkeypatch.setattr(store, "_forget_file", fail_while_full)
-    assert store.delete_file("file-1")
-    assert store.get_file("file-1") is None
-    assert not path.exists()
+def test_deletions_work_on_a_full_disk_each_time(tmp_path: Path) -> None:
+    """On a real one: a tmpfs of 4 MB in a mount namespace of its own."""
+    isolated = ["unshare", "--map-root-user", "--mount"]
+    if subprocess.run([*isolated, "true"], check=False).returncode:
+        pytest.skip("this machine has no mount namespaces for users")
+    script = Path(__file__).with_name("deletes_on_full_disk.py")
+    done = subprocess.run(
+        [*isolated, sys.executable, script, tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
-def test_what_is_no_file_of_the_store_is_not_removed(store: BatchStore) -> None:
+def test_a_path_that_is_no_file_of_the_store_is_not_removed(store: BatchStore) -> None:
     path = store.directory / "mine"
     path.write_bytes(b"abc")
     assert not store.delete_file("../mine")
@@ -259,7 +269,7 @@ COLUMNS = {
         "finalizing_at completed_at failed_at cancelling_at cancelled_at total "
         "completed failed input_tokens cached_tokens output_tokens reasoning_tokens "
         "optimal_cached_share owner api priority expired_at output_expires_after "
-        "paused_reason line_errors"
+        "paused_reason line_errors error_reasons"
     ),
     "uploads": (
         "seq id owner status purpose filename mime_type bytes created_at expires_at "
@@ -267,6 +277,9 @@ COLUMNS = {
     ),
     "upload_parts": "seq id upload_id bytes created_at",
     "idempotent_answers": "owner key request_sha256 status_code body created_at",
+    "clients": "name role models batches lines tokens",
+    "keys": "id name sha256 hint created_at revoked_at",
+    "usage": "day name batches lines calls input_tokens cached_tokens output_tokens",
     "migrations": "name",
 }
 
@@ -361,3 +374,25 @@ def test_a_database_that_is_none_is_a_store_error(tmp_path: Path) -> None:
     (tmp_path / "batches.sqlite3").write_bytes(b"no database" * 1000)
     with pytest.raises(StoreError, match=str(tmp_path)):
         BatchStore(tmp_path)
+
+
+def test_an_input_counts_after_its_file_is_deleted(store: BatchStore) -> None:
+    store.file_path("file-1").write_bytes(b"abc")
+    store.record_file("file-1", "in.jsonl", "batch", None)
+    copy = store.work_dir("batch_1") / "input.jsonl"
+    copy.parent.mkdir()
+    os.link(store.file_path("file-1"), copy)
+    assert store.bytes_stored() == 3
+    assert store.delete_file("file-1")
+    assert store.bytes_stored() == 3
+    copy.unlink()
+    assert store.bytes_stored() == 0
+
+
+def test_a_search_finds_no_names_of_other_clients_files(store: BatchStore) -> None:
+    store.add_file(make_file_row(filename="secret.jsonl", owner="ann"))
+    store.add_batch(make_batch_row("batch_1", owner="ann"))
+    store.add_batch(make_batch_row("batch_2", owner="bob", status="failed"))
+    assert store.search_batches("secret", limit=9, owner="bob") == []
+    assert ids_of(store.search_batches("secret", limit=9, owner="ann")) == ["batch_1"]
+    assert ids_of(store.search_batches("secret", limit=9)) == ["batch_1"]

@@ -1,4 +1,4 @@
-"""Records of a result log that something else damaged: what they cost."""
+"""Damaged records of a result log: only their own results are lost."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sglang_batch.store.result_log import ResultLog, finished_lines
 
 
 def damage(path: Path, at: int, record: bytes) -> bytes:
-    """Put something else in the place of a record; returns what follows it."""
+    """Replace a record by other bytes; returns the records that follow it."""
     records = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*records[:at], record, *records[at + 1 :]]))
     return b"".join(records[at + 1 :])
 
 
-def check_set_aside(path: Path, damaged: bytes, rest: bytes) -> None:
+def check_kept(path: Path, damaged: bytes, rest: bytes) -> None:
     """The log after it was opened: a blank line for the record, the rest untouched."""
     assert path.with_name(f"{path.name}.damaged").read_bytes() == damaged
     blank = b" " * (len(damaged) - 1) + b"\n"
@@ -39,7 +39,7 @@ def check_set_aside(path: Path, damaged: bytes, rest: bytes) -> None:
         b"\xff\n",
     ],
 )
-def test_a_damaged_record_is_set_aside_and_its_request_runs_again(
+def test_a_damaged_record_is_kept_elsewhere_and_its_request_runs_again(
     tmp_path: Path, record: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = make_log(tmp_path / "log", [0, 1, 2])
@@ -47,14 +47,14 @@ def test_a_damaged_record_is_set_aside_and_its_request_runs_again(
     rest = damage(path, 1, record)
     log = ResultLog(path, 5)
     assert log.unfinished().tolist() == [1, 3, 4]
-    check_set_aside(path, record, rest)
+    check_kept(path, record, rest)
     assert f"{path}: the record at byte {offset} ({len(record)} bytes)" in caplog.text
     put(log, 1)
     assert ordered(log) == (lines_of(0, 1, 2), b"", (3, 0))
     log.close()
     again = ResultLog(path, 5)
     assert again.unfinished().tolist() == [3, 4]
-    check_set_aside(path, record, path.read_bytes()[offset + len(record) :])
+    check_kept(path, record, path.read_bytes()[offset + len(record) :])
     with open(path, "rb") as file:
         lines = b"".join(finished_lines(file, path.stat().st_size))
     assert lines == lines_of(0, 2, 1)
@@ -73,7 +73,7 @@ def test_damage_over_the_end_of_a_record_costs_the_next_one_too(
     path.write_bytes(records[0] + both + records[3])
     log = ResultLog(path, 5)
     assert log.unfinished().tolist() == [1, 2, 4]
-    check_set_aside(path, bytes(both), records[3])
+    check_kept(path, bytes(both), records[3])
     log.close()
 
 
@@ -86,7 +86,7 @@ def test_an_empty_line_is_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
-def test_a_damaged_record_stays_where_it_is_until_there_is_room_to_keep_it(
+def test_a_damaged_record_stays_in_place_until_there_is_space_to_keep_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_log(tmp_path / "log", [0, 1, 2])
@@ -105,4 +105,4 @@ def test_a_damaged_record_stays_where_it_is_until_there_is_room_to_keep_it(
     assert os.listdir("/proc/self/fd") == fds
     path.with_name("log.damaged").unlink()
     ResultLog(path, 5).close()
-    check_set_aside(path, b"garbage\n", rest)
+    check_kept(path, b"garbage\n", rest)

@@ -37,7 +37,7 @@ def test_lines_are_found_while_the_file_grows(
     check(index, path, 5)
     for _ in range(60):
         lines = (b"x" * chance.randrange(9) for _ in range(chance.randrange(20)))
-        append(path, b"\n".join(lines))  # the last one may be torn, or go on
+        append(path, b"\n".join(lines))  # the last one may be torn or incomplete
         for line in (0, EVERY - 1, EVERY, chance.randrange(600), 10_000):
             check(index, path, line)
 

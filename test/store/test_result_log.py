@@ -1,4 +1,4 @@
-"""The log of finished requests: what survives a crash."""
+"""The log of finished requests, and its crash safety."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from result_logs import USAGE, lines_of, make_log, ordered, put
 
-from sglang_batch.errors import StoreError
+from sglang_batch.errors import StoreWriteError
 from sglang_batch.request import Usage
 from sglang_batch.store.result_log import ResultLog
 
@@ -115,14 +115,14 @@ def test_a_full_disk_loses_no_earlier_result(
     put(log, 0)
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:9], at))
-    with pytest.raises(StoreError, match=r"/log: wrote 9 of"):
+    with pytest.raises(StoreWriteError, match=r"/log: wrote 9 of"):
         put(log, 1)
 
     def full(fd: int, data: bytes, at: int) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(StoreError, match=r"/log: No space left"):
+    with pytest.raises(StoreWriteError, match=r"/log: No space left"):
         put(log, 1)
     monkeypatch.setattr(os, "pwrite", pwrite)
     assert log.unfinished().tolist() == [1, 2, 3, 4]
@@ -144,7 +144,7 @@ def test_a_log_is_closed_though_its_last_commit_fails(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fdatasync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(StoreWriteError, match="/log: No space left"):
         log.close()
     assert os.listdir("/proc/self/fd") == fds
     log.close()

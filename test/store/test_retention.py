@@ -1,4 +1,4 @@
-"""What is collected, and what is not."""
+"""Which data is removed, and which is kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from sglang_batch.config import OfflineBatchConfig
-from sglang_batch.retention import Collected, collect
+from sglang_batch.server.retention import Collected, collect
+from sglang_batch.store import batch_store
 from sglang_batch.store.answers import Answer, find_answer, keep_answer
 from sglang_batch.store.batch_store import BatchStore
 from sglang_batch.store.batch_store import now as clock
@@ -27,10 +28,10 @@ def store(tmp_path: Path) -> Iterator[BatchStore]:
     store.close()
 
 
-def add_file(store: BatchStore, file_id: str, expires_at: int | None) -> Path:
+def add_file(store: BatchStore, file_id: str, kept_s: int | None) -> Path:
     path = store.file_path(file_id)
     path.write_bytes(b"abc")
-    store.record_file(file_id, "x", "batch", expires_at)
+    store.record_file(file_id, "x", "batch", kept_s)
     return path
 
 
@@ -72,16 +73,19 @@ def add_upload(store: BatchStore, upload_id: str, created_at: int) -> Path:
 
 
 def test_a_store_without_anything_old_stays_as_it_is(store: BatchStore) -> None:
-    paths = [add_file(store, "file-1", None), add_file(store, "file-2", clock() + 60)]
+    paths = [add_file(store, "file-1", None), add_file(store, "file-2", 60)]
     paths += [add_batch(store, "batch_1", "in_progress")]
     paths += [add_upload(store, "upload_1", clock())]
     assert collect(store, CONFIG, clock()) == Collected()
     assert all(path.exists() for path in paths)
 
 
-def test_files_go_when_they_expire(store: BatchStore) -> None:
+def test_files_go_when_they_expire(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     at = clock()
-    gone, kept = add_file(store, "file-1", at), add_file(store, "file-2", at + 1)
+    monkeypatch.setattr(batch_store, "now", lambda: at)
+    gone, kept = add_file(store, "file-1", 0), add_file(store, "file-2", 1)
     assert collect(store, CONFIG, at) == Collected(files=1)
     assert (gone.exists(), kept.exists()) == (False, True)
     assert [row["id"] for row in store.rows("SELECT id FROM files")] == ["file-2"]
@@ -115,7 +119,7 @@ def test_answers_go_after_a_day(store: BatchStore) -> None:
     assert store.rows("SELECT * FROM idempotent_answers") == []
 
 
-def test_what_belongs_to_nothing_goes_after_an_hour(store: BatchStore) -> None:
+def test_orphans_are_removed_after_an_hour(store: BatchStore) -> None:
     paths = [
         store.directory / name
         for name in (
@@ -155,7 +159,7 @@ def test_results_that_are_being_written_belong_to_their_batch(
     assert collect(store, CONFIG, clock()) == Collected(orphans=3)
 
 
-def test_what_a_failed_batch_had_finished_is_kept_as_long_as_files(
+def test_the_finished_lines_of_a_failed_batch_are_kept_as_long_as_files(
     store: BatchStore,
 ) -> None:
     at = clock()

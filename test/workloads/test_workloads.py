@@ -1,4 +1,4 @@
-"""Synthetic workloads against the published statistics they stand for."""
+"""Synthetic workloads against the published statistics that they reproduce."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_batch.errors import ConfigError
-from sglang_batch.planner.prefix_tree import build_prefix_tree
+from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.planner.requests import UNKNOWN
 from sglang_batch.workloads.blend import (
     GRID_DENSITIES,
@@ -132,7 +132,7 @@ def test_a_source_has_its_published_statistics(source: Source) -> None:
     )
     assert output.mean() == pytest.approx(source.output_mean, rel=0.01)
     assert (output**2).mean() == pytest.approx(source.output_square, rel=0.01)
-    # Table 3 rounds to two digits; a system prompt has a whole number of tokens.
+    # Table 3 rounds to two digits. A system prompt has a whole number of tokens.
     sharing = saved_tokens(workload) / num_tokens(workload)
     assert sharing == pytest.approx(source.sharing, abs=0.005)
 

@@ -1,92 +1,107 @@
-"""Batch input files: validation of the whole file, then random access by line.
+"""Batch input files: one pass that checks every line, then random access by line.
 
 Lines end at ``\\n`` only (JSON allows a bare ``\\r`` as white space), a leading
-UTF-8 byte order mark is dropped, blank lines are skipped. Validation streams:
-memory grows by some 70 bytes per line, whatever the lines hold.
+UTF-8 byte order mark is dropped, and blank lines are skipped. The pass streams:
+memory grows by about 70 bytes per line, however long the lines are, and by about 200
+per bad line that is kept.
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import os
-import re
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-import msgspec
 import numpy as np
 
 from ..request import BatchRequestInput
-from .lines import REQUIRED_KEYS, InvalidLine, decode_envelope, loads_lenient
-from .protocol import ENDPOINTS, MAX_CUSTOM_ID_LEN, Endpoint
+from .line_checks import LineError, LineRules, check_line, is_custom_id, model_of
+from .lines import InvalidLine, decode_envelope
+from .protocol import MAX_LINE_BYTES, canonical_url
 
 _BOM = b"\xef\xbb\xbf"
 _DIGEST_BYTES = 16
-# JSON can escape a lone surrogate, but no result line could be written with it.
-_SURROGATE = re.compile("[\ud800-\udfff]")
+# Lines between two reports of progress.
+_REPORT_EVERY = 512
+_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class LineError:
-    """Why a batch's input cannot run; ``line`` counts from 1, None is the file."""
+class FileErrors:
+    """Why a file cannot run.
 
-    code: str
-    message: str
-    line: int | None = None
-    param: str | None = None
-
-    def __str__(self) -> str:
-        where = "" if self.line is None else f"line {self.line}: "
-        what = f" ({self.param})" if self.param else ""
-        return f"{where}{self.message}{what} [{self.code}]"
-
-
-@dataclass(frozen=True, slots=True)
-class LineRules:
-    """What a line must look like.
-
-    endpoint: the one endpoint all lines must name; None allows any known one.
-    models: names of the models served; None accepts every name.
-    require_model: whether a body must name its model.
-    check_body: a further check of (url, body); returns (message, param) or None.
-    max_errors: stop listing after so many.
-    line_name: what messages call another line, by its number.
+    listed: the first errors, in the order of lines.
+    by_code: the number of errors of each code, listed or not.
+    num_bad_lines, num_lines: lines with an error, and all that are not blank.
     """
 
-    endpoint: str | None = None
-    models: tuple[str, ...] | None = None
-    require_model: bool = True
-    check_body: Callable[[str, bytes], tuple[str, str | None] | None] | None = None
-    max_errors: int = 100
-    line_name: Callable[[int], str] = "line {}".format
+    listed: list[LineError]
+    by_code: Counter[str]
+    num_bad_lines: int = 0
+    num_lines: int = 0
+
+    @classmethod
+    def of(cls, code: str, message: str, param: str | None = None) -> FileErrors:
+        """One error of the file as a whole."""
+        return cls([LineError(code, message, None, param)], Counter([code]))
+
+    @property
+    def total(self) -> int:
+        """The number of errors, listed or not."""
+        return self.by_code.total()
 
 
 class BatchFile:
-    """A validated input file: its requests by index, read from disk on demand."""
+    """A checked input file: its requests by index, read from disk on demand.
 
-    def __init__(self, path: Path, starts: array[int], ends: array[int]) -> None:
+    Attributes:
+        invalid: the first error of each bad line, by index. These lines are no
+            requests. Empty unless bad lines were to be kept.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        starts: array[int],
+        ends: array[int],
+        invalid: dict[int, LineError] | None = None,
+    ) -> None:
         self._fd = os.open(path, os.O_RDONLY)
         self._starts = starts
         self._ends = ends
+        self.invalid = invalid or {}
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> BatchRequestInput:
-        start, end = self._starts[index], self._ends[index]
-        found = decode_envelope(os.pread(self._fd, end - start, start))
-        return BatchRequestInput(index, found["custom_id"], found["url"], found["body"])
+        found = decode_envelope(self._line(index))
+        url = canonical_url(found["url"])
+        return BatchRequestInput(index, found["custom_id"], url, found["body"])
+
+    def custom_id(self, index: int) -> str | None:
+        """The ``custom_id`` of a line that may be bad, or None if it has none."""
+        try:
+            found = decode_envelope(self._line(index)).get("custom_id")
+        except InvalidLine:
+            return None
+        return found if is_custom_id(found) else None
 
     def model(self) -> str | None:
         """The model that the first request names."""
         if not len(self):
             return None
         first = self[0]
-        model = _decode_body(first.url, first.body).model
+        model = model_of(first.url, first.body)
         return model if isinstance(model, str) else None
 
     @contextmanager
@@ -97,62 +112,114 @@ class BatchFile:
         finally:
             os.close(self._fd)
 
+    def _line(self, index: int) -> bytes:
+        start, end = self._starts[index], self._ends[index]
+        return os.pread(self._fd, end - start, start)
 
-def validate(path: Path, rules: LineRules) -> BatchFile | list[LineError]:
-    """Check every line of a file.
 
-    Returns:
-        The file, ready to be read; or its errors in the order of lines, at most
-        ``rules.max_errors``. One bad line condemns the file, as at OpenAI.
+def validate(
+    path: Path,
+    rules: LineRules,
+    *,
+    skip_invalid: bool = False,
+    on_read: Callable[[int], object] = lambda _: None,
+) -> BatchFile | FileErrors:
+    """Check every line of a file, in one pass.
+
+    Args:
+        skip_invalid: keep bad lines as :attr:`BatchFile.invalid`. Otherwise one bad
+            line rejects the whole file, as at OpenAI, and so does an empty file.
+        on_read: called now and then with the number of bytes read so far.
     """
-    errors: list[LineError] = []
-    starts, ends = array("q"), array("q")
-    line_numbers = array("q")
-    digests = bytearray()
+    checked = _CheckedLines(rules, skip_invalid)
     with open(path, "rb") as file:
-        for number, start, line in _lines(file):
-            found = _check_line(number, line, rules, errors)
-            starts.append(start)
-            ends.append(start + len(line))
-            line_numbers.append(number)
-            digests += _digest(found.get("custom_id"), number)
-            if len(errors) >= rules.max_errors:
-                break
-    errors += _duplicates(digests, line_numbers, rules.line_name)
-    if not starts:
-        errors.append(
-            LineError(
-                "empty_file",
-                "The input file is empty. Please ensure that the batch contains at "
-                "least one request.",
-            )
+        for number, start, line in read_lines(file):
+            checked.add(number, start, line)
+            if number % _REPORT_EVERY == 0:
+                on_read(start + len(line))
+    checked.check_duplicates()
+    if skip_invalid:
+        return BatchFile(path, checked.starts, checked.ends, checked.invalid)
+    if not checked.starts:
+        return FileErrors.of(
+            "empty_file",
+            "The input file is empty. Please ensure that the batch contains at least "
+            "one request.",
         )
-    if errors:
-        errors.sort(key=lambda error: error.line or 0)
-        return errors[: rules.max_errors]
-    return BatchFile(path, starts, ends)
+    if checked.by_code:
+        return checked.errors()
+    return BatchFile(path, checked.starts, checked.ends)
 
 
-def _digest(custom_id: object, number: int) -> bytes:
-    """What tells custom ids apart; unlike any other where the line has none."""
-    name = f"id {custom_id}" if _is_custom_id(custom_id) else f"line {number}"
-    return hashlib.blake2b(name.encode(), digest_size=_DIGEST_BYTES).digest()
+class _CheckedLines:
+    """The lines of a file as they are checked: where they are, and their errors."""
+
+    def __init__(self, rules: LineRules, skip_invalid: bool) -> None:
+        self._rules = rules
+        self._skip_invalid = skip_invalid
+        self.starts, self.ends = array("q"), array("q")
+        self._numbers = array("q")
+        self._digests = bytearray()
+        self._bad = bytearray()
+        self._listed: list[LineError] = []
+        self._duplicates: list[LineError] = []
+        self.by_code: Counter[str] = Counter()
+        self.invalid: dict[int, LineError] = {}
+
+    def add(self, number: int, start: int, line: bytes) -> None:
+        errors: list[LineError] = []
+        found = check_line(number, line, self._rules, errors)
+        self.starts.append(start)
+        self.ends.append(start + len(line))
+        self._numbers.append(number)
+        # A bad line that is kept as such leaves its id to a good one.
+        claims = not (errors and self._skip_invalid)
+        self._digests += _digest(found.get("custom_id") if claims else None, number)
+        self._bad.append(bool(errors))
+        for error in errors:
+            self._count(len(self.starts) - 1, error, self._listed)
+
+    def check_duplicates(self) -> None:
+        """Add an error for every line with the custom_id of an earlier line."""
+        for index, earlier in _repeated(self._digests):
+            earlier_name = self._rules.line_name(self._numbers[earlier])
+            error = LineError(
+                "duplicate_custom_id",
+                f"The custom_id of this request is that of {earlier_name} too; "
+                "custom ids must be unique in a batch.",
+                self._numbers[index],
+                "custom_id",
+            )
+            self._bad[index] = True
+            self._count(index, error, self._duplicates)
+
+    def errors(self) -> FileErrors:
+        in_order = heapq.merge(
+            self._listed, self._duplicates, key=lambda error: error.line or 0
+        )
+        listed = list(islice(in_order, self._rules.max_errors))
+        return FileErrors(listed, self.by_code, sum(self._bad), len(self.starts))
+
+    def _count(self, index: int, error: LineError, listed: list[LineError]) -> None:
+        self.by_code[error.code] += 1
+        if self._skip_invalid:
+            self.invalid.setdefault(index, error)
+        elif len(listed) < self._rules.max_errors:
+            listed.append(error)
 
 
-def _is_custom_id(value: object) -> bool:
-    return (
-        isinstance(value, str)
-        and 0 < len(value) <= MAX_CUSTOM_ID_LEN
-        and _SURROGATE.search(value) is None
-    )
+def read_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+    """(line number from 1, offset, bytes) of every line that is not blank.
 
-
-def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """(line number from 1, offset, bytes) of every line that is not blank."""
+    A line that is too long is cut one byte behind the limit, so that it is known as one.
+    """
     offset = 0
-    for number, line in enumerate(file, start=1):
+    read_line = partial(file.readline, MAX_LINE_BYTES + 1)
+    for number, line in enumerate(iter(read_line, b""), start=1):
         start = offset
         offset += len(line)
+        if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
+            offset += _skip_line(file)
         if number == 1 and line.startswith(_BOM):
             start += len(_BOM)
             line = line[len(_BOM) :]
@@ -160,156 +227,43 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
             yield number, start, line.rstrip(b"\n")
 
 
-def _check_line(
-    number: int, line: bytes, rules: LineRules, errors: list[LineError]
-) -> dict[str, Any]:
-    def bad(code: str, message: str, param: str | None = None) -> None:
-        errors.append(LineError(code, message, number, param))
-
-    try:
-        line.decode()  # decoding skips over the body, whatever its bytes
-        found = decode_envelope(line)
-    except ValueError:
-        bad("invalid_json_line", "This line is not parseable as valid JSON.")
-        return {}
-    for key in REQUIRED_KEYS:
-        if key not in found:
-            bad(
-                "missing_required_parameter",
-                f"Missing required parameter: '{key}'.",
-                key,
-            )
-    if "custom_id" in found and not _is_custom_id(found["custom_id"]):
-        bad(
-            "invalid_request",
-            f"'custom_id' must be a string of 1 to {MAX_CUSTOM_ID_LEN} characters "
-            "that UTF-8 can hold.",
-            "custom_id",
-        )
-    if found.get("method", "POST") != "POST":
-        bad("invalid_method", "The method of a batch request must be POST.", "method")
-    if "url" not in found:
-        return found
-    url = found["url"]
-    if not _url_allowed(url, rules):
-        expected = rules.endpoint or "one of " + ", ".join(ENDPOINTS)
-        bad(
-            "invalid_url",
-            "The URL provided for this request does not match the batch endpoint. "
-            f"It is {_quoted(url)}, expected {expected}.",
-            "url",
-        )
-    elif "body" in found:
-        _check_body(url, found["body"], rules, bad)
-    return found
+def count_lines(file: BinaryIO) -> int:
+    """The number of lines that are not blank. Takes a few MB, however long they are."""
+    count = 0
+    begun = False  # whether the present line has more than white space so far
+    while block := file.read(_BLOCK_BYTES):
+        *ended, rest = block.split(b"\n")
+        for line in ended:
+            count += begun or bool(line.strip())
+            begun = False
+        begun = begun or bool(rest.strip())
+    return count + begun
 
 
-def _quoted(value: object) -> str:
-    """A client's value in a message: never long, and text that can be written."""
-    return repr(value[:200]) if isinstance(value, str) else f"<{type(value).__name__}>"
+def _skip_line(file: BinaryIO) -> int:
+    """Read to the end of a line; returns the number of bytes."""
+    skipped = 0
+    while data := file.readline(_BLOCK_BYTES):
+        skipped += len(data)
+        if data.endswith(b"\n"):
+            break
+    return skipped
 
 
-def _url_allowed(url: object, rules: LineRules) -> bool:
-    if rules.endpoint is not None:
-        return url == rules.endpoint
-    return isinstance(url, str) and url in ENDPOINTS
+def _digest(custom_id: object, number: int) -> bytes:
+    """A digest of the custom id; unique if the line has none."""
+    name = f"id {custom_id}" if is_custom_id(custom_id) else f"line {number}"
+    return hashlib.blake2b(name.encode(), digest_size=_DIGEST_BYTES).digest()
 
 
-class _Body(msgspec.Struct):
-    model: Any = msgspec.UNSET
-    stream: Any = False
-
-
-def _body_decoder(endpoint: Endpoint) -> msgspec.json.Decoder[Any]:
-    """Decodes what is checked of an endpoint's body and skips over the rest.
-
-    The required keys are attributes too; :data:`msgspec.UNSET` where they are missing.
-    """
-    kind = msgspec.Raw | msgspec.UnsetType
-    keys = [(key, kind, msgspec.UNSET) for key in endpoint.required]
-    return msgspec.json.Decoder(msgspec.defstruct("_Body", keys, bases=(_Body,)))
-
-
-_body_decoders = {url: _body_decoder(endpoint) for url, endpoint in ENDPOINTS.items()}
-
-
-def _decode_body(url: str, body: bytes) -> Any:
-    decoder = _body_decoders[url]
-    try:
-        return decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _lenient_body(decoder.type, body)
-
-
-def _lenient_body(kind: type[Any], body: bytes) -> Any:
-    value = loads_lenient(body)
-    if not isinstance(value, dict):
-        raise InvalidLine
-    return kind(**{key: value[key] for key in kind.__struct_fields__ if key in value})
-
-
-def _check_body(
-    url: str, body: bytes, rules: LineRules, bad: Callable[..., None]
-) -> None:
-    endpoint = ENDPOINTS[url]
-    try:
-        fields = _decode_body(url, body)
-    except ValueError:
-        bad("invalid_request", "The body of a request must be a JSON object.", "body")
-        return
-    if fields.model is msgspec.UNSET or fields.model is None:
-        if rules.require_model:
-            bad("invalid_request", "Model parameter is required.", "body.model")
-    elif rules.models is not None and not _model_served(fields.model, rules.models):
-        served = ", ".join(rules.models)
-        bad(
-            "model_not_found",
-            f"The provided model {_quoted(fields.model)} is not supported by the Batch API. "
-            f"This server serves {served}.",
-            "body.model",
-        )
-    complete = True
-    for key in endpoint.required:
-        if getattr(fields, key) is msgspec.UNSET:
-            complete = False
-            message = f"{key.capitalize()} parameter is required."
-            bad("invalid_request", message, f"body.{key}")
-    if not complete:
-        return
-    if fields.stream is True:
-        bad(
-            "streaming_unsupported",
-            f"{endpoint.title}: Streaming is not supported in the Batch API.",
-            "body.stream",
-        )
-    elif rules.check_body is not None and (why := rules.check_body(url, body)):
-        bad("invalid_request", why[0], why[1])
-
-
-def _model_served(model: object, served: tuple[str, ...]) -> bool:
-    # "base:adapter" names a LoRA adapter of a served model.
-    return isinstance(model, str) and (
-        model in served or any(model.startswith(f"{name}:") for name in served)
-    )
-
-
-def _duplicates(
-    digests: bytearray, line_numbers: array[int], line_name: Callable[[int], str]
-) -> Iterator[LineError]:
-    """Every line whose custom_id an earlier line has."""
-    if not line_numbers:
+def _repeated(digests: bytearray) -> Iterator[tuple[int, int]]:
+    """The positions of every digest that came before, and of its first occurrence."""
+    if not digests:
         return
     ids = np.frombuffer(digests, dtype=f"V{_DIGEST_BYTES}")
     in_order = np.sort(ids)
     if not (in_order[1:] == in_order[:-1]).any():
-        return  # as nearly always; what follows takes three times the memory
+        return  # the usual case: finding the lines takes three times the memory
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
     for position in np.flatnonzero(first[inverse] != np.arange(len(ids))):
-        earlier = line_numbers[int(first[inverse[position]])]
-        yield LineError(
-            "duplicate_custom_id",
-            f"The custom_id of this request is that of {line_name(earlier)} too; "
-            "custom ids must be unique in a batch.",
-            line_numbers[int(position)],
-            "custom_id",
-        )
+        yield int(position), int(first[inverse[position]])

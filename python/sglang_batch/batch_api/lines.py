@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import msgspec
 
-from ..request import BatchRequestInput, RequestOutput
+from ..request import BatchRequestInput, RequestOutput, engine_request_id
+from .protocol import error_body
 
 
 class InvalidLine(ValueError):
@@ -15,7 +17,7 @@ class InvalidLine(ValueError):
 
 
 class _Envelope(msgspec.Struct):
-    # Raw keeps the body as the client wrote it: numbers beyond 64 bits included.
+    # Raw keeps the body as the client wrote it, numbers beyond 64 bits included.
     custom_id: Any = msgspec.UNSET
     method: Any = msgspec.UNSET
     url: Any = msgspec.UNSET
@@ -27,7 +29,7 @@ REQUIRED_KEYS = ("custom_id", "method", "url", "body")
 
 
 def decode_envelope(line: bytes) -> dict[str, Any]:
-    """The keys of an input line that are present; ``body`` as raw bytes.
+    """The known keys that an input line has, with ``body`` as raw bytes.
 
     Raises:
         InvalidLine: the line is not a JSON object.
@@ -51,10 +53,15 @@ def loads_lenient(data: bytes) -> Any:
         ValueError: not JSON in UTF-8, or nested too deep.
     """
     try:
-        # Given bytes, json would guess at UTF-16 and let lone surrogates through.
+        # Given bytes, json would also accept UTF-16 and lone surrogates.
         return json.loads(data.decode())
     except RecursionError:
-        raise ValueError("the JSON is nested too deep") from None
+        raise ValueError("The JSON is nested too deep.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except ValueError:  # a whole number that Python does not read
+        most = sys.get_int_max_str_digits()
+        raise ValueError(f"A number has more than {most:,} digits.") from None
 
 
 def _decode_lenient(line: bytes) -> dict[str, Any]:
@@ -70,46 +77,83 @@ def _decode_lenient(line: bytes) -> dict[str, Any]:
     return found
 
 
-class _Response(msgspec.Struct):
+class ResultResponse(msgspec.Struct):
+    """The answer to a request that ran.
+
+    request_id: the engine's name for the request, or None if it was rejected at once.
+    """
+
     status_code: int
-    request_id: str
+    request_id: str | None
     body: msgspec.Raw
 
 
-class _Error(msgspec.Struct):
+class ResultError(msgspec.Struct):
+    """Why a request never ran."""
+
     code: str
     message: str
 
 
-class _ResultLine(msgspec.Struct):
+class ResultLine(msgspec.Struct):
+    """A line of an output or error file.
+
+    custom_id: None for a line of the input that has none, or one that cannot be used.
+    response: None for a request that was cancelled, expired or never began.
+    error: None for a request that was answered, also with an error.
+    """
+
     id: str
-    custom_id: str
-    response: _Response | None
-    error: _Error | None
+    custom_id: str | None
+    response: ResultResponse | None
+    error: ResultError | None
+
+    @property
+    def index(self) -> int:
+        """Index of the request in its batch, from 0, as the line's id has it."""
+        _, dash, number = self.id.rpartition("-")
+        # Earlier releases wrote eight hexadecimal digits.
+        return int(number) if dash else int(self.id[-8:], 16)
 
 
 def result_line(
     request: BatchRequestInput, job_id: str, output: RequestOutput
 ) -> bytes:
     """One line of an output or error file, for a request that ran."""
-    response = _Response(
+    response = ResultResponse(
         output.status_code, output.request_id, msgspec.Raw(output.body)
     )
-    return _encode(request, job_id, response, None)
+    return _encode(request.index, request.custom_id, job_id, response, None)
+
+
+def invalid_line(
+    index: int, custom_id: str | None, job_id: str, code: str, message: str
+) -> bytes:
+    """One line of an error file, for a line of the input that is not a valid request.
+
+    Readers of either field see the error: ``response`` is the answer that the endpoint
+    would give, and ``error`` is set because nothing ran.
+    """
+    body = msgspec.json.encode(error_body(message, code=code))
+    response = ResultResponse(400, engine_request_id(job_id, index), msgspec.Raw(body))
+    return _encode(index, custom_id, job_id, response, ResultError(code, message))
 
 
 def unrun_line(
     request: BatchRequestInput, job_id: str, code: str, message: str
 ) -> bytes:
     """One line of an error file, for a request that never ran."""
-    return _encode(request, job_id, None, _Error(code, message))
+    error = ResultError(code, message)
+    return _encode(request.index, request.custom_id, job_id, None, error)
 
 
 def _encode(
-    request: BatchRequestInput,
+    index: int,
+    custom_id: str | None,
     job_id: str,
-    response: _Response | None,
-    error: _Error | None,
+    response: ResultResponse | None,
+    error: ResultError | None,
 ) -> bytes:
-    line_id = f"batch_req_{job_id.removeprefix('batch_')}{request.index:08x}"
-    return msgspec.json.encode(_ResultLine(line_id, request.custom_id, response, error))
+    # The engine's id of the request, with OpenAI's prefix.
+    line_id = f"batch_req_{engine_request_id(job_id, index).removeprefix('batch_')}"
+    return msgspec.json.encode(ResultLine(line_id, custom_id, response, error))

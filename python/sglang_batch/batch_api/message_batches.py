@@ -1,30 +1,28 @@
-"""Anthropic's Message Batches: their requests, objects and results, over our own.
+"""Anthropic's Message Batches: requests and objects, translated to and from batches.
 
 A message batch is a batch over ``/v1/messages``. Its requests become the lines of an
-input file, a batch's row is shown as a ``MessageBatch``, and the lines of its output
-and error files as the results of its requests.
+input file, its row is shown as a ``MessageBatch``, and the lines of its output and
+error files as the results of its requests.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from ..errors import ApiError
 from . import protocol as api
-from .jsonl import LineError
+from .line_checks import LineError
+from .objects import Row
 
-Row = dict[str, Any]
-
-# The metadata of a message batch's row, which clients of this API cannot set, say what
-# its columns do not: ``requests``, how many it has; ``sha256`` of the body they came in;
-# ``rejected``, how many of them were found unusable at once; and ``rejected_file_id``,
-# the file of those.
+# Clients of this API cannot set the metadata of a batch, so its row keeps values there
+# that have no column: ``requests``, their number, ``sha256`` of the body they came in,
+# ``rejected``, the number rejected at once, and ``rejected_file_id``, their file.
 
 API = "anthropic"
 URL = "/v1/messages"
@@ -35,9 +33,7 @@ MAX_BYTES = 256 << 20
 _ID_PREFIX = "msgbatch_"
 _CUSTOM_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
-ENDED_STATUSES = (api.COMPLETED, api.FAILED, api.CANCELLED, api.EXPIRED)
-
-# Where requests stand that never ran, by the status their batch ended with.
+# Result types of requests that never ran, by the final status of their batch.
 ENDED_TYPES = {api.CANCELLED: "canceled", api.EXPIRED: "expired"}
 
 _STATUS_ERROR_TYPES = {
@@ -62,12 +58,12 @@ ERROR_TYPES = {
 
 
 def shown_id(batch_id: str) -> str:
-    """What clients call the batch that we call ``batch_...``."""
+    """The id that clients see for our ``batch_...``."""
     return _ID_PREFIX + batch_id.removeprefix("batch_")
 
 
 def batch_id_of(message_batch_id: str) -> str:
-    """Our id of what clients call ``msgbatch_...``; of any other name, no batch's."""
+    """Our id for a client's ``msgbatch_...``, or empty for any other name."""
     if not message_batch_id.startswith(_ID_PREFIX):
         return ""
     return "batch_" + message_batch_id.removeprefix(_ID_PREFIX)
@@ -76,29 +72,28 @@ def batch_id_of(message_batch_id: str) -> str:
 # Requests -----------------------------------------------------------------------
 
 
-class MessageRequest(msgspec.Struct):
-    """One request as the client wrote it; ``params`` are the body of a message."""
+class MessageBatchRequest(msgspec.Struct):
+    """One request as the client wrote it. ``params`` is the body of a message."""
 
     custom_id: str
     params: msgspec.Raw
 
 
-class _Body(msgspec.Struct):
-    requests: list[MessageRequest]
+class _CreateBody(msgspec.Struct):
+    requests: list[MessageBatchRequest]
 
 
-_body_decoder = msgspec.json.Decoder(_Body)
+_body_decoder = msgspec.json.Decoder(_CreateBody)
 
 
-def requests_of(body: Any) -> list[MessageRequest]:
+def requests_of(body: Any) -> list[MessageBatchRequest]:
     """The requests of a create call.
 
     Args:
-        body: bytes, or something that has them, such as a mapped file; the requests
-            refer to it.
+        body: bytes, or a buffer such as a mapped file. The requests refer to it.
 
     Raises:
-        ApiError: they are no list of requests, or none may be a batch.
+        ApiError: it is not a list of requests, or they cannot be a batch.
     """
     try:
         requests = _body_decoder.decode(body).requests
@@ -115,7 +110,7 @@ def requests_of(body: Any) -> list[MessageRequest]:
     return requests
 
 
-def _check_requests(requests: list[MessageRequest]) -> None:
+def _check_requests(requests: list[MessageBatchRequest]) -> None:
     seen: dict[str, int] = {}
     for index, request in enumerate(requests):
         where, custom_id = f"requests.{index}", request.custom_id
@@ -135,17 +130,14 @@ def _check_requests(requests: list[MessageRequest]) -> None:
             raise ApiError(400, f"{where}.params: must be a JSON object.")
 
 
-def write_lines(requests: Iterable[MessageRequest], file: BinaryIO) -> None:
-    """Write requests as the lines of an input file, ``params`` as they are."""
+def input_lines(requests: Iterable[MessageBatchRequest]) -> Iterator[bytes]:
+    """Requests as the lines of an input file, with ``params`` unchanged."""
     for request in requests:
-        file.write(
-            b'{"custom_id":"%b","method":"POST","url":"%b","body":%b}\n'
-            % (
-                request.custom_id.encode(),
-                URL.encode(),
-                # Between the tokens of a JSON text; within a string it is escaped.
-                bytes(request.params).replace(b"\n", b" "),
-            )
+        yield b'{"custom_id":"%b","method":"POST","url":"%b","body":%b}\n' % (
+            request.custom_id.encode(),
+            URL.encode(),
+            # Within a JSON string a newline is always escaped.
+            bytes(request.params).replace(b"\n", b" "),
         )
 
 
@@ -153,7 +145,7 @@ def rejections(errors: list[LineError]) -> dict[int, LineError]:
     """The first error of each request that cannot run, by its index.
 
     Raises:
-        ApiError: for what a batch cannot hold at all.
+        ApiError: an error that a batch cannot have in its results.
     """
     found: dict[int, LineError] = {}
     for error in errors:
@@ -167,13 +159,13 @@ def rejections(errors: list[LineError]) -> dict[int, LineError]:
 
 
 def rejected_line(custom_id: str, index: int, error: LineError) -> bytes:
-    """A line of an error file for a request that was found unusable at once."""
+    """A line of an error file for a request that was rejected at once."""
     status_code = 404 if error.code == "model_not_found" else 400
     body = error_body(error.message, status_code)
     response = {"status_code": status_code, "request_id": None, "body": body}
     return msgspec.json.encode(
         {
-            "id": f"batch_req_{index:08x}",
+            "id": f"batch_req_rejected-{index:08d}",
             "custom_id": custom_id,
             "response": response,
             "error": None,
@@ -182,7 +174,7 @@ def rejected_line(custom_id: str, index: int, error: LineError) -> bytes:
 
 
 def rejected_file_id(row: Row) -> str | None:
-    """The file of a batch's requests that were found unusable at once."""
+    """The file of a batch's requests that were rejected at once."""
     found: str | None = json.loads(row["metadata"]).get("rejected_file_id")
     return found
 
@@ -201,14 +193,15 @@ def error_body(
 
 
 def has_ended(row: Row) -> bool:
-    return row["status"] in ENDED_STATUSES
+    return row["status"] in api.ENDED_STATUSES
 
 
-def message_batch_object(row: Row, base_url: str) -> dict[str, Any]:
+def message_batch_object(row: Row, public_url: str) -> dict[str, Any]:
     """A batch as Anthropic's API shows it.
 
     Args:
-        base_url: of this server, where the results are read; ends with a slash.
+        public_url: URL of this server for reading results. If it is empty, the URL of
+            the results is a path, which clients resolve against the URL they call.
     """
     ended = has_ended(row)
     ended_at = next(
@@ -221,7 +214,7 @@ def message_batch_object(row: Row, base_url: str) -> dict[str, Any]:
     )
     status = "canceling" if row["status"] == api.CANCELLING else "in_progress"
     batch_id = shown_id(row["id"])
-    results_url = f"{base_url}v1/messages/batches/{batch_id}/results"
+    results_url = f"{public_url.rstrip('/')}/v1/messages/batches/{batch_id}/results"
     return {
         "id": batch_id,
         "type": "message_batch",
@@ -243,7 +236,7 @@ def _rfc3339(seconds: int | None) -> str | None:
 
 
 def _request_counts(row: Row, ended: bool) -> dict[str, int]:
-    """Requests by where they stand; all are processing until all have ended."""
+    """Number of requests by state. All are processing until the batch ends."""
     known = json.loads(row["metadata"])
     total, rejected = int(known["requests"]), int(known.get("rejected", 0))
     counts = dict.fromkeys(
@@ -261,5 +254,5 @@ def _request_counts(row: Row, ended: bool) -> dict[str, int]:
 
 
 def has_results(row: Row) -> bool:
-    """Whether a batch that has ended left result files."""
+    """Whether a batch that has ended has result files."""
     return bool(row["output_file_id"] or row["error_file_id"])

@@ -9,39 +9,15 @@ from typing import Any
 
 import msgspec
 
-from .lines import decode_envelope
-from .message_batches import ENDED_TYPES, ERROR_TYPES, Row, error_body
+from .lines import ResultLine, ResultResponse, decode_envelope
+from .message_batches import ENDED_TYPES, ERROR_TYPES, error_body
+from .objects import Row
 
-# Of requests that never ran, by the code of their error line.
+# Types of the results of requests that never ran, by the code of their error line.
 _UNRUN_TYPES = {"batch_cancelled": "canceled", "batch_expired": "expired"}
 
 
-class _Response(msgspec.Struct):
-    status_code: int
-    body: msgspec.Raw
-    request_id: str | None = None
-
-
-class _Error(msgspec.Struct):
-    code: str
-    message: str
-
-
-class _ResultLine(msgspec.Struct):
-    """A line of an output or error file."""
-
-    id: str
-    custom_id: str
-    response: _Response | None
-    error: _Error | None
-
-    @property
-    def index(self) -> int:
-        """Of its request in the batch."""
-        return int(self.id[-8:], 16)
-
-
-_result_decoder = msgspec.json.Decoder(_ResultLine)
+_result_decoder = msgspec.json.Decoder(ResultLine)
 
 
 def results(
@@ -51,7 +27,8 @@ def results(
 
     Args:
         outputs, errors: lines of the result files, each in the order of the input.
-        rejected: see :func:`rejected_line`; the others' indices do not count these.
+        rejected: see :func:`rejected_line`. Indices of the other lines do not count
+            these.
     """
     ran = heapq.merge(
         map(_result_decoder.decode, outputs),
@@ -64,7 +41,7 @@ def results(
 def results_without_files(
     inputs: Iterable[bytes], rejected: Iterable[bytes], row: Row
 ) -> Iterator[bytes]:
-    """The same of a batch that ended without result files, from its input's lines."""
+    """The results of a batch that ended without result files, from its input lines."""
     result: dict[str, Any] = {"type": ENDED_TYPES.get(row["status"], "errored")}
     if result["type"] == "errored":
         result["error"] = error_body(*_failure(row))
@@ -89,7 +66,7 @@ def _failure(row: Row) -> tuple[str, int]:
 def _with_rejected(
     lines: Iterator[bytes], rejected: Iterable[bytes]
 ) -> Iterator[bytes]:
-    """Lines in order, and the rejected ones among them at their own indices."""
+    """The lines in order, with the rejected ones inserted at their own indices."""
     position = 0
     for each in map(_result_decoder.decode, rejected):
         while position < each.index:
@@ -100,8 +77,8 @@ def _with_rejected(
     yield from lines
 
 
-def _result_of(line: _ResultLine) -> bytes:
-    """A result as Anthropic's API gives it."""
+def _result_of(line: ResultLine) -> bytes:
+    """A result in Anthropic's format."""
     result: dict[str, Any]
     if line.response is not None:
         if line.response.status_code < 400:
@@ -117,18 +94,18 @@ def _result_of(line: _ResultLine) -> bytes:
     return _encode(line.custom_id, result)
 
 
-def _error_of(response: _Response) -> dict[str, Any]:
-    """The error of a request that ran, whosever error body it has."""
+def _error_of(response: ResultResponse) -> dict[str, Any]:
+    """The error of a request that ran, from an error body of any API."""
     body = msgspec.json.decode(response.body)
     error = body.get("error") if isinstance(body, dict) else None
     found = error if isinstance(error, dict) else {}
     message = str(found.get("message") or "The request failed.")
     shown = error_body(message, response.status_code, response.request_id)
-    # SGLang has names of its own for some, which Anthropic's clients do not know.
+    # Some types are SGLang's own, unknown to Anthropic's clients.
     if found.get("type") in ERROR_TYPES:
         shown["error"]["type"] = found["type"]
     return shown
 
 
-def _encode(custom_id: str, result: dict[str, Any]) -> bytes:
+def _encode(custom_id: str | None, result: dict[str, Any]) -> bytes:
     return msgspec.json.encode({"custom_id": custom_id, "result": result}) + b"\n"

@@ -1,4 +1,4 @@
-"""Files and batches as the API shows them, from the rows that the store keeps."""
+"""Files and batches as the API shows them, from their rows in the store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Row = dict[str, Any]
 
 
 def batch_object(row: Row) -> dict[str, Any]:
-    """A batch as the API shows it; every nullable key is there, as at OpenAI."""
+    """A batch as the API shows it; null values are included, as at OpenAI."""
     fields = {
         key: row[key]
         for key in Batch.model_fields
@@ -26,7 +26,7 @@ def batch_object(row: Row) -> dict[str, Any]:
     }
     details: dict[str, Any] = {"cached_tokens": row["cached_tokens"]}
     if row.get("optimal_cached_share") is not None:
-        # Not OpenAI's: what a perfect prefix cache would have saved.
+        # Not OpenAI's: the share that a perfect prefix cache would have saved.
         details["optimal_cached_share"] = row["optimal_cached_share"]
     fields["usage"] = {
         "input_tokens": row["input_tokens"],
@@ -36,20 +36,20 @@ def batch_object(row: Row) -> dict[str, Any]:
         "total_tokens": row["input_tokens"] + row["output_tokens"],
     }
     shown = Batch.model_validate(fields).model_dump(mode="json")
-    # Not OpenAI's either, and there only where there is something to say.
+    # Not OpenAI's either, and only included if set.
     extra = {key: row.get(key) for key in ("priority", "paused_reason")}
     return shown | {key: value for key, value in extra.items() if value}
 
 
 def file_object(row: Row) -> dict[str, Any]:
     """A file as the API shows it."""
-    # Not validated: the client's type leaves out a purpose that its uploads may have.
+    # Not validated: the client's type lacks a purpose that its uploads may have.
     fields = {key: row.get(key) for key in FileObject.model_fields}
     return fields | {"object": "file", "status": "processed"}
 
 
 def upload_object(row: Row, file: Row | None = None) -> dict[str, Any]:
-    """An upload as the API shows it, and the file that it became."""
+    """An upload as the API shows it, with the file made from it."""
     fields = {key: row.get(key) for key in Upload.model_fields}
     shown = None if file is None else file_object(file)
     return fields | {"object": "upload", "file": shown}
@@ -59,3 +59,20 @@ def part_object(row: Row) -> dict[str, Any]:
     """A part of an upload as the API shows it."""
     fields = {key: row.get(key) for key in UploadPart.model_fields}
     return fields | {"object": "upload.part"}
+
+
+def list_object(objects: list[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """A page of a list as the API shows it.
+
+    Args:
+        objects: up to ``limit + 1`` of them. The extra one is not shown, but tells that
+            there are more.
+    """
+    shown = objects[:limit]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(objects) > limit,
+    }

@@ -1,4 +1,4 @@
-"""The words of the OpenAI Batch API: endpoints, statuses, limits, error bodies."""
+"""Constants of the OpenAI Batch API: endpoints, statuses, limits, error bodies."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ CANCELLED = "cancelled"
 EXPIRED = "expired"
 
 ACTIVE_STATUSES = (VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING)
+ENDED_STATUSES = (COMPLETED, FAILED, CANCELLED, EXPIRED)
 
 FILE_PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
 BATCH_OUTPUT_PURPOSE = "batch_output"
 
-# Of one part: the windows a client may ask for are any such durations.
+# A window is a sequence of parts such as 90m.
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-_WINDOW = re.compile(r"(?:\d{1,9}[smhd])+")
+_WINDOW = re.compile(r"(?:[0-9]{1,9}[smhd])+")
 MAX_WINDOW_S = 366 * 86_400
 
 MAX_METADATA_PAIRS = 16
@@ -29,8 +30,12 @@ MAX_METADATA_KEY_LEN = 64
 MAX_METADATA_VALUE_LEN = 512
 MAX_CUSTOM_ID_LEN = 512
 MAX_FILENAME_LEN = 1024
+# A line is held in memory, several times over while it is parsed.
+MAX_LINE_BYTES = 256 << 20
+MAX_MIME_TYPE_LEN = 255  # RFC 6838: two names of 127 characters
+MAX_ID_LEN = 256
 MAX_UPLOAD_BYTES = 8 << 30
-# How long a file may be asked to be kept.
+# Limits of the time for which a client may have a file kept.
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 2_592_000
 MAX_PRIORITY = 1000
 
@@ -39,8 +44,8 @@ MAX_PRIORITY = 1000
 class Endpoint:
     """One endpoint a batch line may name.
 
-    title: how error messages call it.
-    required: the body's keys without which there is nothing to do.
+    title: its name in error messages.
+    required: the keys that a body must have.
     """
 
     url: str
@@ -62,15 +67,28 @@ ENDPOINTS = {
     )
 }
 
+# vLLM's other names of these endpoints.
+_ALIASES = {
+    "/score": "/v1/score",
+    "/rerank": "/v1/rerank",
+    "/v2/rerank": "/v1/rerank",
+}
+
+
+def canonical_url(url: str) -> str:
+    """The endpoint that a line's ``url`` names, which may be by another name."""
+    return _ALIASES.get(url, url)
+
 
 def window_seconds(window: str) -> int | None:
-    """Seconds of a completion window: ``24h``, ``90m``, ``1h30m``; None if it is none.
+    """Seconds of a completion window such as ``24h``, ``90m`` or ``1h30m``.
 
-    OpenAI has only ``24h``; ours may have any length from a second to a year.
+    None if it is not one. OpenAI has only ``24h``. Ours may have any length from a
+    second to a year.
     """
     if not _WINDOW.fullmatch(window):
         return None
-    parts = re.findall(r"(\d+)([smhd])", window)
+    parts = re.findall(r"([0-9]+)([smhd])", window)
     seconds = sum(int(count) * _SECONDS[unit] for count, unit in parts)
     return seconds if 1 <= seconds <= MAX_WINDOW_S else None
 
@@ -81,7 +99,12 @@ def error_body(
     status_code: int = 400,
     param: str | None = None,
     code: str | None = None,
+    kind: str | None = None,
 ) -> dict[str, dict[str, str | None]]:
-    """The nested error object that OpenAI's clients understand."""
-    kind = "invalid_request_error" if status_code < 500 else "server_error"
+    """The nested error object that OpenAI's clients understand.
+
+    kind: its ``type``. None takes it from the status.
+    """
+    if kind is None:
+        kind = "invalid_request_error" if status_code < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,12 +1,13 @@
-"""Calls that are safe to repeat: the same key is answered the same, once executed.
+"""POST calls that are safe to repeat.
 
-A client sends ``Idempotency-Key: <anything>`` with a POST. The first call with a key is
-executed; the same call with the same key gets the first one's answer for 24 hours, with
-the header ``idempotency-replayed: true``. Answers that are errors are not kept, so what
-failed can be tried again under its key.
+A client sends ``Idempotency-Key: <anything>`` with a POST, or ``idempotency_key`` in
+its body. The first call with a key is
+executed. For 24 hours, the same call with the same key gets the first call's answer,
+with the header ``idempotency-replayed: true``. Errors are not kept, so a failed call
+can be repeated with its key.
 
-An answer is kept in the transaction that does what was asked for, so a server that dies
-has done both or neither.
+The answer is stored in the same transaction as the call's effect, so a server that dies
+has stored both or neither.
 """
 
 from __future__ import annotations
@@ -24,44 +25,51 @@ from fastapi.responses import JSONResponse, Response
 from ..errors import ApiError
 from ..store.answers import Answer, find_answer, keep_answer, key_lock
 from ..store.batch_store import BatchStore
-from .caller import owner_of
+from .authorization.callers import owner_of
 from .parameters import service_of
 
 MAX_KEY_LEN = 255
+# A field of JSON bodies and forms that means the same as the header.
+BODY_KEY = "idempotency_key"
 # How long a call waits for another one with the same key to end.
 PATIENCE_S = 30.0
+# Without a key, a repeated call for a batch means one created at most this long ago.
+REPEATED_WITHIN_S = 600
 _POLL_S = 0.02
 
-# Keeps the body of an answer; called in the transaction that makes what it shows.
+# Stores an answer's body. Called in the transaction that creates the object.
 Keep = Callable[[dict[str, Any]], None]
 
 
 async def answer_once(
-    request: Request, content: bytes, make: Callable[[Keep], Awaitable[JSONResponse]]
+    request: Request,
+    content: bytes,
+    make: Callable[[Keep], Awaitable[JSONResponse]],
+    body_key: Any = None,
 ) -> Response:
-    """The answer to a POST, made by ``make`` unless it was given before.
+    """Answer a POST by calling ``make``, or repeat the answer stored for its key.
 
     Args:
-        content: what the call says: its body, or for a form what the form holds, as
-            boundaries differ from one attempt to the next.
-        make: does what is asked for, and has its answer kept.
+        content: identifies the call: its body or, for a form, the form's fields and
+            files, since boundaries differ from one attempt to the next.
+        body_key: the key that the body names. The header means the same.
+        make: executes the call and stores its answer with the :data:`Keep` it is given.
 
     Raises:
-        ApiError: 409, the key was used for something else, or is in use.
+        ApiError: 400 if the key is too long, empty or not a string, or if the body
+            names another one than the header, 409 if it was used for another
+            call or is in use.
     """
-    key = request.headers.get("idempotency-key")
+    key = _key(request.headers.get("idempotency-key"), body_key)
     if key is None:
         return await make(lambda body: None)
-    if not 1 <= len(key) <= MAX_KEY_LEN:
-        message = f"An Idempotency-Key has 1 to {MAX_KEY_LEN} characters."
-        raise ApiError(400, message, code="invalid_idempotency_key")
     store, owner = service_of(request).store, owner_of(request)
-    said = f"{request.method} {request.url.path}\n".encode() + content
-    sha256 = hashlib.sha256(said).hexdigest()
-    async with _turn(store, owner, key):
+    call = f"{request.method} {request.url.path}\n".encode() + content
+    sha256 = hashlib.sha256(call).hexdigest()
+    async with _locked(store, owner, key):
         before = await asyncio.to_thread(find_answer, store, owner, key)
         if before is not None:
-            return _again(before, key, sha256)
+            return _replayed(before, key, sha256)
 
         def keep(body: dict[str, Any]) -> None:
             answer = Answer(sha256, 200, bytes(JSONResponse(body).body))
@@ -70,7 +78,27 @@ async def answer_once(
         return await make(keep)
 
 
-def _again(before: Answer, key: str, sha256: str) -> Response:
+def _key(header: str | None, body_key: Any) -> str | None:
+    """The key of a call, or None."""
+    key = body_key if header is None else header
+    if key is None:
+        return None
+    message = None
+    if not isinstance(key, str) or not 1 <= len(key) <= MAX_KEY_LEN:
+        message = f"An Idempotency-Key has 1 to {MAX_KEY_LEN} characters."
+    elif body_key not in (None, key):
+        message = f"The header Idempotency-Key and {BODY_KEY} of the body differ."
+    if message is not None:
+        raise ApiError(400, message, code="invalid_idempotency_key")
+    return str(key)
+
+
+def is_repeated(request: Request) -> bool:
+    """Whether an official client repeats a call because it got no answer."""
+    return request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+
+
+def _replayed(before: Answer, key: str, sha256: str) -> Response:
     if before.request_sha256 != sha256:
         raise ApiError(
             409,
@@ -88,11 +116,11 @@ def _again(before: Answer, key: str, sha256: str) -> Response:
 
 
 @asynccontextmanager
-async def _turn(store: BatchStore, owner: str, key: str) -> AsyncIterator[None]:
-    """Hold the key's lock, waiting for another call that is executed under it."""
+async def _locked(store: BatchStore, owner: str, key: str) -> AsyncIterator[None]:
+    """Hold the key's lock. Waits while another call with this key is executed."""
     lock = key_lock(store, owner, key)
     deadline = time.monotonic() + PATIENCE_S
-    # Not in a thread: those who wait could keep all threads from whom they wait for.
+    # Not in a thread: waiting calls could use up all threads that the first one needs.
     while lock.acquire("a call") is not None:
         if time.monotonic() > deadline:
             raise ApiError(

@@ -1,8 +1,9 @@
-"""What the server's documentation (``/docs``, ``/openapi.json``) says of our routes.
+"""Schemas of our routes for the server's documentation (``/docs``, ``/openapi.json``).
 
-Routes read bodies as they come: some are never in memory as a whole, and errors are
-ours. So FastAPI knows neither what they take nor what they answer; it is said here, and
-checked by calls that are made from it. The values of requests are checked elsewhere.
+Our routes read the bodies of requests themselves, since some are too large for memory,
+and have errors of their own. FastAPI therefore cannot infer their schemas. They are
+written here and tested with calls generated from them. They do not validate requests:
+see :mod:`.parameters`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from pydantic.json_schema import SkipJsonSchema
 
+from ..access.keys import NAME_LEN
 from ..batch_api import protocol as api
 from ..batch_api.message_batches import MAX_REQUESTS
 from .idempotency import MAX_KEY_LEN
@@ -24,26 +26,41 @@ Binary = Annotated[bytes, WithJsonSchema({"type": "string", "format": "binary"})
 Purpose = Annotated[str, Field(json_schema_extra={"enum": list(api.FILE_PURPOSES)})]
 Filename = Annotated[str, Field(max_length=api.MAX_FILENAME_LEN)]
 Seconds = Annotated[int, Field(ge=api.MIN_EXPIRY_S, le=api.MAX_EXPIRY_S)]
+ModelName = Annotated[str, Field(min_length=1, max_length=512)]
+DailyLimit = Annotated[int, Field(ge=0, le=1 << 53)]
 Priority = Annotated[int, Field(ge=-api.MAX_PRIORITY, le=api.MAX_PRIORITY)]
 
 
-# What routes take -----------------------------------------------------------------
+# Requests -------------------------------------------------------------------------
 
 
-class _Taken(BaseModel):
+class _RequestBody(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
 
-class ExpiresAfter(_Taken):
+class ExpiresAfter(_RequestBody):
     anchor: Literal["created_at"]
     seconds: Seconds
 
 
-class NewFile(_Taken):
+BodyKey = Annotated[str, Field(min_length=1, max_length=MAX_KEY_LEN)]
+
+
+class _RepeatableBody(_RequestBody):
+    idempotency_key: BodyKey | None = None
+    """The same as the header `Idempotency-Key`."""
+
+
+class _RepeatableForm(_RequestBody):
+    # A form has no null value.
+    idempotency_key: BodyKey | SkipJsonSchema[None] = None
+    """The same as the header `Idempotency-Key`."""
+
+
+class NewFile(_RepeatableForm):
     purpose: Purpose
     file: Binary
-    """With purpose `batch`, a name without a suffix or with `.jsonl`."""
-    # A form has no null.
+    """With purpose `batch`, the name must end in `.jsonl` or have no suffix."""
     anchor: Literal["created_at"] | SkipJsonSchema[None] = Field(
         None, alias="expires_after[anchor]"
     )
@@ -52,37 +69,39 @@ class NewFile(_Taken):
     )
 
 
-class NewUpload(_Taken):
+class NewUpload(_RepeatableBody):
     filename: Filename
-    """With purpose `batch`, a name without a suffix or with `.jsonl`."""
+    """With purpose `batch`, the name must end in `.jsonl` or have no suffix."""
     purpose: Purpose
-    mime_type: str
+    mime_type: Annotated[str, Field(max_length=api.MAX_MIME_TYPE_LEN)]
     bytes: int = Field(ge=0, le=api.MAX_UPLOAD_BYTES)
-    """Size of the file."""
+    """Size of the whole file in bytes."""
     expires_after: ExpiresAfter | None = None
-    """Of the file; the upload itself takes parts for an hour."""
+    """Lifetime of the file. The upload itself accepts parts for an hour."""
 
 
-class NewPart(_Taken):
+class NewPart(_RepeatableForm):
     data: Binary
-    """At most 64 MiB."""
+    """Up to 64 MiB."""
 
 
-class CompletedUpload(_Taken):
+class CompletedUpload(_RepeatableBody):
     part_ids: list[str]
-    """The parts in the order in which they make the file."""
+    """The parts in the order in which they are joined."""
     md5: str | None = None
-    """Of the file, in hexadecimal digits; without it, nothing is compared."""
+    """Expected MD5 of the file, in hexadecimal. Not checked if left out."""
 
 
-class NewBatch(_Taken):
-    input_file_id: str
-    """A file with purpose `batch`: one JSON line per request."""
+class NewBatch(_RepeatableBody):
+    input_file_id: Annotated[str, Field(max_length=api.MAX_ID_LEN)]
+    """A file with purpose `batch`, which has one JSON line per request."""
     endpoint: Annotated[str, Field(json_schema_extra={"enum": list(api.ENDPOINTS)})]
     completion_window: str = Field(
-        pattern=r"^([0-9]{1,9}[smhd])+$", examples=["24h", "30m"]
+        pattern=r"^([0-9]{1,9}[smhd])+$",
+        max_length=api.MAX_ID_LEN,
+        examples=["24h", "30m"],
     )
-    """A duration from a second to a year; what is not done by then expires."""
+    """A duration from one second to 366 days. Requests that are not finished by then expire."""
     metadata: (
         Annotated[
             dict[
@@ -94,36 +113,113 @@ class NewBatch(_Taken):
         | None
     ) = None
     priority: Priority | None = None
-    """Not OpenAI's: batches of a higher one run first. 0 if it is not given."""
+    """Extension of OpenAI's API: batches with a higher priority run first. Default: 0."""
     output_expires_after: ExpiresAfter | None = None
-    """How long the files with results are kept."""
+    """Lifetime of the result files."""
 
 
-class MessageRequest(_Taken):
+class NewMessageRequest(_RequestBody):
+    # Generated clients name their class after the title.
+    model_config = ConfigDict(title="MessageRequest")
+
     custom_id: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
     params: dict[str, Any]
-    """The body of a call of `/v1/messages`."""
+    """The body of a `/v1/messages` call."""
 
 
-class NewMessageBatch(_Taken):
-    requests: list[MessageRequest] = Field(min_length=1, max_length=MAX_REQUESTS)
+class NewMessageBatch(_RequestBody):
+    requests: list[NewMessageRequest] = Field(min_length=1, max_length=MAX_REQUESTS)
 
 
-class NewWave(_Taken):
+class NewWave(_RequestBody):
     requests: list[dict[str, Any]]
-    """Bodies of calls of `/generate`."""
+    """Bodies of `/generate` calls."""
 
 
-# What routes answer ---------------------------------------------------------------
+class ClientLimits(_RequestBody):
+    model_config = ConfigDict(extra="forbid")
+
+    models: list[ModelName] | None = Field(None, min_length=1, max_length=100)
+    """Served models and LoRA adapters that the client may use. Null: all."""
+    batches_per_day: DailyLimit | None = None
+    lines_per_day: DailyLimit | None = None
+    tokens_per_day: DailyLimit | None = None
+    """Days are UTC. Null: no limit. A field that is left out keeps its value."""
+
+
+class NewApiKey(ClientLimits):
+    name: str = Field(
+        pattern=r"^\.*[A-Za-z0-9_@-][A-Za-z0-9._@-]*$", max_length=NAME_LEN
+    )
+    """Owner of all files and batches that are made with the key."""
+    role: Literal["client", "admin"] = "client"
+    same_owner: bool = False
+    """Whether the name may be one that was used before."""
+
+
+# Answers --------------------------------------------------------------------------
+
+
+class ApiKey(ClientLimits):
+    object: Literal["offline_batch.key"]
+    id: str
+    name: str
+    role: Literal["client", "admin"]
+    redacted_value: str
+    created_at: int
+    revoked_at: int | None
+
+
+class MadeApiKey(ApiKey):
+    value: str
+    """The key. It is not kept, and no other answer contains it."""
+
+
+class ApiKeyList(BaseModel):
+    object: Literal["list"]
+    data: list[ApiKey]
+
+
+class RevokedApiKey(BaseModel):
+    object: Literal["offline_batch.key.revoked"]
+    id: str
+    revoked: Literal[True]
+    cancelled_batches: list[str]
+
+
+class DayOfUsage(BaseModel):
+    day: str
+    name: str
+    batches: int
+    lines: int
+    calls: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class UsageList(BaseModel):
+    object: Literal["list"]
+    data: list[DayOfUsage]
 
 
 class BatchObject(official.Batch):
+    owner: str | None = None
+    """Name of the key that created it. Only admins see it."""
     priority: int | None = None
     paused_reason: str | None = None
 
 
+class BatchDeleted(BaseModel):
+    id: str
+    object: Literal["batch"]
+    deleted: Literal[True]
+
+
 class FileObject(official.FileObject):
-    # The client's own type leaves out a purpose that its uploads may have.
+    owner: str | None = None
+    # The client's own type lacks a purpose that uploads may have.
     purpose: Literal[  # type: ignore[assignment]
         "assistants",
         "batch",
@@ -139,22 +235,22 @@ class UploadObject(official.Upload):
     file: FileObject | None = None
 
 
-class _Page(BaseModel):
+class _ObjectPage(BaseModel):
     object: Literal["list"]
     first_id: str | None
     last_id: str | None
     has_more: bool
 
 
-class BatchPage(_Page):
+class BatchPage(_ObjectPage):
     data: list[BatchObject]
 
 
-class FilePage(_Page):
+class FilePage(_ObjectPage):
     data: list[FileObject]
 
 
-# Anthropic's own types would do, but its client takes a second to import.
+# Not Anthropic's own types, because its client takes a second to import.
 
 
 class MessageBatchCounts(BaseModel):
@@ -176,6 +272,7 @@ class MessageBatch(BaseModel):
     cancel_initiated_at: datetime | None
     archived_at: datetime | None
     results_url: str | None
+    owner: str | None = None
 
 
 class DeletedMessageBatch(BaseModel):
@@ -193,7 +290,7 @@ class MessageBatchPage(BaseModel):
 class OpenAIErrorDetails(BaseModel):
     model_config = ConfigDict(extra="forbid")
     message: str
-    type: Literal["invalid_request_error", "server_error"]
+    type: Literal["invalid_request_error", "requests", "server_error", "tokens"]
     param: str | None
     code: str | None
 
@@ -216,12 +313,12 @@ class AnthropicError(BaseModel):
     request_id: str | None = None
 
 
-# Of routes and their parameters ---------------------------------------------------
+# Routes and their parameters ------------------------------------------------------
 
-# Both, or FastAPI adds its own error to the documentation, which we never answer.
+# Without both, FastAPI documents its own validation error, which we never return.
 OPENAI_ERRORS: dict[int | str, Docs] = {
-    "4XX": {"model": OpenAIError, "description": "The call cannot be done."},
-    "5XX": {"model": OpenAIError, "description": "The server cannot do it now."},
+    "4XX": {"model": OpenAIError, "description": "The request is not valid."},
+    "5XX": {"model": OpenAIError, "description": "The server failed."},
 }
 ANTHROPIC_ERRORS: dict[int | str, Docs] = {
     key: {**docs, "model": AnthropicError} for key, docs in OPENAI_ERRORS.items()
@@ -229,35 +326,35 @@ ANTHROPIC_ERRORS: dict[int | str, Docs] = {
 _REPEATABLE = {
     "name": "Idempotency-Key",
     "in": "header",
-    "description": "Calls with the same key are executed once and answered the same.",
+    "description": "Calls with the same key are executed once and get the same answer.",
     "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LEN},
 }
 
 
 def takes_json(model: type[BaseModel], repeatable: bool = True) -> Docs:
-    """The ``openapi_extra`` of a route that takes this as JSON.
+    """The ``openapi_extra`` of a route with this JSON body.
 
     Args:
-        repeatable: whether it may be called with an ``Idempotency-Key``.
+        repeatable: whether the route accepts an ``Idempotency-Key``.
     """
     return _takes("application/json", model, repeatable)
 
 
 def takes_form(model: type[BaseModel]) -> Docs:
-    """The ``openapi_extra`` of a route that takes this as a multipart form."""
+    """The ``openapi_extra`` of a route with this multipart form."""
     return _takes("multipart/form-data", model, True)
 
 
 def _takes(media_type: str, model: type[BaseModel], repeatable: bool) -> Docs:
     schema = model.model_json_schema()
-    # Not by reference: FastAPI collects only the models that it knows of.
+    # Inlined, because FastAPI adds only schemas of its own routes' models.
     schema = _inlined(schema, schema.pop("$defs", {}))
     body = {"required": True, "content": {media_type: {"schema": schema}}}
     return {"requestBody": body, "parameters": [_REPEATABLE] if repeatable else []}
 
 
 def _inlined(schema: Any, models: Docs) -> Any:
-    """A schema with the models that it refers to."""
+    """A schema with its references replaced by the models they refer to."""
     if isinstance(schema, list):
         return [_inlined(each, models) for each in schema]
     if not isinstance(schema, dict):
@@ -268,17 +365,17 @@ def _inlined(schema: Any, models: Docs) -> Any:
 
 
 def answers(*media_types: str, description: str) -> dict[int | str, Docs]:
-    """The ``responses`` of a route that does not answer JSON."""
+    """The ``responses`` of a route with another media type than JSON."""
     schema = {"schema": {"type": "string"}}
     content = dict.fromkeys(media_types, schema)
     return {200: {"content": content, "description": description}}
 
 
 def whole_number(minimum: int, maximum: int) -> Any:
-    """A number in a query; that it is from ``minimum`` to ``maximum`` is only said."""
+    """An integer query parameter. Its range is only documented here, not checked."""
     return Query(json_schema_extra={"minimum": minimum, "maximum": maximum})
 
 
 def one_of(*values: str) -> Any:
-    """A word in a query; that it is one of these is only said."""
+    """A string query parameter. Its values are only documented here, not checked."""
     return Query(json_schema_extra={"enum": list(values)})

@@ -1,1 +1,1 @@
-"""Whatever names a job's requests, brought into one local file of batch lines."""
+"""Inputs of every kind, staged as one local file of batch lines."""

@@ -1,4 +1,4 @@
-"""gzip and zstd: read by what a file begins with, written by how its name ends."""
+"""gzip and zstd: detected by the first bytes of a file, written by its suffix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import zstandard
 
@@ -16,15 +16,15 @@ SUFFIXES = (".gz", ".zst")
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _READ_BYTES = 1 << 20
-# Little: what it decompresses to is held in memory, a thousand times as much at worst.
+# Small, since the decompressed block is held in memory: up to 1,000 times this.
 _COMPRESSED_BYTES = 1 << 14
 
-# What reading a damaged file raises.
+# Raised by reads of a damaged file.
 DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError)
 
 
 def plain_name(name: str) -> str:
-    """A file's name without the suffix of its compression."""
+    """A file name without its compression suffix."""
     for suffix in SUFFIXES:
         if name.lower().endswith(suffix):
             return name[: -len(suffix)]
@@ -32,7 +32,7 @@ def plain_name(name: str) -> str:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a file begins like gzip or zstd; an empty one does if so named."""
+    """Whether a file has the first bytes, or the suffix, of gzip or zstd."""
     with open(path, "rb") as file:
         start = file.read(4)
     named = path.name.lower().endswith(SUFFIXES)
@@ -41,10 +41,10 @@ def is_compressed(path: Path) -> bool:
 
 @contextmanager
 def open_plain(path: Path) -> Iterator[BinaryIO]:
-    """A file's bytes, decompressed while they are read.
+    """A file's bytes, decompressed as they are read.
 
-    Reading raises one of ``DAMAGED`` where the file is cut off or is not what its
-    name says.
+    Reads raise one of ``DAMAGED`` if the file is truncated, or is not in the format
+    of its suffix.
     """
     with open(path, "rb") as file:
         start = file.read(4)
@@ -63,7 +63,7 @@ def open_plain(path: Path) -> Iterator[BinaryIO]:
 
 
 class _ZstdFile(io.RawIOBase):
-    """A zstd file's content; unlike zstandard's reader it notices a cut-off frame."""
+    """The content of a zstd file. Detects a truncated frame; zstandard's reader does not."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -75,12 +75,12 @@ class _ZstdFile(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+    def readinto(self, buffer: Any) -> int:
         while not self._ready:
             data = self._next_input()
             if not data:
                 if self._frame_begun:
-                    raise EOFError("the zstd data is cut off")
+                    raise EOFError("the zstd data is truncated")
                 return 0
             self._frame_begun = True
             self._ready = memoryview(self._frame.decompress(data))
@@ -90,7 +90,7 @@ class _ZstdFile(io.RawIOBase):
         return size
 
     def _next_input(self) -> bytes:
-        """Compressed bytes for the present frame, or for the next after its end."""
+        """More compressed bytes of this frame, or of the next one after its end."""
         left = b""
         if self._frame.eof:
             left = self._frame.unused_data
@@ -101,7 +101,7 @@ class _ZstdFile(io.RawIOBase):
 
 @contextmanager
 def compressing(file: BinaryIO, name: str) -> Iterator[BinaryIO]:
-    """What writes into ``file`` as the suffix of ``name`` asks; the file stays open."""
+    """A writer into ``file``, compressed by the suffix of ``name``. Leaves it open."""
     if name.lower().endswith(".gz"):
         with gzip.GzipFile("", "wb", 6, file, mtime=0) as gzipped:
             yield cast(BinaryIO, gzipped)

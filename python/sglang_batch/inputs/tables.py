@@ -1,6 +1,6 @@
-"""Rows of Parquet, Arrow, CSV and JSON lines files and of Hugging Face datasets.
+"""Rows of Parquet, Arrow, CSV, TSV and JSON lines files.
 
-Rows are read some hundred at a time, whatever the size of the table.
+Columnar files are read 512 rows at a time, so memory does not grow with the table.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _MAGIC_SUFFIXES = {b"PAR1": ".parquet", b"ARRO": ".arrow"}
 
 
 def table_suffix(name: str, path: Path) -> str:
-    """The kind of table in a file, as a suffix: ``.parquet``, ``.csv``, ...
+    """The format of a table as a suffix: ``.parquet``, ``.csv``, ...
 
-    By what the file begins with, else by its name; ``.jsonl`` where neither tells.
+    Taken from the file's first bytes, else from its name. ``.jsonl`` is the default.
     """
     with open(path, "rb") as file:
         if found := _MAGIC_SUFFIXES.get(file.read(4)):
@@ -38,21 +38,23 @@ def rows_of_file(name: str, path: Path, columns: Collection[str]) -> Iterator[Ro
     """Every row of a table, with at least these columns.
 
     Args:
-        name: what the file is called; its suffix tells the format.
-        path: where it is.
+        name: title of the file, for messages; its suffix selects the format.
+        path: the file.
         columns: the columns needed.
 
     Raises:
-        InputError: the file is no such table, or lacks a column.
+        InputError: the file is not in this format, or lacks a column.
     """
     suffix = table_suffix(name, path)
     if suffix in _SEEKING and is_compressed(path):
-        raise InputError(f"{name} must be decompressed first; it is read in pieces.")
+        raise InputError(
+            f"{name} must be decompressed first: reading it needs random access."
+        )
     return _READERS[suffix](name, path, columns)
 
 
 def check_columns(name: str, needed: Iterable[str], found: Collection[str]) -> None:
-    """Raises InputError where a needed column is not among those found."""
+    """Raises InputError if a needed column was not found."""
     missing = [column for column in needed if column not in found]
     if missing:
         raise InputError(
@@ -63,13 +65,13 @@ def check_columns(name: str, needed: Iterable[str], found: Collection[str]) -> N
 
 @contextmanager
 def reading(name: str, how: str = "") -> Iterator[None]:
-    """Turn what Arrow raises while it reads into InputError."""
+    """Turn errors of Arrow into InputError."""
     try:
         yield
     except InputError:
         raise
     except (OSError, ValueError, OverflowError, RuntimeError) as error:
-        # Arrow's own errors are kinds of these; of values, too large a date is one.
+        # Arrow's own errors derive from these. A date out of range is one too.
         raise InputError(f"{name} cannot be read {how}: {error}") from None
 
 
@@ -118,7 +120,7 @@ def _arrow_batches(pyarrow: Any, source: Any) -> Iterator[Any]:
 def _csv_rows(
     name: str, path: Path, columns: Collection[str], delimiter: str = ","
 ) -> Iterator[Row]:
-    """Rows of text: what a number is in CSV, nobody can know (``007``, ``1e5``)."""
+    """Rows of strings: CSV cannot tell numbers from text (``007``, ``1e5``)."""
     csv.field_size_limit(sys.maxsize)
     with open_plain(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
@@ -157,7 +159,7 @@ def _json_rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Row]
             except ValueError:
                 row = None
             if not isinstance(row, dict):
-                raise InputError(f"{name}, line {number}: this is no JSON object.")
+                raise InputError(f"{name}, line {number}: this is not a JSON object.")
             check_columns(f"{name}, line {number},", columns, row)
             yield row
 
@@ -173,5 +175,5 @@ _READERS: dict[str, Callable[[str, Path, Collection[str]], Iterator[Row]]] = {
     ".jsonl": _json_rows,
 }
 _SEEKING = {".parquet", ".pq", ".arrow", ".feather", ".ipc"}
-# Without a template, a file of these cannot be what it should be: lines of JSON.
+# Files of these formats cannot hold batch lines.
 TABLE_SUFFIXES = frozenset(_READERS) - {".jsonl"}

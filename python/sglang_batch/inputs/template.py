@@ -1,6 +1,6 @@
-"""Request bodies made of the columns of a table.
+"""Requests made from the rows of a table.
 
-A template is a JSON object with placeholders such as ``{{question}}`` in its texts.
+A template is a JSON object with placeholders such as ``{{question}}`` in its strings.
 """
 
 from __future__ import annotations
@@ -9,34 +9,45 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, InputError
-from .values import NotJson, json_value, text_of
+from .cell_values import NotJson, json_value, text_of
 
 _PLACEHOLDER = re.compile(r"\{\{\s*(.+?)\s*\}\}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Where a column goes: as a JSON value of its own, or as part of a text."""
+    """The place of a column in a template.
+
+    whole: the column becomes a JSON value of its own, not part of a string.
+    """
 
     column: str
     whole: bool
 
 
 class Template:
-    """A body with placeholders, taken apart once and filled for every row.
+    """A request body with placeholders, parsed once and filled for every row.
 
-    A text that is one placeholder and nothing else takes the column's value with its
-    JSON type; inside a longer text the value is written as text. What a column holds
-    is never searched for placeholders.
+    A string that is a single placeholder takes the column's value with its JSON type.
+    Inside a longer string the value is written as text. Values of columns are never
+    searched for placeholders.
+
+    Attributes:
+        body: as it was given.
+        columns: names of the columns that it uses.
+
+    Raises:
+        ConfigError: the body uses no column, or has a placeholder in a key.
     """
 
     def __init__(self, body: dict[str, Any]) -> None:
         self.body = body
-        self._parts = _joined(_take_apart(body))
+        self._parts = _joined(_parts_of_value(body))
         self.columns = frozenset(
             part.column for part in self._parts if isinstance(part, _Slot)
         )
@@ -48,10 +59,10 @@ class Template:
 
     @classmethod
     def parse(cls, text: str) -> Template:
-        """A template from JSON, or from the file that ``@FILE`` names.
+        """A template from JSON text, or from ``@FILE``.
 
         Raises:
-            ConfigError: it cannot be read, or is no JSON object, or uses no column.
+            ConfigError: it cannot be read, is not a JSON object, or uses no column.
         """
         where = "--template"
         if text.startswith("@"):
@@ -63,7 +74,9 @@ class Template:
                     f"the template {where} cannot be read: {error.strerror}."
                 ) from None
             except UnicodeDecodeError as error:
-                raise ConfigError(f"the template {where} is no text: {error}") from None
+                raise ConfigError(
+                    f"the template {where} is not UTF-8: {error}"
+                ) from None
         try:
             body = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -76,7 +89,7 @@ class Template:
         return cls(body)
 
     def fill(self, row: Mapping[str, Any]) -> str:
-        """The body, in JSON, for one row; ASCII only.
+        """The body for one row: JSON, ASCII only.
 
         Raises:
             InputError: a value of the row cannot be written as JSON.
@@ -85,6 +98,54 @@ class Template:
             part if isinstance(part, str) else _written(part, row)
             for part in self._parts
         )
+
+
+@dataclass(frozen=True)
+class RowRequests:
+    """Makes a batch line from each row of a table.
+
+    id_column: the column with the custom_id. None: the number of the row.
+    """
+
+    template: Template
+    endpoint: str
+    id_column: str | None
+
+    @cached_property
+    def columns(self) -> frozenset[str]:
+        """The columns that a row must have."""
+        ids = set() if self.id_column is None else {self.id_column}
+        return self.template.columns | ids
+
+    def line(self, row: Mapping[str, Any], number: int) -> bytes:
+        """The batch line for a row, with its newline.
+
+        Args:
+            number: of the row over all inputs, from 0.
+
+        Raises:
+            InputError: the row has no id, or a value that JSON cannot hold.
+        """
+        custom_id = json.dumps(self._custom_id(row, number))
+        body = self.template.fill(row)
+        return f'{self._start}{custom_id}, "body": {body}}}\n'.encode()
+
+    @cached_property
+    def _start(self) -> str:
+        return f'{{"method": "POST", "url": {json.dumps(self.endpoint)}, "custom_id": '
+
+    def _custom_id(self, row: Mapping[str, Any], number: int) -> str:
+        if self.id_column is None:
+            return str(number)
+        try:
+            found = text_of(row[self.id_column])
+        except NotJson as error:
+            raise InputError(f"column {self.id_column!r} holds {error}") from None
+        if not found:
+            raise InputError(
+                f"column {self.id_column!r} is empty; --id-column needs a value."
+            )
+        return found
 
 
 def _written(slot: _Slot, row: Mapping[str, Any]) -> str:
@@ -97,30 +158,30 @@ def _written(slot: _Slot, row: Mapping[str, Any]) -> str:
         raise InputError(f"column {slot.column!r} holds {error}") from None
 
 
-def _take_apart(value: Any) -> Iterator[str | _Slot]:
-    """The JSON of ``value`` in pieces."""
+def _parts_of_value(value: Any) -> Iterator[str | _Slot]:
+    """The JSON of ``value``, cut at its placeholders."""
     if isinstance(value, dict):
         yield "{"
         for i, (key, item) in enumerate(value.items()):
             if _PLACEHOLDER.search(key):
                 raise ConfigError(f"the template's key {key!r} cannot be a column.")
             yield f"{', ' if i else ''}{json.dumps(key)}: "
-            yield from _take_apart(item)
+            yield from _parts_of_value(item)
         yield "}"
     elif isinstance(value, list):
         yield "["
         for i, item in enumerate(value):
             if i:
                 yield ", "
-            yield from _take_apart(item)
+            yield from _parts_of_value(item)
         yield "]"
     elif isinstance(value, str):
-        yield from _text_apart(value)
+        yield from _parts_of_text(value)
     else:
         yield json.dumps(value)
 
 
-def _text_apart(text: str) -> Iterator[str | _Slot]:
+def _parts_of_text(text: str) -> Iterator[str | _Slot]:
     pieces = _PLACEHOLDER.split(text)  # text, column, text, column, ..., text
     if len(pieces) == 3 and not pieces[0] and not pieces[2]:
         yield _Slot(pieces[1], whole=True)
@@ -132,7 +193,7 @@ def _text_apart(text: str) -> Iterator[str | _Slot]:
 
 
 def _joined(parts: Iterator[str | _Slot]) -> list[str | _Slot]:
-    """The same with neighbouring texts as one."""
+    """The parts with neighbouring strings joined."""
     joined: list[str | _Slot] = []
     for part in parts:
         if isinstance(part, str) and joined and isinstance(joined[-1], str):

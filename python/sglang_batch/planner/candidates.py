@@ -1,8 +1,8 @@
-"""A job as the planner sees it, and how it would go under any policy.
+"""A job with everything that is known of it, and its run under any policy.
 
-Everything that plans or predicts goes through :class:`Candidates`: the job's requests
-that fit, their prefix tree, the estimates of their output lengths, and the lengths with
-which runs are simulated.
+Plans and predictions are both made from :class:`Candidates`: the requests of the job
+that fit, their prefix tree, the estimates of their output lengths, and the lengths that
+runs are simulated with.
 """
 
 from __future__ import annotations
@@ -12,30 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .cost_model import CostModel
-from .order import ORDERS, Order, OrderSettings, make_order
-from .output_length import OutputLengthEstimator
-from .prefix_tree import build_prefix_tree
+from ..policies import ORDERS
+from .lengths.output_length import Observed, OutputLengthEstimator
+from .machine_model import Machine
+from .ordering.order import Order, OrderSettings
+from .ordering.order_functions import make_order
+from .prefixes.prefix_tree import build_prefix_tree
 from .requests import Int32s, Int64s, PlanRequests
-from .simulator import EngineLimits, Simulation, simulate
+from .simulator.simulator import Simulation, simulate
 
 TIE = 0.002
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """The model on its hardware: what things cost, and how much fits."""
-
-    cost: CostModel
-    limits: EngineLimits
-
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """Answers of a sample: int64 request indices and their output lengths in tokens."""
-
-    requests: Int64s
-    output_len: Int32s
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +40,10 @@ class PolicyRun:
 
 
 def best(runs: Mapping[str, Simulation]) -> str:
-    """The policy to take: the first of ``ORDERS`` that is as good as the fastest.
+    """The policy that ``auto`` takes: the first of ``ORDERS`` as good as the fastest.
 
-    A simulation is no better than its output lengths: what is within ``TIE`` of the
-    fastest counts as equal, so that noise does not decide.
+    A simulation is no better than its output lengths, so runs within ``TIE`` of the
+    fastest count as equal, and noise does not decide.
     """
     fastest = min(run.seconds for run in runs.values())
     good = {name for name, run in runs.items() if run.seconds <= fastest * (1 + TIE)}
@@ -65,13 +51,14 @@ def best(runs: Mapping[str, Simulation]) -> str:
 
 
 class Candidates:
-    """The requests of a job that fit into a machine, numbered by their place there.
+    """The requests of a job that fit into a machine, renumbered from 0.
 
     Attributes:
         fits: int64 ``[n]``, their indices in the job.
-        too_large: int64, indices in the job of requests that need more KV than there
-            is: their prompt and known output, or one token of it, do not fit.
-        requests, tree: those that fit.
+        too_large: int64, indices in the job of requests that need more KV than the
+            machine has: the prompt and the known output, or one token of it, do not
+            fit.
+        requests, tree: the requests that fit.
         estimates: of their output lengths.
         output_len: int32 ``[n]``, the lengths that runs are simulated with: the true
             ones, or random ones from the estimates' distribution.
@@ -90,8 +77,13 @@ class Candidates:
         """
         Args:
             observed: answers that the estimates may use.
-            true_output_len: int32, of all the job's requests.
-            default_output_len: tokens expected of a request while nothing is observed.
+            true_output_len: int32, of all requests of the job.
+            default_output_len: estimated tokens of a request until an answer was
+                observed.
+
+        Raises:
+            InputError: ``default_output_len`` is below 1, or an observed length is
+                negative.
         """
         self.machine = machine
         self._settings = settings
@@ -117,15 +109,14 @@ class Candidates:
             self.output_len = true_output_len[self.fits]
         else:
             drawn = estimator.draw(settings.seed)
-            room = capacity - self.requests.input_len.astype(np.int64)
-            drawn = np.minimum(drawn, room)
-            self.output_len = np.maximum(drawn, 1).astype(np.int32)
+            free = capacity - self.requests.input_len.astype(np.int64)
+            self.output_len = np.maximum(np.minimum(drawn, free), 1).astype(np.int32)
 
     def order(self, policy: str) -> Order:
         """The order of one policy.
 
         Raises:
-            ConfigError: the policy is not known.
+            ConfigError: the policy is unknown.
         """
         return make_order(
             policy,
@@ -138,10 +129,10 @@ class Candidates:
         )
 
     def run(self, policy: str) -> PolicyRun:
-        """The order of one policy and how the job goes in it; made once.
+        """The order of one policy and the job's simulated run in it, computed once.
 
         Raises:
-            ConfigError: the policy is not known.
+            ConfigError: the policy is unknown.
         """
         if policy not in self._runs:
             order = self.order(policy)
@@ -151,8 +142,8 @@ class Candidates:
                 self.machine.limits,
                 order=order.requests,
                 output_len=self.output_len,
-                estimate=self.estimates.est_output_len,
-                estimate_sq=self.estimates.est_output_len_sq,
+                est_output_len=self.estimates.est_output_len,
+                est_output_len_sq=self.estimates.est_output_len_sq,
                 max_new_tokens=self.requests.max_new_tokens,
                 density=order.density,
                 num_left=order.num_left,

@@ -2,11 +2,12 @@
 
 ::
 
-    PlanRequests -> prefix_tree -> output_length -> order -> simulator -> Plan
+    PlanRequests -> prefix tree -> output lengths -> order -> simulator -> Plan
 
 ``auto`` simulates every order with random lengths from the estimates' distribution and
-takes the fastest; of equal ones the first in ``order.ORDERS``. A dual-scan order depends on what the engine does; what is sent to an
-engine that only follows an order is the admission order of the simulated run.
+takes the fastest. Of equally fast ones it takes the first in ``policies.ORDERS``. The
+admissions of an order that is taken from both ends depend on the engine, so an engine
+that can only follow an order is sent the admission order of the simulated run.
 """
 
 from __future__ import annotations
@@ -15,34 +16,32 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .bounds import Bounds, lower_bounds
-from .candidates import Candidates, Machine, Observed, best
-from .order import ORDERS, Order, OrderSettings
-from .output_length import OutputEstimates
-from .prefix_tree import PrefixTree
+from ..policies import AUTO, ORDERS
+from .candidates import Candidates, best
+from .costs.bounds import Bounds, lower_bounds
+from .lengths.output_length import Observed, OutputEstimates
+from .machine_model import Machine
+from .ordering.order import Order, OrderSettings
+from .prefixes.prefix_tree import PrefixTree
 from .requests import Int32s, Int64s, PlanRequests
-from .simulator import Simulation
-
-__all__ = ["AUTO", "Machine", "Observed", "Plan", "make_plan"]
-
-AUTO = "auto"
+from .simulator.simulator import Simulation
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is decided about a job before it runs.
+    """Decisions about a job before it runs.
 
-    policy: the order's name; for ``auto`` the one it chose.
+    policy: the order's name. For ``auto``, the order that it chose.
     order: int64, the requests in the order in which they are sent. Those in
-        ``too_large`` come last: the engine has the last word on them.
-    too_large: int64, requests that need more KV than there is.
-    scan: the order as the scheduler sees it, without ``too_large``; its requests are
-        numbered as in the job.
-    estimates: of the output lengths of the requests that fit.
-    tree: the prefix tree of the requests that fit, numbered by their place among them.
+        ``too_large`` come last: the engine decides about them.
+    too_large: int64, requests that need more KV than the machine has.
+    scan: the order for the scheduler, without ``too_large``. Its requests are numbered
+        as in the job.
+    estimates: output lengths of the requests that fit.
+    tree: the prefix tree of the requests that fit, numbered from 0 among themselves.
     fits: int64, the requests that fit.
     output_len: int32, the lengths that were simulated, of the requests that fit.
-    predicted: by policy, the simulated run; empty unless something was simulated.
+    predicted: by policy, the simulated run. Empty unless something was simulated.
     """
 
     policy: str
@@ -56,7 +55,7 @@ class Plan:
     predicted: dict[str, Simulation] = field(default_factory=dict)
 
     def bounds(self, machine: Machine) -> Bounds:
-        """Lower bounds by the lengths that were simulated."""
+        """Lower bounds of the makespan for the lengths that were simulated."""
         capacity = machine.limits.kv_capacity_tokens
         return lower_bounds(self.tree, machine.cost, self.output_len, capacity)
 
@@ -73,11 +72,11 @@ def make_plan(
     """Plan a job.
 
     Args:
-        observed: answers known already; they make the estimates.
-        compare: policies to simulate in any case.
+        observed: answers that the estimates are learnt from.
+        compare: further policies to simulate.
 
     Raises:
-        ConfigError: the policy is not known.
+        ConfigError: a policy is unknown.
     """
     job = Candidates(requests, machine, settings or OrderSettings(), observed=observed)
     names = dict.fromkeys((*(ORDERS if policy == AUTO else ()), *compare))

@@ -1,4 +1,4 @@
-"""What the planner knows of a job before anything ran."""
+"""The requests of a job, as arrays: the planner's input."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ Bools = NDArray[np.bool_]
 
 UNKNOWN = -1
 
+# The side of a request: from the compute-intensive or from the memory-intensive end of
+# the order, or an online request, which is in no order.
+LEFT, RIGHT, ONLINE = 0, 1, 2
+SIDES = ("left", "right", "online")
+
 
 @dataclass(frozen=True, slots=True)
 class PlanRequests:
-    """The requests of a job, by index ``i`` in input order; ``n`` of them.
+    """The ``n`` requests of a job, by index in input order.
 
     tokens: int32 ``[num_tokens]``, all prompts one after the other.
-    offsets: int64 ``[n + 1]``; prompt ``i`` is ``tokens[offsets[i]:offsets[i + 1]]``.
-    max_new_tokens: int32 ``[n]``, the most a request may generate.
-    known_output_len: int32 ``[n]``, tokens that a request will generate, where that is
+    offsets: int64 ``[n + 1]``. Prompt ``i`` is ``tokens[offsets[i]:offsets[i + 1]]``.
+    max_new_tokens: int32 ``[n]``, most tokens that a request may generate.
+    known_output_len: int32 ``[n]``, tokens that a request will generate, if that is
         known beforehand (``ignore_eos``, a fixed generation), else ``UNKNOWN``.
     """
 
@@ -40,7 +45,7 @@ class PlanRequests:
         return np.diff(self.offsets).astype(np.int32)
 
     def take(self, indices: Int64s) -> PlanRequests:
-        """Some of the requests, in the order of ``indices``; their tokens are copied."""
+        """Some of the requests, in the order of ``indices``. Their tokens are copied."""
         lengths = self.input_len[indices].astype(np.int64)
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         begin = self.offsets[:-1][indices]

@@ -1,1 +1,1 @@
-"""The commands plan and simulate: what a job would take, and why."""
+"""The commands plan and simulate: predict how long a job takes, and explain why."""

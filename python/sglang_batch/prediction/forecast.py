@@ -1,6 +1,6 @@
-"""How long a job takes under each policy: what ``plan`` and ``simulate`` predict.
+"""Predicts how long a job takes under each policy, for ``plan`` and ``simulate``.
 
-Every policy is simulated, with the true output lengths where they are known.
+Every policy is simulated, with the true output lengths if they are known.
 """
 
 from __future__ import annotations
@@ -11,23 +11,26 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..errors import InputError
-from ..planner.bounds import Bounds, lower_bounds
-from ..planner.candidates import Candidates, Machine, Observed, PolicyRun, best
-from ..planner.density import LeafWork, leaf_densities, leaf_work, root_density
-from ..planner.order import OrderSettings
-from ..planner.output_length import choose_sample
-from ..planner.prefix_tree import PrefixTree, build_prefix_tree
+from ..planner.candidates import Candidates, PolicyRun, best
+from ..planner.costs.bounds import Bounds, lower_bounds
+from ..planner.costs.tree_work import LeafWork, leaf_densities, leaf_work, root_density
+from ..planner.lengths.length_sample import choose_sample
+from ..planner.lengths.output_length import Observed
+from ..planner.machine_model import Machine
+from ..planner.ordering.order import OrderSettings
+from ..planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from ..planner.requests import Floats, Int32s, Int64s, PlanRequests
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """What is known of the output lengths.
+    """The output lengths that are known.
 
-    true: int32 ``[n]``, what the engine will find out; None where nobody knows, and
-        lengths are drawn from the estimates' distribution.
-    sample_share: share of the requests whose true lengths the estimates may see.
-    default: E[d] in tokens where nothing is known.
+    true: int32 ``[n]``, the lengths to simulate with. None to draw them from the
+        estimates' distribution.
+    sample_share: share of the requests from whose true lengths the estimates are
+        learnt.
+    default: E[d] in tokens for requests of unknown length.
     """
 
     true: Int32s | None = None
@@ -37,17 +40,19 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A job of ``n`` requests that fit, and its run under each policy.
+    """A job of ``n`` requests that fit into the KV cache, and its run per policy.
 
-    too_large: int64, indices in the job of requests that no KV cache of this size can
-        hold; they are not part of what follows.
-    requests, tree: those that fit, numbered by their place among them.
+    too_large: int64, indices in the job of the requests that do not fit. They count
+        nowhere else.
+    requests, tree: the requests that fit, renumbered from 0.
     output_len: int32 ``[n]``, the lengths that were simulated.
-    num_sampled: requests whose true lengths made the estimates.
-    work: expected work at the leaves, by true lengths where they are known.
-    kv_read_s, kv_read_shared_s: time to read the KV of all decodes, with every request
-        reading all of its own and with shared prefixes read once.
-    densities: float64 ``[n]``, compute density of each request at a leaf of the tree.
+    output_tokens: sum of the true output lengths, or of their estimates.
+    num_sampled: requests from whose true lengths the estimates were learnt.
+    work: estimated work of each leaf, from true lengths if they are known.
+    kv_read_s, kv_read_shared_s: seconds to read the KV of all decodes, if every request
+        reads all of its own, and if shared prefixes are read once.
+    densities: float64 ``[n]``, compute density of the request at each leaf.
+    density: compute density of the whole job.
     """
 
     machine: Machine
@@ -55,7 +60,7 @@ class Forecast:
     requests: PlanRequests
     tree: PrefixTree
     output_len: Int32s
-    expected_output_tokens: float
+    output_tokens: float
     num_sampled: int
     work: LeafWork
     kv_read_s: float
@@ -72,8 +77,12 @@ class Forecast:
 
     @property
     def best(self) -> str:
+        """The policy that ``auto`` takes among all that were simulated."""
+        return self.best_of(self.runs)
+
+    def best_of(self, policies: Iterable[str]) -> str:
         """The policy that ``auto`` takes among these."""
-        return best({name: run.simulation for name, run in self.runs.items()})
+        return best({name: self.runs[name].simulation for name in policies})
 
 
 def forecast(
@@ -83,10 +92,10 @@ def forecast(
     lengths: Lengths,
     settings: OrderSettings,
 ) -> Forecast:
-    """Simulate a job under each of the policies, which may be a progress bar.
+    """Simulate a job under each policy. ``policies`` may be a progress bar.
 
     Raises:
-        ConfigError: a policy is not known.
+        ConfigError: a policy is unknown.
         InputError: no request fits into the machine, or a setting is out of range.
     """
     observed = None
@@ -107,17 +116,19 @@ def forecast(
             f"{requests.input_len.min():,}. Give the engine more memory."
         )
     runs = {policy: job.run(policy) for policy in policies}
-    estimate = job.estimates.est_output_len
-    estimate_sq = job.estimates.est_output_len_sq
+    est_output_len = job.estimates.est_output_len
+    est_output_len_sq = job.estimates.est_output_len_sq
     if lengths.true is not None:
-        estimate = job.output_len.astype(np.float64)
-        estimate_sq = estimate**2
-    work = leaf_work(job.tree, machine.cost, estimate, estimate_sq)
+        est_output_len = job.output_len.astype(np.float64)
+        est_output_len_sq = est_output_len**2
+    work = leaf_work(job.tree, machine.cost, est_output_len, est_output_len_sq)
     capacity = machine.limits.kv_capacity_tokens
 
     def kv_read_s(shared: bool) -> float:
         cost = replace(machine.cost, shared_kv_read_once=shared)
-        return float(leaf_work(job.tree, cost, estimate, estimate_sq).memory_s.sum())
+        return float(
+            leaf_work(job.tree, cost, est_output_len, est_output_len_sq).memory_s.sum()
+        )
 
     return Forecast(
         machine=machine,
@@ -125,7 +136,7 @@ def forecast(
         requests=job.requests,
         tree=job.tree,
         output_len=job.output_len,
-        expected_output_tokens=float(estimate.sum()),
+        output_tokens=float(est_output_len.sum()),
         num_sampled=0 if observed is None else len(observed.requests),
         work=work,
         kv_read_s=kv_read_s(False),
@@ -138,7 +149,7 @@ def forecast(
 
 
 def _sample(requests: PlanRequests, true: Int32s, share: float, seed: int) -> Observed:
-    """The true lengths of a share of the requests."""
+    """The true lengths of a sample of the requests."""
     tree = build_prefix_tree(requests.tokens, requests.offsets)
     sample = choose_sample(tree, requests, share=share, seed=seed)
     return Observed(sample, true[sample])

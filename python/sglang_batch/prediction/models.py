@@ -1,4 +1,4 @@
-"""Models that ``simulate`` knows by name: what their config.json says of their size."""
+"""Models that ``simulate`` has by name: the part of config.json that gives the size."""
 
 from __future__ import annotations
 

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..config import POLICIES
-from ..run_options import add_inputs
+from ..option_types import count, seed, share
+from ..policies import AUTO, ORDERS, POLICIES, POLICY_HELP
+from ..run.run_options import add_inputs
+from .machine_options import add_machine
 from .models import MODELS
-
-DEFAULT_NUM_REQUESTS = 40_000
-_ORDERS = tuple(policy for policy in POLICIES if policy != "auto")
+from .synthetic_jobs import (
+    DEFAULT_NUM_REQUESTS,
+    BlendJob,
+    GroupsJob,
+    IndustryJob,
+    LengthsJob,
+    TraceJob,
+)
 
 _PLAN_EPILOG = """\
-Every other option is passed to SGLang as it is (--served-model-name,
+Every other option is passed to SGLang unchanged (--served-model-name,
 --chat-template, --context-length, ...): see `sglang serve --help`.
 
-Nothing runs and no weights are loaded: prompts are rendered as SGLang would, and
-the engine is simulated. Where an answer's length is not known, it is drawn from
-around --default-output-len, so the seconds are as good as that guess.
+Nothing runs and no weights are loaded. SGLang renders the prompts, and the engine is
+simulated. Output lengths that are not known are drawn from a distribution with the
+mean --default-output-len, so the predicted seconds are as good as that guess.
 
-With --steps, the steps that a server measured are shown beside the prediction, and
---plot draws them. Without a file of requests, they are all that is shown.
+--steps prints the steps that a server measured next to the prediction, and --plot then
+draws them. Without -i, only the measured steps are printed.
 
 Inputs are those of run: see `sglang-batch run --help`.
 
@@ -59,8 +65,8 @@ def add_plan(commands: Subparsers, run: Callable[..., int]) -> None:
         "plan",
         usage="sglang-batch plan -i INPUT [INPUT ...] --model-path MODEL [options] "
         "[SGLang's server options]\n       sglang-batch plan --steps FILE [options]",
-        help="predict what a file of requests takes, and which order is fastest",
-        description="Predict how long a batch file takes under each order of its "
+        help="predict how long a file of requests takes, and which order is fastest",
+        description="Predict how long a batch file takes in each order of its "
         "requests, and why.",
         epilog=_PLAN_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -69,28 +75,26 @@ def add_plan(commands: Subparsers, run: Callable[..., int]) -> None:
     add_inputs(plan, required=False)
     plan.add_argument(
         "--model-path", "--model", metavar="MODEL",
-        help="a directory or a name on the Hugging Face hub; configuration and "
-        "tokenizer are read",
+        help="directory, or name on the Hugging Face hub; only the configuration and "
+        "the tokenizer are read",
     )  # fmt: skip
     plan.add_argument(
-        "--policy", choices=POLICIES, default="auto",
-        help="the order to predict; auto, the default, predicts all and takes the "
-        "fastest",
+        "--policy", choices=POLICIES, default=AUTO,
+        help=f"order to predict (default: {AUTO}). {POLICY_HELP}",
     )  # fmt: skip
     plan.add_argument(
-        "--compare", nargs="+", choices=_ORDERS, default=(), metavar="POLICY",
-        help="further orders to predict beside --policy",
+        "--compare", nargs="+", choices=ORDERS, default=(), metavar="POLICY",
+        help="further orders to predict",
     )  # fmt: skip
     plan.add_argument(
-        "--default-output-len", type=_count, default=256, metavar="TOKENS",
-        help="average length of answers whose length is not known (default: 256)",
+        "--default-output-len", type=count, default=256, metavar="TOKENS",
+        help="mean length of answers of unknown length (default: 256)",
     )  # fmt: skip
     plan.add_argument(
         "--steps", type=Path, metavar="FILE",
-        help="also show the steps of a run, a .csv file that a server logged; --plot "
-        "then draws these",
+        help="steps of a run, a .csv file that a server logged",
     )  # fmt: skip
-    _add_machine(plan, hardware=None, overlap=1.0)
+    add_machine(plan, hardware=None)
     _add_output(plan)
     plan.set_defaults(run=run)
 
@@ -101,203 +105,100 @@ def add_simulate(commands: Subparsers, run: Callable[..., int]) -> None:
         "simulate",
         usage="sglang-batch simulate [job] [machine] [options]",
         help="compare orders on synthetic jobs and on traces, without a model",
-        description="Simulate synthetic jobs or traces of lengths under several "
-        "orders. The true output lengths drive the simulation; the orders see "
-        "estimates learnt from a sample.",
+        description="Simulate a synthetic job, or traces of lengths, in several orders "
+        "of its\nrequests. The simulated engine uses the true output lengths; the orders "
+        "use\nestimates learnt from a sample.",
         epilog=_SIMULATE_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     _add_job(simulate)
     simulate.add_argument(
-        "--sample-share", type=_share, default=0.01, metavar="SHARE",
-        help="share of the requests whose output lengths are known beforehand, as if "
-        "they had run first; 0 for none (default: 0.01)",
+        "--sample-share", type=share, default=0.01, metavar="SHARE",
+        help="share of the requests from whose output lengths the estimates are "
+        "learnt, as if they had run first; 0 for none (default: 0.01)",
     )  # fmt: skip
     simulate.add_argument(
-        "--policies", nargs="+", choices=_ORDERS, default=_ORDERS, metavar="POLICY",
-        help=f"orders to simulate (default: all: {', '.join(_ORDERS)})",
+        "--policies", nargs="+", choices=ORDERS, default=ORDERS, metavar="POLICY",
+        help=f"orders to simulate (default: all: {', '.join(ORDERS)})",
     )  # fmt: skip
     simulate.add_argument(
         "--model", default="llama-3.1-8b", choices=tuple(MODELS),
-        help="a model by name (default: llama-3.1-8b)",
+        help="model (default: llama-3.1-8b)",
     )  # fmt: skip
     simulate.add_argument(
         "--model-path", type=Path, metavar="PATH",
-        help="another model: its config.json, or the directory that has it",
+        help="config.json of another model, or its directory",
     )  # fmt: skip
     simulate.add_argument(
         "--paper-costs", action="store_true",
-        help="leave out attention's arithmetic and the reads of weights, as "
+        help="ignore the arithmetic of attention and the reading of weights, as "
         "BlendServe's analysis does",
     )  # fmt: skip
-    _add_machine(simulate, hardware="a100-sxm-80gb", overlap=1.47)
+    add_machine(simulate, hardware="a100-sxm-80gb")
     _add_output(simulate)
-    simulate.set_defaults(run=run, default_num_requests=DEFAULT_NUM_REQUESTS)
+    simulate.set_defaults(run=run, job=TraceJob(1))
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("job, one of")
     job = group.add_mutually_exclusive_group()
     job.add_argument(
-        "--trace", type=int, choices=(1, 2, 3, 4),
-        help="one of BlendServe's four traces: density 1.4, 0.9, 1.4, 0.9 with "
-        "sharing 0.35, 0.35, 0.05, 0.05 (default: 1)",
+        "--trace", type=TraceJob.parse, dest="job", metavar="{1,2,3,4}",
+        help="one of BlendServe's four traces: compute density 1.4, 0.9, 1.4, 0.9 and "
+        "prefix sharing ratio 0.35, 0.35, 0.05, 0.05 (default: 1)",
     )  # fmt: skip
     job.add_argument(
-        "--blend", type=_blend, metavar="DENSITY,SHARING",
-        help="a mix of BurstGPT, OpenVid and MMLU requests of this compute density and "
+        "--blend", type=BlendJob.parse, dest="job", metavar="DENSITY,SHARING",
+        help="mix of BurstGPT, OpenVid and MMLU requests with this compute density and "
         "prefix sharing ratio",
     )  # fmt: skip
     job.add_argument(
-        "--groups", type=_groups, metavar="PREFIX,DISTINCT,DEGREE,OUTPUT",
-        help="DEGREE requests each share PREFIX tokens, have DISTINCT of their own, and "
-        "generate OUTPUT",
+        "--groups", type=GroupsJob.parse, dest="job",
+        metavar="PREFIX,DISTINCT,DEGREE,OUTPUT",
+        help="groups of DEGREE requests that share PREFIX prompt tokens; each has "
+        "DISTINCT prompt tokens of its own and generates OUTPUT tokens",
     )  # fmt: skip
     job.add_argument(
-        "--industry", action="store_true",
+        "--industry", action="store_const", const=IndustryJob(), dest="job",
         help="queries on documents, like BatchLLM's industry workload",
     )  # fmt: skip
     job.add_argument(
-        "--lengths", type=Path, nargs="+", metavar="FILE",
+        "--lengths", action=_StoreLengths, type=Path, nargs="+", dest="job",
+        metavar="FILE",
         help="traces of lengths, shuffled into one job: csv with ContextTokens and "
         "GeneratedTokens (Azure) or num_prefill_tokens and num_decode_tokens (Vidur), "
         "or JSON lines with input_length, output_length and hash_ids (Mooncake)",
     )  # fmt: skip
     group.add_argument(
-        "--num-requests", type=_count, metavar="N",
-        help=f"requests of the job (default: {DEFAULT_NUM_REQUESTS:,}; of traces, all)",
+        "--num-requests", type=count, metavar="N",
+        help=f"number of requests (default: {DEFAULT_NUM_REQUESTS:,}; with --lengths, "
+        "all)",
     )  # fmt: skip
 
 
-def _add_machine(
-    parser: argparse.ArgumentParser, *, hardware: str | None, overlap: float
-) -> None:
-    group = parser.add_argument_group("machine")
-    group.add_argument(
-        "--hardware", default=hardware, metavar="NAME",
-        help="a device, such as a100-sxm-80gb, h100-sxm or cpu (default: "
-        f"{hardware or 'the GPU of this machine, else cpu'})",
-    )  # fmt: skip
-    group.add_argument(
-        "--compute-tflops", type=_positive, metavar="X",
-        help="measured 16-bit TFLOP/s of the device, instead of its datasheet's",
-    )  # fmt: skip
-    group.add_argument(
-        "--bandwidth-tbs", type=_positive, metavar="Y",
-        help="measured memory bandwidth in TB/s, instead of its datasheet's",
-    )  # fmt: skip
-    group.add_argument(
-        "--tp", "--tp-size", "--tensor-parallel-size", type=_count, default=1,
-        metavar="N", help="devices that share the model (default: 1)",
-    )  # fmt: skip
-    group.add_argument(
-        "--kv-capacity-tokens", type=_count, metavar="N",
-        help="tokens of KV that fit (default: what is left beside the weights)",
-    )  # fmt: skip
-    group.add_argument(
-        "--mem-fraction-static", type=_positive_share, default=0.9, metavar="SHARE",
-        help="share of the memory for weights and KV (default: 0.9)",
-    )  # fmt: skip
-    group.add_argument(
-        "--chunked-prefill-size", type=_count, default=2048, metavar="N",
-        help="most tokens of a step, prompts and answers together (default: 2048)",
-    )  # fmt: skip
-    group.add_argument(
-        "--shared-prefix-attention", action="store_true",
-        help="running requests read a prefix that they share once for all of them, as "
-        "in an offline server on a GPU that docs/kernels.md names",
-    )  # fmt: skip
-    group.add_argument(
-        "--overlap", type=_exponent, default=overlap, metavar="K",
-        help="how compute and memory time overlap in a step: 1 not at all, as in "
-        "SGLang today; 1.47 fits BlendServe's results; inf perfectly "
-        f"(default: {overlap:g})",
-    )  # fmt: skip
+class _StoreLengths(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, LengthsJob(values))
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
-    group.add_argument("--seed", type=_seed, default=0, help="of everything random")
     group.add_argument(
-        "--json", action="store_true", help="print one JSON document instead"
+        "--seed", type=seed, default=0, metavar="N",
+        help="seed of everything random (default: 0)",
+    )  # fmt: skip
+    group.add_argument(
+        "--json", action="store_true", help="print JSON instead of tables"
     )
     group.add_argument(
         "--plot", type=Path, metavar="FILE",
-        help="also draw the two most telling orders into a .png file",
+        help="also draw a .png figure: the time and the cache hits of each order, and "
+        "how busy the device is; or the steps of --steps",
     )  # fmt: skip
-
-
-def _count(text: str) -> int:
-    return _whole(text, least=1)
-
-
-def _seed(text: str) -> int:
-    return _whole(text, least=0)
-
-
-def _whole(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if value < least:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be a whole number of {least} or more"
-        )
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _positive(text: str) -> float:
-    value = _number(text)
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
-    return value
-
-
-def _share(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number from 0 to 1")
-    return value
-
-
-def _positive_share(text: str) -> float:
-    value = _share(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} must be above 0")
-    return value
-
-
-def _exponent(text: str) -> float:
-    value = _number(text)
-    if not value >= 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be 1 (no overlap) or more; inf is perfect overlap"
-        )
-    return value
-
-
-def _blend(text: str) -> tuple[float, float]:
-    values = [_number(part) for part in text.split(",")]
-    if len(values) != 2 or not all(map(math.isfinite, values)):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be two numbers, such as 1.1,0.25"
-        )
-    return values[0], values[1]
-
-
-def _groups(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if len(parts) != 4:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be four numbers, such as 2000,200,16,256"
-        )
-    return tuple(_count(part) for part in parts)

@@ -1,60 +1,32 @@
-"""``sglang-batch plan``: what a batch file will take, before anything runs."""
+"""``sglang-batch plan``: predicts the run of a batch file before anything runs."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from array import array
-from collections import deque
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import numpy as np
-from tqdm import tqdm
-
-from ..batch_api.jsonl import BatchFile, LineRules
+from ..batch_api.jsonl import BatchFile
 from ..errors import ConfigError, InputError
-from ..inputs.sources import InputOptions, check
-from ..inputs.staging import LocalInput, Staging
-from ..planner.hardware import HardwareSpec, match_hardware
-from ..planner.model_spec import ModelSpec
-from ..planner.order import ORDERS, OrderSettings
-from ..planner.plan import AUTO, Machine
-from ..planner.requests import UNKNOWN, PlanRequests
-from ..request import BatchRequestInput
-from ..run import validated_file
-from ..run_options import input_options
+from ..inputs.local_input import LocalInput
+from ..inputs.staging import Staging
+from ..planner.costs.hardware import HardwareSpec
+from ..planner.costs.model_spec import ModelSpec
+from ..planner.machine_model import Machine
+from ..planner.ordering.order import OrderSettings
+from ..planner.requests import UNKNOWN, Int64s
+from ..policies import AUTO, ORDERS
+from ..run.checked_input import checked_again, checked_requests
+from ..run.model_place import check_model
+from ..run.run_options import job_input, named_model
 from ..store.token_spool import TokenSpool
-from .console import (
-    check_plot,
-    make_machine,
-    measured,
-    progress,
-    read_measured,
-    show,
-    show_measured,
-)
+from .console import check_plot, progress, read_measured, show, show_measured
 from .forecast import Lengths, forecast
+from .machine_choice import chosen_device, make_machine
+from .rendered_file import RenderedFile, render_file
 from .report import LeftOut, MachineInfo, Report
-
-# Requests rendered at a time: SGLang renders in threads.
-LOOKAHEAD = 32
-
-
-@dataclass(frozen=True, slots=True)
-class RenderedFile:
-    """The prompts of a file.
-
-    custom_ids: by prompt, the line that it is of.
-    """
-
-    requests: PlanRequests
-    custom_ids: list[str]
-    refused: list[LeftOut]
-    model_config: dict[str, Any]
 
 
 def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
@@ -75,10 +47,10 @@ def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
             "a plan needs -i FILE and --model-path MODEL; without both, only --steps "
             "FILE can be shown."
         )
-    inputs: InputOptions = input_options(options)
-    check(inputs)
+    inputs = job_input(options)
+    inputs.check()
     with TemporaryDirectory(prefix="sglang-batch-") as directory:
-        local = Staging(Path(directory)).bring(inputs)
+        local = Staging(Path(directory)).stage(inputs)
         report = _plan_input(options, server_argv, inputs.title, local, Path(directory))
     return show(replace(report, measured=steps), options)
 
@@ -90,35 +62,46 @@ def _plan_input(
     local: LocalInput,
     directory: Path,
 ) -> Report:
-    # What needs no SGLang is checked first: a typo should not cost its import.
-    with validated_file(local, LineRules(require_model=False)).closing():
-        pass
-    device, note = _device(options)
-    from ..srt import launch, machine, render
+    from ..srt.compat.command_line import check_arguments
 
-    server_args = launch.parse_server_args(
-        ["--model-path", options.model_path, *server_argv]
-    )
+    # Check all that can be checked first: the import of SGLang takes seconds.
+    server_argv = ["--model-path", options.model_path, *server_argv]
+    check_model(check_arguments(server_argv))
+    named, skip = named_model(server_argv), options.skip_invalid
+    file = checked_requests(local, named, skip_invalid=skip)
+    device, note = chosen_device(options)
+    from ..srt.engine import in_process, machine, render
+
+    server_args = in_process.parse_server_args(server_argv)
     if machine.decodes_share(server_args):
         options.shared_prefix_attention = True
-    rules = LineRules(
-        models=(launch.model_name(server_args),),
-        require_model=False,
-        check_body=launch.check_body,
-    )
-    file = validated_file(local, rules)
+    model = in_process.model_name(server_args)
+    file = checked_again(file, local, named=named, model=model, skip_invalid=skip)
     with (
         file.closing(),
         TokenSpool(directory / "tokens.i32") as spool,
         render.renderer(server_args) as renderer,
     ):
-        rendered = asyncio.run(_render(file, renderer, spool))
+        rendered = asyncio.run(render_file(file, renderer, spool))
+        rendered.refused[:0] = _invalid(file, local)
         if not len(rendered.requests):
+            if not rendered.refused:
+                raise InputError(f"{local.title} is empty: there is nothing to plan.")
             first = rendered.refused[0]
             raise InputError(
                 f"no line of {local.title} can run; {first.name}: {first.reason}"
             )
         return _report(options, title, rendered, device, note, len(file))
+
+
+def _invalid(file: BatchFile, local: LocalInput) -> list[LeftOut]:
+    """The bad lines, which run nothing."""
+    return [
+        LeftOut(
+            file.custom_id(index) or local.line_name(error.line or 0), error.message
+        )
+        for index, error in file.invalid.items()
+    ]
 
 
 def _report(
@@ -132,40 +115,41 @@ def _report(
     model = ModelSpec.from_hf_config(rendered.model_config)
     machine = make_machine(options, model, device)
     requests = rendered.requests
-    policies = ORDERS if options.policy == AUTO else (options.policy,)
+    auto = options.policy == AUTO
+    orders = ORDERS if auto else (options.policy,)
     found = forecast(
         requests,
         machine,
-        progress(dict.fromkeys((*policies, *options.compare))),
+        progress((*orders, *options.compare)),
         Lengths(default=options.default_output_len),
         OrderSettings(seed=options.seed),
     )
     known = int((requests.known_output_len != UNKNOWN).sum())
-    chosen = found.best if options.policy == AUTO else options.policy
+    chosen = found.best_of(orders)
     return Report(
         job=title,
         machine=MachineInfo(options.model_path, device, options.tp, note),
         forecast=found,
         left_out=[*rendered.refused, *_too_large(rendered, found.too_large, machine)],
         chosen=chosen,
-        verdict=f"auto chooses {chosen}"
-        if options.policy == AUTO
-        else f"order: {chosen}",
-        lengths=_lengths(known, len(requests), options.default_output_len),
+        verdict=f"auto chooses {chosen}" if auto else f"order: {chosen}",
+        lengths=_origin_of_lengths(known, len(requests), options.default_output_len),
         num_lines=num_lines,
     )
 
 
-def _lengths(known: int, total: int, default: int) -> str:
+def _origin_of_lengths(known: int, total: int, default: int) -> str:
     if known == total:
         return "all lengths are known"
-    assumed = f"{default:,} on average, or less where a request asks for less"
+    assumed = f"{default:,} on average, less where a request allows less"
     if known == 0:
         return f"assumed: {assumed}"
     return f"{known:,} lengths are known; the others assumed: {assumed}"
 
 
-def _too_large(rendered: RenderedFile, places: Any, machine: Machine) -> list[LeftOut]:
+def _too_large(
+    rendered: RenderedFile, indices: Int64s, machine: Machine
+) -> list[LeftOut]:
     capacity = machine.limits.kv_capacity_tokens
     input_len = rendered.requests.input_len
     return [
@@ -174,67 +158,5 @@ def _too_large(rendered: RenderedFile, places: Any, machine: Machine) -> list[Le
             f"too large for a KV cache of {capacity:,} tokens "
             f"(its prompt has {input_len[i]:,})",
         )
-        for i in places.tolist()
+        for i in indices.tolist()
     ]
-
-
-async def _render(file: BatchFile, renderer: Any, spool: TokenSpool) -> RenderedFile:
-    """Render every line; only its tokens and lengths are kept."""
-    custom_ids: list[str] = []
-    refused: list[LeftOut] = []
-    longest, known = array("q"), array("q")
-    with tqdm(total=len(file), desc="Rendering", unit="req", dynamic_ncols=True) as bar:
-        async for request, found in _rendered_in_order(file, renderer):
-            bar.update()
-            if isinstance(found, str):
-                refused.append(LeftOut(request.custom_id, found))
-                continue
-            for prompt, length in zip(found.prompts, found.max_new_tokens, strict=True):
-                spool.append(prompt)
-                custom_ids.append(request.custom_id)
-                longest.append(length)
-                known.append(length if found.fixed_length else UNKNOWN)
-    tokens, offsets = spool.arrays()
-    return RenderedFile(
-        PlanRequests(
-            tokens,
-            offsets,
-            np.array(longest, dtype=np.int32),
-            np.array(known, dtype=np.int32),
-        ),
-        custom_ids,
-        refused,
-        renderer.model_config,
-    )
-
-
-async def _rendered_in_order(
-    file: BatchFile, renderer: Any
-) -> AsyncGenerator[tuple[BatchRequestInput, Any]]:
-    ahead: deque[tuple[BatchRequestInput, asyncio.Task[Any]]] = deque()
-    for index in range(len(file)):
-        request = file[index]
-        ahead.append((request, asyncio.create_task(renderer.render(request))))
-        if len(ahead) == LOOKAHEAD:
-            first, task = ahead.popleft()
-            yield first, await task
-    for request, task in ahead:
-        yield request, await task
-
-
-def _device(options: argparse.Namespace) -> tuple[HardwareSpec, str]:
-    """The device to plan for, and why this one if nobody named it."""
-    if options.hardware is not None:
-        return measured(options, options.hardware), ""
-    from ..srt.machine import device_name
-
-    name = device_name()
-    if name is None:
-        return measured(options, "cpu"), "no GPU here; name another with --hardware"
-    if match_hardware(name) is None:
-        raise ConfigError(
-            f"This machine's {name!r} is not a device that is known; name the nearest "
-            "that is with --hardware, and measured figures with --compute-tflops and "
-            "--bandwidth-tbs."
-        )
-    return measured(options, name), "this machine"

@@ -1,5 +1,4 @@
-"""The figures of ``--plot``: how two policies keep arithmetic and memory busy, or what
-the steps of a run did."""
+"""The figures of ``--plot``: policies against the bounds, or a run's steps."""
 
 from __future__ import annotations
 
@@ -8,38 +7,42 @@ from typing import Any
 
 import numpy as np
 
-from ..planner.cost_model import compute_density
 from ..planner.requests import Floats, Int64s
+from ..policies import ORDERS, POLICY_TABLE
 from .forecast import Forecast
 from .report import Measured, Report
+from .units import time_unit
 
-# Two colours for what is busy, two for the policies; told apart in grey print as well.
+# Two colours for compute and memory and two for policies, distinct in grey print too.
 COMPUTE, MEMORY = "#d1495b", "#2e6f95"
-POLICY_COLOURS = ("#5b2a86", "#e08e1b")
+CHOSEN, OTHER = "#5b2a86", "#b9a6cc"
 ONLINE, SHARED, KEPT = "#e08e1b", "#5b2a86", "#b3b3b3"
 NUM_TIMES = 120
-NUM_PLACES = 100
-# What is drawn of a step, from the bottom up: column, name, colour, strength.
+# Layers of a step, from the bottom up: column, name, colour, opacity.
 _TOKENS = (
-    ("prefill_left", "prefill, left", COMPUTE, 0.95),
-    ("prefill_right", "prefill, right", MEMORY, 0.95),
+    ("prefill_left", "prefill, prompt-heavy", COMPUTE, 0.95),
+    ("prefill_right", "prefill, output-heavy", MEMORY, 0.95),
     ("prefill_online", "prefill, online", ONLINE, 0.95),
-    ("decode_left", "decode, left", COMPUTE, 0.45),
-    ("decode_right", "decode, right", MEMORY, 0.45),
+    ("decode_left", "decode, prompt-heavy", COMPUTE, 0.45),
+    ("decode_right", "decode, output-heavy", MEMORY, 0.45),
     ("decode_online", "decode, online", ONLINE, 0.45),
 )
 _KV = (
     ("kv_shared", "shared prefixes", SHARED, 0.85),
-    ("kv_left", "left", COMPUTE, 0.85),
-    ("kv_right", "right", MEMORY, 0.85),
+    ("kv_left", "prompt-heavy", COMPUTE, 0.85),
+    ("kv_right", "output-heavy", MEMORY, 0.85),
     ("kv_online", "online", ONLINE, 0.85),
-    ("kv_cached", "kept for later", KEPT, 0.6),
+    ("kv_cached", "cached, unused now", KEPT, 0.6),
 )
 _WITHOUT_SIDES = {
     "prefill_left": "prefill",
     "decode_left": "decode",
     "kv_left": "running requests",
 }
+
+# Policies to compare the chosen one with, the first of them that was simulated: the
+# simplest order, then orders that are taken from both ends.
+_COUNTERPARTS = (ORDERS[0], *(name for name in ORDERS if POLICY_TABLE[name].both_ends))
 
 _STYLE: Any = {
     "font.size": 11,
@@ -54,32 +57,36 @@ _STYLE: Any = {
 
 
 def plot(report: Report, path: Path) -> None:
-    """Draw the chosen policy and one to compare it with, as a PNG.
+    """Draw all policies against the bounds, and how busy two of them keep the device.
 
-    Above, the share of the time that arithmetic and memory are busy while the job
-    runs; below, the compute density of the requests in the order they are sent.
+    The upper panels have a bar for each policy: its time, with the tightest bound as a
+    line, and the share of prompt tokens that it finds in the cache, with the share that
+    a perfect cache would have. The lower ones show the share of the time that arithmetic
+    and memory are busy, for the chosen policy and one to compare it with.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(_STYLE):
-        # A figure of its own, not pyplot's: no window system, no global state.
-        figure = Figure(figsize=(12, 7.6), dpi=150, layout="constrained")
         policies = _policies(report)
-        grid = figure.add_gridspec(2, len(policies), height_ratios=(1.0, 1.1))
+        height = 5.2 + 0.34 * len(report.forecast.runs)
+        # A figure of its own, not pyplot's: no window system, no global state.
+        figure = Figure(figsize=(12, height), dpi=150, layout="constrained")
+        grid = figure.add_gridspec(
+            2, 2, height_ratios=(1.2 + 0.34 * len(report.forecast.runs), 3.2)
+        )
+        times = figure.add_subplot(grid[0, 0])
+        _draw_times_of_policies(times, report)
+        _draw_cached_shares(figure.add_subplot(grid[0, 1], sharey=times), report)
         longest = max(
             report.forecast.runs[policy].simulation.seconds for policy in policies
         )
-        above = [figure.add_subplot(grid[0, i]) for i in range(len(policies))]
-        for axes, policy in zip(above, policies, strict=True):
+        columns = [grid[1, 0], grid[1, 1]] if len(policies) == 2 else [grid[1, :]]
+        below = [figure.add_subplot(place) for place in columns]
+        for axes, policy in zip(below, policies, strict=True):
             _draw_busy(axes, report.forecast, policy, longest)
-        above[0].set_ylabel("share of the time busy")
-        above[0].legend(loc="upper right", ncols=2)
-        below = figure.add_subplot(grid[1, :])
-        _draw_order(below, report.forecast, policies)
-        figure.legend(
-            *below.get_legend_handles_labels(), loc="outside lower center", ncols=3
-        )
+        below[0].set_ylabel("share of the time busy")
+        below[0].legend(loc="upper right", ncols=2)
         tokens = report.forecast.tree.num_tokens
         figure.suptitle(
             f"{_beginning(report.job)}: {report.forecast.tree.num_requests:,} requests, "
@@ -91,17 +98,79 @@ def plot(report: Report, path: Path) -> None:
 
 
 def _policies(report: Report) -> list[str]:
-    """The chosen policy, and what it is to be seen against: dfs, to dfs dual-scan."""
+    """The chosen policy, and the one to compare it with unless it is alone."""
     others = [name for name in report.forecast.ranking if name != report.chosen]
-    telling = [name for name in ("dfs", "dual-scan") if name in others]
-    return [report.chosen, *(telling or others)[:1]]
+    counterparts = [name for name in _COUNTERPARTS if name in others]
+    return [report.chosen, *(counterparts or others)[:1]]
+
+
+def _draw_times_of_policies(axes: Any, report: Report) -> None:
+    """A bar for each policy, fastest on top, and the tightest bound."""
+    forecast = report.forecast
+    seconds = [forecast.runs[name].simulation.seconds for name in forecast.ranking]
+    bound = forecast.bounds.tightest_s
+    unit = time_unit(max(seconds))
+    labels = [
+        f"{unit.text(value)}  ({value / bound - 1:.1%} above the bound)"
+        for value in seconds
+    ]
+    _draw_bars(axes, report, [value / unit.seconds for value in seconds], labels)
+    axes.axvline(
+        bound / unit.seconds, color="black", linestyle="--", linewidth=1.4,
+        label=f"no schedule is faster: {unit.text(bound)}",
+    )  # fmt: skip
+    # Room for the labels behind the bars.
+    axes.set_xlim(0, 1.95 * max(seconds) / unit.seconds)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.set_xlabel(f"time ({unit.name})")
+    axes.set_title("Predicted time of each policy")
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0.0, -0.02), frameon=True, edgecolor="none"
+    )
+
+
+def _draw_cached_shares(axes: Any, report: Report) -> None:
+    """A bar for each policy, and the share of a perfect cache."""
+    forecast = report.forecast
+    shares = [
+        forecast.runs[name].simulation.achieved_prefix_sharing_ratio
+        for name in forecast.ranking
+    ]
+    possible = forecast.tree.prefix_sharing_ratio
+    _draw_bars(axes, report, shares, [f"{share:.1%}" for share in shares])
+    axes.axvline(
+        possible, color="black", linestyle="--", linewidth=1.4,
+        label=f"a perfect cache: {possible:.1%}",
+    )  # fmt: skip
+    axes.set_xlim(0, 1.15)
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_xlabel("share of the prompt tokens")
+    axes.set_title("Prompt tokens found in the cache")
+    axes.tick_params(labelleft=False)
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0.0, -0.02), frameon=True, edgecolor="none"
+    )
+
+
+def _draw_bars(
+    axes: Any, report: Report, values: list[float], labels: list[str]
+) -> None:
+    ranking = report.forecast.ranking
+    colours = [CHOSEN if name == report.chosen else OTHER for name in ranking]
+    bars = axes.barh(range(len(ranking)), values, height=0.66, color=colours)
+    axes.bar_label(bars, labels, padding=4, fontsize=10)
+    axes.set_yticks(range(len(ranking)), ranking)
+    # The fastest on top, and room below for the legend.
+    axes.set_ylim(len(ranking) + 0.4, -0.6)
+    axes.grid(visible=False, axis="y")
 
 
 def _draw_busy(axes: Any, forecast: Forecast, policy: str, longest: float) -> None:
     simulation = forecast.runs[policy].simulation
     seconds, compute, memory = _binned_by_time(simulation.samples)
-    share = simulation.achieved_prefix_sharing_ratio
-    edges = np.concatenate([[0.0], np.cumsum(seconds)])
+    unit = time_unit(longest)
+    edges = np.concatenate([[0.0], np.cumsum(seconds)]) / unit.seconds
     busy = np.maximum(seconds, 1e-300)
     for part, colour, name in (
         (compute / busy, COMPUTE, "arithmetic"),
@@ -109,18 +178,16 @@ def _draw_busy(axes: Any, forecast: Forecast, policy: str, longest: float) -> No
     ):
         axes.stairs(part, edges, baseline=None, color=colour, linewidth=1.8, label=name)
         axes.stairs(part, edges, color=colour, alpha=0.12, fill=True)
-    axes.set_xlim(0, longest)
+    axes.set_xlim(0, longest / unit.seconds)
     axes.set_ylim(0, 1.2)  # room for the legend
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_xlabel("time (s)")
-    axes.set_title(
-        f"{policy}: {_seconds(simulation.seconds)} s predicted, {share:.0%} cached"
-    )
+    axes.set_xlabel(f"time ({unit.name})")
+    axes.set_title(f"{policy}: how busy the device is")
 
 
 def _binned_by_time(samples: Floats) -> Floats:
-    """Samples taken together to at most ``NUM_TIMES`` columns of about equal time."""
+    """Samples summed into at most ``NUM_TIMES`` columns of about equal time."""
     samples = samples[:, samples[0] > 0]
     if samples.shape[1] == 0:
         return np.zeros((3, 0))
@@ -130,53 +197,10 @@ def _binned_by_time(samples: Floats) -> Floats:
     return np.add.reduceat(samples, first, axis=1)
 
 
-def _draw_order(axes: Any, forecast: Forecast, policies: list[str]) -> None:
-    for policy, colour in zip(policies, POLICY_COLOURS, strict=False):
-        places, density = _density_along(forecast, forecast.runs[policy].sent)
-        axes.plot(
-            places, density, color=colour, linewidth=1.5, drawstyle="steps-mid",
-            label=f"order of {policy}", alpha=0.9,
-        )  # fmt: skip
-    axes.axhline(
-        forecast.density, color="black", linestyle="--", linewidth=1.2,
-        label=f"the whole job: {forecast.density:.3g}",
-    )  # fmt: skip
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    # A decade to either side at least: small differences are to look small.
-    axes.set_ylim(min(low, forecast.density / 10), max(high, 10 * forecast.density))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(lambda value, _: "")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.set_xlim(0, forecast.tree.num_requests)
-    axes.set_xlabel("place in the order (requests sent before)")
-    axes.set_ylabel("compute density\n(compute time / memory time)")
-    axes.set_title(
-        "Who is sent when: above the line compute-intensive for this job, below it "
-        "memory-intensive"
-    )
-
-
-def _density_along(forecast: Forecast, order: Int64s) -> tuple[Floats, Floats]:
-    """Density of runs of requests that follow one another, and their middles."""
-    leaf_of = np.empty(len(order), dtype=np.int64)
-    leaf_of[forecast.tree.order] = np.arange(len(order))
-    leaves = leaf_of[order]
-    memory = forecast.work.memory_s[leaves]
-    compute = forecast.densities[leaves] * memory
-    count = min(NUM_PLACES, len(order))
-    first = np.arange(count) * len(order) // count
-    end = np.append(first[1:], len(order))
-    density = compute_density(
-        np.add.reduceat(compute, first), np.add.reduceat(memory, first)
-    )
-    return (first + end) / 2, density
-
-
 def plot_steps(measured: Measured, path: Path) -> None:
     """Draw the steps of a run, as a PNG: tokens, KV, times and the times' ratio.
 
-    Long runs are drawn in ``NUM_TIMES`` columns, each the mean of its steps.
+    Long runs have ``NUM_TIMES`` columns, each the mean of its steps.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -187,17 +211,17 @@ def plot_steps(measured: Measured, path: Path) -> None:
         edges, means = _binned_steps(measured)
         _draw_layers(panels[0], edges, means, _TOKENS)
         panels[0].set_ylabel("tokens of a step")
-        panels[0].set_title("What is computed: prompt tokens below, decodes above")
+        panels[0].set_title("Computed tokens: prompts below, decodes above")
         _draw_layers(panels[1], edges, means, _KV)
         panels[1].set_ylabel("tokens of KV")
-        panels[1].set_title("What the KV cache holds")
+        panels[1].set_title("Tokens in the KV cache")
         _draw_times(panels[2], edges, means)
         _draw_ratio(panels[3], edges, means, measured.figures())
         panels[3].set_xlim(0, edges[-1])
         panels[3].set_xlabel("steps")
         panels[3].xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         for axes in panels:
-            # Layers are named from the top down, as they lie.
+            # The legend lists layers from the top down, as they are drawn.
             handles, names = axes.get_legend_handles_labels()
             step = -1 if axes in panels[:2] else 1
             axes.legend(
@@ -212,7 +236,7 @@ def plot_steps(measured: Measured, path: Path) -> None:
 
 
 def _binned_steps(measured: Measured) -> tuple[Int64s, dict[str, Floats]]:
-    """The columns' means over runs of steps, and the steps between which these lie."""
+    """Step numbers that bound the columns, and each value's mean within a column."""
     count = len(measured.steps["step"])
     columns = min(NUM_TIMES, count)
     edges = np.arange(columns + 1) * count // columns
@@ -229,7 +253,7 @@ def _draw_layers(
     means: dict[str, Floats],
     layers: tuple[tuple[str, str, str, float], ...],
 ) -> None:
-    """Stack columns on one another; those that are always 0 are left out."""
+    """Stack the layers on one another, without those that are always 0."""
     others = [column for column, *_ in layers if column.endswith(("_right", "_online"))]
     sides = any(means[column].any() for column in others)
     base = np.zeros(len(edges) - 1)
@@ -247,16 +271,17 @@ def _draw_layers(
 
 
 def _draw_times(axes: Any, edges: Int64s, means: dict[str, Floats]) -> None:
+    unit = time_unit(float(max(means["compute_s"].max(), means["memory_s"].max())))
     for column, name, colour in (
         ("compute_s", "compute", COMPUTE),
         ("memory_s", "memory", MEMORY),
     ):
         axes.stairs(
-            1000 * means[column], edges, baseline=None, color=colour, linewidth=1.8,
-            label=name,
+            means[column] / unit.seconds, edges, baseline=None, color=colour,
+            linewidth=1.8, label=name,
         )  # fmt: skip
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("ms a step")
+    axes.set_ylabel(f"{unit.name} a step")
     axes.set_title("Estimated time at the device's full rates")
 
 
@@ -277,7 +302,7 @@ def _draw_ratio(
             label=f"all steps: {whole:.3g}",
         )  # fmt: skip
         axes.set_yscale("log")
-        # A decade to either side at least: small differences are to look small.
+        # At least a decade to either side, so that small differences look small.
         low, high = np.nanmin(ratio), np.nanmax(ratio)
         axes.set_ylim(min(0.8 * low, whole / 10), max(1.25 * high, 10 * whole))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -286,10 +311,6 @@ def _draw_ratio(
     axes.set_title(
         f"How even the steps are: ratio spread {figures['ratio_spread']:.3g}"
     )
-
-
-def _seconds(value: float) -> str:
-    return f"{value:,.1f}" if value >= 10 else f"{value:,.3f}"
 
 
 def _beginning(name: str, most: int = 60) -> str:

@@ -1,4 +1,4 @@
-"""What ``plan`` and ``simulate`` say of a job: its figures, and as JSON for scripts."""
+"""The figures that ``plan`` and ``simulate`` report, also as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from ..planner.hardware import HardwareSpec
-from ..planner.simulator import Simulation
+from ..planner.costs.hardware import HardwareSpec
+from ..planner.simulator.simulator import Simulation
 from ..scheduling.step_record import Steps, summarize
 from .forecast import Forecast
 
 
 @dataclass(frozen=True, slots=True)
 class MachineInfo:
-    """The machine by its name, for the report.
+    """Names of the model and its devices.
 
-    hardware_note: why this device, where nobody asked for it.
+    hardware_note: why this device was chosen, if no option names it.
     """
 
     model: str
@@ -35,7 +35,7 @@ class MachineInfo:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A request that is not part of the forecast, and why."""
+    """A request that the forecast leaves out, and the reason."""
 
     name: str
     reason: str
@@ -45,29 +45,33 @@ class LeftOut:
 class Measured:
     """The steps of a run, as a server logged them.
 
-    name: of the log. steps: its columns, of one step or more.
+    name: file name of the log.
+    steps: columns of the log, with at least one step.
     """
 
     name: str
     steps: Steps
 
     def figures(self) -> dict[str, Any]:
-        return asdict(summarize(self.steps))
+        figures = asdict(summarize(self.steps))
+        # The name before offloading was called that. Kept for one release.
+        return figures | {"parked": figures["offloaded"]}
 
     def as_json(self) -> str:
-        """One document, with what a report has under the same name."""
+        """One JSON document with the same ``measured`` as :meth:`Report.as_json`."""
         return json.dumps(_finite({"measured": self.figures()}), indent=2)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that is printed.
+    """A prediction with everything that is printed about it.
 
-    job: the job's name. num_lines: lines of its file; None where there is no file.
+    job: the job's name.
+    num_lines: lines of its file, or None if it has no file.
     chosen: the policy that the report is about.
-    verdict: that it is, in words; how it compares with others is added.
-    lengths: where output lengths come from, in words.
-    measured: the steps of a run to see the prediction against.
+    verdict: that policy in words. Comparisons with other policies are added to it.
+    lengths: the origin of the output lengths, in words.
+    measured: the steps of a run to compare the prediction with.
     """
 
     job: str
@@ -81,7 +85,7 @@ class Report:
     measured: Measured | None = None
 
     def as_json(self) -> str:
-        """One document; numbers that are not finite become null."""
+        """One JSON document. Infinite numbers and NaN become null."""
         f = self.forecast
         document: dict[str, Any] = {
             "job": self.job_figures(),
@@ -110,7 +114,7 @@ class Report:
             "prompt_tokens": f.tree.num_tokens,
             "unique_prompt_tokens": f.tree.num_unique_tokens,
             "prefix_sharing_ratio": f.tree.prefix_sharing_ratio,
-            "expected_output_tokens": f.expected_output_tokens,
+            "expected_output_tokens": f.output_tokens,
             "simulated_output_tokens": int(f.output_len.sum(dtype=np.int64)),
             "output_lengths_from": self.lengths,
             "kv_read_s": f.kv_read_s,
@@ -163,7 +167,7 @@ def _side(mask: Any, compute: Any, memory: Any) -> dict[str, float]:
 
 
 def _quantile(ascending: Any, q: float) -> float:
-    """A value that occurs: densities may be infinite, which cannot be interpolated."""
+    """One of the values: densities can be infinite, so they are not interpolated."""
     return float(ascending[round(q * (len(ascending) - 1))])
 
 

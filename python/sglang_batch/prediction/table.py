@@ -1,20 +1,45 @@
-"""The report of ``plan`` and ``simulate`` as a table for people."""
+"""The reports of ``plan`` and ``simulate`` as tables for people."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from .report import LeftOut, Report
+from ..planner.simulator.simulator import Simulation
+from ..policies import ORDERS, POLICY_TABLE
+from .report import LeftOut, Measured, Report
+from .units import rate_text, time_text, time_unit
 
 MAX_NAMES_SHOWN = 5
+# The verdict compares with the fastest other policy, and with these if simulated.
+BASELINES = (
+    ORDERS[0],
+    *(name for name in ORDERS if not POLICY_TABLE[name].uses_prompts),
+)
 _LABEL_WIDTH = 26
+
+# The figures of measured steps that are printed, and their labels.
+_MEASURED = {
+    "num_steps": "steps",
+    "prefill_tokens": "prompt tokens computed",
+    "cached_tokens": "prompt tokens cached",
+    "decode_tokens": "tokens decoded",
+    "max_kv_tokens": "most KV tokens in use",
+    "evicted_tokens": "KV tokens evicted",
+    "offloaded": "requests offloaded",
+    "resumed": "requests resumed",
+    "retracted": "requests retracted",
+    "compute_s": "compute time",
+    "memory_s": "memory time",
+    "ratio_spread": "ratio spread",
+}
+
 
 Row = tuple[str, str]
 
 
 def table(report: Report) -> str:
-    """The report for people."""
+    """The whole report."""
     parts = [
         _section(f"Job: {report.job}", _job_rows(report)),
         _section(f"Machine: {_machine_name(report)}", _machine_rows(report)),
@@ -40,10 +65,10 @@ def _job_rows(report: Report) -> list[Row]:
             f"{figures['prefix_sharing_ratio']:.1%})",
         ),
         (
-            "expected output tokens",
+            "output tokens",
             f"{figures['expected_output_tokens']:,.0f}  ({report.lengths})",
         ),
-        ("reading their KV", _kv_reads(report)),
+        ("reading KV for decodes", _kv_reads(report)),
         (
             "compute density",
             f"{_number(figures['compute_density'])}  (compute time / memory time of "
@@ -70,9 +95,10 @@ def _job_rows(report: Report) -> list[Row]:
 
 def _kv_reads(report: Report) -> str:
     f = report.forecast
-    alone, shared = f"{_seconds(f.kv_read_s)} s", f"{_seconds(f.kv_read_shared_s)} s"
+    unit = time_unit(f.kv_read_s)
+    alone, shared = unit.text(f.kv_read_s), unit.text(f.kv_read_shared_s)
     if f.machine.cost.shared_kv_read_once:
-        return f"{shared}  ({alone} if every request read all of its own)"
+        return f"{shared}  ({alone} without shared-prefix attention)"
     return f"{alone}  ({shared} with shared-prefix attention)"
 
 
@@ -86,12 +112,13 @@ def _machine_rows(report: Report) -> list[Row]:
     cost, limits = report.forecast.machine.cost, report.forecast.machine.limits
     rows = [
         ("KV capacity", f"{limits.kv_capacity_tokens:,} tokens"),
-        ("tokens of a step", f"{limits.step_tokens:,} at most"),
-        ("computes", f"{_rate(cost.token_time_s)} tokens/s"),
-        ("reads KV of", f"{_rate(cost.kv_read_time_s)} tokens/s"),
+        ("step size", f"at most {limits.step_tokens:,} tokens"),
+        ("computes", _rate(cost.token_time_s)),
+        ("reads KV of", _rate(cost.kv_read_time_s)),
     ]
     if cost.weight_read_time_s:
-        rows.append(("reads all weights in", f"{_ms(cost.weight_read_time_s)}"))
+        weights = f"{time_text(cost.weight_read_time_s)}, in every step"
+        rows.append(("reads all weights in", weights))
     return [*rows, ("compute and memory", _overlap(cost.interference_exponent))]
 
 
@@ -114,19 +141,21 @@ def _bound_rows(report: Report) -> list[Row]:
     elif exponent == 1:
         rows.append(("no overlap", b.sum_s, "compute, then memory"))
     rows.append(("tightest bound", b.tightest_s, ""))
-    digits = 1 if b.tightest_s >= 10 else 3
-    width = len(f"{b.sum_s:,.{digits}f}")
+    unit = time_unit(b.sum_s)
+    width = max(len(unit.number(seconds)) for _, seconds, _ in rows)
     return [
-        (name, f"{seconds:>{width},.{digits}f} s  {note}".rstrip())
+        (name, f"{unit.number(seconds):>{width}} {unit.name}  {note}".rstrip())
         for name, seconds, note in rows
     ]
 
 
 def _policies(report: Report) -> str:
     f = report.forecast
+    slowest = max(run.simulation.seconds for run in f.runs.values())
+    unit = time_unit(slowest)
     header = (
-        "policy", "seconds", "tokens/s", "cached", "of possible", "steps",
-        "retracted", "of bound",
+        "policy", f"time ({unit.name})", "tokens/s", "cache hits", "of possible", "steps",
+        "retractions", "of bound",
     )  # fmt: skip
     lines = [header]
     for name in f.ranking:
@@ -135,8 +164,8 @@ def _policies(report: Report) -> str:
         lines.append(
             (
                 ("* " if name == report.chosen else "  ") + name,
-                _seconds(run["seconds"]),
-                f"{run['tokens_per_second']:,.0f}",
+                unit.number(run["seconds"]),
+                rate_text(run["tokens_per_second"]),
                 f"{run['prefix_sharing_ratio']:.1%}",
                 "-" if possible is None else f"{possible:.1%}",
                 f"{run['steps']:,}",
@@ -148,13 +177,13 @@ def _policies(report: Report) -> str:
 
 
 def _conclusion(report: Report) -> str:
-    """The verdict, with how much faster or slower others are."""
+    """The verdict, and how much faster or slower the chosen policy is than others."""
     f = report.forecast
     seconds = {name: run.simulation.seconds for name, run in f.runs.items()}
     others = [name for name in f.ranking if name != report.chosen]
     if not others:
         return f"{report.verdict}."
-    named = dict.fromkeys([others[0], *(n for n in ("dfs", "fcfs") if n in others)])
+    named = dict.fromkeys([others[0], *(n for n in BASELINES if n in others)])
     compared = [
         _compared(seconds[name] / seconds[report.chosen], name) for name in named
     ]
@@ -164,7 +193,7 @@ def _conclusion(report: Report) -> str:
 def _left_out_rows(left_out: Sequence[LeftOut]) -> list[Row]:
     if not left_out:
         return []
-    rows = [("left out", f"{len(left_out):,}, which cannot run:")]
+    rows = [("left out", f"{len(left_out):,} that cannot run:")]
     rows += [("", f"{each.name}: {each.reason}") for each in left_out[:MAX_NAMES_SHOWN]]
     more = len(left_out) - MAX_NAMES_SHOWN
     return [*rows, ("", f"... and {more:,} more")] if more > 0 else rows
@@ -185,7 +214,7 @@ def _section(title: str, rows: list[Row]) -> str:
 
 
 def _table(lines: Sequence[tuple[str, ...]]) -> str:
-    """Rows under a header: the first column to the left, numbers to the right."""
+    """Rows under a header, the first column left-aligned, the others right-aligned."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     header = ("  " + lines[0][0], *lines[0][1:])
     return "\n".join(
@@ -202,16 +231,8 @@ def _number(value: float) -> str:
     return "infinite" if math.isinf(value) else f"{value:,.3g}"
 
 
-def _seconds(value: float) -> str:
-    return f"{value:,.1f}" if value >= 10 else f"{value:,.3f}"
-
-
 def _rate(seconds_each: float) -> str:
-    return f"{1 / seconds_each:,.0f}" if seconds_each else "unlimited"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:,.3g} ms, in every step"
+    return f"{rate_text(1 / seconds_each)} tokens/s" if seconds_each else "unlimited"
 
 
 def _overlap(exponent: float) -> str:
@@ -220,3 +241,40 @@ def _overlap(exponent: float) -> str:
     if math.isinf(exponent):
         return "overlap perfectly"
     return f"overlap with exponent {exponent:g} (1 = not at all, inf = perfectly)"
+
+
+def measured_table(
+    measured: Measured, policy: str = "", predicted: Simulation | None = None
+) -> str:
+    """Measured steps, with the prediction for a policy in a second column if given."""
+    found = measured.figures()
+    expected: dict[str, float] = {}
+    if predicted is not None:
+        expected = {
+            "num_steps": predicted.num_steps,
+            "prefill_tokens": predicted.prefilled_tokens,
+            "cached_tokens": predicted.cached_tokens,
+            "retracted": predicted.retractions,
+            "compute_s": predicted.compute_s,
+            "memory_s": predicted.memory_s,
+        }
+    lines = []
+    for name, label in _MEASURED.items():
+        values = [found[name], *([expected.get(name)] if expected else [])]
+        if name.endswith("_s"):
+            unit = time_unit(max(values))
+            label = f"{label} ({unit.name})"
+            texts = [unit.number(value) for value in values]
+        else:
+            texts = [_figure(value) for value in values]
+        columns = "  ".join(f"{text:>14}" for text in texts)
+        lines.append(f"  {label:<{_LABEL_WIDTH}}{columns}")
+    if expected:
+        lines.insert(0, f"  {'':<{_LABEL_WIDTH}}{'measured':>14}  {policy:>14}")
+    return "\n".join([f"Measured: {measured.name}", *lines])
+
+
+def _figure(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}"

@@ -1,9 +1,9 @@
-"""What joins the next step: which requests, and how many prompt tokens.
+"""Chooses the requests that join the next step, and the number of prompt tokens.
 
-A step holds the decodes of all running requests and prompt tokens beside them. Orders
-that are followed fill every step up to its limit. The dual scanner takes requests from
-both ends of the order so that every step has the compute density of the job
-(``planner.dual_scanner`` is its state machine; the simulator drives the same one).
+A step has the decodes of all running requests, and prompt tokens. An order that is
+followed fills every step up to its limit. The dual scanner takes requests from both ends
+of the order so that every step has the compute density of the job. Its state machine,
+``planner.admission_rules.dual_scanner``, is shared with the simulator.
 """
 
 from __future__ import annotations
@@ -11,15 +11,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..planner.dual_scanner import ScanBudgets, ScanState, budgets, next_pace
+from ..planner.admission_rules.dual_scanner import (
+    ScanBudgets,
+    ScanState,
+    budgets,
+    next_pace,
+)
+from ..planner.requests import LEFT, RIGHT
 from .job_plan import StepCost
 from .job_state import JobState
-from .line import LEFT, RIGHT, Line
-from .occupancy import Occupancy
+from .kv_accounting import KvAccounting
+from .scheduled_request import ScheduledRequest
 
-# Share by which a step may exceed its target where nothing on the right needs company.
+# Factor by which a step may exceed its target while no request of the right side runs.
 _RAMP = 1.5
-# Followers set aside in one step at most: a large group must not hold a step up.
+# Most requests that become followers in one step: a large group must not delay it.
 _MOST_FOLLOWERS = 256
 
 
@@ -28,24 +34,24 @@ class EngineNow(NamedTuple):
 
     step_tokens: most tokens in the step, of prompts and decodes together.
     decode_rows: running requests that decode.
-    chunk: the line whose prompt is partly computed, and ``chunk_left`` tokens of it
-        that are not.
+    chunk: the request whose prompt is partly computed.
+    chunk_left: tokens of its prompt that are not computed yet.
     rows: requests that can join before the engine's limit is reached.
-    room: tokens of KV that are free or can be evicted, without what is kept for later.
-    page_size: KV is given out in pages of so many tokens.
-    mixed: whether decodes and prompts share a step; otherwise a step with prompts has
+    room: tokens of KV that are free or can be evicted without removing pins.
+    page_size: tokens in a page, the unit in which KV is allocated.
+    mixed: whether decodes and prompts share a step. Otherwise a step with prompts has
         no decodes.
     locked_elsewhere: tokens of shared prefixes that other jobs' requests use.
-    chunk_room: most tokens of ``chunk`` that there is room for, in whole pages. Its KV
-        was counted when it joined, but pages are not full to the last token and others
-        may have outlived their estimates.
-    idle_frees: whether letting go of what the job keeps for later makes room; not where
-        other jobs may keep the same.
+    chunk_room: most tokens of ``chunk`` that fit, in whole pages. Its KV was counted
+        when it joined, but pages are not full to the last token, and other requests may
+        have outlived their estimates.
+    idle_frees: whether unpinning the job's prefixes makes room. It may not where
+        another job has pinned the same prefixes.
     """
 
     step_tokens: int
     decode_rows: int
-    chunk: Line | None
+    chunk: ScheduledRequest | None
     chunk_left: int
     rows: int
     room: int
@@ -60,26 +66,42 @@ class EngineNow(NamedTuple):
         """Most prompt tokens in the step."""
         return max(0, self.step_tokens - (self.decode_rows if self.mixed else 0))
 
+    def after(self, choice: Choice) -> EngineNow:
+        """The engine for the next job, once the requests of one have joined."""
+        return self._replace(
+            step_tokens=self.step_tokens - choice.tokens,
+            chunk=None,
+            chunk_left=0,
+            rows=self.rows - len(choice.requests),
+            room=self.room - choice.room_needed,
+        )
+
 
 @dataclass(slots=True)
 class Choice:
-    """What joins: ``lines`` in this order, and in all ``tokens`` prompt tokens.
+    """The requests that join, in this order.
 
-    room_needed: tokens of KV that these and the decodes take in this step.
+    tokens: prompt tokens in the step, including those of a prompt in progress.
+    room_needed: tokens of KV that they and the decodes take in this step.
     """
 
-    lines: list[Line] = field(default_factory=list)
+    requests: list[ScheduledRequest] = field(default_factory=list)
     tokens: int = 0
     room_needed: int = 0
 
+    def add(self, other: Choice) -> None:
+        self.requests += other.requests
+        self.tokens += other.tokens
+        self.room_needed += other.room_needed
 
-def choose(job: JobState, occupancy: Occupancy, now: EngineNow) -> Choice:
+
+def choose(job: JobState, kv_accounting: KvAccounting, now: EngineNow) -> Choice:
     """Fill the next step from one job.
 
-    The lines chosen are out of its backlog and count as running;
-    :func:`put_back` undoes that for one that could not join after all.
+    The chosen requests leave the backlog and count as running. :func:`put_back` reverts
+    that for a request that could not join after all.
     """
-    filling = _Filling(job, occupancy, now)
+    filling = _Filling(job, kv_accounting, now)
     limit = now.prompt_tokens
     if job.dual:
         _from_both_ends(filling, limit)
@@ -92,26 +114,30 @@ def choose(job: JobState, occupancy: Occupancy, now: EngineNow) -> Choice:
     return choice
 
 
-def put_back(job: JobState, occupancy: Occupancy, line: Line) -> None:
-    """A chosen line could not join: it waits again."""
-    occupancy.withdraw(line)
-    nodes = job.uses.leave(line, parked=True) if line.leaf >= 0 else []
+def put_back(
+    job: JobState, kv_accounting: KvAccounting, request: ScheduledRequest
+) -> None:
+    """Return a chosen request that could not join to the backlog."""
+    kv_accounting.undo_admit(request)
+    nodes = job.uses.leave(request, offloaded=True) if request.leaf >= 0 else []
     job.release_followers(nodes)
-    job.backlog.add(line)
+    job.backlog.add(request)
 
 
 class _Filling:
     """A step being filled."""
 
-    def __init__(self, job: JobState, occupancy: Occupancy, now: EngineNow) -> None:
+    def __init__(
+        self, job: JobState, kv_accounting: KvAccounting, now: EngineNow
+    ) -> None:
         self.job = job
-        self.occupancy = occupancy
+        self.kv_accounting = kv_accounting
         self.now = now
         self.choice = Choice(room_needed=now.decode_rows)
-        self._set_aside = 0
+        self._num_new_followers = 0
 
     def continue_chunk(self, tokens: int) -> None:
-        """The prompt that was begun goes on, and before all others."""
+        """Continue the prompt in progress, which comes before all others."""
         some = min(self.now.chunk_left, tokens, self.now.chunk_room)
         self.choice.tokens += some
         self.choice.room_needed += some
@@ -120,103 +146,105 @@ class _Filling:
         """Admit from one side until ``tokens`` prompt tokens are in the step.
 
         Returns:
-            Whether that side had to stop for want of room.
+            Whether that side had to stop because a request did not fit.
         """
         backlog = self.job.backlog
         while self.choice.tokens < tokens:
-            line = backlog.first() if side == LEFT else backlog.last()
-            if line is None:
+            request = backlog.first() if side == LEFT else backlog.last()
+            if request is None:
                 break
-            node = self.job.uses.blocked_by(line.node)
+            node = self.job.uses.blocked_by(request.node)
             if node:
-                self._set_aside += 1
-                if self._set_aside > _MOST_FOLLOWERS:
+                self._num_new_followers += 1
+                if self._num_new_followers > _MOST_FOLLOWERS:
                     break
-                self.job.follow(line, node)
-            elif self._overtakes(line):
+                self.job.follow(request, node)
+            elif self._overtakes(request):
                 break
-            elif not self._admit(line, side, tokens, reserved):
+            elif not self._admit(request, side, tokens, reserved):
                 return True
         return False
 
-    def _overtakes(self, line: Line) -> bool:
-        """Whether a line would compute a prefix in room that followers need before.
+    def _overtakes(self, request: ScheduledRequest) -> bool:
+        """Whether a request would compute a prefix in KV that followers need earlier.
 
-        It would have to go again before those who share it have their turn.
+        The prefix would be evicted before the requests that share it can join.
         """
         job, uses = self.job, self.job.uses
         if not job.num_followers:
             return False
-        if uses.kept_depth(line.node) == uses.depth[line.node]:
+        if uses.kept_depth(request.node) == uses.depth[request.node]:
             return False
         claimed = sum(each.whole_kv for each in job.followers())
-        locked = uses.locked_tokens + uses.newly_locked(line.node)
+        locked = uses.locked_tokens + uses.newly_locked(request.node)
         locked += self.now.locked_elsewhere
-        return not self.occupancy.fits(line, locked, claimed)
+        return not self.kv_accounting.fits(request, locked, claimed)
 
-    def _admit(self, line: Line, side: int, tokens: int, reserved: int) -> bool:
-        uses, occupancy = self.job.uses, self.occupancy
-        if len(self.choice.lines) >= self.now.rows:
+    def _admit(
+        self, request: ScheduledRequest, side: int, tokens: int, reserved: int
+    ) -> bool:
+        uses, kv_accounting = self.job.uses, self.kv_accounting
+        if len(self.choice.requests) >= self.now.rows:
             return False
-        kept = uses.kept_depth(line.node)
-        extend = max(1, line.input_len + line.steps - kept)
+        kept = uses.kept_depth(request.node)
+        extend = max(1, request.input_len + request.steps - kept)
         some = min(extend, tokens - self.choice.tokens)
         idle = uses.idle_tokens if self.now.idle_frees else 0
         room = self.now.room + idle - self.choice.room_needed
-        if occupancy.running > 0:
-            if some + uses.newly_kept(line.node) + self.now.page_size > room:
+        if kv_accounting.num_running > 0:
+            if some + uses.newly_kept(request.node) + self.now.page_size > room:
                 return False
-            locked = uses.locked_tokens + uses.newly_locked(line.node)
+            locked = uses.locked_tokens + uses.newly_locked(request.node)
             locked += self.now.locked_elsewhere
-            if not occupancy.fits(line, locked, reserved):
+            if not kv_accounting.fits(request, locked, reserved):
                 return False
-        self.job.backlog.remove(line)
-        line.side = side
-        occupancy.join(line)
-        if line.leaf >= 0:
-            uses.start(line, kept)
-        self.choice.lines.append(line)
+        self.job.backlog.remove(request)
+        request.side = side
+        kv_accounting.admit(request)
+        if request.leaf >= 0:
+            uses.start(request, kept)
+        self.choice.requests.append(request)
         self.choice.tokens += some
         self.choice.room_needed += some + self.now.page_size
         return True
 
 
 def _from_both_ends(filling: _Filling, limit: int) -> None:
-    job, occupancy, now = filling.job, filling.occupancy, filling.now
+    job, kv_accounting, now = filling.job, filling.kv_accounting, filling.now
     job.pace = next_pace(job.pace, job.left_blocked)
-    allowed = _budgets(job, occupancy, now)
+    allowed = _budgets(job, kv_accounting, now)
     tokens = allowed.prefill_tokens
     if not now.mixed:
         tokens = _saved_up(job, now, tokens)
         if not tokens and now.decode_rows:
             return
     right = min(limit, max(tokens, job.plan.min_step_tokens))
-    # A left side without room goes first. Else the right side takes what the left
-    # leaves: the more it reads, the more prompt tokens the left side may compute.
+    # If the left side did not fit last time, it goes first. Otherwise the right side
+    # goes first: the more it reads, the more prompt tokens the left side may compute.
     may_join = not job.left_blocked
     if now.chunk is not None:
         more = may_join or now.chunk.side == RIGHT
         filling.continue_chunk(right if more else min(limit, tokens))
     if may_join:
-        # Shared prefixes are mostly those of the left side.
-        left_kv = occupancy.kv[LEFT] + job.uses.locked_tokens
+        # Most shared prefixes are those of the left side.
+        left_kv = kv_accounting.kv[LEFT] + job.uses.locked_tokens
         kept = max(0, allowed.left_kv - left_kv)
         filling.take(RIGHT, right, kept)
-    # Nobody has begun on the right to go slow for.
-    if occupancy.decoding[RIGHT] == 0 and filling.choice.tokens == 0:
+    # While no request of the right side decodes, the left side need not hold back.
+    if kv_accounting.decoding[RIGHT] == 0 and filling.choice.tokens == 0:
         tokens = max(int(tokens * _RAMP), job.plan.min_step_tokens)
         filling.continue_chunk(min(limit, tokens))
     job.left_blocked = filling.take(LEFT, min(limit, tokens), 0)
     for side in (RIGHT, LEFT):
-        # Whatever the budgets, something goes on.
+        # A step must not be empty, whatever the budgets.
         if filling.choice.tokens == 0 and now.decode_rows == 0 and now.chunk is None:
             filling.take(side, limit, 0)
 
 
 def _saved_up(job: JobState, now: EngineNow, tokens: int) -> int:
-    """Prompt tokens of this step where a step holds prompts or decodes, not both.
+    """Prompt tokens of this step if a step has either prompts or decodes.
 
-    What each step may take is saved up until it fills one.
+    The tokens that each step may take are saved up until they fill a step.
     """
     job.saved_tokens = min(job.saved_tokens + tokens, now.prompt_tokens)
     if job.saved_tokens < now.prompt_tokens and now.decode_rows:
@@ -225,23 +253,23 @@ def _saved_up(job: JobState, now: EngineNow, tokens: int) -> int:
     return saved
 
 
-def _budgets(job: JobState, occupancy: Occupancy, now: EngineNow) -> ScanBudgets:
+def _budgets(job: JobState, kv_accounting: KvAccounting, now: EngineNow) -> ScanBudgets:
     cost = job.plan.cost
     left, right = job.backlog.first(), job.backlog.last()
     on_left = now.chunk if now.chunk is not None and now.chunk.side == LEFT else None
     return budgets(
         ScanState(
-            occupancy.capacity,
-            sum(occupancy.kv) + job.uses.locked_tokens,
+            kv_accounting.capacity,
+            sum(kv_accounting.kv) + job.uses.locked_tokens,
             job.density_at(left),
             job.density_at(right),
             left is not None,
             right is not None,
             job.work.density,
             now.decode_rows,
-            cost.kv_read_time_s * sum(occupancy.reads),
-            occupancy.reads[LEFT],
-            occupancy.reads[RIGHT],
+            cost.kv_read_time_s * sum(kv_accounting.reads),
+            kv_accounting.reads[LEFT],
+            kv_accounting.reads[RIGHT],
             cost.token_time_s,
             _prompt_token_time(cost, left if on_left is None else on_left),
             job.pace,
@@ -249,11 +277,11 @@ def _budgets(job: JobState, occupancy: Occupancy, now: EngineNow) -> ScanBudgets
     )
 
 
-def _prompt_token_time(cost: StepCost, line: Line | None) -> float:
-    """Compute time of a token of a line's prompt, its share of attention included."""
-    if line is None:
+def _prompt_token_time(cost: StepCost, request: ScheduledRequest | None) -> float:
+    """Compute time of a prompt token in seconds, including its share of attention."""
+    if request is None:
         return cost.token_time_s
-    # In the mean, its own tokens attend to half of themselves and to all before them;
-    # a pair costs attention_time_s twice.
-    attended = 2 * line.input_len - line.own
+    # On average, its own tokens attend to half of themselves and to all tokens before
+    # them. A pair costs attention_time_s twice.
+    attended = 2 * request.input_len - request.own
     return cost.token_time_s + cost.attention_time_s * attended

@@ -1,7 +1,7 @@
-"""Requests of a job that have arrived and wait for their turn.
+"""Requests of a job that have arrived and wait.
 
-Taken from either end of the order. A hundred thousand of them cost a scheduling pass
-nothing: adding and taking one is logarithmic.
+They are taken from either end of the order. Adding and removing a request takes
+logarithmic time, so a hundred thousand of them cost a scheduling pass nothing.
 """
 
 from __future__ import annotations
@@ -9,28 +9,29 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from .line import Line
+from .scheduled_request import ScheduledRequest
 
 
 class Backlog:
-    """Waiting lines by turn. Lines of one turn come in the order of their arrival.
+    """Waiting requests by position, and by arrival where positions are equal.
 
-    A line that joined and was put back has its first arrival still.
+    A request that joined and was put back keeps its first arrival.
 
-    num_left: turns below it are the left side; the right scanner does not take them,
-        nor what is not planned.
+    Args:
+        num_left: positions below it are the left side. The right scanner takes neither
+            these nor unplanned requests.
 
     Attributes:
-        count: lines that wait; asked for in every step.
-        tokens: of all their prompts.
+        count: number of waiting requests, read in every step.
+        tokens: prompt tokens of them all.
     """
 
     def __init__(self, num_left: int, *, both_ends: bool) -> None:
         self._num_left = num_left
         self._both_ends = both_ends
-        self._lines: dict[int, Line] = {}  # by entry
-        self._first: list[tuple[int, int, int, Line]] = []
-        self._last: list[tuple[int, int, int, Line]] = []
+        self._requests: dict[int, ScheduledRequest] = {}  # by entry
+        self._first: list[tuple[int, int, int, ScheduledRequest]] = []
+        self._last: list[tuple[int, int, int, ScheduledRequest]] = []
         self._arrivals = 0
         self._entries = 0
         self.count = 0
@@ -39,56 +40,62 @@ class Backlog:
     def __len__(self) -> int:
         return self.count
 
-    def __iter__(self) -> Iterator[Line]:
-        """Lines in the order in which they were added."""
-        return iter(list(self._lines.values()))
+    def __iter__(self) -> Iterator[ScheduledRequest]:
+        """Requests in the order in which they were added."""
+        return iter(list(self._requests.values()))
 
-    def add(self, line: Line) -> None:
-        if line.arrival < 0:
+    def add(self, request: ScheduledRequest) -> None:
+        if request.arrival < 0:
             self._arrivals += 1
-            line.arrival = self._arrivals
+            request.arrival = self._arrivals
         self._entries += 1
-        line.waiting = True
-        line.entry = self._entries
-        self._lines[line.entry] = line
+        request.waiting = True
+        request.entry = self._entries
+        self._requests[request.entry] = request
         self.count += 1
-        self.tokens += line.input_len
-        self._push(line)
+        self.tokens += request.input_len
+        self._push(request)
 
-    def _push(self, line: Line) -> None:
-        heapq.heappush(self._first, (line.turn, line.arrival, line.entry, line))
-        if self._both_ends and line.leaf >= 0:
-            heapq.heappush(self._last, (-line.turn, line.arrival, line.entry, line))
+    def _push(self, request: ScheduledRequest) -> None:
+        heapq.heappush(
+            self._first, (request.position, request.arrival, request.entry, request)
+        )
+        if self._both_ends and request.leaf >= 0:
+            heapq.heappush(
+                self._last, (-request.position, request.arrival, request.entry, request)
+            )
 
-    def remove(self, line: Line) -> None:
-        line.waiting = False
-        del self._lines[line.entry]
+    def remove(self, request: ScheduledRequest) -> None:
+        request.waiting = False
+        del self._requests[request.entry]
         self.count -= 1
-        self.tokens -= line.input_len
-        line.entry = -1
+        self.tokens -= request.input_len
+        request.entry = -1
 
     def reorder(self, num_left: int, *, both_ends: bool) -> None:
-        """The lines' turns have changed."""
+        """Sort again, after the requests' positions have changed."""
         self._num_left = num_left
         self._both_ends = both_ends
         self._first.clear()
         self._last.clear()
-        for line in self._lines.values():
-            self._push(line)
+        for request in self._requests.values():
+            self._push(request)
 
-    def first(self) -> Line | None:
-        """The line whose turn is first."""
+    def first(self) -> ScheduledRequest | None:
+        """The request with the lowest position."""
         return self._top(self._first)
 
-    def last(self) -> Line | None:
-        """The line whose turn is last, if that is on the right side."""
-        line = self._top(self._last)
-        return None if line is None or line.turn < self._num_left else line
+    def last(self) -> ScheduledRequest | None:
+        """The request with the highest position, if that is on the right side."""
+        request = self._top(self._last)
+        return None if request is None or request.position < self._num_left else request
 
-    def _top(self, heap: list[tuple[int, int, int, Line]]) -> Line | None:
+    def _top(
+        self, heap: list[tuple[int, int, int, ScheduledRequest]]
+    ) -> ScheduledRequest | None:
         while heap:
-            _, _, entry, line = heap[0]
-            if line.entry == entry:
-                return line
+            _, _, entry, request = heap[0]
+            if request.entry == entry:
+                return request
             heapq.heappop(heap)  # it was taken from the other end, or left
         return None

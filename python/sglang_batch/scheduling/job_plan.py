@@ -1,8 +1,8 @@
-"""What the scheduler has to know of a job: the plan, as arrays that travel.
+"""The part of a job's plan that the scheduler needs, as arrays that can be sent.
 
-Made beside the planner, sent once to every scheduler process when a job opens, and
-again when its estimates or its order change. A request finds its part of the plan by
-the number at the end of its request id.
+It is made next to the planner and sent to every scheduler process when a job opens, and
+again when estimates or the order change. The number at the end of a request's id is its
+index in the plan.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..planner.cost_model import CostModel
-from ..planner.density import read_len
-from ..planner.output_length import OutputEstimates
-from ..planner.plan import Machine, Plan
+from ..planner.costs.cost_model import CostModel
+from ..planner.costs.tree_work import planned_work, read_len
+from ..planner.lengths.output_length import OutputEstimates
+from ..planner.machine_model import Machine
+from ..planner.plan import Plan
 from ..planner.requests import Floats, Int32s, Int64s
-from ..planner.simulator import planned_work
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Times that a step is made of, in seconds; see ``planner.cost_model.CostModel``."""
+    """The times that add up to a step, in seconds; see ``planner.costs.cost_model``."""
 
     token_time_s: float
     attention_time_s: float
@@ -44,28 +44,31 @@ class JobPlan:
     """A job, or one replica's shard of it; ``n`` planned requests, ``m`` tree nodes.
 
     policy: the order's name.
-    leaf: int32 by number of the request in the job; its leaf, -1 for not planned here.
-    turn, node, input_len: int32 ``[n]`` by leaf: place in the order, node that the
-        prompt hangs from, prompt tokens.
-    read_len: int32 ``[n]`` by leaf: prompt tokens that a decode step reads; its part of
-        them where attention reads a shared prefix once.
-    steps, steps_sq: float64 ``[n]`` by leaf: moments of its decode steps.
-    parent, depth: int32 ``[m]`` by node. leaf_begin, leaf_end: the leaves below.
-    density: float64 ``[n]`` by turn for an order that is taken from both ends;
-        None for one that is followed.
-    num_left: turns on the left side.
-    compute_s, kv_read_s: of the whole job, by the estimates.
-    min_step_tokens: see ``planner.sim_state.Engine``.
+    leaf: int32 by number of the request in the job: its leaf, -1 for not planned here.
+    position, node, input_len: int32 ``[n]`` by leaf: position in the order, the node
+        above the leaf, prompt tokens.
+    read_len: int32 ``[n]`` by leaf: prompt tokens that a decode step reads. Where
+        attention reads a shared prefix once, the request's share of them.
+    est_decode_steps, est_decode_steps_sq: float64 ``[n]`` by leaf: expectation of the
+        decode steps and of their square. One less than the output tokens, since the
+        first token comes from the prefill.
+    parent, depth: int32 ``[m]`` by node: the node above, and tokens from the root.
+    leaf_begin, leaf_end: int64 ``[m]`` by node: the range of the leaves below.
+    density: float64 ``[n]`` by position, for an order that is taken from both ends.
+        None for an order that is followed.
+    num_left: number of positions on the left side.
+    compute_s, kv_read_s: seconds of the whole job, by the estimates.
+    min_step_tokens: see ``planner.machine_model.EngineLimits``.
     """
 
     policy: str
     leaf: Int32s
-    turn: Int32s
+    position: Int32s
     node: Int32s
     input_len: Int32s
     read_len: Int32s
-    steps: Floats
-    steps_sq: Floats
+    est_decode_steps: Floats
+    est_decode_steps_sq: Floats
     parent: Int32s
     depth: Int32s
     leaf_begin: Int64s
@@ -79,17 +82,17 @@ class JobPlan:
 
     @property
     def num_requests(self) -> int:
-        return len(self.turn)
+        return len(self.position)
 
     def same_requests(self, other: JobPlan) -> bool:
-        """Whether two plans are of the same requests; only then is it one job."""
+        """Whether two plans have the same requests. Only then are they of one job."""
         names = ("leaf", "node", "input_len", "parent", "depth")
         return all(
             np.array_equal(getattr(self, name), getattr(other, name)) for name in names
         )
 
     def without_prefixes(self) -> JobPlan:
-        """The same where nothing is shared: nobody waits for another's prefix."""
+        """The plan without shared prefixes, so that no request waits for another's."""
         return replace(
             self,
             node=np.zeros_like(self.node),
@@ -114,7 +117,7 @@ def job_plan(plan: Plan, numbers: Int64s, machine: Machine) -> JobPlan:
     """The part of a plan that the scheduler carries out.
 
     Args:
-        numbers: int64, the number in the job of each request that was planned.
+        numbers: int64, the number in the job of each planned request.
     """
     tree, estimates, cost = plan.tree, plan.estimates, machine.cost
     numbered = numbers[plan.fits]
@@ -125,19 +128,19 @@ def job_plan(plan: Plan, numbers: Int64s, machine: Machine) -> JobPlan:
     leaf[numbered] = leaf_of_place
     place_of = np.empty(int(plan.fits.max(initial=-1)) + 1, np.int64)
     place_of[plan.fits] = np.arange(n)
-    turn = np.empty(n, np.int32)
-    turn[leaf_of_place[place_of[plan.scan.requests]]] = np.arange(n, dtype=np.int32)
-    steps, steps_sq = _decode_steps(estimates)
-    compute_s, kv_read_s = planned_work(tree, cost, steps, steps_sq)
+    position = np.empty(n, np.int32)
+    position[leaf_of_place[place_of[plan.scan.requests]]] = np.arange(n, dtype=np.int32)
+    steps, est_decode_steps_sq = _decode_steps(estimates)
+    compute_s, kv_read_s = planned_work(tree, cost, steps, est_decode_steps_sq)
     return JobPlan(
         policy=plan.policy,
         leaf=leaf,
-        turn=turn,
+        position=position,
         node=tree.leaf_parent.astype(np.int32),
         input_len=tree.input_len.astype(np.int32),
         read_len=np.rint(read_len(tree, cost)).astype(np.int32),
-        steps=steps[tree.order],
-        steps_sq=steps_sq[tree.order],
+        est_decode_steps=steps[tree.order],
+        est_decode_steps_sq=est_decode_steps_sq[tree.order],
         parent=tree.parent,
         depth=tree.depth,
         leaf_begin=tree.leaf_begin,
@@ -152,18 +155,18 @@ def job_plan(plan: Plan, numbers: Int64s, machine: Machine) -> JobPlan:
 
 
 def unplanned(machine: Machine) -> JobPlan:
-    """Of a job whose requests are taken as they come."""
+    """The plan of a job whose requests join in the order of their arrival."""
     none = np.zeros(0, np.int32)
     root = np.zeros(1, np.int32)
     return JobPlan(
         policy="fcfs",
         leaf=none,
-        turn=none,
+        position=none,
         node=none,
         input_len=none,
         read_len=none,
-        steps=np.zeros(0),
-        steps_sq=np.zeros(0),
+        est_decode_steps=np.zeros(0),
+        est_decode_steps_sq=np.zeros(0),
         parent=root - 1,
         depth=root,
         leaf_begin=root.astype(np.int64),
@@ -178,7 +181,7 @@ def unplanned(machine: Machine) -> JobPlan:
 
 
 def _decode_steps(estimates: OutputEstimates) -> tuple[Floats, Floats]:
-    """Moments of the decode steps by request: the first token comes with the prompt."""
+    """Expectation of the decode steps and of their square, by request."""
     length, length_sq = estimates.est_output_len, estimates.est_output_len_sq
     steps = np.maximum(length - 1.0, 0.0)
     return steps, np.maximum(length_sq - 2.0 * length + 1.0, steps**2)

@@ -1,4 +1,4 @@
-"""A job inside the scheduler: its plan, what waits of it, and its shared prefixes."""
+"""A job inside the scheduler: its plan, waiting requests and shared prefixes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from .backlog import Backlog
 from .job_plan import JobPlan
-from .line import Line
 from .prefix_uses import PrefixUses
+from .scheduled_request import ScheduledRequest
 from .work_left import WorkLeft
 
-# Turns of requests that the plan does not know: after all others, as they come.
-UNPLANNED_TURN = 1 << 40
-# Decode steps expected of a request that nothing is known of.
-DEFAULT_STEPS = 256
+# Position of unplanned requests: after all others, in the order of arrival.
+UNPLANNED_POSITION = 1 << 40
+# Estimate for a request without any other.
+DEFAULT_EST_DECODE_STEPS = 256
 
 
 class JobState:
@@ -22,12 +22,12 @@ class JobState:
 
     Attributes:
         uses: its shared prefixes.
-        backlog: lines that may be admitted.
-        work: compute and KV reads that are left of it.
-        num_followers: lines set aside until a prefix is computed.
-        pace, left_blocked, saved_tokens: of the dual scanner.
-        priority: among open jobs, higher goes first.
-        served: tokens of it that were admitted; of jobs of one priority the one that
+        backlog: requests that may be admitted.
+        work: its remaining compute and KV reads.
+        num_followers: requests that wait for a prefix to be computed.
+        pace, left_blocked, saved_tokens: state of the dual scanner.
+        priority: among open jobs, requests of the job with the highest join first.
+        served: tokens of it that were admitted. Among jobs of one priority, the one that
             was served least is next.
     """
 
@@ -36,9 +36,11 @@ class JobState:
         self.plan = plan
         self.uses = PrefixUses(plan, page_size)
         self.backlog = Backlog(plan.num_left, both_ends=plan.density is not None)
-        self._followers: dict[int, list[Line]] = {}
+        self._followers: dict[int, list[ScheduledRequest]] = {}
         self.num_followers = 0
-        self._lines: dict[str, Line] = {}  # by request id, until they end
+        self._requests: dict[
+            str, ScheduledRequest
+        ] = {}  # by request id, until they end
         self.work = WorkLeft(plan)
         self.pace = 1.0
         self.left_blocked = False
@@ -47,7 +49,7 @@ class JobState:
         self.served = 0
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._requests)
 
     @property
     def num_waiting(self) -> int:
@@ -55,117 +57,129 @@ class JobState:
 
     @property
     def waiting_tokens(self) -> int:
-        return self.backlog.tokens + sum(line.input_len for line in self.followers())
+        return self.backlog.tokens + sum(
+            request.input_len for request in self.followers()
+        )
 
     @property
     def dual(self) -> bool:
         return self.plan.density is not None
 
-    def waiting(self) -> Iterator[Line]:
-        """All that wait, followers included."""
+    def waiting(self) -> Iterator[ScheduledRequest]:
+        """All waiting requests, including followers."""
         yield from self.backlog
         yield from self.followers()
 
-    def followers(self) -> Iterator[Line]:
-        for lines in self._followers.values():
-            yield from lines
+    def followers(self) -> Iterator[ScheduledRequest]:
+        for requests in self._followers.values():
+            yield from requests
 
-    # Lines ----------------------------------------------------------------------------
+    # Requests -------------------------------------------------------------------------
 
     def add(
-        self, req: Any, number: int, input_len: int, max_steps: int, *, part: int = 0
-    ) -> Line:
-        """A request of this job arrived; it waits from now on.
+        self,
+        req: Any,
+        number: int,
+        input_len: int,
+        max_decode_steps: int,
+        *,
+        part: int = 0,
+    ) -> ScheduledRequest:
+        """Add a request of this job that arrived to the backlog.
 
-        number: its number in the job; -1 if that is not known.
-        part: which of the request's sequences it is. A plan has one for each; the
-            others have its turn.
+        Args:
+            number: its number in the job, -1 if unknown.
+            part: the index of this sequence among those of a request with several. A
+                plan has one of them, and the others get its position.
         """
         plan = self.plan
         leaf = int(plan.leaf[number]) if 0 <= number < len(plan.leaf) else -1
-        turn = int(plan.turn[leaf]) if leaf >= 0 else UNPLANNED_TURN
+        position = int(plan.position[leaf]) if leaf >= 0 else UNPLANNED_POSITION
         if part:
             leaf = -1
         if leaf >= 0 and plan.input_len[leaf] != input_len:
-            # The engine sees another prompt than was planned.
+            # The engine has another prompt than was planned.
             self.uses.skip_leaf(leaf, int(plan.node[leaf]))
             leaf = -1
         if leaf < 0:
-            expected = min(max_steps, DEFAULT_STEPS)
-            line = Line(
-                req, -1, 0, turn, input_len, input_len, max_steps, expected
+            est_decode_steps = min(max_decode_steps, DEFAULT_EST_DECODE_STEPS)
+            request = ScheduledRequest(
+                req, -1, 0, position, input_len, input_len, max_decode_steps,
+                est_decode_steps,
             )  # fmt: skip
         else:
             node = int(plan.node[leaf])
-            line = Line(
+            request = ScheduledRequest(
                 req=req,
                 leaf=leaf,
                 node=node,
-                turn=turn,
+                position=position,
                 input_len=input_len,
                 own=input_len - int(self.uses.depth[node]),
-                max_steps=max_steps,
-                estimate=self._estimate(leaf, max_steps),
+                max_decode_steps=max_decode_steps,
+                est_decode_steps=self._est_decode_steps(leaf, max_decode_steps),
                 read_len=int(plan.read_len[leaf]),
             )
-        self._lines[req.rid] = line
-        self.backlog.add(line)
-        return line
+        self._requests[req.rid] = request
+        self.backlog.add(request)
+        return request
 
-    def forget(self, line: Line) -> None:
-        """A line ended, or was aborted."""
-        self._lines.pop(line.req.rid, None)
+    def forget(self, request: ScheduledRequest) -> None:
+        """Remove a request that ended or was aborted."""
+        self._requests.pop(request.req.rid, None)
 
-    def density_at(self, line: Line | None) -> float:
+    def density_at(self, request: ScheduledRequest | None) -> float:
         density = self.plan.density
-        if density is None or line is None or line.leaf < 0:
+        if density is None or request is None or request.leaf < 0:
             return 1.0
-        return float(density[line.turn])
+        return float(density[request.position])
 
     # Followers ------------------------------------------------------------------------
 
-    def follow(self, line: Line, node: int) -> None:
-        """Set a waiting line aside until ``node`` is computed."""
-        self.backlog.remove(line)
-        self._followers.setdefault(node, []).append(line)
+    def follow(self, request: ScheduledRequest, node: int) -> None:
+        """Let a waiting request wait until ``node`` is computed."""
+        self.backlog.remove(request)
+        self._followers.setdefault(node, []).append(request)
         self.num_followers += 1
 
     def release_followers(self, nodes: list[int]) -> None:
-        """Nobody computes ``nodes`` any more: who waited for them may go on."""
+        """Return the followers of ``nodes`` to the backlog; no request computes them now."""
         for node in nodes:
-            for line in self._followers.pop(node, []):
+            for request in self._followers.pop(node, []):
                 self.num_followers -= 1
-                self.backlog.add(line)
+                self.backlog.add(request)
 
-    def take(self, line: Line) -> None:
-        """Remove a line from where it waits."""
-        if line.waiting:
-            self.backlog.remove(line)
+    def take(self, request: ScheduledRequest) -> None:
+        """Remove a waiting request, from the backlog or from the followers."""
+        if request.waiting:
+            self.backlog.remove(request)
             return
-        for lines in self._followers.values():
-            if line in lines:
-                lines.remove(line)
+        for requests in self._followers.values():
+            if request in requests:
+                requests.remove(request)
                 self.num_followers -= 1
                 return
 
     # A new plan -----------------------------------------------------------------------
 
     def replan(self, plan: JobPlan) -> None:
-        """Another order and other estimates of the same requests, the same tree.
+        """Take another order and other estimates for the same requests and tree.
 
-        Lines that run keep what they were admitted with.
+        Running requests keep the estimates they were admitted with.
         """
         self.plan = plan
         self.uses.reorder(plan)
         self.work.replan(plan)
-        for line in self._lines.values():
-            if line.leaf < 0:
+        for request in self._requests.values():
+            if request.leaf < 0:
                 continue
-            line.turn = int(plan.turn[line.leaf])
-            if not line.running and line.steps == 0:
-                line.estimate = self._estimate(line.leaf, line.max_steps)
+            request.position = int(plan.position[request.leaf])
+            if not request.running and request.steps == 0:
+                request.est_decode_steps = self._est_decode_steps(
+                    request.leaf, request.max_decode_steps
+                )
         self.backlog.reorder(plan.num_left, both_ends=plan.density is not None)
 
-    def _estimate(self, leaf: int, max_steps: int) -> int:
-        """Decode steps that the plan expects of a line."""
-        return min(int(float(self.plan.steps[leaf]) + 0.5), max_steps)
+    def _est_decode_steps(self, leaf: int, max_decode_steps: int) -> int:
+        """The plan's estimate of a request, rounded."""
+        return min(int(float(self.plan.est_decode_steps[leaf]) + 0.5), max_decode_steps)

@@ -1,36 +1,35 @@
-"""The shared prefixes of a job while it runs: who computes them, who still needs them.
+"""The shared prefixes of a running job: which request computes them, which need them.
 
-Every node of the job's prefix tree that several requests share is *absent*, being
-*computed* by one request, its leader, or *kept* in the engine's cache. A follower, a
-request that needs a node another one is computing, waits: so each prefix is computed
-once. A kept node is pinned in the cache while requests that need it have not had their
-turn. When room is short, the node whose next turn lies furthest ahead is let go first
-(Belady's rule: the future is known).
+Every node of the job's prefix tree that several requests share is in one of three states:
+*absent*, being *computed* by one request, its leader, or *kept* in the engine's cache. A
+follower is a request that needs a node while another one computes it. It waits, so that
+each prefix is computed once. A kept node is pinned in the cache until all requests that
+need it have started. When KV is short, the node whose next use is furthest away is
+unpinned first (Belady's rule, since the future is known).
 """
 
 from __future__ import annotations
 
 import heapq
-from typing import Any
 
 import numpy as np
 
 from ..planner.requests import Int32s, Int64s
 from .job_plan import JobPlan
-from .line import Line
+from .scheduled_request import ScheduledRequest
 
-# A node with more requests than this to come has one of them soon.
+# A node that more requests than this still need is used soon.
 _MANY = 4096
 
 
 class PrefixUses:
-    """Nodes by their number in the plan; the root, node 0, is no prefix.
+    """The state of each node, by its number in the plan. Node 0, the root, is no prefix.
 
     Attributes:
-        computing: by node, the line that computes it.
-        pins: by node, what the cache gave for keeping it.
+        computing: by node, the request that computes it.
+        pins: by node, the cache's lock on it.
         locked_tokens: tokens of nodes that running requests use.
-        idle_tokens: tokens of nodes that are kept for requests to come only.
+        idle_tokens: tokens of nodes that are pinned for later requests only.
     """
 
     def __init__(self, plan: JobPlan, page_size: int) -> None:
@@ -45,24 +44,25 @@ class PrefixUses:
         self._started = np.zeros(plan.num_requests, np.bool_)
         self._rank = _ranks(plan)
         self._leaves: dict[int, tuple[Int64s, int]] = {}
-        # Kept nodes by next use; an entry counts while it is what was noted last.
+        # Pinned nodes by next use. An entry counts while it is the last one noted.
         self._furthest: list[tuple[int, int, int]] = []
         self._noted: dict[int, int] = {}
-        self.computing: dict[int, Line] = {}
+        self.computing: dict[int, ScheduledRequest] = {}
         self._tokens: dict[int, int] = {}  # by node, a hash of the tokens up to it
-        self.pins: dict[int, Any] = {}
+        self.pins: dict[int, object] = {}
         self.locked_tokens = 0
         self.idle_tokens = 0
 
     def is_prompt_of(self, node: int, tokens: int) -> bool:
-        """Whether a request's tokens up to a node are those of the first that asked.
+        """Whether a request's tokens up to a node equal those of the first request.
 
-        tokens: a hash of them.
+        Args:
+            tokens: a hash of them.
         """
         return self._tokens.setdefault(node, tokens) == tokens
 
     def path(self, node: int) -> list[int]:
-        """A node and those above it, deepest first, without those that add no page."""
+        """A node and those above it, deepest first, without nodes that add no page."""
         nodes = []
         while node > 0:
             if self._length[node] > 0:
@@ -71,7 +71,7 @@ class PrefixUses:
         return nodes
 
     def blocked_by(self, node: int) -> int:
-        """The node on the path that another request is computing; 0 if there is none."""
+        """The node on the path that another request is computing, or 0."""
         if self.computing:
             while node > 0:
                 if node in self.computing:
@@ -96,7 +96,7 @@ class PrefixUses:
         return tokens
 
     def newly_kept(self, node: int) -> int:
-        """Those of them that the cache keeps."""
+        """Pinned tokens of a node's prefix that no running request uses."""
         tokens = 0
         for at in self.path(node):
             if self._running[at]:
@@ -110,90 +110,92 @@ class PrefixUses:
             return True
         return bool(self._running[node]) and node not in self.computing
 
-    # A request's way ------------------------------------------------------------------
+    # Requests start and leave ---------------------------------------------------------
 
-    def start(self, line: Line, cached_len: int) -> None:
+    def start(self, request: ScheduledRequest, cached_len: int) -> None:
         """A request is admitted with ``cached_len`` tokens of its prompt in the cache.
 
-        It becomes the leader of what is missing.
+        It becomes the leader of the missing nodes.
         """
-        self._started[line.leaf] = True
-        for node in self.path(line.node):
+        self._started[request.leaf] = True
+        for node in self.path(request.node):
             self._uses_left[node] -= 1
             if self._running[node] == 0:
                 self.locked_tokens += int(self._length[node])
                 if node in self.pins:
                     self.idle_tokens -= int(self._length[node])
             self._running[node] += 1
-        self.lead(line, cached_len)
+        self.lead(request, cached_len)
 
-    def lead(self, line: Line, cached_len: int) -> None:
-        """A request computes what of its prefixes is not among its first tokens.
+    def lead(self, request: ScheduledRequest, cached_len: int) -> None:
+        """A request computes those of its prefixes that the cache does not hold.
 
-        Called again when the cache turns out to hold less than was thought.
+        Called again when the cache turns out to hold less than expected.
         """
-        for node in self.path(line.node):
+        for node in self.path(request.node):
             if self.depth[node] <= cached_len:
                 break
             if self._uses_left[node] > 0 and node not in self.computing:
-                self.computing[node] = line
-                line.leading.append(node)
+                self.computing[node] = request
+                request.leading.append(node)
 
-    def spent(self, line: Line) -> list[int]:
-        """Nodes that were kept up to this request and are needed by none after it."""
+    def spent(self, request: ScheduledRequest) -> list[int]:
+        """Pinned nodes of a request that no later request needs."""
         return [
             node
-            for node in self.path(line.node)
+            for node in self.path(request.node)
             if node in self.pins and self._uses_left[node] == 0
         ]
 
-    def computed(self, line: Line, num_tokens: int) -> list[int]:
+    def computed(self, request: ScheduledRequest, num_tokens: int) -> list[int]:
         """The first ``num_tokens`` of a leader's prompt are in the cache.
 
-        Returns the nodes that this completes, deepest first.
+        Returns:
+            The nodes that this completes, deepest first.
         """
-        done = [node for node in line.leading if self.depth[node] <= num_tokens]
+        done = [node for node in request.leading if self.depth[node] <= num_tokens]
         for node in done:
-            line.leading.remove(node)
+            request.leading.remove(node)
             del self.computing[node]
         return done
 
-    def leave(self, line: Line, *, parked: bool) -> list[int]:
-        """A running request ended, or gave its KV back and will be back (``parked``).
+    def leave(self, request: ScheduledRequest, *, offloaded: bool) -> list[int]:
+        """A running request ended, or gave its KV back and will return (``offloaded``).
 
-        Returns the nodes that it was computing, which nobody computes now.
+        Returns:
+            The nodes that it was computing, which no request computes now.
         """
-        if parked:
-            self._started[line.leaf] = False
-        for node in self.path(line.node):
+        if offloaded:
+            self._started[request.leaf] = False
+        for node in self.path(request.node):
             self._running[node] -= 1
             if self._running[node] == 0:
                 self.locked_tokens -= int(self._length[node])
                 if node in self.pins:
                     self.idle_tokens += int(self._length[node])
-            if parked:
+            if offloaded:
                 self._uses_left[node] += 1
                 self._leaves.pop(node, None)
             self._note(node)
-        left = line.leading
-        line.leading = []
+        left = request.leading
+        request.leading = []
         for node in left:
             del self.computing[node]
         return left
 
-    def skip(self, line: Line) -> None:
+    def skip(self, request: ScheduledRequest) -> None:
         """A request will never run here."""
-        self.skip_leaf(line.leaf, line.node)
+        self.skip_leaf(request.leaf, request.node)
 
     def skip_leaf(self, leaf: int, node: int) -> None:
-        """The same for one that the plan has at ``leaf``, below ``node``."""
+        """The same for the request that the plan has at ``leaf``, below ``node``."""
         self._started[leaf] = True
         for at in self.path(node):
             self._uses_left[at] -= 1
             self._note(at)
 
     def reorder(self, plan: JobPlan) -> None:
-        """The same requests get another order."""
+        """Take another order of the same requests."""
         self._rank = _ranks(plan)
         self._leaves.clear()
         self._furthest.clear()
@@ -201,20 +203,20 @@ class PrefixUses:
         for node in self.pins:
             self._note(node)
 
-    # What is kept ---------------------------------------------------------------------
+    # Pins -----------------------------------------------------------------------------
 
     def wanted(self, node: int) -> bool:
-        """Whether requests to come need a node that is not kept yet."""
+        """Whether later requests need a node that is not pinned yet."""
         return self._uses_left[node] > 0 and node not in self.pins
 
-    def pin(self, node: int, lock: Any) -> None:
+    def pin(self, node: int, lock: object) -> None:
         self.pins[node] = lock
         if self._running[node] == 0:
             self.idle_tokens += int(self._length[node])
         self._note(node)
 
-    def unpin(self, node: int) -> Any:
-        """Forget that a node is kept; returns what :meth:`pin` was given."""
+    def unpin(self, node: int) -> object:
+        """Forget a pin; returns the lock that :meth:`pin` was given."""
         if self._running[node] == 0:
             self.idle_tokens -= int(self._length[node])
         self._noted.pop(node, None)
@@ -226,18 +228,20 @@ class PrefixUses:
             self.unpin(node)
 
     def furthest(self) -> int:
-        """The kept node, used by none that runs, that is needed last; 0 for none."""
+        """The pinned node whose next use is furthest away, or 0.
+
+        Nodes that running requests use are left out."""
         while self._furthest:
             use, _, node = self._furthest[0]
             if self._noted.get(node) == -use:
                 if not self._running[node]:
                     return node
-                del self._noted[node]  # it is noted again when its users leave
+                del self._noted[node]  # noted again when its users leave
             heapq.heappop(self._furthest)
         return 0
 
     def next_use(self, node: int) -> int:
-        """How soon a request needs a node: its rank in the order."""
+        """The rank of the next request that needs a node, in the order of use."""
         if self._uses_left[node] > _MANY:
             return 0
         if node not in self._leaves:
@@ -252,7 +256,7 @@ class PrefixUses:
         return int(self._rank[leaves[at]]) if at < len(leaves) else len(self._rank)
 
     def _note(self, node: int) -> None:
-        """A node's next use may have changed. While it is in use that is no matter."""
+        """A node's next use may have changed. This does not matter while it is in use."""
         if node not in self.pins or self._running[node]:
             return
         use = self.next_use(node)
@@ -263,8 +267,8 @@ class PrefixUses:
 
 
 def _ranks(plan: JobPlan) -> Int32s:
-    """How soon each leaf comes; from both ends, by its distance from the nearer."""
+    """The order of use by leaf: positions, or the distances from the nearer end."""
     if plan.density is None:
-        return plan.turn
-    ranks: Int32s = np.minimum(plan.turn, plan.num_requests - 1 - plan.turn)
+        return plan.position
+    ranks: Int32s = np.minimum(plan.position, plan.num_requests - 1 - plan.position)
     return ranks

@@ -1,12 +1,13 @@
-"""What the scheduler did, step by step: a record for each step, and a file of them.
+"""A record of each step of the scheduler, and a CSV file of these records.
 
-The file is CSV: a line of column names, then a line for each step.
+The file has a line of column names, then a line for each step.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import warnings
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
+from ..planner.requests import SIDES
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +34,13 @@ class StepRecord(NamedTuple):
     kv_left, kv_right, kv_online: tokens of KV that the running requests of a side
         hold, without shared prefixes.
     kv_shared: tokens of the shared prefixes in the tree that running requests use.
-    kv_cached: tokens that no running request uses, kept for later.
+    kv_cached: tokens of prefixes that are pinned for later requests only.
     cached_tokens: prompt tokens that requests admitted in this step found in the cache.
     evicted_tokens: tokens of KV dropped from the cache in this step.
-    parked, resumed, retracted: requests, in this step.
+    offloaded, resumed, retracted: requests, in this step.
     waiting: requests in the backlog.
-    kv_saved_bytes: of KV, in all layers, that the step before did not have to read
-        again because requests share it; 0 where attention is SGLang's own.
+    kv_saved_bytes: bytes of KV, in all layers, that the step before read once for
+        several requests and not again; 0 with SGLang's own attention.
     compute_s, memory_s: estimated seconds at the device's full rates.
     """
 
@@ -56,7 +58,7 @@ class StepRecord(NamedTuple):
     kv_cached: int
     cached_tokens: int
     evicted_tokens: int
-    parked: int
+    offloaded: int
     resumed: int
     retracted: int
     waiting: int
@@ -68,21 +70,24 @@ class StepRecord(NamedTuple):
 COLUMNS = StepRecord._fields
 SECONDS = ("compute_s", "memory_s")
 _HEADER = ",".join(COLUMNS) + "\n"
+# Logs of the last release have another name for a column; they work for one release.
+_OLD_NAME, _NEW_NAME = "parked", "offloaded"
+_OLD_HEADER = _HEADER.replace(_NEW_NAME, _OLD_NAME)
 
 
 class StepLog:
-    """Appends steps to a CSV file. Whatever happens to the file, nothing is raised.
+    """Appends steps to a CSV file, and never raises.
 
-    A file that cannot be opened or written is given up with one warning, and later
-    records are dropped; what was written before stays readable.
+    After a failure to open or write the file, one warning is logged and later records
+    are dropped. Records written before stay readable.
     """
 
     def __init__(self, path: Path, flush_every: int = 64) -> None:
         """Nothing is opened yet.
 
         Args:
-            path: created if it is not there; a log that is there is continued.
-            flush_every: records that are written at a time.
+            path: created if missing. An existing log is continued.
+            flush_every: number of records written at a time.
         """
         self.path = path
         self.flush_every = flush_every
@@ -92,7 +97,7 @@ class StepLog:
         self._given_up = False
 
     def append(self, record: StepRecord) -> None:
-        """Take a record; it is in the file after the next flush."""
+        """Take a record, which the next flush writes."""
         if self._given_up:
             return
         self._lines.append(",".join(map(str, record)))
@@ -100,7 +105,7 @@ class StepLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was appended."""
+        """Write the records taken since the last flush."""
         if self._given_up or not self._lines:
             return
         try:
@@ -112,19 +117,19 @@ class StepLog:
         self._lines.clear()
 
     def close(self) -> None:
-        """Write what is left. A record appended later opens the file again."""
+        """Write all records. A record appended later opens the file again."""
         self.flush()
         self._close_file()
 
     def _open(self) -> None:
-        # O_NONBLOCK: a pipe that nobody reads is to fail, not to wait.
+        # O_NONBLOCK: opening a pipe that nobody reads must fail, not wait.
         fd = self._fd = os.open(
             self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644
         )
         size = os.fstat(fd).st_size
         start = os.pread(fd, len(_HEADER), 0) if size else b""
-        if start and start != _HEADER.encode():
-            raise ValueError("it is there, and is not a log of steps")
+        if start and not start.startswith((_HEADER.encode(), _OLD_HEADER.encode())):
+            raise ValueError("the file exists and is not a log of steps")
         self._end = _end_of_lines(fd, size)
         os.ftruncate(fd, self._end)
         if not start:
@@ -156,19 +161,20 @@ class StepLog:
 
 
 def _end_of_lines(fd: int, size: int) -> int:
-    """Where the last whole line ends; a crash may have torn the one after it."""
+    """The end of the last whole line. A crash may have torn the one after it."""
     longest = 4096
     start = max(0, size - longest)
     return start + os.pread(fd, longest, start).rfind(b"\n") + 1
 
 
 def read_steps(path: Path) -> Steps:
-    """The columns of a log by their names: int64 ``[n]``, float64 of the seconds.
+    """The columns of a log by name, ``[n]``: int64, and float64 for seconds.
 
-    A last line without its newline is still being written, and left out.
+    A last line without its newline is still being written and is left out. A log with
+    an earlier column name is read with a FutureWarning.
 
     Raises:
-        InputError: the file cannot be read, or a line is not that of a step.
+        InputError: the file cannot be read, or a line is not the record of a step.
     """
     columns: list[array[Any]] = [
         array("d" if name in SECONDS else "q") for name in COLUMNS
@@ -196,9 +202,17 @@ def _empty(column: array[Any]) -> NDArray[Any]:
 
 
 def _rows(path: Path, file: TextIO) -> Iterator[tuple[int, list[int | float]]]:
-    """The numbers of each line of a step, and which line of the file it is."""
-    # A file of another kind may be one endless line.
-    if file.readline(len(_HEADER)) != _HEADER:
+    """For each step, the number of its line in the file and its values."""
+    # Any other file may be one endless line.
+    header = file.readline(len(_HEADER))
+    if header == _OLD_HEADER:
+        warnings.warn(
+            f"{path}: the column {_OLD_NAME} of step logs is now called {_NEW_NAME}; the "
+            "old name works for one release.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    elif header != _HEADER:
         raise InputError(
             f"{path}, line 1: this is not a log of steps, which starts with "
             f"{','.join(COLUMNS[:3])},..."
@@ -233,10 +247,12 @@ def _check_values(path: Path, steps: Steps) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """Many steps in a few figures.
+    """Totals over many steps.
 
-    prefill_tokens, decode_tokens: of all sides. max_kv_tokens: most KV that running
-    requests held at once, shared prefixes once. ratio_spread: see :func:`summarize`.
+    prefill_tokens, decode_tokens: of all sides.
+    max_kv_tokens: most KV that running requests held at once, with shared prefixes
+        counted once.
+    ratio_spread: see :func:`summarize`.
     """
 
     num_steps: int
@@ -244,7 +260,7 @@ class StepSummary:
     decode_tokens: int
     cached_tokens: int
     evicted_tokens: int
-    parked: int
+    offloaded: int
     resumed: int
     retracted: int
     max_kv_tokens: int
@@ -254,27 +270,26 @@ class StepSummary:
 
 
 def summarize(steps: Steps) -> StepSummary:
-    """Totals over the steps, and how even their ratio of compute to memory time is.
+    """Totals over the steps, and the spread of their ratio of compute to memory time.
 
-    ``ratio_spread`` is the interquartile range of ``log(compute_s / memory_s)`` over
-    the steps that have both, each weighted by its ``compute_s + memory_s``: 0 if all
-    steps have the same ratio, log 2 = 0.69 if the ratio's upper quartile is twice its
-    lower one. A weighted quantile q is the smallest value such that it and those below
-    it have at least the share q of the weight. NaN where no step has both.
+    ``ratio_spread`` is the interquartile range of ``log(compute_s / memory_s)`` over the
+    steps that have both, each weighted by its ``compute_s + memory_s``. It is 0 if all
+    steps have the same ratio, and log 2 = 0.69 if the ratio's upper quartile is twice its
+    lower one. The weighted quantile q is the smallest value such that it and the smaller
+    ones have at least the share q of the weight. NaN if no step has both times.
     """
 
     def total(*names: str) -> int:
         return int(sum(steps[name].sum() for name in names))
 
-    sides = ("left", "right", "online")
-    running = [steps[f"kv_{name}"] for name in (*sides, "shared")]
+    running = [steps[f"kv_{name}"] for name in (*SIDES, "shared")]
     return StepSummary(
         num_steps=len(steps["step"]),
-        prefill_tokens=total(*(f"prefill_{side}" for side in sides)),
-        decode_tokens=total(*(f"decode_{side}" for side in sides)),
+        prefill_tokens=total(*(f"prefill_{side}" for side in SIDES)),
+        decode_tokens=total(*(f"decode_{side}" for side in SIDES)),
         cached_tokens=total("cached_tokens"),
         evicted_tokens=total("evicted_tokens"),
-        parked=total("parked"),
+        offloaded=total("offloaded"),
         resumed=total("resumed"),
         retracted=total("retracted"),
         max_kv_tokens=int(np.sum(running, axis=0).max(initial=0)),

@@ -1,8 +1,8 @@
-"""The work of a job that is left: what its plan expects, less what was done.
+"""The remaining work of a job: the work that its plan estimates, less the work done.
 
-The plan's sums are corrected request by request as lengths become known. What is left
-is a difference that grows small towards the end of a job, so that a sum which kept the
-estimates of requests that have ended would turn the dual scanner the wrong way there.
+The plan's sums are corrected request by request as output lengths become known. The
+difference becomes small towards the end of a job. With the estimates of requests that
+have ended still in the sum, it would mislead the dual scanner there.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 
 from ..planner.requests import Floats, Int64s
 from .job_plan import JobPlan
-from .line import Line
+from .scheduled_request import ScheduledRequest
 
-# Beyond this, more of one kind of work than of the other makes no difference.
+# Beyond this ratio, the density makes no difference to the dual scanner.
 _DENSITY_RANGE = 1e6
 
 
@@ -32,35 +32,39 @@ class WorkLeft:
     def _follow(self, plan: JobPlan) -> None:
         self._cost = plan.cost
         self._read_len = plan.read_len
-        self._steps = plan.steps.copy()
-        self._reads = plan.read_len * plan.steps + plan.steps_sq / 2
+        self._steps = plan.est_decode_steps.copy()
+        self._reads = (
+            plan.read_len * plan.est_decode_steps + plan.est_decode_steps_sq / 2
+        )
         self._compute_s = plan.compute_s
         self._kv_read_s = plan.kv_read_s
 
     def replan(self, plan: JobPlan) -> None:
-        """A new plan of the same requests. It may not know yet which have ended."""
+        """Take a new plan of the same requests, which may still count ended requests."""
         ended = np.flatnonzero(self._ended)
         steps = self._steps[ended]
         self._follow(plan)
         self._correct(ended, steps)
 
-    def expect(self, lines: Sequence[Line]) -> None:
-        """Planned requests will take their estimates, not what the plan expected."""
-        planned = [line for line in lines if line.leaf >= 0]
+    def apply_estimates(self, requests: Sequence[ScheduledRequest]) -> None:
+        """Count planned requests by their own estimates in place of the plan's."""
+        planned = [request for request in requests if request.leaf >= 0]
         if planned:
-            leaves = np.array([line.leaf for line in planned])
-            self._correct(leaves, np.array([float(x.estimate) for x in planned]))
+            leaves = np.array([request.leaf for request in planned])
+            self._correct(
+                leaves, np.array([float(x.est_decode_steps) for x in planned])
+            )
 
-    def ended(self, line: Line) -> None:
-        """A request came to its end, or will never run, after ``line.steps`` steps."""
-        if line.leaf >= 0:
-            self._correct(np.array([line.leaf]), np.array([float(line.steps)]))
-            self._ended[line.leaf] = True
+    def ended(self, request: ScheduledRequest) -> None:
+        """Count ``request.steps`` for a request that ended or will never run."""
+        if request.leaf >= 0:
+            self._correct(np.array([request.leaf]), np.array([float(request.steps)]))
+            self._ended[request.leaf] = True
             return
-        # No plan had counted it.
-        steps = float(line.steps)
-        self._compute_s += (line.own + steps) * self._cost.token_time_s
-        reads = line.read_len * steps + _own_reads(steps)
+        # No plan has counted it.
+        steps = float(request.steps)
+        self._compute_s += (request.own + steps) * self._cost.token_time_s
+        reads = request.read_len * steps + _own_reads(steps)
         self._kv_read_s += reads * self._cost.kv_read_time_s
 
     def _correct(self, leaves: Int64s, steps: Floats) -> None:
@@ -73,18 +77,18 @@ class WorkLeft:
         self._reads[leaves] = reads
 
     def did(self, compute_s: float, kv_read_s: float) -> None:
-        """A step took so long."""
+        """Count the work of a step, in seconds."""
         self._done_compute_s += compute_s
         self._done_kv_read_s += kv_read_s
 
     @property
     def density(self) -> float:
-        """Compute over KV read time of what is left, within 1e-6 to 1e6."""
+        """Compute time over KV read time of the remaining work, within 1e-6 to 1e6."""
         reads = max(self._kv_read_s - self._done_kv_read_s, 1e-9)
         density = max(self._compute_s - self._done_compute_s, 0.0) / reads
         return min(max(density, 1.0 / _DENSITY_RANGE), _DENSITY_RANGE)
 
 
 def _own_reads(steps: Any) -> Any:
-    """Tokens of its own answer that a request reads in so many decode steps."""
+    """Tokens of its own answer that a request reads in this number of decode steps."""
     return steps * (steps + 1) / 2

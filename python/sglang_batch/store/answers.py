@@ -1,4 +1,4 @@
-"""Answers given before, by the idempotency key that a client sent with its call."""
+"""Earlier answers, by the idempotency key that the client sent with its call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEPT_S = 86_400
 class Answer:
     """The first answer to a call.
 
-    request_sha256: what was asked; the same key with another one is a mistake.
+    request_sha256: digest of the call. The same key with another digest is an error.
     """
 
     request_sha256: str
@@ -24,7 +24,7 @@ class Answer:
 
 
 def find_answer(store: BatchStore, owner: str, key: str) -> Answer | None:
-    """What a call with this key was answered in the last 24 hours."""
+    """The answer to a call with this key in the last 24 hours."""
     found = store.rows(
         "SELECT * FROM idempotent_answers WHERE owner = ? AND key = ?"
         " AND created_at > ?",
@@ -37,7 +37,7 @@ def find_answer(store: BatchStore, owner: str, key: str) -> Answer | None:
 
 
 def keep_answer(store: BatchStore, owner: str, key: str, answer: Answer) -> None:
-    """Keep an answer for 24 hours, in place of an older one under the same key."""
+    """Keep an answer for 24 hours, replacing an older one with the same key."""
     with store.atomic() as db:
         db.execute(
             "INSERT OR REPLACE INTO idempotent_answers VALUES (?, ?, ?, ?, ?, ?)",
@@ -53,10 +53,10 @@ def keep_answer(store: BatchStore, owner: str, key: str, answer: Answer) -> None
 
 
 def key_lock(store: BatchStore, owner: str, key: str) -> FileLock:
-    """Held while a call with this key is executed, in whichever process.
+    """The lock to hold while a call with this key is executed, in any process.
 
-    It is let go when its holder dies. Keys share 256 files, so that none is ever
-    removed: two calls whose keys have one in common wait for each other.
+    It is released when its holder dies. All keys share 256 files, so none need ever be
+    removed. Two calls whose keys share a file wait for each other.
     """
     name = hashlib.sha256(f"{owner}\n{key}".encode()).hexdigest()[:2]
     return FileLock(store.directory / "keys" / name)

@@ -1,25 +1,27 @@
-"""Files and batches of a server: rows in SQLite, contents in plain files beside it.
+"""Files and batches of a server: rows in SQLite, contents in plain files.
 
 ::
 
     <directory>/
-      batches.sqlite3          what the API says of files and batches
+      batches.sqlite3          the fields of files and batches
       files/<file id>          contents of uploaded and of result files
       uploads/<upload id>/     parts of an upload that is not a file yet
       incoming/                bodies of calls that are still being received
       keys/                    held while a call with an idempotency key is executed
-      batches/<batch id>/      a batch at work: its input and its results so far
-      spare                    room to open the database in when the disk is full
+      batches/<batch id>/      an active batch: its input and its results so far
+      spare                    space to open the database with when the disk is full
       open.lock                held while a process opens or closes the database
       lock                     held by the server process that runs the batches
 
-Every change of a batch's status is one transaction that names the statuses it may
-come from, so two processes that race (a cancel and a completion, say) cannot both
-win. The database uses write-ahead logging, which does not work on NFS.
+A batch changes its status in one transaction that names the allowed earlier statuses,
+so two processes that race (a cancellation and a completion, say) cannot both win. The
+database uses write-ahead logging, which does not work on NFS.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 import sqlite3
 import threading
 import time
@@ -28,14 +30,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .database import close_database, open_database
+from .database import close_database, open_database, with_spare_space
 
 Row = dict[str, Any]
-# Called with a row in the transaction that makes it; if it raises, nothing is made.
+# Called with a row in the transaction that inserts it, which is rolled back if it raises.
 OnMade = Callable[[Row], None]
+# Executes a query with its values and returns the rows, see :meth:`BatchStore.rows`.
+Query = Callable[[str, Iterable[Any]], list[Row]]
 
 DIRECTORIES = ("files", "batches", "uploads", "incoming", "keys")
-# A file past its time is gone at once; its bytes go when somebody collects them.
+# An expired file is invisible at once. Its bytes are removed later.
 _NOT_EXPIRED = "(expires_at IS NULL OR expires_at > ?)"
 
 
@@ -44,11 +48,25 @@ def now() -> int:
     return int(time.time())
 
 
+def _containing(text: str) -> str:
+    """The pattern of LIKE, with ! as the escape, for values that contain ``text``."""
+    for special in "!%_":
+        text = text.replace(special, f"!{special}")
+    return f"%{text}%"
+
+
 class BatchStore:
-    """Opened by every process of a server; safe to call from any thread."""
+    """The store of one directory, opened by every process of a server.
+
+    Any thread may call any method.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """Open or create the store; raises StoreError where that cannot be."""
+        """Open or create the store.
+
+        Raises:
+            StoreError: the directory or its database cannot be used.
+        """
         self.directory = directory
         self._db = open_database(directory, DIRECTORIES)
         self._lock = threading.RLock()
@@ -60,7 +78,7 @@ class BatchStore:
 
     @contextmanager
     def atomic(self) -> Iterator[sqlite3.Connection]:
-        """One transaction; nested blocks join the outer one."""
+        """A block that is one transaction. Nested blocks join the outer one."""
         with self._lock:
             if self._db.in_transaction:
                 yield self._db
@@ -74,7 +92,7 @@ class BatchStore:
             self._db.execute("COMMIT")
 
     def rows(self, query: str, values: Iterable[Any] = ()) -> list[Row]:
-        """What a query finds."""
+        """The rows that a query returns."""
         with self._lock:
             found = [dict(row) for row in self._db.execute(query, list(values))]
         if self._paused:
@@ -85,7 +103,7 @@ class BatchStore:
 
     @property
     def incoming(self) -> Path:
-        """Where bodies of calls are put while they are received."""
+        """The directory for bodies of calls while they are received."""
         return self.directory / "incoming"
 
     def file_path(self, file_id: str) -> Path:
@@ -95,16 +113,24 @@ class BatchStore:
         return self.directory / "batches" / batch_id
 
     def bytes_stored(self) -> int:
-        """Bytes of all files, of parts of uploads and of results not finished."""
+        """Bytes of all files, of parts of uploads and of what batches keep.
+
+        The latter are unfinished results, and inputs of batches whose file was deleted.
+        """
         [row] = self.rows(
             "SELECT (SELECT COALESCE(SUM(bytes), 0) FROM files)"
             " + (SELECT COALESCE(SUM(bytes), 0) FROM upload_parts) AS total"
         )
-        results = 0
+        kept = 0
         for path in self.directory.glob("batches/*/results.jsonl"):
             with suppress(FileNotFoundError):
-                results += path.stat().st_size
-        return int(row["total"]) + results
+                kept += path.stat().st_size
+        for path in self.directory.glob("batches/*/input.jsonl"):
+            with suppress(FileNotFoundError):
+                found = path.stat()
+                # A hard link to the file, while that exists.
+                kept += found.st_size if found.st_nlink == 1 else 0
+        return int(row["total"]) + kept
 
     # Files ------------------------------------------------------------------
 
@@ -117,24 +143,29 @@ class BatchStore:
         file_id: str,
         filename: str,
         purpose: str,
-        expires_at: int | None,
+        kept_s: int | None,
         owner: str = "",
     ) -> Row:
-        """Make the contents at :meth:`file_path` a file of the API; returns its row."""
+        """Record the contents at :meth:`file_path` as a file of the API.
+
+        Args:
+            kept_s: seconds until it expires, None for never.
+        """
+        created_at = now()
         row = {
             "id": file_id,
             "purpose": purpose,
             "filename": filename,
             "bytes": self.file_path(file_id).stat().st_size,
-            "created_at": now(),
-            "expires_at": expires_at,
+            "created_at": created_at,
+            "expires_at": None if kept_s is None else created_at + kept_s,
             "owner": owner,
         }
         self.add_file(row)
         return row
 
     def get_file(self, file_id: str, owner: str | None = None) -> Row | None:
-        """A file that has not expired; of this owner, where one is named."""
+        """A file that has not expired, of this owner if one is named."""
         row = self._get("files", file_id, owner)
         if row is None:
             return None
@@ -142,23 +173,25 @@ class BatchStore:
         return row if expires_at is None or expires_at > now() else None
 
     def delete_file(self, file_id: str, owner: str | None = None) -> bool:
-        """Forget a file and remove its contents; False if there is none."""
-        # The id, a client's, names something of the store only if there is a row of it.
+        """Delete a file and its contents. False if there is none."""
+        # The id comes from a client: it is a path only if it names a file of the store.
         if self.get_file(file_id, owner) is None:
             return False
-        try:
-            deleted = self._forget_file(file_id)
-        except sqlite3.OperationalError:
-            # A disk that is too full to write down what is to make room on it.
-            self.file_path(file_id).unlink(missing_ok=True)
-            deleted = self._forget_file(file_id)
+        deleted = self._forget("DELETE FROM files WHERE id = ?", (file_id,))
         self.file_path(file_id).unlink(missing_ok=True)
         return deleted
 
-    def _forget_file(self, file_id: str) -> bool:
-        with self.atomic() as db:
-            query = "DELETE FROM files WHERE id = ?"
-            return db.execute(query, (file_id,)).rowcount > 0
+    def _forget(self, query: str, values: tuple[str, ...]) -> bool:
+        """Delete a row, even on a full disk. False if there was none."""
+
+        def forget() -> bool:
+            with self.atomic() as db:
+                return db.execute(query, values).rowcount > 0
+
+        with self._lock:
+            if self._db.in_transaction:
+                return forget()
+            return with_spare_space(self._db, self.directory, forget)
 
     def list_files(
         self,
@@ -169,7 +202,7 @@ class BatchStore:
         purpose: str | None,
         owner: str | None = None,
     ) -> list[Row]:
-        """Files in order of creation; up to ``limit`` after the one named."""
+        """Up to ``limit`` files in order of creation, after the one named."""
         return self._page(
             "files",
             after,
@@ -184,7 +217,7 @@ class BatchStore:
         self._insert("batches", row)
 
     def get_batch(self, batch_id: str, owner: str | None = None) -> Row | None:
-        """A batch; of this owner, where one is named."""
+        """A batch, of this owner if one is named."""
         return self._get("batches", batch_id, owner)
 
     def list_batches(
@@ -196,18 +229,52 @@ class BatchStore:
         api: str | None = None,
         before: str | None = None,
     ) -> list[Row]:
-        """Batches, newest first; up to ``limit`` after the one named, or before it."""
+        """Up to ``limit`` batches, newest first, after or before the one named."""
         mine = {"owner = ?": owner, "api = ?": api}
         if before is not None:
             return self._page("batches", before, limit, False, mine)[::-1]
         return self._page("batches", after, limit, True, mine)
 
-    def delete_batch(self, batch_id: str, statuses: tuple[str, ...]) -> bool:
-        """Forget a batch in one of these statuses; False if it is not. Files stay."""
+    def search_batches(
+        self, text: str, *, limit: int, owner: str | None = None
+    ) -> list[Row]:
+        """Up to ``limit`` batches, newest first, that contain ``text``.
+
+        Their ids, those of their files, names of input files, models, endpoints,
+        metadata and errors are searched. ASCII letters match in either case.
+        """
+        plain = ("b.id", "b.input_file_id", "b.output_file_id", "b.error_file_id",
+                 "b.model", "b.endpoint", "f.filename")  # fmt: skip
+        # JSON has its own way to write what is not ASCII.
+        as_json = ("b.metadata", "b.errors", "b.error_reasons")
+        found = " OR ".join(f"{name} LIKE ? ESCAPE '!'" for name in (*plain, *as_json))
+        return self.rows(
+            "SELECT b.* FROM batches b"
+            # A batch may name a file of another client, on which it fails.
+            " LEFT JOIN files f ON f.id = b.input_file_id AND f.owner = b.owner "
+            f"WHERE b.owner = COALESCE(?, b.owner) AND ({found}) "
+            "ORDER BY b.seq DESC LIMIT ?",
+            [
+                owner,
+                *[_containing(text)] * len(plain),
+                *[_containing(json.dumps(text)[1:-1])] * len(as_json),
+                limit,
+            ],
+        )
+
+    def delete_batch(
+        self, batch_id: str, statuses: tuple[str, ...], file_ids: Iterable[str] = ()
+    ) -> bool:
+        """Delete a batch if it is in one of these statuses, and these files with it."""
         marks = ", ".join("?" * len(statuses))
         query = f"DELETE FROM batches WHERE id = ? AND status IN ({marks})"
-        with self.atomic() as db:
-            return db.execute(query, (batch_id, *statuses)).rowcount > 0
+        if not self._forget(query, (batch_id, *statuses)):
+            return False
+        for file_id in file_ids:
+            self.delete_file(file_id)
+        # The finished lines of a batch that failed through the server.
+        shutil.rmtree(self.work_dir(batch_id), ignore_errors=True)
+        return True
 
     def find_batch(self, since: int, fields: Row) -> Row | None:
         """The newest batch made at ``since`` or later with exactly these fields."""
@@ -230,20 +297,23 @@ class BatchStore:
         assert "status" not in fields, "use transition() to change a status"
         self._update(batch_id, fields, None)
 
-    def pause(self, batch_id: str, reason: str | None) -> None:
-        """Say why a batch does not go on; None if it does.
+    def pause(
+        self, batch_id: str, reason: str | None, statuses: tuple[str, ...]
+    ) -> None:
+        """Set the reason for which a batch in one of these statuses is paused.
 
-        Known in this process even where the disk is too full to write it down.
+        None clears it. If the disk is too full to write it, this process still
+        returns it.
         """
         self._paused[batch_id] = reason
         with suppress(sqlite3.OperationalError):
-            self.update_batch(batch_id, paused_reason=reason)
-            del self._paused[batch_id]
+            self._update(batch_id, {"paused_reason": reason}, statuses)
+            self._paused.pop(batch_id, None)
 
     def transition(
         self, batch_id: str, from_statuses: tuple[str, ...], status: str, **fields: Any
     ) -> bool:
-        """Move a batch to another status; False if it is in none of the first."""
+        """Move a batch to another status. False if it is in none of the first ones."""
         return self._update(batch_id, {"status": status, **fields}, from_statuses)
 
     # ------------------------------------------------------------------------

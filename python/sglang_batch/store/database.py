@@ -1,37 +1,43 @@
-"""The database of a store: opened with the newest schema, also on a full disk.
+"""The database of a store: opened with the newest schema, even on a full disk.
 
-SQLite reads nothing before it has made an index of its write-ahead log, some 32 KiB. So
-that a server starts whose disk is full, the store keeps a spare file, which gives up its
-room for that.
+SQLite reads nothing before it has created an index of its write-ahead log, of about
+32 KiB. The store keeps a spare file and deletes it to make space for that, so a server
+starts even if its disk is full. Deletions use the same space.
 """
 
 from __future__ import annotations
 
 import shutil
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import StoreError
 from .lock import in_turn
 from .schema import migrate
 
-# Enough for the index, and for a new schema on top.
+# Enough for the index and for a schema migration.
 SPARE_BYTES = 256 << 10
+# Pages of 4 KiB that the write-ahead log holds before they are moved to the database.
+# Few, because on a full disk the spare file's space must do for moving them.
+_LOG_PAGES = 24
+
+_T = TypeVar("_T")
 
 
 def open_database(directory: Path, names: Iterable[str]) -> sqlite3.Connection:
     """Open or create the database of a directory.
 
-    One process at a time: SQLite does not wait for its busy timeout when two
-    connections switch a new database to write-ahead logging at once, it fails.
+    One process at a time: when two connections switch a new database to write-ahead
+    logging at once, SQLite fails instead of waiting for its busy timeout.
 
     Args:
-        names: directories in it that are made, too.
+        names: subdirectories that are created too.
 
     Raises:
-        StoreError: the directory cannot be made or written, or has no room.
+        StoreError: the directory cannot be created or written, or its disk is full.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -51,8 +57,30 @@ def open_database(directory: Path, names: Iterable[str]) -> sqlite3.Connection:
         ) from error
 
 
+def with_spare_space(
+    db: sqlite3.Connection, directory: Path, change: Callable[[], _T]
+) -> _T:
+    """Make a change to the database, with the spare file's space if the disk is full.
+
+    Not for changes that grow the database. The write-ahead log is emptied after the
+    change, so the space is there again for the next one.
+    """
+    try:
+        return change()
+    except sqlite3.OperationalError:
+        with in_turn(directory / "open.lock"):
+            if not _use_spare(directory):
+                raise
+            try:
+                return change()
+            finally:
+                with suppress(sqlite3.OperationalError):
+                    db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+                _keep_spare(directory)
+
+
 def close_database(db: sqlite3.Connection, directory: Path) -> None:
-    """Close it; what SQLite needed beside it is spare again."""
+    """Close the database, and use the space that is free then for the spare file."""
     with in_turn(directory / "open.lock"):
         db.close()
         _keep_spare(directory)
@@ -71,6 +99,7 @@ def _open(directory: Path, names: Iterable[str]) -> sqlite3.Connection:
         db.row_factory = sqlite3.Row
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")
+        db.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
         migrate(db)
     except BaseException:
         db.close()
@@ -79,7 +108,7 @@ def _open(directory: Path, names: Iterable[str]) -> sqlite3.Connection:
 
 
 def _keep_spare(directory: Path) -> None:
-    """Have a spare file, of as much room as there is."""
+    """Create the spare file, as large as the free space allows."""
     path = directory / "spare"
     with suppress(OSError):
         if not path.exists() or path.stat().st_size < SPARE_BYTES:
@@ -88,7 +117,7 @@ def _keep_spare(directory: Path) -> None:
 
 
 def _use_spare(directory: Path) -> bool:
-    """Give the room of the spare file up; False if there is none."""
+    """Delete the spare file. False if there is none."""
     try:
         (directory / "spare").unlink()
     except OSError:
@@ -97,7 +126,7 @@ def _use_spare(directory: Path) -> bool:
 
 
 def _room(directory: Path) -> str:
-    """Says how much room there is, where it may be too little."""
+    """The free space for an error message, or nothing if it is enough."""
     while not directory.exists():
         directory = directory.parent
     free = shutil.disk_usage(directory).free

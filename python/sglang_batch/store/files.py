@@ -1,4 +1,4 @@
-"""Writing a file so that a crash leaves the old one or the new one, never half."""
+"""Writing files so that a crash leaves the old or the new one, never half a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its name only when the block ends without an error."""
+    """A file that gets its name only if the block ends without an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -19,24 +19,20 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync_directory(path.parent)
+        sync_file(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def move_into_place(source: Path, path: Path) -> None:
-    """Give a file that was written elsewhere on the same disk its name, for good."""
-    fd = os.open(source, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    """Move a file on the same disk to its final name, which survives a power cut."""
+    sync_file(source)
     os.replace(source, path)
-    sync_directory(path.parent)
+    sync_file(path.parent)
 
 
-def sync_directory(path: Path) -> None:
-    """Make renames and new names in a directory survive a power cut."""
+def sync_file(path: Path) -> None:
+    """Make the contents of a file, or the names in a directory, survive a power cut."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

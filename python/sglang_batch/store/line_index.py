@@ -1,4 +1,4 @@
-"""Where the lines of a growing file begin, found by reading each part of it once."""
+"""Offsets of the lines of a growing file, found by reading each part of it once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import BinaryIO
 
 import numpy as np
 
-# The offset of every so many lines is kept; the rest of the way is read.
+# One of this many line offsets is kept. The lines in between are read.
 EVERY = 64
 _BLOCK = 1 << 18
 _NEWLINE = 10
 
 
 class LineIndex:
-    """Of one file that is only ever appended to; from any thread."""
+    """Line offsets of one append-only file. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,16 +26,17 @@ class LineIndex:
         self._start_over()
 
     def seek(self, file: BinaryIO, line: int) -> tuple[int, int]:
-        """Go to where a line begins, counted from 0, or behind the last whole one.
+        """Seek to the beginning of a line, or to the end of the last whole one.
 
         Args:
-            file: opened for reading by the caller alone.
+            file: opened for reading, and used by the caller only.
+            line: number of the line, from 0.
 
         Returns:
-            The number of whole lines there are now, and the offset of their end.
+            The present number of whole lines, and the offset of their end.
         """
         with self._lock:
-            self._read_on(file)
+            self._read_more(file)
             num_lines, end = self._num_lines, self._end
             line = min(line, num_lines)
             offset = self._offsets[line // EVERY]
@@ -49,7 +50,7 @@ class LineIndex:
         self._num_lines = 0
         self._end = 0
 
-    def _read_on(self, file: BinaryIO) -> None:
+    def _read_more(self, file: BinaryIO) -> None:
         now = os.fstat(file.fileno())
         if now.st_ino != self._inode or now.st_size < self._end:
             self._start_over()
@@ -69,5 +70,5 @@ class LineIndex:
 
 @lru_cache(maxsize=256)
 def line_index(path: Path) -> LineIndex:
-    """This process's index of a file; those used last are kept."""
+    """This process's index of a file. The most recently used ones are kept."""
     return LineIndex()

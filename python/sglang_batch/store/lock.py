@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class FileLock:
-    """An exclusive ``flock``; the file says who holds it."""
+    """An exclusive ``flock``. The file contains the name of its holder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -20,7 +20,7 @@ class FileLock:
         """Take the lock without waiting.
 
         Returns:
-            None when it is held now, else what the present holder calls itself.
+            None if this object holds the lock now, else the name of its holder.
         """
         if self._fd is not None:
             return None
@@ -32,7 +32,7 @@ class FileLock:
             os.close(fd)
             return holder or "another process"
         self._fd = fd
-        with suppress(OSError):  # a full disk; the name is for people only
+        with suppress(OSError):  # a full disk: the name is only for messages
             os.ftruncate(fd, 0)
             os.pwrite(fd, owner.encode(), 0)
         return None
@@ -45,7 +45,7 @@ class FileLock:
 
 @contextmanager
 def in_turn(path: Path) -> Iterator[None]:
-    """Wait for an exclusive ``flock`` and hold it for the length of the block."""
+    """Wait for an exclusive ``flock`` and hold it during the block."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

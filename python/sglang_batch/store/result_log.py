@@ -1,20 +1,17 @@
-"""Finished requests of one job: an append-only file that survives a crash.
+"""Finished requests of one job, in an append-only file that survives a crash.
 
 Each record is one JSON line: the request's index, whether it is an answer or an
-error, its token counts and the finished output line itself. A record is written
-whole, in one call, the moment its request finishes; opening the log again reads
-back what is there and drops a last line that a power cut tore. A request that is in
-the log is never run again.
+error, its token counts and the finished output line itself. A request that is in the
+log never runs again. How records are written and recovered is described in
+:mod:`.append_log`.
 
-A record that was damaged later is set aside: its bytes go to ``<log>.damaged``, a blank
-line of the same length takes its place, so that no other record moves, and its request
-has no result again.
+A record that was damaged later is moved to ``<log>.damaged``, a blank line of the same
+length takes its place, and its request has no result again.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +21,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import StoreWriteError
 from ..request import Usage
+from .append_log import AppendLog, whole_lines
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +36,20 @@ class _Record(msgspec.Struct, array_like=True):
     line: msgspec.Raw
 
 
+class _Response(msgspec.Struct):
+    status_code: int
+
+
+class _ErrorLine(msgspec.Struct):
+    custom_id: str | None = None
+    response: _Response | None = None
+
+
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(_Record)
+_error_decoder = msgspec.json.Decoder(_ErrorLine)
+# Not the fault of a request: timeouts, and a server with too much to do.
+_TRANSIENT = (408, 425, 429, 499)
 
 
 def finished_lines(
@@ -48,19 +57,15 @@ def finished_lines(
 ) -> Iterator[bytes]:
     """Result lines of a log that may still grow, in the order of completion.
 
-    Needs no lock: what is not a whole record yet ends the lines. A damaged record is
-    left out, and the blank line that stands for one.
+    Needs no lock: reading stops at the first record that is not complete. Damaged
+    records are skipped, and so are the blank lines that replace them.
 
     Args:
         log: the log, opened by its reader, at the beginning of a record.
-        end: offset in the file up to which to read; its size when it was looked at.
-        ok: answers (True) or error lines (False) alone; None is both.
+        end: offset at which to stop: the size of the file when the caller looked.
+        ok: True for answers only, False for error lines only, None for both.
     """
-    offset = log.tell()
-    for data in log:
-        offset += len(data)
-        if offset > end or not data.endswith(b"\n"):
-            return
+    for data in whole_lines(log, end):
         try:
             record = _decoder.decode(data)
         except (ValueError, msgspec.DecodeError):
@@ -70,26 +75,27 @@ def finished_lines(
 
 
 class ResultLog:
-    """The results of a job of ``num_requests`` requests, in order of completion."""
+    """The results of a job of ``num_requests`` requests, in order of completion.
+
+    Attributes:
+        num_completed, num_failed: requests with an answer, and with an error.
+        num_refused: those of ``num_failed`` that were no valid requests, but have an id:
+            their status is 4xx.
+    """
 
     def __init__(self, path: Path, num_requests: int) -> None:
-        """Open the log, reading back what an earlier run left.
+        """Open the log and read back the results of earlier runs.
 
         Raises:
-            StoreWriteError: a damaged record cannot be set aside for want of room.
+            StoreWriteError: there is no space to keep a damaged record.
         """
         self.path = path
         self.num_completed = 0
         self.num_failed = 0
+        self.num_refused = 0
         self.usage = Usage()
         self._offsets = array("q", [_MISSING]) * num_requests
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            self._end = self._recover()
-        except BaseException:
-            os.close(self._fd)
-            raise
-        self._synced = self._end
+        self._log = AppendLog(path, self._read, _keep_damaged)
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -104,10 +110,13 @@ class ResultLog:
         return np.flatnonzero(offsets == _MISSING).astype(np.int64)
 
     def put(self, index: int, line: bytes, *, ok: bool, usage: Usage) -> None:
-        """Append a result. It survives a crash of this process from here on.
+        """Append a result. From here on it survives a crash of this process.
 
-        A second result of the same request is dropped, so who reads the log while it
-        grows sees each request once.
+        A second result of the same request is dropped, so a reader of the growing log
+        sees each request once.
+
+        Raises:
+            StoreWriteError: nothing of the result was written.
         """
         if self._offsets[index] != _MISSING:
             return
@@ -118,25 +127,16 @@ class ResultLog:
             usage.reasoning_tokens,
         )
         record = _Record(index, ok, counts, msgspec.Raw(line))
-        data = _encoder.encode(record) + b"\n"
-        try:
-            written = os.pwrite(self._fd, data, self._end)
-        except OSError as error:
-            raise StoreWriteError(f"{self.path}: {error.strerror}") from error
-        if written != len(data):
-            os.ftruncate(self._fd, self._end)
-            raise StoreWriteError(
-                f"{self.path}: wrote {written} of {len(data)} bytes; is the disk full?"
-            )
-        self._account(record, self._end)
-        self._end += len(data)
+        offset = self._log.append(_encoder.encode(record) + b"\n")
+        self._account(record, offset)
 
     def commit(self) -> None:
-        """Make everything put so far survive a power cut."""
-        end = self._end
-        if end != self._synced:
-            os.fdatasync(self._fd)
-            self._synced = end
+        """Make everything put so far survive a power cut.
+
+        Raises:
+            StoreWriteError: the disk failed to store it.
+        """
+        self._log.commit()
 
     def write_ordered(
         self,
@@ -147,13 +147,13 @@ class ResultLog:
         """Write all results in the order of the input.
 
         Args:
-            outputs: where answers go.
-            errors: where error lines go; may be the same file.
-            unrun_line: makes the error line of a request without a result; None
+            outputs: receives the answers.
+            errors: receives the error lines. May be the same file.
+            unrun_line: makes the error line of a request without a result. None
                 leaves such requests out.
 
         Returns:
-            Number of lines written to ``outputs`` and to ``errors``.
+            The number of lines written to ``outputs`` and to ``errors``.
         """
         num_outputs = num_errors = 0
         with open(self.path, "rb") as log:
@@ -171,17 +171,12 @@ class ResultLog:
         return num_outputs, num_errors
 
     def close(self) -> None:
-        """Commit and let go of the file, of the file also where the commit fails.
+        """Commit and close the file. It is closed even if the commit fails.
 
         Raises:
-            OSError: the commit failed.
+            StoreWriteError: the commit failed.
         """
-        if self._fd >= 0:
-            try:
-                self.commit()
-            finally:
-                fd, self._fd = self._fd, -1
-                os.close(fd)
+        self._log.close()
 
     def _account(self, record: _Record, offset: int) -> None:
         if self._offsets[record.index] != _MISSING:
@@ -191,57 +186,41 @@ class ResultLog:
             self.num_completed += 1
         else:
             self.num_failed += 1
+            self.num_refused += _is_refused(record.line)
         self.usage += Usage(*record.usage)
 
-    def _recover(self) -> int:
-        """Read the log back; return the offset of its end."""
-        offset = 0
-        damaged: list[tuple[int, bytes]] = []
-        with open(self.path, "rb") as log:
-            for data in log:
-                record = self._decode(data)
-                if record is not None:
-                    self._account(record, offset)
-                elif not (data.isspace() and data.endswith(b"\n")):
-                    damaged.append((offset, data))
-                offset += len(data)
-        # A power cut tears the last one. Two may be damaged as one line, where what is
-        # lost is the end of the line between them: then both are without a result.
-        if damaged and damaged[-1][0] + len(damaged[-1][1]) == offset:
-            offset, _ = damaged.pop()
-            os.ftruncate(self._fd, offset)
-        for at, data in damaged:
-            self._set_aside(at, data)
-        return offset
-
-    def _set_aside(self, offset: int, data: bytes) -> None:
-        """Keep a damaged record elsewhere, and put a blank line where it was."""
-        path = self.path.with_name(f"{self.path.name}.damaged")
-        blank = b" " * (len(data) - 1) + b"\n"
-        try:
-            with open(path, "ab") as kept:
-                kept.write(data)
-                kept.flush()
-                os.fsync(kept.fileno())
-            # Never before: a crash here leaves it twice, not nowhere.
-            os.pwrite(self._fd, blank, offset)
-            os.fdatasync(self._fd)
-        except OSError as error:
-            raise StoreWriteError(f"{path}: {error.strerror}") from error
-        logger.error(
-            "%s: the record at byte %d (%d bytes) cannot be read, something else damaged "
-            "it. It is kept in %s, and its request runs again.",
-            self.path,
-            offset,
-            len(data),
-            path,
-        )
-
-    def _decode(self, data: bytes) -> _Record | None:
-        """A record of this job; None if it is none, or not whole."""
+    def _read(self, offset: int, data: bytes) -> bool:
+        """Count a record of this job. False if the line is not one."""
+        if data.isspace():
+            return True  # it replaces a damaged record
         try:
             record = _decoder.decode(data)
         except (ValueError, msgspec.DecodeError):
-            return None
-        whole = data.endswith(b"\n") and 0 <= record.index < len(self)
-        return record if whole else None
+            return False
+        if not 0 <= record.index < len(self):
+            return False
+        self._account(record, offset)
+        return True
+
+
+def _is_refused(error_line: msgspec.Raw) -> bool:
+    try:
+        found = _error_decoder.decode(error_line)
+    except msgspec.DecodeError:
+        return False
+    if found.custom_id is None or found.response is None:
+        return False
+    status = found.response.status_code
+    return 400 <= status < 500 and status not in _TRANSIENT
+
+
+def _keep_damaged(log: AppendLog, offset: int, data: bytes) -> None:
+    kept_in = log.move_damaged(offset, data)
+    logger.error(
+        "%s: the record at byte %d (%d bytes) is damaged and cannot be read. Its bytes "
+        "are kept in %s, and its request runs again.",
+        log.path,
+        offset,
+        len(data),
+        kept_in,
+    )

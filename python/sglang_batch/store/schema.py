@@ -1,4 +1,4 @@
-"""The database's tables, as numbered migrations that are applied once each."""
+"""The tables of the database, as numbered migrations that are applied once each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sqlite3
 
 
 def m001_files_and_batches(db: sqlite3.Connection) -> None:
-    """Files as clients see them; batches with every field of the OpenAI object."""
+    """Files as clients see them, and batches with every field of the OpenAI object."""
     db.execute(
         """
         CREATE TABLE files (
@@ -56,17 +56,17 @@ def m001_files_and_batches(db: sqlite3.Connection) -> None:
 
 
 def m002_optimal_cached_share(db: sqlite3.Connection) -> None:
-    """What a perfect prefix cache would save of a batch's prompts, once it is planned."""
+    """Share of a batch's prompt tokens that a perfect prefix cache would save."""
     db.execute("ALTER TABLE batches ADD COLUMN optimal_cached_share REAL")
 
 
 def m003_service(db: sqlite3.Connection) -> None:
-    """Owners, priorities, expiry, uploads in parts, and answers given before.
+    """Owners, priorities, expiry, uploads in parts, and answers to earlier calls.
 
-    owner: name of the API key that made it; empty where keys have no names.
-    api: whose API made the batch, ``openai`` or ``anthropic``.
-    output_expires_after: seconds that its result files are kept; NULL for the default.
-    paused_reason: why a batch that is in progress does not go on; NULL if it does.
+    owner: name of the API key that made it, or empty if keys have no names.
+    api: the API that made the batch, ``openai`` or ``anthropic``.
+    output_expires_after: seconds that its result files are kept, NULL for the default.
+    paused_reason: why a batch in progress is paused, or NULL if it is not.
     line_errors: JSON object, number of error lines by their code.
     """
     for column in (
@@ -124,7 +124,66 @@ def m003_service(db: sqlite3.Connection) -> None:
     )
 
 
-MIGRATIONS = (m001_files_and_batches, m002_optimal_cached_share, m003_service)
+def m004_error_reasons(db: sqlite3.Connection) -> None:
+    """JSON list of the reasons of error lines: code, message and number of lines."""
+    db.execute("ALTER TABLE batches ADD COLUMN error_reasons TEXT")
+
+
+def m005_keys(db: sqlite3.Connection) -> None:
+    """Keys, what their clients may use, and what they used each day.
+
+    clients.models: JSON list of names, NULL for all.
+    clients.batches, lines, tokens: limits for a day, NULL for none.
+    usage.day: UTC, such as 2026-11-23.
+    """
+    db.execute(
+        """
+        CREATE TABLE clients (
+            name TEXT PRIMARY KEY,
+            role TEXT NOT NULL,
+            models TEXT,
+            batches INTEGER,
+            lines INTEGER,
+            tokens INTEGER
+        )
+        """
+    )
+    db.execute(
+        """
+        CREATE TABLE keys (
+            id TEXT NOT NULL UNIQUE,
+            name TEXT NOT NULL REFERENCES clients,
+            sha256 BLOB NOT NULL UNIQUE,
+            hint TEXT NOT NULL,
+            created_at INTEGER NOT NULL,
+            revoked_at INTEGER
+        )
+        """
+    )
+    db.execute(
+        """
+        CREATE TABLE usage (
+            day TEXT NOT NULL,
+            name TEXT NOT NULL,
+            batches INTEGER NOT NULL DEFAULT 0,
+            lines INTEGER NOT NULL DEFAULT 0,
+            calls INTEGER NOT NULL DEFAULT 0,
+            input_tokens INTEGER NOT NULL DEFAULT 0,
+            cached_tokens INTEGER NOT NULL DEFAULT 0,
+            output_tokens INTEGER NOT NULL DEFAULT 0,
+            PRIMARY KEY (day, name)
+        )
+        """
+    )
+
+
+MIGRATIONS = (
+    m001_files_and_batches,
+    m002_optimal_cached_share,
+    m003_service,
+    m004_error_reasons,
+    m005_keys,
+)
 
 
 def migrate(db: sqlite3.Connection) -> None:

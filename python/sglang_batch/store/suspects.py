@@ -1,9 +1,9 @@
-"""Lines of one batch that may have taken the engine down, kept over restarts.
+"""Lines of one batch that may have taken the engine down, kept across restarts.
 
-When an engine dies, every line it had in flight may be the reason. They are tried again
-after all others: in groups first where they are many, then one at a time, with nothing
-beside them in the engine. A line that is alone when the engine dies is the reason; one
-that online requests were beside is so the second time.
+When an engine dies, any line that it had in flight may be the reason. These suspects
+run again after all other lines, alone in the engine: one at a time, or in groups first
+if there are many. A line that is alone when the engine dies is the reason. If online
+requests were running too, it is taken for the reason only the second time.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pathlib import Path
 
 from .files import atomic_write
 
-# How a line is to be tried, from least to most suspect.
+# How a line runs again, from least to most suspect.
 IN_GROUPS, ALONE, ALONE_AGAIN, NEVER = 1, 2, 3, 4
-# So few are tried one at a time at once.
+# The most lines that run one at a time without running in groups first.
 FEW = 64
 
 
 class Suspects:
-    """By index of a line, how it is to be tried; lines not in it are not suspect.
+    """The suspects by index, and how each runs again.
 
     Attributes:
-        num_deaths: how often the engine died with lines of this batch in it.
+        num_deaths: how often the engine died with lines of this batch in flight.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,10 +39,10 @@ class Suspects:
     def blame(
         self, in_flight: Iterable[int], num_lines: int, num_others: int = 0
     ) -> None:
-        """The engine died with these lines of the batch in it; kept on disk at once.
+        """Record on disk that the engine died with these lines of the batch in flight.
 
-        num_lines: lines that it had of all batches.
-        num_others: online requests that it had beside them.
+        num_lines: lines in flight, of all batches.
+        num_others: online requests that were running.
         """
         self.num_deaths += 1
         for index in in_flight:
@@ -59,11 +59,11 @@ class Suspects:
             file.write(json.dumps(kept).encode())
 
     def never(self) -> list[int]:
-        """Lines that are not to be tried again, ascending."""
+        """Lines that must not run again, ascending."""
         return self._of(NEVER)
 
     def groups(self) -> list[list[int]]:
-        """Lines that are to be tried together, each group by itself."""
+        """Groups of lines. Each group runs alone in the engine."""
         many = self._of(IN_GROUPS)
         size = max(1, round(len(many) ** 0.5))
         groups = [many[at : at + size] for at in range(0, len(many), size)]

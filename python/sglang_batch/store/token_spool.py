@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 class TokenSpool:
     """Append prompts in order, then read them all as two arrays.
 
-    Half a million long prompts do not fit in memory; the file is mapped, so only
-    what is looked at is loaded. The file goes when the spool is closed.
+    Half a million long prompts do not fit in memory. The file is mapped, so only the
+    parts in use are loaded. It is deleted when the spool is closed.
     """
 
     def __init__(self, path: Path) -> None:

@@ -2,11 +2,11 @@
 
 ::
 
-    pending -> completed       its parts are one file now
+    pending -> completed       its parts became one file
        |---> cancelled
        +---> expired           an hour after it was made
 
-A pending upload past its time is shown as expired before it is written down.
+A pending upload past its time is shown as expired even before its row is updated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from .batch_store import BatchStore, OnMade, Row, now
-from .files import atomic_write, move_into_place
+from .files import move_into_place, sync_file
+from .incoming import IncomingFile
 
 PENDING = "pending"
 COMPLETED = "completed"
@@ -35,11 +36,11 @@ class UploadStore:
         self.store = store
 
     def directory(self, upload_id: str) -> Path:
-        """Where an upload's parts are; exists from its first part on."""
+        """The directory of an upload's parts. It exists once it has a part."""
         return self.store.directory / "uploads" / upload_id
 
     def add(self, row: Row) -> None:
-        """Record a new upload; it is pending and has no parts."""
+        """Record a new upload, pending and without parts."""
         row = {**row, "status": PENDING, "expires_at": row["created_at"] + LIFETIME_S}
         names, marks = ", ".join(row), ", ".join("?" * len(row))
         with self.store.atomic() as db:
@@ -48,7 +49,7 @@ class UploadStore:
             )
 
     def get(self, upload_id: str, owner: str | None = None) -> Row | None:
-        """An upload as it is at this moment; of this owner, where one is named."""
+        """An upload as it is now, of this owner if one is named."""
         found = self.store.rows(
             "SELECT * FROM uploads WHERE id = ? AND owner = COALESCE(?, owner)",
             (upload_id, owner),
@@ -61,7 +62,7 @@ class UploadStore:
         return row
 
     def parts(self, upload_id: str) -> dict[str, Row]:
-        """The parts of an upload by their ids, in the order in which they came."""
+        """The parts of an upload by id, in order of arrival."""
         rows = self.store.rows(
             "SELECT * FROM upload_parts WHERE upload_id = ? ORDER BY seq", (upload_id,)
         )
@@ -72,23 +73,23 @@ class UploadStore:
         upload_id: str,
         part_id: str,
         source: Path,
-        check_room: Callable[[], None],
+        check: Callable[[], None],
         on_made: OnMade | None = None,
     ) -> Row | None:
-        """Make a file that was received a part; it is moved.
+        """Move a received file to the parts of an upload.
 
         Args:
-            source: on the disk of the store.
-            check_room: called in the transaction that adds the part; may raise.
+            source: in ``incoming/``.
+            check: called in the transaction that adds the part. May raise.
             on_made: see :data:`OnMade`.
 
         Returns:
-            The part's row; None if the upload is not pending any more.
+            The part's row, or None if the upload is no longer pending.
         """
         num_bytes = source.stat().st_size
         path = self.directory(upload_id) / part_id
         path.parent.mkdir(exist_ok=True)
-        move_into_place(source, path)
+        sync_file(source)
         row = {
             "id": part_id,
             "upload_id": upload_id,
@@ -100,7 +101,8 @@ class UploadStore:
             with self.store.atomic() as db:
                 if not self._pending(upload_id):
                     return None
-                check_room()
+                check()
+                move_into_place(source, path)
                 db.execute(
                     "INSERT INTO upload_parts (id, upload_id, bytes, created_at)"
                     " VALUES (:id, :upload_id, :bytes, :created_at)",
@@ -114,39 +116,53 @@ class UploadStore:
                 path.unlink(missing_ok=True)
         return row
 
-    def assemble(self, upload_id: str, part_ids: Iterable[str], path: Path) -> str:
-        """Write the parts, one after another, to a new file; returns its MD5 in hex.
+    def assemble(
+        self, upload_id: str, part_ids: Iterable[str], whole: IncomingFile
+    ) -> str:
+        """Concatenate parts into a file and return its MD5 in hexadecimal.
 
         Raises:
             FileNotFoundError: the parts were removed meanwhile.
         """
         digest = hashlib.md5(usedforsecurity=False)
-        with atomic_write(path) as whole:
-            for part_id in part_ids:
-                with open(self.directory(upload_id) / part_id, "rb") as part:
-                    while data := part.read(_CHUNK):
-                        digest.update(data)
-                        whole.write(data)
+        for part_id in part_ids:
+            with open(self.directory(upload_id) / part_id, "rb") as part:
+                while data := part.read(_CHUNK):
+                    digest.update(data)
+                    whole.write(data)
+        whole.close()
         return digest.hexdigest()
 
     def complete(
-        self, upload_id: str, file_id: str, expires_at: int | None, on_made: OnMade
+        self,
+        upload_id: str,
+        source: Path,
+        file_id: str,
+        kept_s: int | None,
+        on_made: OnMade,
     ) -> bool:
-        """Make the assembled contents a file; False if it is not pending any more.
+        """Make the assembled contents a file. False if it is no longer pending.
 
-        The file and the status are one transaction: a server that dies before it
-        leaves a pending upload, which can be completed again. ``on_made`` gets the file.
+        The file and the status change in one transaction. If the server dies before
+        that, the upload is still pending and can be completed again.
+
+        Args:
+            source: the contents, in ``incoming/``.
+            kept_s: seconds until the file expires, None for never.
+            on_made: called with the file's row, see :data:`OnMade`.
         """
+        sync_file(source)
         with self.store.atomic() as db:
             if not self._pending(upload_id):
                 return False
             upload = self.get(upload_id)
             assert upload is not None
+            move_into_place(source, self.store.file_path(file_id))
             file = self.store.record_file(
                 file_id,
                 upload["filename"],
                 upload["purpose"],
-                expires_at,
+                kept_s,
                 upload["owner"],
             )
             db.execute(
@@ -158,7 +174,7 @@ class UploadStore:
         return True
 
     def cancel(self, upload_id: str) -> bool:
-        """Cancel an upload and drop its parts; False if it is not pending."""
+        """Cancel an upload and delete its parts. False if it is not pending."""
         with self.store.atomic() as db:
             if not self._pending(upload_id):
                 return False
@@ -169,7 +185,7 @@ class UploadStore:
         return True
 
     def expire(self, upload_id: str, at: int) -> None:
-        """Write down that an upload has expired, and drop its parts."""
+        """Record that an upload has expired, and delete its parts."""
         with self.store.atomic() as db:
             db.execute(
                 "UPDATE uploads SET status = ?"
@@ -179,7 +195,7 @@ class UploadStore:
         self.remove_parts(upload_id)
 
     def remove_parts(self, upload_id: str) -> None:
-        """Drop the parts of an upload that needs them no more."""
+        """Delete the parts of an upload."""
         with self.store.atomic() as db:
             db.execute("DELETE FROM upload_parts WHERE upload_id = ?", (upload_id,))
         shutil.rmtree(self.directory(upload_id), ignore_errors=True)

@@ -1,1 +1,1 @@
-"""Synthetic jobs by published statistics, and jobs from traces of lengths."""
+"""Test jobs: synthetic ones with published statistics, and traces of lengths."""

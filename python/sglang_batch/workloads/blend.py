@@ -1,4 +1,4 @@
-"""BlendServe's recipe for jobs of a given compute density and prefix sharing ratio."""
+"""BlendServe's recipe for jobs with a given compute density and prefix sharing ratio."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def blend_counts(
     compute_source: Source = BURSTGPT,
     memory_source: Source = OPENVID,
 ) -> dict[Source, int]:
-    """How many requests of each source give a density and a sharing ratio.
+    """The number of requests of each source for a density and a sharing ratio.
 
-    BlendServe A.1: a compute-intensive trace and a memory-intensive one set the
-    density, MMLU adds sharing. Both targets are linear in the counts ``n``, with t the
+    BlendServe A.1: a compute-intensive and a memory-intensive trace set the density,
+    and MMLU adds sharing. Both targets are linear in the counts ``n``, where t is the
     tokens p + d and m the KV reads p d + d^2 / 2 of a request of each source:
 
     - sum n t sharing_of_source = sharing sum n t
@@ -98,19 +98,22 @@ def blend(
 ) -> Workload:
     """A job with a root compute density and a prefix sharing ratio (BlendServe A.1).
 
-    density: compute time over memory time of the whole job; compute time counts a
-        shared prefix once. Above 1 the job is compute-intensive.
-    sharing: the share of all tokens, input and output, that a perfect cache saves.
-    token_time_s: compute time of one token, 2 * params / compute.
-    kv_read_time_s: memory time of reading one token of KV.
-
     Counts are those of :func:`blend_counts`. Then the lengths of MMLU's prefixes and of
     the memory-intensive source's outputs are scaled, by a few percent from 40,000
-    requests on, so that rounding of counts and lengths does not move the two targets:
-    the job meets them within 1 %.
+    requests on, to correct for the rounding of counts and lengths. The job meets both
+    targets within 1 %.
+
+    Args:
+        density: compute time over memory time of the whole job, where compute time
+            counts a shared prefix once. Above 1 the job is compute-intensive.
+        sharing: share of all tokens, input and output, that a perfect cache saves.
+        token_time_s: compute time of one token, 2 * params / compute.
+        kv_read_time_s: memory time of reading one token of KV.
+        known: whether the true lengths of sources with ``fixed_output`` are known
+            beforehand.
 
     Raises:
-        ConfigError: as :func:`blend_counts`, or ``num_requests`` is too small.
+        ConfigError: as for :func:`blend_counts`, or ``num_requests`` is too small.
     """
     counts = blend_counts(
         density,
@@ -146,11 +149,11 @@ def _feasible_densities(
     """The lowest and highest density of mixes whose ``excess_shared`` adds up to 0.
 
     Density is monotone along the line of such mixes, so its extremes are at the ends,
-    where one of the three sources is left out.
+    where one of the three sources has no requests.
     """
     densities = []
     for i, j in combinations(range(3), 2):
-        # Weights that cancel; of one sign where the two sources can be mixed at all.
+        # Weights that cancel, of equal sign if the two sources can be mixed at all.
         a, b = excess_shared[j], -excess_shared[i]
         if a * b >= 0 and (a or b):
             compute = a * compute_s[i] + b * compute_s[j]
@@ -159,7 +162,7 @@ def _feasible_densities(
 
 
 def _totals(samples: Sequence[Sample]) -> tuple[int, float, float]:
-    """Tokens, KV reads and tokens saved by a perfect cache, of all samples."""
+    """Tokens, KV reads, and tokens saved by a perfect cache, of all samples."""
     return (
         sum(sample.num_tokens for sample in samples),
         sum(sample.kv_reads for sample in samples),
@@ -168,11 +171,11 @@ def _totals(samples: Sequence[Sample]) -> tuple[int, float, float]:
 
 
 def _meet_sharing(samples: Sequence[Sample], sharing: float) -> Sample:
-    """The last sample with its prefixes scaled so that all together share enough."""
+    """The last sample, its prefixes scaled so that the samples have the sharing ratio."""
     sample = samples[-1]
     num_tokens, _, saved = _totals(samples)
-    # Scaling the prefixes by 1 + x adds x * total to the tokens, x * repeated to what
-    # is saved.
+    # Scaling the prefixes by 1 + x adds x * total to the tokens and x * repeated to the
+    # saved tokens.
     repeated = float(sample.repeats @ sample.prefix_len)
     total = float(sample.prefix_len[sample.group].sum())
     gain = repeated - sharing * total
@@ -184,7 +187,7 @@ def _meet_sharing(samples: Sequence[Sample], sharing: float) -> Sample:
 
 
 def _meet_density(samples: Sequence[Sample], tokens_per_read: float) -> Sample:
-    """The second sample with its outputs scaled for a ratio of tokens to KV reads."""
+    """The second sample, its outputs scaled for a ratio of tokens to KV reads."""
     sample = samples[1]
     rest_tokens, rest_reads, _ = _totals([samples[0], *samples[2:]])
 

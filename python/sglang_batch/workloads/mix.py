@@ -1,8 +1,8 @@
 """Synthetic jobs with the true output lengths, to plan, simulate and measure on.
 
-Everything is a function of its arguments: the same seed gives the same workload. The
+Every result is a function of its arguments: the same seed gives the same workload. The
 lengths of a source are stratified (:func:`.sources.lognormal_lengths`), so the seed
-moves who has which length and which token ids, and hardly the sums.
+changes which request has which length and token ids, but hardly the sums.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError
-from ..planner.jit import jit
+from ..planner.compiled import jit
 from ..planner.requests import UNKNOWN, Int32s, Int64s, PlanRequests
 from .samples import Sample, draw_sample, offsets_of, random_tokens
 from .sources import MAX_INPUT_LEN, Source, lognormal_lengths
@@ -25,9 +25,9 @@ Int16s = NDArray[np.int16]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A job of ``n`` requests and what only the engine will find out.
+    """A job of ``n`` requests with their true output lengths.
 
-    output_len: int32 ``[n]``, the true output lengths. A policy must not see them.
+    output_len: int32 ``[n]``, which only the engine finds out: no policy may use them.
     source: int16 ``[n]``, the index of each request's source in ``source_names``.
     """
 
@@ -46,7 +46,7 @@ def mix(
 ) -> Workload:
     """``counts[source]`` requests of every source, shuffled unless ``shuffle=False``.
 
-    With ``known`` the output lengths of sources with ``fixed_output`` are in
+    With ``known``, the output lengths of sources with ``fixed_output`` are in
     ``requests.known_output_len``.
 
     Raises:
@@ -77,9 +77,9 @@ def shared_prefix_groups(
 ) -> Workload:
     """BatchLLM's microbenchmark (section 6.1): fixed lengths, equal groups.
 
-    ``sharing_degree`` requests have one prefix of ``prefix_len`` tokens in common and
-    ``distinct_len`` of their own. Where it does not divide ``num_requests``, groups are
-    as equal as can be and none is larger.
+    ``sharing_degree`` requests share a prefix of ``prefix_len`` tokens and have
+    ``distinct_len`` tokens of their own. If it does not divide ``num_requests``, groups
+    are as equal as possible and none is larger.
 
     Raises:
         ConfigError: a length or count is not positive.
@@ -115,10 +115,10 @@ def industry(
 ) -> Workload:
     """Like BatchLLM's industry workload (section 6.2.2): snippets of documents.
 
-    A short instruction is common to all; about 1,570 tokens of instruction and document
-    are common to the queries on a document; a query has about 30 tokens. A document has
-    1 + Poisson(1.45) queries. Thus a request finds about 3 in its group, itself
-    included, and a cache saves 58 % of the prompt tokens: both as published. The spread
+    All requests share a short instruction. The queries on a document share about 1,570
+    tokens of instruction and document, and a query has about 30 tokens. A document has
+    1 + Poisson(1.45) queries. The group of a request thus has about 3 requests, itself
+    included, and a cache saves 58 % of the prompt tokens, both as published. The spread
     of the lengths, the instruction's 20 tokens and the 100 output tokens are assumed.
 
     Raises:
@@ -150,7 +150,7 @@ def industry(
 def combine(workloads: Sequence[Workload], seed: int) -> Workload:
     """All requests of several workloads, shuffled into one.
 
-    Sources of the same name become one. Prompts stay as they are: two workloads share
+    Sources of the same name become one. Prompts are not changed: two workloads share
     prefixes if they did before.
 
     Raises:
@@ -192,7 +192,7 @@ def combine(workloads: Sequence[Workload], seed: int) -> Workload:
 
 
 def seeds_of(seed: int, name: str) -> np.random.SeedSequence:
-    """The random seed of a workload; two workloads of one seed do not share prompts."""
+    """The random seed of a workload. The name keeps equal seeds from sharing prompts."""
     return np.random.SeedSequence([seed, zlib.crc32(name.encode())])
 
 
@@ -204,10 +204,11 @@ def assemble(
     shuffle: bool,
     known: bool,
 ) -> Workload:
-    """The workload of several samples, prompts filled with random token ids.
+    """The workload of several samples, with prompts of random token ids.
 
-    A prompt is instruction, prefix and own part, each made from a key. All requests of
-    a sample have the key of its instruction, those of a group that of its prefix.
+    A prompt is instruction, prefix and own part, each generated from a key. All
+    requests of a sample have the key of its instruction, and all requests of a group
+    that of its prefix.
     """
     num_requests = sum(len(sample) for sample in samples)
     lengths = np.empty((num_requests, 3), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Samples of sources: the lengths and groups of requests, and token ids to fill them."""
+"""Samples of sources: lengths and groups of requests, and their random token ids."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..planner.jit import jit
+from ..planner.compiled import jit
 from ..planner.requests import Floats, Int32s, Int64s
 from .sources import MAX_INPUT_LEN, VOCAB_SIZE, Source, lognormal_lengths
 
@@ -20,9 +20,9 @@ class Sample:
 
     group: int64 ``[n]``, 0..g-1.
     prefix_len: int64 ``[g]``, tokens that a group has in common.
-    own_len: int64 ``[n]``, prompt tokens behind the prefix.
+    own_len: int64 ``[n]``, prompt tokens after the prefix.
     output_len: int32 ``[n]``.
-    instruction_len: the first tokens of every prefix, common to all groups.
+    instruction_len: number of first tokens of every prefix that all groups share.
     """
 
     source: Source
@@ -53,7 +53,7 @@ class Sample:
 
     @property
     def repeats(self) -> Int64s:
-        """Requests of each group after its first, int64 ``[g]``: they save a prefix."""
+        """Requests of each group after its first, int64 ``[g]``, which save the prefix."""
         sizes = np.bincount(self.group, minlength=len(self.prefix_len))
         return np.maximum(sizes - 1, 0)
 
@@ -66,9 +66,9 @@ class Sample:
 
 
 def draw_sample(source: Source, count: int, rng: np.random.Generator) -> Sample:
-    """``count`` requests with the source's lengths; input and output independent.
+    """``count`` requests with the source's lengths, input and output independent.
 
-    Prefixes are as long as the source's sharing ratio asks for in a large sample. The
+    Prefixes have the length that gives a large sample the source's sharing ratio. The
     first request of each group computes its prefix, so ``count`` requests in ``g``
     groups share less by a factor of ``1 - g / count``.
     """
@@ -101,15 +101,15 @@ def draw_sample(source: Source, count: int, rng: np.random.Generator) -> Sample:
 def _shared_by_chance(sizes: Floats) -> Floats:
     """Expected tokens that prompts share because their first own tokens are equal.
 
-    With ids drawn from ``VOCAB_SIZE``, 300,000 requests behind one system prompt have
-    more requests than first tokens; longer matches are too rare to count.
+    With ids drawn from ``VOCAB_SIZE``, there are fewer possible first tokens than
+    300,000 requests after one system prompt. Longer matches are too rare to count.
     """
     distinct: Floats = VOCAB_SIZE * -np.expm1(sizes * np.log1p(-1 / VOCAB_SIZE))
     return sizes - distinct
 
 
 def offsets_of(lengths: Int32s | Int64s) -> Int64s:
-    """Where each of ``n`` runs begins and the last ends, int64 ``[n + 1]``."""
+    """The begin of each of ``n`` runs and the end of the last, int64 ``[n + 1]``."""
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
@@ -118,10 +118,10 @@ def offsets_of(lengths: Int32s | Int64s) -> Int64s:
 def random_tokens(
     lengths: Int32s | Int64s, keys: Int64s, seeds: np.random.SeedSequence
 ) -> Int32s:
-    """Runs of random token ids, one behind the other; int32 ``[sum(lengths)]``.
+    """Consecutive runs of random token ids, int32 ``[sum(lengths)]``.
 
-    Run ``k`` has ``lengths[k]`` ids that depend only on ``keys[k]``, their place in the
-    run and the seed: runs of one key are equal as far as the shorter one goes.
+    Run ``k`` has ``lengths[k]`` ids that depend only on ``keys[k]``, their position in
+    the run and the seed: of two runs with one key, the shorter is a prefix of the other.
     """
     offsets = offsets_of(lengths)
     tokens = np.empty(int(offsets[-1]), dtype=np.int32)

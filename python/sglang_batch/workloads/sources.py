@@ -1,11 +1,11 @@
 """The request sources that workloads are mixed from, by their published statistics.
 
 Averages, sharing ratios and densities of the traces are those of BlendServe (ASPLOS'26,
-Fig. 2 and appendix A.1, Table 3). E[d^2] is what those densities imply on an A100 with
+Fig. 2 and appendix A.1, Table 3). E[d^2] follows from those densities on an A100 with
 independent input and output lengths. ``AZURE_CONV``, ``ARXIV`` and the output lengths of
 ``SHAREGPT`` have the moments of the open files (Azure LLM 2023, Vidur, NanoFlow).
-No source publishes the spread of its input lengths but those three; for the others
-``own_cv`` is an assumption. It does not enter the density.
+Only those three publish the spread of their input lengths. For the others ``own_cv`` is
+an assumption, which does not affect the density.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ VOCAB_SIZE = 128_256
 """Token ids are below this, as with Llama 3."""
 
 MAX_INPUT_LEN = 32_768
-"""The longest prompt that is generated, without its shared prefix."""
+"""Most tokens of a generated prompt, without its shared prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One kind of requests. Lengths are lognormal, in tokens.
+    """One kind of requests, with lognormal lengths in tokens.
 
     input_mean: mean input length, shared prefix included.
-    own_cv: coefficient of variation of the part of a prompt behind its shared prefix.
+    own_cv: coefficient of variation of the part of a prompt after its shared prefix.
     output_mean, output_square: E[d] and E[d^2] of the output length.
-    sharing: the share of all its tokens, input and output, that a perfect prefix cache
+    sharing: share of all its tokens, input and output, that a perfect prefix cache
         saves. The length of the shared prefix follows from it.
-    max_output_len: no output is longer; it is also the cap that requests ask for.
+    max_output_len: longest output, and ``max_new_tokens`` of the requests.
     max_groups: distinct shared prefixes of a large sample, 1 for one system prompt.
-    group_size: requests per shared prefix; small samples have fewer prefixes.
+    group_size: requests per shared prefix. Small samples have fewer prefixes.
     prefix_cv: coefficient of variation of the lengths of the shared prefixes.
     fixed_output: whether output lengths are known beforehand.
     """
@@ -103,19 +103,20 @@ def lognormal_lengths(
     The lengths are the mid-quantiles of a lognormal, one per stratum of equal
     probability, rounded and clipped to ``[low, high]``. Mid-quantiles and clipping cut
     the tail, so the distribution's two parameters are refitted until the lengths
-    themselves have the moments asked for. Thus a few hundred lengths of a heavy tail
-    carry the load that the distribution has, which independent draws do not. A sample
-    too small for its spread (``square / mean**2`` near ``count``) keeps the mean only.
-    Without spread (``square <= mean**2``) all lengths are the mean, whatever the range.
+    themselves have the requested moments. A few hundred lengths of a heavy tail thus
+    have the load of the distribution, unlike independent draws. A sample too small for
+    its spread (``square / mean**2`` near ``count``) only keeps the mean. Without spread
+    (``square <= mean**2``) all lengths are the mean, whatever the range.
 
-    Returns int32 ``[count]``.
+    Returns:
+        int32 ``[count]``.
     """
     target_ratio = square / mean**2
     if count == 0 or target_ratio <= 1.0:
         return np.full(count, round(mean), dtype=np.int32)
     quantiles = _normal_quantiles(count)
     variance = math.log(target_ratio)
-    # Bounds the search where no spread reaches the second moment.
+    # Limits the search if no spread reaches the second moment.
     max_variance = 2.5 * variance
     shift = math.log(mean) - variance / 2
     for _ in range(60):
@@ -126,7 +127,7 @@ def lognormal_lengths(
         if abs(sample_mean / mean - 1) < 1e-4 and abs(ratio / target_ratio - 1) < 1e-4:
             break
         # For the distribution itself log(ratio) is the variance and the mean is
-        # proportional to exp(shift), so each step corrects what is missing.
+        # proportional to exp(shift), so each step corrects the remaining error.
         change = min(math.log(target_ratio / ratio), max_variance - variance)
         change = max(change, -variance / 2)
         variance += change

@@ -1,6 +1,6 @@
-"""Readers of published length traces. Token ids are made up, prefix structure is kept.
+"""Readers of published length traces: random token ids, with the prefix structure kept.
 
-Three formats, told apart by the first line:
+Three formats, recognised by the first line:
 
 - csv with ``ContextTokens,GeneratedTokens`` (Azure LLM 2023; NanoFlow's traces),
 - csv with ``num_prefill_tokens,num_decode_tokens`` (Vidur),
@@ -24,7 +24,7 @@ from .mix import Workload, seeds_of
 from .samples import offsets_of, random_tokens
 
 CONTEXT_LEN = 131_072
-"""Input and output of a request fit into this many tokens, as with Llama 3.1."""
+"""Most tokens of a request, input and output together, as with Llama 3.1."""
 
 BLOCK_LEN = 512
 """Prompt tokens per hash id of a Mooncake trace."""
@@ -35,7 +35,7 @@ CSV_COLUMNS = (
 )
 
 Row = tuple[int, int, list[int]]
-"""Input length, output length and hash ids, none where the trace has no prefixes."""
+"""Input length, output length, and hash ids, which are empty without prefixes."""
 
 
 def read_trace(
@@ -45,15 +45,16 @@ def read_trace(
     max_input_len: int | None = None,
     seed: int = 0,
 ) -> Workload:
-    """The requests of a trace in the order of the file; output lengths are not known.
-
-    limit: take this many requests from the beginning of the file.
-    max_input_len: longer prompts lose their end. Without it, prompts are cut to what
-        ``CONTEXT_LEN`` leaves beside the output.
+    """The requests of a trace in the order of the file, with unknown output lengths.
 
     Lengths of 0 become 1. ``max_new_tokens`` is the smallest power of two that no
     output of the trace exceeds, at least 4,096. The workload and its only source have
-    the name of the file without suffix; token ids depend on this name and ``seed``.
+    the name of the file without suffix. Token ids depend on this name and ``seed``.
+
+    Args:
+        limit: most requests to read, from the beginning of the file.
+        max_input_len: most tokens of a prompt. The end of longer prompts is cut off.
+            None: prompt and output together have at most ``CONTEXT_LEN`` tokens.
 
     Raises:
         ConfigError: ``limit`` or ``max_input_len`` is not positive.
@@ -162,15 +163,15 @@ def _length(value: object, shown: object, name: str, path: Path, number: int) ->
 
 
 def _runs(input_len: Int64s, hash_ids: list[list[int]]) -> tuple[Int64s, Int64s]:
-    """Lengths and keys of the runs of equal-keyed tokens that make up all prompts."""
+    """Lengths and keys of the runs of tokens that the prompts consist of."""
     blocks: dict[int, int] = {}
     lengths: list[int] = []
     keys: list[int] = []
     for i, (length, ids) in enumerate(zip(input_len.tolist(), hash_ids, strict=True)):
-        if not ids:  # no prefix structure: a run of its own, keyed apart from blocks
+        if not ids:  # no prefix structure: one run, with a key that no block has
             lengths.append(length)
             keys.append(-1 - i)
-        # Number all blocks, also those that are cut off: cutting changes no token.
+        # Number all blocks, including those cut off: cutting changes no token.
         numbers = [blocks.setdefault(block, len(blocks)) for block in ids]
         for number, begin in zip(numbers, range(0, length, BLOCK_LEN), strict=False):
             lengths.append(min(BLOCK_LEN, length - begin))

@@ -4,12 +4,12 @@ const SVG = "http://www.w3.org/2000/svg";
 const MARGIN = { top: 8, right: 4, bottom: 20, left: 46 };
 const LONGEST_S = 3600;
 const SHORTEST_S = 60;
-// More than so long between two samples: nobody knows what was in between.
+// Samples further apart than this are not connected.
 const GAP_S = 20;
 const TICKS_S = [30, 60, 120, 300, 600, 900, 1200];
 
 const whole = new Intl.NumberFormat(undefined, { maximumFractionDigits: 0 });
-const short = new Intl.NumberFormat(undefined, { notation: "compact" });
+const short = new Intl.NumberFormat(undefined, { notation: "compact", maximumFractionDigits: 1 });
 const clock = new Intl.DateTimeFormat(undefined, { timeStyle: "short", hourCycle: "h23" });
 const exact = new Intl.DateTimeFormat(undefined, { timeStyle: "medium", hourCycle: "h23" });
 
@@ -20,7 +20,7 @@ function svg(tag, attributes, text) {
   return made;
 }
 
-/** A number that is easy to halve and to read, and not below the value. */
+/** The next number that is easy to read and to halve. */
 function roundUp(value) {
   const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));
   return power * [1, 1.2, 1.6, 2, 2.4, 3, 4, 5, 6, 8, 10].find((factor) => factor * power >= value);
@@ -29,18 +29,21 @@ function roundUp(value) {
 export class Chart {
   /**
    * @param figure with a .legend, a list, and with an empty .plot and .when
-   * @param series [{name, value: (point) => number}], the lowest first
-   * @param options title and unit, for who cannot see it; known: (point) => whether it
-   *   has values; limit: (point) => number, a line; empty: what is said without values
+   * @param seriesOf (points) => [{name, hint, color, value: (point) => number}], from
+   *   bottom to top; hint is shown where the pointer rests on the name
+   * @param options title and unit, for screen readers; known: (point) => whether it has
+   *   values; limit: (point) => number, drawn as a line; empty: text shown without values
    */
-  constructor(figure, series, options) {
-    this.series = series;
+  constructor(figure, seriesOf, options) {
+    this.seriesOf = seriesOf;
+    this.series = [];
     this.options = options;
+    this.legend = figure.querySelector(".legend");
     this.plot = figure.querySelector(".plot");
     this.when = figure.querySelector(".when");
     this.points = [];
     this.pointed = null;
-    this.values = this.makeLegend(figure.querySelector(".legend"));
+    this.makeLegend();
     new ResizeObserver(() => this.draw()).observe(this.plot);
     this.plot.addEventListener("pointermove", (event) => this.point(event));
     this.plot.addEventListener("pointerleave", () => {
@@ -49,19 +52,27 @@ export class Chart {
     });
   }
 
-  makeLegend(list) {
-    return this.series.map(({ name }, i) => {
+  makeLegend() {
+    const series = this.seriesOf(this.points);
+    const names = (all) => all.map(({ name }) => name).join("\n");
+    const same = this.series.length > 0 && names(series) === names(this.series);
+    this.series = series;
+    if (same) return;
+    this.legend.replaceChildren();
+    this.values = series.map(({ name, hint, color }) => {
       const item = document.createElement("li");
       const value = document.createElement("b");
-      item.className = `series-${i + 1}`;
+      item.className = color;
+      if (hint) item.title = hint;
       item.append(`${name} `, value);
-      list.append(item);
+      this.legend.append(item);
       return value;
     });
   }
 
   update(points) {
     this.points = points.filter((p) => p.time > points.at(-1).time - LONGEST_S);
+    this.makeLegend();
     this.draw();
   }
 
@@ -131,7 +142,7 @@ export class Chart {
     }
   }
 
-  /** The points in pieces, without those that are not known. */
+  /** The points, split at gaps and at points without values. */
   parts() {
     const parts = [[]];
     for (const point of this.points) {
@@ -145,14 +156,14 @@ export class Chart {
 
   drawPart(root, part) {
     let below = part.map(() => 0);
-    this.series.forEach(({ value }, i) => {
+    this.series.forEach(({ value, color }) => {
       const above = part.map((point, at) => below[at] + value(point));
       const corner = (values) => (point, at) =>
         `${this.x(point.time).toFixed(1)},${this.y(values[at]).toFixed(1)}`;
       const upper = part.map(corner(above));
       const lower = part.map(corner(below)).reverse();
       const d = `M${[...upper, ...lower].join("L")}Z`;
-      root.append(svg("path", { class: `area series-${i + 1}`, d }));
+      root.append(svg("path", { class: `area ${color}`, d }));
       below = above;
     });
   }
@@ -181,7 +192,7 @@ export class Chart {
     const values = this.series.map(
       ({ name, value }) => `${name} ${whole.format(value(last))}`,
     );
-    const now = this.options.known(last) ? `now ${values.join(", ")}` : "no value now";
+    const now = this.options.known(last) ? `now ${values.join(", ")}` : "no current value";
     return `${this.options.title}, last ${minutes} min: ${now} ${this.options.unit}`;
   }
 

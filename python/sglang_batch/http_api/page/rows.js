@@ -1,9 +1,11 @@
-// The rows of the list: made once for each batch, then kept up to date in place, so that
-// focus, selection and scrolling stay where they are.
+// The rows of the list. Each is created once and updated in place, so that focus,
+// selection and scroll position are kept.
 //
-// All text goes through textContent or append(): what clients send is never HTML.
+// All text is set with textContent or append(), so text from clients is never HTML.
 
 export const ACTIVE = new Set(["validating", "in_progress", "finalizing", "cancelling"]);
+// Reasons of errors that are shown without opening the others.
+const FIRST_REASONS = 3;
 const CAN_CANCEL = new Set(["validating", "in_progress"]);
 const DOWNLOADS = {
   output: "Output",
@@ -14,12 +16,17 @@ const DOWNLOADS = {
 
 const whole = new Intl.NumberFormat(undefined, { maximumFractionDigits: 0 });
 const tenths = new Intl.NumberFormat(undefined, { maximumFractionDigits: 1 });
+const millions = new Intl.NumberFormat(undefined, {
+  notation: "compact",
+  minimumFractionDigits: 2,
+  maximumFractionDigits: 2,
+});
 const percent = new Intl.NumberFormat(undefined, { style: "percent" });
 const day = new Intl.DateTimeFormat(undefined, { day: "numeric", month: "short" });
 const clock = new Intl.DateTimeFormat(undefined, { timeStyle: "short", hourCycle: "h23" });
 const exact = new Intl.DateTimeFormat(undefined, { dateStyle: "full", timeStyle: "long" });
 
-/** An element; children are elements or text, and those that are null are left out. */
+/** Create an element. Children are elements or text; null children are left out. */
 export function make(tag, attributes, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -31,7 +38,7 @@ export function make(tag, attributes, ...children) {
 
 const sub = (...children) => make("div", { class: "sub" }, ...children);
 
-/** A code such as context_length_exceeded, which may be broken after its underscores. */
+/** A code such as context_length_exceeded, with line breaks allowed after underscores. */
 function breakable(code) {
   return code.split("_").flatMap((part, i) => (i ? ["_", make("wbr", {}), part] : [part]));
 }
@@ -52,13 +59,13 @@ function endOf(batch) {
   return batch.completed_at ?? batch.failed_at ?? batch.cancelled_at ?? batch.expired_at;
 }
 
-/** How long something took. */
+/** A duration, to the second below an hour. */
 function duration(seconds) {
   const s = Math.max(0, Math.round(seconds));
   return s >= 60 && s < 3600 ? `${Math.floor(s / 60)} min ${s % 60} s` : roughly(s);
 }
 
-/** How long something goes on, without what changes from one look to the next. */
+/** A duration that still changes, rounded so that it changes seldom. */
 function roughly(seconds) {
   const s = Math.max(0, Math.round(seconds));
   const minutes = Math.round(s / 60);
@@ -79,84 +86,152 @@ function time(unix) {
 
 // The cells -------------------------------------------------------------------------
 
+function copyButton(text, what, action = "copy") {
+  const attributes = { type: "button", class: "copy", "data-action": action, "data-text": text };
+  return make("button", { ...attributes, "aria-label": `Copy the id of ${what}` }, "Copy");
+}
+
+function idLine(id, what, action) {
+  return make("div", { class: "id" }, make("span", { title: id }, id), copyButton(id, what, action));
+}
+
 function batchCell(batch) {
   const model = batch.model ? make("span", { class: "model" }, batch.model) : null;
   const pairs = Object.entries(batch.metadata ?? {}).map(([k, v]) => `${k}: ${v}`);
   return [
     make("div", { class: "name" }, nameOf(batch)),
-    make("span", { class: "id", title: batch.id }, batch.id),
+    idLine(batch.id, nameOf(batch)),
     sub(batch.endpoint, model && " \u00b7 ", model),
+    batch.owner ? sub(`of ${batch.owner}`) : null,
     pairs.length ? make("div", { class: "pairs" }, pairs.join(" \u00b7 ")) : null,
+    fileIds(batch),
   ];
+}
+
+function fileIds(batch) {
+  const files = [
+    ["input", batch.input_file_id],
+    ["output", batch.output_file_id],
+    ["errors", batch.error_file_id],
+  ].filter(([, id]) => id);
+  const label = make("summary", { "data-action": "files" }, "File ids");
+  const items = files.map(([name, id]) => {
+    const line = idLine(id, `the file ${name} of ${nameOf(batch)}`, `copy-${name}`);
+    return make("li", {}, make("span", { class: "sub" }, name), line);
+  });
+  return make("details", {}, label, make("ul", { class: "files" }, ...items));
 }
 
 function stateCell(batch) {
   const paused = batch.paused_reason && ACTIVE.has(batch.status);
   const state = paused ? "paused" : batch.status;
   return [
-    make("span", { class: `state ${state}` }, paused ? "paused" : stateOf(batch)),
+    make(
+      "div",
+      { class: "state-line" },
+      make("span", { class: `state ${state}` }, paused ? "paused" : stateOf(batch)),
+      batch.priority ? make("span", { class: "sub" }, `priority ${batch.priority}`) : null,
+    ),
     paused ? sub(batch.paused_reason) : null,
-    batch.priority ? sub(`priority ${batch.priority}`) : null,
+    ...progress(batch),
   ];
 }
 
-function progressCell(batch) {
+function progress(batch) {
   const { total } = batch.request_counts;
   if (!total) return batch.status === "validating" ? [sub("checking the file")] : [];
   const done = doneOf(batch);
   const bar = { max: total, value: done, "aria-label": "Lines answered" };
-  const left = batch.rate?.eta_s;
   const lines = `${whole.format(total)} ${total === 1 ? "line" : "lines"}`;
+  const share = percent.format(Math.floor((100 * done) / total) / 100);
   return [
-    make("progress", bar),
-    make(
-      "div",
-      { class: "counts" },
-      make("span", {}, done < total ? `${whole.format(done)} of ${lines}` : lines),
-      make("span", {}, percent.format(Math.floor((100 * done) / total) / 100)),
-    ),
-    left && ACTIVE.has(batch.status) ? sub(`about ${roughly(left)} left`) : null,
+    make("div", { class: "bar" }, make("progress", bar), make("span", {}, share)),
+    make("div", { class: "counts" }, done < total ? `${whole.format(done)} of ${lines}` : lines),
+    ACTIVE.has(batch.status) && batch.rate ? paceOf(batch.rate) : null,
     batch.status === "finalizing" ? sub("writing the results") : null,
   ];
 }
 
+function paceOf({ lines_per_s: lines, eta_s: left }) {
+  const pace = `${(lines < 10 ? tenths : whole).format(lines)} lines/s`;
+  return sub(left ? `${pace}, ${roughly(left)} left` : pace);
+}
+
+/** Numbers under one another, with their names. */
+function figures(...lines) {
+  const cells = lines.flatMap(([value, name, exact]) => [
+    make("b", { title: exact ?? null }, value),
+    make("span", {}, name),
+  ]);
+  return make("div", { class: "figures" }, ...cells);
+}
+
+/** Up to six digits in full, and more of them in millions. */
+function counted(tokens, name) {
+  return tokens < 1e6
+    ? [whole.format(tokens), name]
+    : [millions.format(tokens), name, whole.format(tokens)];
+}
+
 function speedCell(batch) {
   if (batch.rate) {
-    const lines = batch.rate.lines_per_s;
-    const text = `${(lines < 10 ? tenths : whole).format(lines)} lines/s`;
-    return [whole.format(batch.rate.tokens_per_s), sub(text)];
+    const { tokens_per_s: all, output_tokens_per_s: output } = batch.rate;
+    return [figures(counted(output, "output"), counted(all - output, "prompt"))];
   }
   const end = endOf(batch);
   if (!end || !batch.in_progress_at || !batch.usage?.total_tokens) return [];
   const seconds = Math.max(1, end - batch.in_progress_at);
-  return [whole.format(batch.usage.total_tokens / seconds), sub("on average")];
+  const { output_tokens: output, input_tokens: prompt } = batch.usage;
+  return [
+    figures(counted(output / seconds, "output"), counted(prompt / seconds, "prompt")),
+    sub("on average"),
+  ];
 }
 
-function cachedCell(batch) {
-  if (!batch.usage?.input_tokens) return [];
-  const { cached_tokens, optimal_cached_share } = batch.usage.input_tokens_details;
-  // It is that of all lines: no measure for the first of a batch that broke off.
+function tokensCell(batch) {
+  if (!batch.usage?.total_tokens) return [];
+  const { input_tokens: prompt, output_tokens: output, input_tokens_details: details } = batch.usage;
+  const lines = [counted(output, "output"), counted(prompt, "prompt")];
+  if (prompt) lines.push([percent.format(details.cached_tokens / prompt), "cached"]);
+  // The optimum is that of all lines, which does not fit a batch that ended early.
   const complete = ACTIVE.has(batch.status) || batch.status === "completed";
-  const possible = complete ? (optimal_cached_share ?? null) : null;
-  return [
-    percent.format(cached_tokens / batch.usage.input_tokens),
-    possible === null ? null : sub(`${percent.format(possible)} possible`),
-  ];
+  const possible = details.optimal_cached_share ?? null;
+  if (complete && possible !== null) lines.push([percent.format(possible), "at best"]);
+  return [figures(...lines)];
 }
 
 function errorsCell(batch) {
   if (batch.errors.length) return validationErrors(batch);
+  const reasons = batch.error_reasons;
   const { failed } = batch.request_counts;
-  const kinds = Object.entries(batch.line_errors).sort((a, b) => b[1] - a[1]);
-  const lines = kinds.length ? kinds.reduce((sum, kind) => sum + kind[1], 0) : failed;
+  const lines = reasons.length ? reasons.reduce((sum, reason) => sum + reason.lines, 0) : failed;
   if (!lines) return [];
-  const items = kinds.map(([code, count]) =>
-    make("li", { class: "sub" }, `${whole.format(count)} \u00d7 `, ...breakable(code)),
-  );
+  const items = reasons.map(reasonItem);
+  const more = items.slice(FIRST_REASONS);
+  const label = `${whole.format(more.length)} more ${more.length === 1 ? "reason" : "reasons"}`;
   return [
     make("span", { class: "bad" }, `${whole.format(lines)} ${lines === 1 ? "line" : "lines"}`),
-    items.length ? make("ul", {}, ...items) : null,
+    items.length ? make("ul", {}, ...items.slice(0, FIRST_REASONS)) : null,
+    more.length
+      ? make(
+          "details",
+          {},
+          make("summary", { "data-action": "more" }, label),
+          make("ul", {}, ...more),
+        )
+      : null,
   ];
+}
+
+function reasonItem({ code, message, lines }) {
+  return make(
+    "li",
+    { class: "sub reason", title: message || null },
+    make("b", {}, whole.format(lines)),
+    " \u00d7 ",
+    ...breakable(code),
+    message ? `: ${message}` : "",
+  );
 }
 
 function validationErrors(batch) {
@@ -205,15 +280,13 @@ function actionsCell(batch) {
 
 const CELLS = [
   ["Batch", batchCell],
-  ["State", stateCell],
-  ["Progress", progressCell],
+  ["Progress", stateCell],
   ["Tokens/s", speedCell],
-  ["Cached", cachedCell],
+  ["Tokens", tokensCell],
   ["Errors", errorsCell],
   ["Created", timeCell],
   ["Actions", actionsCell],
 ];
-const NUMBERS = new Set(["Tokens/s", "Cached"]);
 
 // The rows --------------------------------------------------------------------------
 
@@ -222,7 +295,7 @@ class Row {
     this.cells = CELLS.map(([label, fill]) => {
       const role = label === "Batch" ? "rowheader" : "cell";
       const cell = make("td", { role, "data-label": label });
-      return { cell, fill, shown: null, number: NUMBERS.has(label) };
+      return { cell, fill, shown: null };
     });
     const cells = this.cells.map(({ cell }) => cell);
     this.element = make("tr", { role: "row", tabindex: "-1", "data-id": batch.id }, ...cells);
@@ -245,8 +318,7 @@ class Row {
     const open = part.cell.querySelector("details")?.open;
     part.shown = content.innerHTML;
     part.cell.replaceChildren(content);
-    const nothing = part.shown === "" ? "nothing" : "";
-    part.cell.className = `${part.number ? "number" : ""} ${nothing}`.trim();
+    part.cell.className = part.shown === "" ? "nothing" : "";
     if (open) part.cell.querySelector("details")?.setAttribute("open", "");
     if (focused) {
       (part.cell.querySelector(`[data-action=${focused}]`) ?? this.element).focus();
@@ -264,6 +336,12 @@ export class Rows {
     return this.rows.get(id)?.batch;
   }
 
+  /** Move the focus to a batch. False if it is not shown. */
+  focus(id) {
+    this.rows.get(id)?.element.focus();
+    return this.rows.has(id);
+  }
+
   /** Show these batches, in this order; now is the server's Unix time. */
   show(batches, now) {
     const ids = new Set(batches.map(({ id }) => id));
@@ -277,7 +355,7 @@ export class Rows {
       const row = this.rows.get(batch.id) ?? new Row(batch);
       this.rows.set(batch.id, row);
       row.update(batch, now);
-      // Rows that are there keep their order: none is moved, which would lose its focus.
+      // Existing rows keep their order. Moving one would lose its focus.
       if (row.element === next) next = next.nextElementSibling;
       else this.body.insertBefore(row.element, next);
     }

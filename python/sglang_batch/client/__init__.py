@@ -1,0 +1,1 @@
+"""Commands for the batches of a server: submit, status, list, cancel, results."""

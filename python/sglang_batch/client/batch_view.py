@@ -1,0 +1,268 @@
+"""Batches as text: tables, and a progress bar for a batch that is followed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from tqdm import tqdm
+
+from ..batch_api import protocol as api
+from ..server.batch_log import cached_percent, duration
+
+# A batch object of the API.
+Batch = dict[str, Any]
+
+MAX_ERRORS = 5
+# Without a terminal, a line is printed at this interval instead of a bar.
+LOG_EVERY_S = 30.0
+
+_FORMAT = "{desc}: {percentage:3.0f}% | {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+
+
+def batch_table(batch: Batch) -> str:
+    """All fields of a batch, one per line."""
+    rows = [
+        ("batch", batch["id"]),
+        ("status", status_text(batch)),
+        ("endpoint", batch["endpoint"]),
+        ("model", batch.get("model")),
+        ("priority", batch.get("priority")),
+        ("metadata", _metadata(batch)),
+        ("requests", _requests(batch)),
+        *_tokens(batch),
+        *_times(batch),
+        ("output file", batch.get("output_file_id")),
+        ("error file", batch.get("error_file_id")),
+        *_errors(batch),
+    ]
+    return "\n".join(f"{name:<16} {value}" for name, value in rows if value)
+
+
+def batches_table(batches: Sequence[Batch]) -> str:
+    """Batches, one per line, with a header line."""
+    rows = [("id", "status", "requests", "failed", "created", "endpoint", "model")]
+    for batch in batches:
+        counts = _counts(batch)
+        rows.append(
+            (
+                batch["id"],
+                batch["status"],
+                f"{_num_done(batch)}/{counts['total']}",
+                str(counts["failed"]),
+                short_time(batch["created_at"]),
+                batch["endpoint"],
+                batch.get("model") or "-",
+            )
+        )
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of a table with columns of equal width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        .rstrip()
+        for row in rows
+    )  # fmt: skip
+
+
+def first_errors(batch: Batch) -> list[str]:
+    """The first ``MAX_ERRORS`` errors of a failed batch, and the number of the others."""
+    errors = batch.get("errors") or {}
+    data = errors.get("data") or []
+    total = errors.get("total") or len(data)
+    lines = [
+        f"line {error['line']}: {error['message']}"
+        if error.get("line")
+        else str(error["message"])
+        for error in data[:MAX_ERRORS]
+    ]
+    if total > len(lines):
+        lines.append(f"and {total - len(lines):,} more")
+    return lines
+
+
+def status_text(batch: Batch) -> str:
+    """The status of a batch, with the reason if it is paused."""
+    paused = batch.get("paused_reason")
+    return f"{batch['status']} (paused: {paused})" if paused else str(batch["status"])
+
+
+class BatchBar:
+    """The progress of a batch on standard error: a bar, or lines without a terminal."""
+
+    def __init__(self) -> None:
+        self._in_log = not sys.stderr.isatty()
+        self._bar: tqdm[NoReturn] | None = None
+        self._status = ""
+        self._began: tuple[float, int] | None = None
+        self._printed_at = -LOG_EVERY_S
+
+    def show(self, batch: Batch) -> None:
+        """Show the current state of a batch."""
+        if self._in_log:
+            self._print(batch)
+        elif _counts(batch)["total"]:
+            paused = batch.get("paused_reason")
+            if paused and status_text(batch) != self._status:
+                self.say(f"paused: {paused}")
+            self._status = status_text(batch)
+            if self._bar is None:
+                self._bar = _open_bar(batch)
+            bar = self._bar
+            bar.set_description_str(_title(batch), refresh=False)
+            bar.set_postfix_str(_postfix(batch), refresh=False)
+            bar.update(_num_done(batch) - bar.n)
+            bar.refresh()
+
+    def say(self, text: str) -> None:
+        """Print a line of text above the bar."""
+        tqdm.write(text, file=sys.stderr)
+
+    def _print(self, batch: Batch) -> None:
+        """Print a line if the status has changed or ``LOG_EVERY_S`` have passed."""
+        now = time.monotonic()
+        status = status_text(batch)
+        if status == self._status and now - self._printed_at < LOG_EVERY_S:
+            return
+        self._status, self._printed_at = status, now
+        text = f"{batch['id']}: {status}"
+        total, done = _counts(batch)["total"], _num_done(batch)
+        if total:
+            began, initial = self._began = self._began or (now, done)
+            text = tqdm.format_meter(
+                done,
+                total,
+                now - began,
+                prefix=text,
+                unit="req",
+                initial=initial,
+                bar_format=_FORMAT,
+                postfix=_postfix(batch),
+            )
+        print(text, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> BatchBar:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _open_bar(batch: Batch) -> tqdm[NoReturn]:
+    return tqdm(
+        desc=_title(batch),
+        total=_counts(batch)["total"],
+        initial=_num_done(batch),
+        unit="req",
+        bar_format=_FORMAT,
+        dynamic_ncols=True,
+        file=sys.stderr,
+    )
+
+
+def _title(batch: Batch) -> str:
+    title = str(batch["status"]).replace("_", " ").capitalize()
+    return f"{title} (paused)" if batch.get("paused_reason") else title
+
+
+def _postfix(batch: Batch) -> str:
+    parts = []
+    if _counts(batch)["failed"]:
+        parts.append(f"failed {_counts(batch)['failed']:,}")
+    cached = cached_percent(_usage_row(batch))
+    if cached is not None:
+        parts.append(f"cached {cached}")
+    return ", ".join(parts)
+
+
+def _counts(batch: Batch) -> dict[str, int]:
+    return batch.get("request_counts") or {"total": 0, "completed": 0, "failed": 0}
+
+
+def _num_done(batch: Batch) -> int:
+    return _counts(batch)["completed"] + _counts(batch)["failed"]
+
+
+def _usage_row(batch: Batch) -> dict[str, int]:
+    usage = batch.get("usage") or {}
+    details = usage.get("input_tokens_details") or {}
+    return {
+        "input_tokens": usage.get("input_tokens") or 0,
+        "cached_tokens": details.get("cached_tokens") or 0,
+    }
+
+
+def _requests(batch: Batch) -> str:
+    counts, done = _counts(batch), _num_done(batch)
+    if not counts["total"]:
+        return ""
+    text = f"{done:,} of {counts['total']:,} done ({done / counts['total']:.0%})"
+    return f"{text}, {counts['failed']:,} failed" if counts["failed"] else text
+
+
+def _tokens(batch: Batch) -> list[tuple[str, str]]:
+    usage = batch.get("usage") or {}
+    if not usage.get("total_tokens"):
+        return []
+    row = _usage_row(batch)
+    possible = usage["input_tokens_details"].get("optimal_cached_share")
+    share = row["cached_tokens"] / row["input_tokens"] if row["input_tokens"] else 0.0
+    cached = f"{row['cached_tokens']:,} = {share:.1%}"
+    if possible is not None:
+        cached += f" (possible: {possible:.1%})"
+    reasoning = usage["output_tokens_details"]["reasoning_tokens"]
+    return [
+        ("prompt tokens", f"{row['input_tokens']:,}"),
+        ("cached tokens", cached),
+        ("output tokens", f"{usage['output_tokens']:,}"),
+        ("of reasoning", f"{reasoning:,}" if reasoning else ""),
+    ]
+
+
+def _times(batch: Batch) -> list[tuple[str, str]]:
+    rows = [("created", short_time(batch["created_at"]))]
+    ended_at = (
+        batch.get(f"{batch['status']}_at")
+        if batch["status"] in api.ENDED_STATUSES
+        else None
+    )
+    if ended_at:
+        took = duration(ended_at - batch["created_at"])
+        return [*rows, ("ended", f"{short_time(ended_at)}, after {took}")]
+    if batch.get("in_progress_at"):
+        rows.append(("started", short_time(batch["in_progress_at"])))
+    left_s = _eta_s(batch)
+    rows.append(("time left", "" if left_s is None else f"about {duration(left_s)}"))
+    if batch.get("expires_at"):
+        rows.append(("expires", short_time(batch["expires_at"])))
+    return rows
+
+
+def _eta_s(batch: Batch) -> float | None:
+    """Seconds until the batch is done at its average rate so far, or None if unknown."""
+    done, total = _num_done(batch), _counts(batch)["total"]
+    if batch["status"] != api.IN_PROGRESS or batch.get("paused_reason") or not done:
+        return None
+    began = batch.get("in_progress_at") or batch["created_at"]
+    seconds: float = time.time() - began
+    return max(0.0, seconds) * (total - done) / done
+
+
+def _errors(batch: Batch) -> list[tuple[str, str]]:
+    lines = first_errors(batch)
+    return [("errors" if i == 0 else "", line) for i, line in enumerate(lines)]
+
+
+def _metadata(batch: Batch) -> str:
+    return ", ".join(f"{k}={v}" for k, v in (batch.get("metadata") or {}).items())
+
+
+def short_time(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")

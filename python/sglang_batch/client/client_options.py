@@ -1,0 +1,235 @@
+"""The options of the commands submit, status, list, cancel and results."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..batch_api import protocol as api
+from ..errors import ExitStatus
+from ..option_types import whole
+from .key_options import add_keys
+
+DEFAULT_URL = "http://127.0.0.1:30000"
+MAX_LIST = 10_000
+
+Subparsers = Any
+
+_FOLLOW_EPILOG = f"""\
+exit status with --follow:
+  {ExitStatus.OK:<4} every line was answered
+  {ExitStatus.FAILED:<4} the batch failed, expired or was cancelled, or the server does not answer
+  {ExitStatus.BAD_INPUT:<4} the server refused the call: a wrong key or an unknown id, for example
+  {ExitStatus.FAILED_LINES:<4} the batch is complete, and some lines were answered with an error
+  {ExitStatus.INTERRUPTED:<4} interrupted, while the batch keeps running at the server
+
+"""
+_ENVIRONMENT = """\
+Defaults: $SGLANG_BATCH_URL for --url, $SGLANG_BATCH_API_KEY or $OPENAI_API_KEY for
+--api-key.
+"""
+
+
+def add(commands: Subparsers) -> None:
+    """Add the commands for servers to the command line."""
+    _add_submit(commands)
+    _add_status(commands)
+    _add_list(commands)
+    _add_cancel(commands)
+    _add_results(commands)
+    add_keys(commands, _command)
+
+
+def _add_submit(commands: Subparsers) -> None:
+    submit = _command(
+        commands,
+        "submit",
+        "start a batch on a server",
+        "Check a JSONL file of OpenAI batch requests, upload it and start a batch. "
+        "Prints the id of the batch.",
+        _FOLLOW_EPILOG,
+    )
+    submit.add_argument(
+        "-i",
+        "--input-file",
+        nargs="+",
+        action="extend",
+        required=True,
+        metavar="INPUT",
+        help="the requests, one JSON line each: files, URLs or - for standard input, "
+        "plain, gzip or zstd; several are one batch, in this order",
+    )
+    submit.add_argument(
+        "--endpoint",
+        choices=tuple(api.ENDPOINTS),
+        metavar="PATH",
+        help="endpoint of all lines, such as /v1/embeddings (default: taken from the "
+        "first line)",
+    )
+    submit.add_argument(
+        "--no-check",
+        action="store_true",
+        help="send the file without checking its lines (default: a file that the "
+        "server would refuse is not sent, and all its errors are listed)",
+    )
+    submit.add_argument(
+        "--window",
+        default="24h",
+        metavar="TIME",
+        help="completion window, such as 90m or 7d: unfinished lines expire after it "
+        "(default: 24h)",
+    )
+    submit.add_argument(
+        "--priority",
+        type=_whole_number,
+        metavar="N",
+        help="batches with a higher priority run first (default: 0)",
+    )
+    submit.add_argument(
+        "--metadata",
+        action="append",
+        type=_pair,
+        default=[],
+        metavar="KEY=VALUE",
+        help="a pair to store with the batch (repeatable)",
+    )
+    submit.add_argument(
+        "--follow", action="store_true", help="show the progress until the batch ends"
+    )
+
+
+def _add_status(commands: Subparsers) -> None:
+    status = _command(
+        commands,
+        "status",
+        "show the progress of a batch",
+        "Show the status, counts, tokens and times of a batch.",
+        _FOLLOW_EPILOG,
+    )
+    status.add_argument("batch_id", type=_id, metavar="ID", help="id of the batch")
+    status.add_argument(
+        "--follow", action="store_true", help="show the progress until the batch ends"
+    )
+
+
+def _add_list(commands: Subparsers) -> None:
+    listing = _command(
+        commands, "list", "list batches, newest first", "List batches, newest first."
+    )
+    listing.add_argument(
+        "--limit",
+        type=whole(1, MAX_LIST),
+        default=20,
+        metavar="N",
+        help="list at most N batches (default: 20)",
+    )
+
+
+def _add_cancel(commands: Subparsers) -> None:
+    cancel = _command(
+        commands,
+        "cancel",
+        "cancel a batch",
+        "Cancel a batch. Lines that are already answered are kept: see `results`.",
+    )
+    cancel.add_argument("batch_id", type=_id, metavar="ID", help="id of the batch")
+
+
+def _add_results(commands: Subparsers) -> None:
+    results = _command(
+        commands,
+        "results",
+        "download the results of a batch",
+        "Download the results of an ended batch, in input order.",
+    )
+    results.add_argument("batch_id", type=_id, metavar="ID", help="id of the batch")
+    results.add_argument(
+        "-o",
+        "--output-file",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="file for the answers, - for standard output",
+    )
+    results.add_argument(
+        "--error-file",
+        type=Path,
+        metavar="FILE",
+        help="file for the errors (default: among the answers)",
+    )
+    results.add_argument(
+        "--so-far",
+        action="store_true",
+        help="download the finished lines of a running batch",
+    )
+
+
+def _command(
+    commands: Subparsers,
+    name: str,
+    text: str,
+    description: str,
+    epilog: str = "",
+    module: str = "client_commands",
+) -> argparse.ArgumentParser:
+    """Add a command with the options that all commands for servers have."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=description,
+        epilog=epilog + _ENVIRONMENT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--url",
+        default=os.environ.get("SGLANG_BATCH_URL") or DEFAULT_URL,
+        help=f"URL of the server (default: {DEFAULT_URL})",
+    )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("SGLANG_BATCH_API_KEY")
+        or os.environ.get("OPENAI_API_KEY"),
+        metavar="KEY",
+        help="API key, if the server requires one",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON, one object per line"
+    )
+    parser.set_defaults(run=_lazily(name, module))
+    return parser
+
+
+def _lazily(name: str, module: str) -> Callable[[argparse.Namespace, list[str]], int]:
+    """Run a command of a module, which is imported only then."""
+
+    def run(options: argparse.Namespace, rest: list[str]) -> int:
+        commands = importlib.import_module(f".{module}", __package__)
+        status: int = commands.run(name, options)
+        return status
+
+    return run
+
+
+def _id(text: str) -> str:
+    if not text or not all(c.isalnum() or c in "-_" for c in text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the id of a batch")
+    return text
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form KEY=VALUE")
+    return key, value
+
+
+def _whole_number(text: str) -> int:
+    if not re.fullmatch("-?[0-9]{1,18}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)

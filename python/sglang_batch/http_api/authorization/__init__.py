@@ -1,0 +1,1 @@
+"""Which calls a key opens, and the routes for keys and their usage."""

@@ -1,0 +1,61 @@
+"""Table cells as JSON values and as text."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from datetime import date, time, timedelta
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+
+class NotJson(ValueError):
+    """A value that JSON cannot hold. The message names its type."""
+
+
+def json_value(value: Any) -> Any:
+    """A cell as a JSON value.
+
+    Missing values and NaN become null. Dates, times and decimals become strings, so
+    that no digit is lost.
+
+    Raises:
+        NotJson: for bytes, infinity, or an unsupported type.
+    """
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, float):
+        if math.isinf(value):
+            raise NotJson("infinity, which JSON cannot hold")
+        return None if math.isnan(value) else value
+    if isinstance(value, Mapping):
+        return {_key(key): json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
+    if isinstance(value, date | time):  # a datetime is a date
+        return value.isoformat()
+    if isinstance(value, Decimal | UUID | timedelta):
+        return str(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        raise NotJson("bytes; write them as text first, such as base64 in a data: URL")
+    raise NotJson(f"a {type(value).__name__}, which JSON cannot hold")
+
+
+def _key(key: Any) -> str:
+    return key if isinstance(key, str) else text_of(key)
+
+
+def text_of(value: Any) -> str:
+    """A cell as part of a longer string.
+
+    Strings stay as they are, missing values and NaN become empty, and all else JSON.
+
+    Raises:
+        NotJson: as :func:`json_value`.
+    """
+    found = json_value(value)
+    if found is None:
+        return ""
+    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)

@@ -1,0 +1,236 @@
+"""Files at URLs: downloads before a job, uploads after it.
+
+``http(s)://`` uses plain GET and PUT, which presigned URLs need. Every other scheme
+(``s3://``, ``gs://``, ``hf://``, ...) uses fsspec.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from tqdm import tqdm
+
+from ..errors import ConfigError, InputError, StoreError
+from .compression import plain_name
+
+if TYPE_CHECKING:
+    import httpx
+
+MAX_ATTEMPTS = 5
+FIRST_PAUSE_S = 1.0
+# Of each network operation, in seconds.
+_TIMEOUT_S = 60.0
+_PACKAGES = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs",
+    "hf": "huggingface_hub", "abfs": "adlfs", "az": "adlfs",
+}  # fmt: skip
+# Query parameters of presigned URLs: AWS, Google, CloudFront, Azure (two letters).
+_SIGNATURE = re.compile(
+    r"(?i)x-amz-|x-goog-|(signature|expires|awsaccesskeyid|googleaccessid|policy|"
+    r"key-pair-id|sig|s[a-z]|sk[a-z]+)$"
+)
+_TEMPORARY = {408, 425, 429, 500, 502, 503, 504}
+
+
+class _Refused(Exception):
+    """An HTTP error that another attempt will not change."""
+
+
+def is_url(name: str) -> bool:
+    """Whether a name is a URL, not a path."""
+    return "://" in name
+
+
+def location(name: str) -> str:
+    """Equal for all names of one file: a URL as it is, a path made absolute."""
+    return name if is_url(name) else str(Path(name).resolve())
+
+
+def shown(url: str) -> str:
+    """A URL without its secrets: without query, user and password."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return f"{parts.scheme}://{host}{parts.path}"
+
+
+def fingerprint(url: str) -> str:
+    """16 hexadecimal digits that stay the same when a URL is signed again."""
+    parts = urlsplit(url)
+    query = [
+        (key, value)
+        for key, value in parse_qsl(parts.query, keep_blank_values=True)
+        if not _SIGNATURE.match(key)
+    ]
+    kept = f"{shown(url)}?{urlencode(sorted(query))}"
+    return hashlib.sha256(kept.encode()).hexdigest()[:16]
+
+
+def file_suffix(url: str) -> str:
+    """Suffix of the file, with that of its compression: ``.jsonl.gz``, or empty."""
+    tail = shown(url).rsplit("/", 1)[-1]
+    plain = plain_name(tail)
+    return Path(plain).suffix + tail[len(plain) :]
+
+
+def fetch(url: str, path: Path) -> None:
+    """Download a file to ``path``, with a progress bar.
+
+    Raises:
+        InputError: the download failed; over HTTP, after up to ``MAX_ATTEMPTS``.
+        ConfigError: the package for the scheme is missing.
+    """
+    with _bar("Fetching", url) as bar:
+        try:
+            if _is_http(url):
+                _with_attempts(lambda: _get(url, path, bar))
+            else:
+                filesystem, remote_path = _filesystem(url)
+                filesystem.get_file(remote_path, str(path), callback=_callback(bar))
+        except ConfigError:
+            raise
+        except Exception as error:  # each scheme has errors of its own
+            path.unlink(missing_ok=True)
+            raise InputError(f"cannot fetch {shown(url)}: {_reason(error)}") from None
+
+
+def upload(path: Path, url: str) -> None:
+    """Upload a local file to a URL: by HTTP PUT, or with fsspec.
+
+    Raises:
+        StoreError: the upload failed, after up to ``MAX_ATTEMPTS``.
+        ConfigError: the package for the scheme is missing.
+    """
+    with _bar("Uploading", url) as bar:
+        try:
+            if _is_http(url):
+                _with_attempts(lambda: _put(path, url, bar))
+            else:
+                filesystem, remote_path = _filesystem(url)
+                _with_attempts(
+                    lambda: filesystem.put_file(
+                        str(path), remote_path, callback=_callback(bar)
+                    )
+                )
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise StoreError(
+                f"cannot upload to {shown(url)}: {_reason(error)}. The results are "
+                f"safe in {path}; the same command uploads them again."
+            ) from None
+
+
+def check_scheme(url: str) -> None:
+    """Raises ConfigError if the scheme is unknown or its package is missing."""
+    if not _is_http(url):
+        _filesystem(url)
+
+
+def _is_http(url: str) -> bool:
+    return urlsplit(url).scheme in ("http", "https")
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    import fsspec
+
+    scheme = urlsplit(url).scheme
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        how = f"pip install {_PACKAGES[scheme]}" if scheme in _PACKAGES else str(error)
+        raise ConfigError(f"{shown(url)} needs a package: {how}") from None
+    except ValueError as error:
+        raise ConfigError(f"{shown(url)} cannot be used: {error}") from None
+    return filesystem, path
+
+
+def _with_attempts(attempt: Callable[[], None]) -> None:
+    import httpx  # takes a tenth of a second, and most inputs are files here
+
+    pause_s = FIRST_PAUSE_S
+    for number in range(1, MAX_ATTEMPTS + 1):
+        try:
+            attempt()
+            return
+        except (httpx.TransportError, OSError) as error:
+            # A missing file or permission will not appear by waiting.
+            if number == MAX_ATTEMPTS or isinstance(
+                error, FileNotFoundError | PermissionError
+            ):
+                raise
+        time.sleep(pause_s)
+        pause_s *= 2
+
+
+def _get(url: str, path: Path, bar: tqdm[Any]) -> None:
+    import httpx
+
+    # Not decompressed here: compression is detected in the file's first bytes.
+    headers = {"Accept-Encoding": "gzip, identity"}
+    with (
+        httpx.stream(
+            "GET", url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True
+        ) as answer,
+        open(path, "wb") as file,
+    ):
+        _check(answer)
+        bar.reset(int(answer.headers.get("Content-Length", 0)) or None)
+        for chunk in answer.iter_raw():
+            file.write(chunk)
+            bar.update(len(chunk))
+
+
+def _put(path: Path, url: str, bar: tqdm[Any]) -> None:
+    import httpx
+
+    headers = {"Content-Type": "application/octet-stream"}
+    size = path.stat().st_size
+    bar.reset(size)
+    with open(path, "rb") as file:
+        answer = httpx.put(url, content=file, headers=headers, timeout=_TIMEOUT_S)
+    _check(answer)
+    bar.update(size)
+
+
+def _check(answer: httpx.Response) -> None:
+    if answer.is_success:
+        return
+    said = f"HTTP {answer.status_code} {answer.reason_phrase}"
+    if answer.status_code in _TEMPORARY:
+        raise OSError(said)
+    raise _Refused(said)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, _Refused) or type(error) is OSError:
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _bar(what: str, url: str) -> tqdm[Any]:
+    return tqdm(
+        desc=f"{what} {shown(url)}",
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        dynamic_ncols=True,
+    )
+
+
+def _callback(bar: tqdm[Any]) -> Any:
+    from fsspec.callbacks import Callback
+
+    class _Bytes(Callback):  # type: ignore[misc]
+        def call(self, *args: Any, **kwargs: Any) -> None:
+            with suppress(TypeError):
+                bar.total = self.size
+            bar.update(self.value - bar.n)
+
+    return _Bytes()

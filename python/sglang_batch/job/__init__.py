@@ -1,0 +1,1 @@
+"""One job, from requests to answers: render, plan, dispatch, store."""

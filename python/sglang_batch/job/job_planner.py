@@ -1,0 +1,232 @@
+"""A job's plans: the first one, and better ones as answers come.
+
+The prompts are read once, for the prefix tree. A later plan has the same tree and other
+estimates of the output lengths, so it needs no prompts and takes tens of milliseconds
+for a hundred thousand requests. If the engine has several replicas, the job is split
+into a shard for each, and every shard has a plan of its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..config import OfflineBatchConfig
+from ..planner.candidates import best
+from ..planner.costs.tree_work import leaf_work
+from ..planner.lengths.length_sample import choose_sample
+from ..planner.lengths.output_length import OutputEstimates, OutputLengthEstimator
+from ..planner.machine_model import Machine
+from ..planner.ordering.families import families_mixed
+from ..planner.ordering.order import Order, OrderSettings
+from ..planner.ordering.order_functions import make_order
+from ..planner.plan import Plan
+from ..planner.prefixes.prefix_tree import build_prefix_tree
+from ..planner.requests import UNKNOWN, Int32s, Int64s, PlanRequests
+from ..planner.sharding.partition import partition
+from ..planner.sharding.shard import ShardJob, shard_job
+from ..planner.simulator.simulator import Simulation, simulate
+from ..policies import AUTO, ORDERS, POLICY_TABLE
+from .shard_plan import ShardPlan
+
+# With fewer requests of unknown length, a sample would be most of the job.
+MIN_SAMPLED = 64
+# The order of ``auto`` until the sample is answered: the first without estimates.
+_UNTIL_SAMPLED = next(name for name in ORDERS if not POLICY_TABLE[name].needs_estimates)
+
+
+class JobPlanner:
+    """Plans a job any number of times. One call at a time, from any thread.
+
+    Args:
+        requests: the job's requests. Their prompts are only read by this call.
+        numbers: int64 ``[n]``, the number of each request in the job.
+        num_shards: replicas of the engine.
+
+    Attributes:
+        tree: the prefix tree of the requests that fit into the KV cache.
+        sample: int64, numbers of the requests that the first plan begins with, so that
+            their answers improve the next one. Empty if the policy needs no estimates.
+        num_unknown: requests of unknown output length.
+    """
+
+    def __init__(
+        self,
+        requests: PlanRequests,
+        numbers: Int64s,
+        machine: Machine,
+        config: OfflineBatchConfig,
+        num_shards: int = 1,
+    ) -> None:
+        self._machine = machine
+        self._settings = OrderSettings(seed=config.seed)
+        self._policy = config.policy
+        # SGLang's own scheduler runs requests in the order of arrival, so it cannot
+        # take them from both ends.
+        self._stock_scheduler = config.scheduler == "stock"
+        known = np.maximum(requests.known_output_len, 1).astype(np.int64)
+        fits = requests.input_len + known <= machine.limits.kv_capacity_tokens
+        kept = requests if fits.all() else requests.take(np.flatnonzero(fits))
+        self.tree = build_prefix_tree(kept.tokens, kept.offsets)
+        self._requests = kept = _without_prompts(kept)
+        self._numbers, self._too_large = numbers[fits], numbers[~fits]
+        self._place = np.full(int(numbers.max(initial=-1)) + 1, -1, np.int64)
+        self._place[self._numbers] = np.arange(len(kept))
+        self._estimator = OutputLengthEstimator(self.tree, kept)
+        self.num_unknown = int((kept.known_output_len == UNKNOWN).sum())
+        self._sample = np.zeros(0, np.int64)
+        needs_estimates = POLICY_TABLE[config.policy].needs_estimates
+        if needs_estimates and self.num_unknown >= MIN_SAMPLED:
+            self._sample = choose_sample(self.tree, kept, seed=config.seed)
+        self.sample = self._numbers[self._sample]
+        self._shards = self._split(num_shards)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._numbers) + len(self._too_large)
+
+    def observe(self, numbers: Int64s, output_len: Int32s) -> None:
+        """Improve the estimates with the output lengths of answered requests.
+
+        Later plans no longer begin with the sample.
+
+        Args:
+            numbers: int64 ``[k]``, the numbers of the requests in the job.
+            output_len: int32 ``[k]``, in tokens. Lengths above a request's
+                ``max_new_tokens`` are ignored, because such an answer has several
+                sequences, and so are those of requests that are too large.
+        """
+        place = self._place[numbers]
+        limit = np.where(place < 0, -1, self._requests.max_new_tokens[place])
+        usable = output_len <= limit
+        self._estimator.observe(place[usable], output_len[usable])
+        self._sample = self._sample[:0]
+
+    def plans(self) -> list[ShardPlan]:
+        """A plan for each replica, from the answers observed so far."""
+        estimates = self._estimator.estimates()
+        policy = self._policy
+        if policy == AUTO and len(self._sample):
+            policy = _UNTIL_SAMPLED
+        elif policy == AUTO:
+            policy = self._policy = self._choose(estimates)
+        return [
+            self._plan(
+                shard, policy, estimates, self._too_large[i :: len(self._shards)]
+            )
+            for i, shard in enumerate(self._shards)
+        ]
+
+    def _split(self, num_shards: int) -> list[ShardJob]:
+        everything = np.arange(len(self._requests))
+        if num_shards == 1:
+            return [ShardJob(everything, self.tree, self._requests)]
+        estimates = self._estimator.estimates()
+        cost = self._machine.cost
+        work = leaf_work(
+            self.tree, cost, estimates.est_output_len, estimates.est_output_len_sq
+        )
+        cut = partition(self.tree, cost, work, num_shards)
+        return [
+            shard_job(self.tree, self._requests, cut, shard)
+            for shard in range(num_shards)
+        ]
+
+    def _plan(
+        self,
+        shard: ShardJob,
+        policy: str,
+        estimates: OutputEstimates,
+        too_large: Int64s,
+    ) -> ShardPlan:
+        n = len(shard.index)
+        own = estimates.take(shard.index)
+        order = self._scheduled_order(shard, policy, own)
+        last = np.arange(n, n + len(too_large))
+        plan = Plan(
+            policy=policy,
+            order=np.concatenate([order.requests, last]),
+            too_large=last,
+            scan=order,
+            estimates=own,
+            tree=shard.tree,
+            fits=np.arange(n),
+            output_len=np.zeros(0, np.int32),
+        )
+        return ShardPlan(plan, np.concatenate([self._numbers[shard.index], too_large]))
+
+    def _scheduled_order(
+        self, shard: ShardJob, policy: str, own: OutputEstimates
+    ) -> Order:
+        """The order of a shard for the engine's scheduler, after its sample."""
+        if POLICY_TABLE[policy].both_ends and self._lengths_unknown:
+            order = families_mixed(shard.tree, self._settings.seed)
+        else:
+            order = self._order(shard, policy, own)
+        if order.density is not None and self._stock_scheduler:
+            order = Order(self._simulate(shard, order, own).admission_order)
+        first = np.flatnonzero(np.isin(shard.index, self._sample))
+        if not len(first):
+            return order
+        # The sample is depth-first.
+        position = np.empty(len(shard.index), np.int64)
+        position[shard.tree.order] = np.arange(len(shard.index))
+        return order.beginning_with(first[np.argsort(position[first])])
+
+    @property
+    def _lengths_unknown(self) -> bool:
+        """Whether too few output lengths are known to tell left from right."""
+        most_unknown = 2 * self.num_unknown > len(self._requests)
+        return most_unknown and len(self._sample) > 0
+
+    def _order(self, shard: ShardJob, policy: str, own: OutputEstimates) -> Order:
+        return make_order(
+            policy,
+            shard.tree,
+            shard.requests,
+            self._machine.cost,
+            own.est_output_len,
+            own.est_output_len_sq,
+            self._settings,
+        )
+
+    def _choose(self, estimates: OutputEstimates) -> str:
+        """The policy that is fastest in a simulation of the largest shard."""
+        shard = max(self._shards, key=lambda shard: len(shard.index))
+        own = estimates.take(shard.index)
+        return best(
+            {
+                policy: self._simulate(shard, self._order(shard, policy, own), own)
+                for policy in ORDERS
+            }
+        )
+
+    def _simulate(
+        self, shard: ShardJob, order: Order, own: OutputEstimates
+    ) -> Simulation:
+        capacity = self._machine.limits.kv_capacity_tokens
+        drawn = self._estimator.draw(self._settings.seed)[shard.index]
+        input_len = np.empty(len(drawn), np.int64)
+        input_len[shard.tree.order] = shard.tree.input_len
+        output_len = np.maximum(np.minimum(drawn, capacity - input_len), 1)
+        return simulate(
+            shard.tree,
+            self._machine.cost,
+            self._machine.limits,
+            order=order.requests,
+            output_len=output_len.astype(np.int32),
+            est_output_len=own.est_output_len,
+            est_output_len_sq=own.est_output_len_sq,
+            max_new_tokens=shard.requests.max_new_tokens,
+            density=order.density,
+            num_left=order.num_left,
+        )
+
+
+def _without_prompts(requests: PlanRequests) -> PlanRequests:
+    """The requests without their tokens, to free the memory."""
+    return PlanRequests(
+        tokens=np.zeros(0, np.int32),
+        offsets=np.zeros(len(requests) + 1, np.int64),
+        max_new_tokens=requests.max_new_tokens,
+        known_output_len=requests.known_output_len,
+    )

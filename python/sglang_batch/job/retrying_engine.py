@@ -1,0 +1,180 @@
+"""Sends the requests of a job, and again a few times after an error of the server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ..batch_api.protocol import error_body
+from ..config import OfflineBatchConfig
+from ..engine import Engine, KvUse, PreparedRequest
+from ..planner.machine_model import Machine
+from ..request import BatchRequestInput, RequestOutput, attempt_request_id
+from ..scheduling.job_plan import JobPlan
+
+# HTTP statuses of errors that may not recur.
+TRANSIENT = frozenset((408, 425, 429, 500, 502, 503, 504))
+# Seconds before the second attempt. Each further pause is twice as long.
+BACK_OFF_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _PreparedLine:
+    """A line of the job, and the request that the engine rendered from it."""
+
+    request: BatchRequestInput
+    rid: str
+    prepared: Any
+
+    @property
+    def input_ids(self) -> list[int] | None:
+        ids: list[int] | None = self.prepared.input_ids
+        return ids
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        most: int | None = self.prepared.max_new_tokens
+        return most
+
+    @property
+    def ignore_eos(self) -> bool:
+        return bool(self.prepared.ignore_eos)
+
+
+class RetryingEngine:
+    """An :class:`~sglang_batch.engine.Engine` that retries transient errors.
+
+    A line answered with a transient error is rendered and sent again, in at most
+    ``config.max_line_attempts`` attempts. A line without an answer for
+    ``config.line_timeout_s`` seconds is aborted and answered with HTTP 408.
+
+    Attributes:
+        in_flight: indices of the lines that are in the engine.
+        num_retries: how often a line was sent again.
+    """
+
+    def __init__(self, engine: Engine, config: OfflineBatchConfig) -> None:
+        self._engine = engine
+        self._config = config
+        self.in_flight: set[int] = set()
+        self.num_retries = 0
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self._engine.model_names
+
+    @property
+    def is_paused(self) -> bool:
+        return self._engine.is_paused
+
+    @property
+    def default_max_inflight(self) -> int:
+        return self._engine.default_max_inflight
+
+    @property
+    def max_running_requests(self) -> int:
+        return self._engine.max_running_requests
+
+    @property
+    def machine(self) -> Machine:
+        return self._engine.machine
+
+    @property
+    def num_replicas(self) -> int:
+        return self._engine.num_replicas
+
+    async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
+        await self._engine.open_job(job_id, plans)
+
+    async def kv_use(self) -> KvUse | None:
+        return await self._engine.kv_use()
+
+    async def set_priority(self, job_id: str, priority: int) -> None:
+        await self._engine.set_priority(job_id, priority)
+
+    async def close_job(self, job_id: str) -> None:
+        await self._engine.close_job(job_id)
+
+    async def prepare(
+        self, request: BatchRequestInput, rid: str, *, tokenize: bool
+    ) -> PreparedRequest | RequestOutput:
+        prepared = await self._engine.prepare(request, rid, tokenize=tokenize)
+        if isinstance(prepared, RequestOutput):
+            return prepared
+        return _PreparedLine(request, rid, prepared)
+
+    async def execute(self, prepared: Any, replica: int | None = None) -> RequestOutput:
+        index = prepared.request.index
+        self.in_flight.add(index)
+        try:
+            return await self._execute(prepared, replica)
+        finally:
+            self.in_flight.discard(index)
+
+    async def _execute(self, line: _PreparedLine, replica: int | None) -> RequestOutput:
+        output = await self._attempt(line.prepared, line.rid, replica)
+        pause_s = BACK_OFF_S
+        for attempt in range(1, self._config.max_line_attempts):
+            if output.status_code not in TRANSIENT or _timed_out(output):
+                break
+            self.num_retries += 1
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+            # A rendered request is used up, and its id is finished for the scheduler.
+            rid = attempt_request_id(line.rid, attempt)
+            again = await self._engine.prepare(line.request, rid, tokenize=False)
+            if isinstance(again, RequestOutput):
+                return again
+            output = await self._attempt(again, rid, replica)
+        return output
+
+    async def _attempt(
+        self, prepared: Any, rid: str, replica: int | None
+    ) -> RequestOutput:
+        seconds = self._config.line_timeout_s
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                if replica is None:
+                    return await self._engine.execute(prepared)
+                return await self._engine.execute(prepared, replica=replica)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        return _error_output(
+            rid,
+            408,
+            "line_timeout",
+            f"This line had no answer within {seconds:g} seconds, the limit of this "
+            "server (line_timeout_s).",
+        )
+
+
+def retrying(engine: Engine, config: OfflineBatchConfig) -> RetryingEngine:
+    """``engine`` with attempts, which it may have already."""
+    if isinstance(engine, RetryingEngine):
+        return engine
+    return RetryingEngine(engine, config)
+
+
+def engine_died(rid: str, num_deaths: int) -> RequestOutput:
+    """The answer to a line that took the engine down in each attempt."""
+    return _error_output(
+        rid,
+        500,
+        "engine_died",
+        f"The engine died {num_deaths} times while it worked on this request, the last "
+        "time on this request alone. There is no further attempt.",
+    )
+
+
+def _error_output(rid: str, status_code: int, code: str, message: str) -> RequestOutput:
+    body = error_body(message, status_code=status_code, code=code)
+    return RequestOutput(status_code, rid, msgspec.json.encode(body))
+
+
+def _timed_out(output: RequestOutput) -> bool:
+    return output.status_code == 408 and b'"line_timeout"' in output.body

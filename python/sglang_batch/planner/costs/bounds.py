@@ -1,0 +1,121 @@
+"""Lower bounds of a job's makespan, which no schedule can beat.
+
+The time of a step follows the overlap law from its compute and memory time. The law is
+a norm, so the sum over steps is at least the law of the sums, with equality only if all
+steps have the same density: the *law optimum*. Ideal overlap (the larger of the two
+sums, BlendServe 2.4: T_o) and no overlap (their sum) are the two limits of the law.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..compiled import jit
+from ..prefixes.prefix_tree import PrefixTree
+from ..requests import Floats, Int32s
+from .cost_model import CostModel
+
+# Requests considered for the critical path: those with the longest outputs.
+_CRITICAL = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Lower bounds of the makespan in seconds, with every shared prefix computed once.
+
+    compute_s, memory_s: sums over the job. Memory time includes weight reads in
+        ``min_steps`` steps if the cost model counts them.
+    law_s: all steps of the same density.
+    ideal_s: perfect overlap, the larger of the two sums.
+    sum_s: no overlap.
+    critical_path_s: the longest request alone.
+    kv_area_s: reading the KV that must be held, token by token and step by step, once
+        per step, and the weights in ``min_steps`` steps.
+    min_steps: the same KV over the capacity, or the longest output if that is more.
+    """
+
+    compute_s: float
+    memory_s: float
+    law_s: float
+    ideal_s: float
+    sum_s: float
+    critical_path_s: float
+    kv_area_s: float
+    min_steps: int
+
+    @property
+    def tightest_s(self) -> float:
+        """The largest bound that holds under the cost model's own law."""
+        return max(self.law_s, self.critical_path_s, self.kv_area_s)
+
+
+def lower_bounds(
+    tree: PrefixTree, cost: CostModel, output_len: Int32s, kv_capacity_tokens: int
+) -> Bounds:
+    """Bounds for a job with true output lengths ``output_len``, int32 ``[n]``."""
+    d = output_len[tree.order].astype(np.float64)
+    p = tree.input_len.astype(np.float64)
+    attended = p**2 - tree.lcp.astype(np.float64) ** 2
+    compute = (tree.num_unique_tokens + d.sum()) * cost.token_time_s
+    compute += attended.sum() * cost.attention_time_s
+    held = _kv_area(tree, d)
+    min_steps = max(int(np.ceil(held / kv_capacity_tokens)), int(d.max(initial=0.0)))
+    read = held if cost.shared_kv_read_once else float((p * d + d * d / 2.0).sum())
+    weights = min_steps * cost.weight_read_time_s
+    memory = read * cost.kv_read_time_s + weights
+    return Bounds(
+        compute_s=float(compute),
+        memory_s=float(memory),
+        law_s=float(cost.step_time_s(compute, memory)),
+        ideal_s=max(float(compute), float(memory)),
+        sum_s=float(compute + memory),
+        critical_path_s=_critical_path_s(cost, p, d),
+        kv_area_s=float(held * cost.kv_read_time_s + weights),
+        min_steps=min_steps,
+    )
+
+
+def _critical_path_s(cost: CostModel, input_len: Floats, output_len: Floats) -> float:
+    """Seconds of the longest request alone: its prompt, then one step per decode."""
+    longest = 0.0
+    for i in np.argsort(-output_len, kind="stable")[:_CRITICAL]:
+        p, d = input_len[i], output_len[i]
+        held = p + np.arange(1.0, d + 1.0)
+        steps = cost.step_time_s(
+            cost.token_time_s, held * cost.kv_read_time_s + cost.weight_read_time_s
+        )
+        prompt = p * cost.token_time_s + p * p * cost.attention_time_s
+        longest = max(longest, float(prompt + steps.sum()))
+    return longest
+
+
+def with_law(cost: CostModel, exponent: float) -> CostModel:
+    """The same machine under another overlap law."""
+    return replace(cost, interference_exponent=exponent)
+
+
+def _kv_area(tree: PrefixTree, output_len: Floats) -> float:
+    """Token-steps of KV that the job must hold.
+
+    Each request holds its private tokens while it decodes. A shared prefix is held for
+    at least as many steps as the longest answer below it has tokens.
+    """
+    own = tree.input_len - tree.depth[tree.leaf_parent]
+    private = (own * output_len + output_len**2 / 2.0).sum()
+    length = tree.depth - np.where(tree.parent >= 0, tree.depth[tree.parent], 0)
+    longest = _longest_below(tree.parent, tree.leaf_parent, output_len)
+    return float(private + (length * longest).sum())
+
+
+@jit
+def _longest_below(parent: Int32s, leaf_parent: Int32s, output_len: Floats) -> Floats:
+    """The longest output below each node, float64 ``[m]``."""
+    longest = np.zeros(len(parent))
+    for leaf in range(len(leaf_parent)):
+        node = leaf_parent[leaf]
+        longest[node] = max(longest[node], output_len[leaf])
+    for node in range(len(parent) - 1, 0, -1):
+        longest[parent[node]] = max(longest[parent[node]], longest[node])
+    return longest

@@ -1,0 +1,240 @@
+"""The cost model: compute time and memory time of a request on a device.
+
+The model is BlendServe's (section 2.3). A request of ``p`` prompt tokens that generates
+``d`` tokens, on a model of ``P`` parameters::
+
+    Comp = ((p + d) * 2 * P + p^2 * H * L * 4) / compute
+    Mem  = (p * d + d^2 / 2) * (KV bytes per token) / bandwidth
+
+``Comp / Mem`` is its compute density: above 1 compute takes longer, below 1 memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...errors import ConfigError
+from ..compiled import jit
+from ..requests import Floats, Int32s, Int64s
+from .hardware import HardwareSpec
+from .model_spec import ModelSpec
+
+Values = float | Floats | Int32s | Int64s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Seconds per token, per token squared, and per token of KV read.
+
+    The methods take numbers or arrays of the same shape and compute in float64. Plain
+    numbers give a NumPy number.
+
+    token_time_s: compute time of one token in all matrices.
+    kv_read_time_s: time to read one token's KV, in all layers.
+    attention_time_s: compute time of attention per squared prompt token, 0.0 to leave
+        it out. The paper's ``4 * H * L`` counts the whole square, not the causal half,
+        and the paper drops the term in deriving its algorithms.
+    weight_read_time_s: time to read all weights once, which every step does, 0.0 to
+        leave it out, as the paper does. For a mixture of experts it is an upper bound:
+        a small batch does not use every expert.
+    shared_kv_read_once: whether the attention kernel reads a prefix that several
+        running requests share once for all of them (cascade attention, section 6.2).
+    interference_exponent: k of :func:`overlapped`, 1 or more. 1.47 reproduces the mean
+        speedup of the paper's simulated grid (Fig. 9). The paper's own fit is not
+        published.
+
+    Raises:
+        ConfigError: a time is negative or not finite, or the exponent is below 1.
+    """
+
+    token_time_s: float
+    kv_read_time_s: float
+    attention_time_s: float = 0.0
+    weight_read_time_s: float = 0.0
+    shared_kv_read_once: bool = False
+    interference_exponent: float = 1.47
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self)[:4]:
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{field.name}={value!r} must be 0 or more seconds.")
+        if not self.interference_exponent >= 1:
+            raise ConfigError(
+                f"interference_exponent={self.interference_exponent!r} must be 1 (no "
+                "overlap) or more; infinity is perfect overlap."
+            )
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelSpec,
+        hardware: HardwareSpec,
+        *,
+        tp: int = 1,
+        attention_flops: bool = False,
+        weight_reads: bool = False,
+        shared_kv_read_once: bool = False,
+        interference_exponent: float = 1.47,
+        fp8: bool = False,
+    ) -> CostModel:
+        """The model on ``tp`` of these devices.
+
+        Args:
+            attention_flops: whether to count attention's p^2 term.
+            weight_reads: whether to count reading the weights in every step.
+            fp8: whether matrices, but not attention, are multiplied at the device's
+                fp8 rate.
+
+        Raises:
+            ConfigError: a setting is out of range, or the device has no fp8 rate.
+        """
+        devices = hardware.scaled(tp)
+        matrix_flops = devices.compute_flops
+        if fp8:
+            if devices.fp8_flops is None:
+                raise ConfigError(
+                    f"fp8=True, but {hardware.name} has no fp8_flops; use a device that "
+                    "has, or fp8=False."
+                )
+            matrix_flops = devices.fp8_flops
+        attention = 4 * model.hidden * model.num_layers / devices.compute_flops
+        weights = model.weight_bytes / devices.bandwidth_bytes_per_s
+        kv_bytes = model.kv_bytes_per_token * model.kv_replicas(tp)
+        return cls(
+            token_time_s=2 * model.num_active_params / matrix_flops,
+            kv_read_time_s=kv_bytes / devices.bandwidth_bytes_per_s,
+            attention_time_s=attention if attention_flops else 0.0,
+            weight_read_time_s=weights if weight_reads else 0.0,
+            shared_kv_read_once=shared_kv_read_once,
+            interference_exponent=float(interference_exponent),
+        )
+
+    def compute_time_s(self, input_len: Values, output_len: Values) -> Floats:
+        """Comp(r): compute time of requests that share nothing, in seconds."""
+        p, d = _floats(input_len), _floats(output_len)
+        return (p + d) * self.token_time_s + p * p * self.attention_time_s
+
+    def memory_time_s(
+        self,
+        input_len: Values,
+        output_len: Values,
+        output_len_sq: Values | None = None,
+    ) -> Floats:
+        """Mem(r): time to read KV while requests generate, in seconds.
+
+        Args:
+            output_len: d, or an estimate E[d].
+            output_len_sq: E[d^2], if d is an estimate. Lengths vary, so it is more than
+                E[d]^2. None: d^2.
+        """
+        p, d = _floats(input_len), _floats(output_len)
+        d_sq = d * d if output_len_sq is None else _floats(output_len_sq)
+        return (p * d + d_sq / 2) * self.kv_read_time_s
+
+    def prefill_time_s(self, new_tokens: Values, prefix_len: Values) -> Floats:
+        """Compute time in seconds of prompt tokens after a prefix computed before.
+
+        Attention counts as the difference between the longer prompt and its prefix,
+        ``(prefix + new)^2 - prefix^2``, so the chunks of a prompt add up to the whole.
+        """
+        new, prefix = _floats(new_tokens), _floats(prefix_len)
+        attended = new * (new + 2 * prefix)
+        return new * self.token_time_s + attended * self.attention_time_s
+
+    def step_time_s(self, compute_time_s: Values, memory_time_s: Values) -> Floats:
+        """The time of both together by :func:`overlapped`, elementwise, in seconds.
+
+        The caller adds ``weight_read_time_s`` to ``memory_time_s`` once per step.
+        """
+        compute, memory = np.broadcast_arrays(
+            _floats(compute_time_s), _floats(memory_time_s)
+        )
+        out = np.empty(compute.shape)
+        _overlapped_each(
+            compute.ravel(), memory.ravel(), self.interference_exponent, out.ravel()
+        )
+        return out[()]
+
+
+def compute_density(compute_time_s: Values, memory_time_s: Values) -> Floats:
+    """rho = compute time / memory time, elementwise, never NaN for finite times.
+
+    Infinite for requests that read no memory because they generate nothing: they sort
+    before all others. 1 for requests without any work, which belong to neither side.
+    """
+    compute, memory = np.broadcast_arrays(
+        _floats(compute_time_s), _floats(memory_time_s)
+    )
+    density = np.where(compute > 0, np.inf, 1.0)
+    with np.errstate(over="ignore"):
+        np.divide(compute, memory, out=density, where=memory > 0)
+    return density[()]
+
+
+@jit
+def overlapped(compute_s: float, memory_s: float, k: float) -> float:
+    """Seconds that compute and memory reads take together.
+
+    ``(compute_s^k + memory_s^k)^(1/k)``: k = 1 is one after the other (the sum),
+    k = infinity is perfect overlap (the maximum), and in between they slow each other
+    down. The law replaces the polynomial that BlendServe (section 5.1) fits to
+    measurements and does not print. ``k`` is 1 or more, the times are 0 or more.
+    """
+    if k == 1.0:
+        return compute_s + memory_s
+    longer = max(compute_s, memory_s)
+    # An infinite time would make the ratio NaN.
+    if longer == 0.0 or math.isinf(k) or math.isinf(longer):
+        return longer
+    # The ratio is at most 1: its power may underflow to 0, but cannot overflow.
+    ratio = min(compute_s, memory_s) / longer
+    return longer * math.exp(math.log1p(ratio**k) / k)
+
+
+@jit
+def _overlapped_each(compute: Floats, memory: Floats, k: float, out: Floats) -> None:
+    for i in range(len(out)):
+        out[i] = overlapped(compute[i], memory[i], k)
+
+
+def kv_capacity_tokens(
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    tp: int = 1,
+    mem_fraction: float = 0.9,
+    reserve_bytes: int = 0,
+) -> int:
+    """Tokens of KV that fit on ``tp`` devices together with the weights.
+
+    Args:
+        mem_fraction: share of each device's memory for weights and KV, 0 to 1.
+        reserve_bytes: bytes of that share to leave free on each device.
+
+    Raises:
+        ConfigError: a setting is out of range, or the weights leave no memory for KV.
+    """
+    if not 0 < mem_fraction <= 1:
+        raise ConfigError(f"mem_fraction={mem_fraction!r} must be above 0, at most 1.")
+    if reserve_bytes < 0:
+        raise ConfigError(f"reserve_bytes={reserve_bytes!r} must be 0 or more.")
+    devices = hardware.scaled(tp)
+    usable = devices.memory_bytes * mem_fraction - reserve_bytes * tp
+    kv_bytes = model.kv_bytes_per_token * model.kv_replicas(tp)
+    tokens = math.floor((usable - model.weight_bytes) / kv_bytes)
+    if tokens < 1:
+        raise ConfigError(
+            f"The weights take {model.weight_bytes / 1e9:.1f} GB and leave no room for KV "
+            f"in the {usable / 1e9:.1f} GB usable of {devices.name} (mem_fraction="
+            f"{mem_fraction}, reserve_bytes={reserve_bytes}); raise tp or mem_fraction, "
+            "or quantise the weights."
+        )
+    return tokens
+
+
+def _floats(values: Values) -> Floats:
+    return np.asarray(values, dtype=np.float64)

@@ -1,0 +1,193 @@
+"""Compute rate, bandwidth and memory of devices, from their datasheets."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+
+from ...errors import ConfigError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareSpec:
+    """One device, or several that serve one model together (:meth:`scaled`).
+
+    compute_flops: dense bf16/fp16 matrix FLOP/s, a multiply-add counted as two.
+    bandwidth_bytes_per_s: read bandwidth of the device's memory.
+    memory_bytes: size of the device's memory.
+    fp8_flops: dense fp8 matrix FLOP/s. None if the device has no fp8 units or no figure
+        is published.
+
+    Raises:
+        ConfigError: a figure is not a positive finite number.
+    """
+
+    name: str
+    compute_flops: float
+    bandwidth_bytes_per_s: float
+    memory_bytes: int
+    fp8_flops: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value is None and field.name == "fp8_flops":
+                continue
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(
+                    f"{field.name}={value!r} of {self.name} must be a positive number."
+                )
+
+    def scaled(self, tp: int) -> HardwareSpec:
+        """``tp`` of these devices under tensor parallelism, as one.
+
+        Communication is not counted, because it overlaps with other work (BlendServe,
+        section 6.1).
+
+        Raises:
+            ConfigError: ``tp`` is not a whole number of 1 or more.
+        """
+        if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
+            raise ConfigError(f"tp={tp!r} must be a whole number of 1 or more.")
+        if tp == 1:
+            return self
+        return HardwareSpec(
+            name=f"{tp}x {self.name}",
+            compute_flops=self.compute_flops * tp,
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * tp,
+            memory_bytes=self.memory_bytes * tp,
+            fp8_flops=None if self.fp8_flops is None else self.fp8_flops * tp,
+        )
+
+
+def _device(
+    name: str, tflops: float, gbytes_per_s: float, gib: int, fp8: float | None = None
+) -> HardwareSpec:
+    return HardwareSpec(
+        name=name,
+        compute_flops=tflops * 1e12,
+        bandwidth_bytes_per_s=gbytes_per_s * 1e9,
+        memory_bytes=gib * GIB,
+        fp8_flops=None if fp8 is None else fp8 * 1e12,
+    )
+
+
+# Figures are from the vendors' product datasheets unless a comment gives another source:
+# dense (half of the figure printed "with sparsity"), fp32 accumulation. The gigabytes of
+# memory on a datasheet are close to GiB on the device. Measured figures are better, and
+# `hardware` accepts them. The most common variant of a family comes first: a bare family
+# name refers to it.
+_DEVICES = (
+    #       name                TFLOP/s  GB/s  GiB  fp8 TFLOP/s
+    _device("a100-sxm-80gb", 312, 2039, 80),
+    _device("a100-sxm-40gb", 312, 1555, 40),
+    _device("a100-pcie-80gb", 312, 1935, 80),
+    _device("a100-pcie-40gb", 312, 1555, 40),
+    _device("h100-sxm", 989, 3350, 80, 1979),
+    _device("h100-pcie", 756, 2000, 80, 1513),
+    _device("h100-nvl", 835, 3900, 94, 1671),
+    _device("h200-sxm", 989, 4800, 141, 1979),
+    _device("h200-nvl", 835, 4800, 141, 1671),
+    # No public datasheet. Press and cloud vendors agree on these figures.
+    _device("h20", 148, 4000, 96, 296),
+    # The driver's names: 480 GB is the CPU's memory, the GPU has 96.
+    _device("gh200-480gb", 989, 4000, 96, 1979),
+    _device("gh200-144gb", 989, 4900, 144, 1979),
+    # Blackwell in an HGX board: 180 GB are usable in a B200, 268 GiB in a B300.
+    _device("b200-sxm", 2250, 8000, 180, 4500),
+    _device("b300-sxm", 2250, 8000, 268, 4500),
+    _device("gb200", 2500, 8000, 186, 5000),
+    _device("l4", 121, 300, 24, 242),
+    _device("l40", 181, 864, 48, 362),
+    _device("l40s", 362, 864, 48, 733),
+    _device("a10", 125, 600, 24),
+    _device("a10g", 70, 600, 24),
+    _device("a30", 165, 933, 24),
+    _device("a40", 150, 696, 48),
+    # From the architecture whitepapers (GA102, Ada).
+    _device("rtx-a6000", 155, 768, 48),
+    _device("rtx-4090", 165, 1008, 24, 330),
+    _device("mi210", 181, 1638, 64),
+    # One of its two dies: the driver shows each as a device.
+    _device("mi250x", 191.5, 1638, 64),
+    _device("mi300x", 1307, 5300, 192, 2615),
+    _device("mi325x", 1307, 6000, 256, 2615),
+    _device("mi355x", 2516, 8000, 288, 5033),
+    # No datasheet: a server CPU of 16 cores without matrix units, to plan jobs on machines
+    # without an accelerator.
+    _device("cpu", 1, 50, 16),
+)
+
+HARDWARE: dict[str, HardwareSpec] = {device.name: device for device in _DEVICES}
+
+# Vendor, product line and HBM3 add nothing to the model name. HBM2e does: the H100 PCIe
+# has it. AMD's driver calls one die "MI250X / MI250".
+_IGNORED = frozenset(
+    {"nvidia", "amd", "instinct", "geforce", "tesla", "quadro", "rtx", "gpu"}
+    | {"hbm3", "hbm3e", "oam", "ac", "vf", "hf", "mi250"}
+)
+
+
+def hardware(
+    name: str,
+    *,
+    compute_flops: float | None = None,
+    bandwidth_bytes_per_s: float | None = None,
+    memory_bytes: int | None = None,
+) -> HardwareSpec:
+    """A device of the table by any common spelling, with measured figures if given.
+
+    ``"h200"``, ``"NVIDIA H200"`` and ``"a100_sxm4_80gb"`` are understood. ``fp8_flops``
+    is scaled by the same factor as a measured ``compute_flops``.
+
+    Raises:
+        ConfigError: the name is not in the table, or a figure is not positive.
+    """
+    spec = match_hardware(name)
+    if spec is None:
+        raise ConfigError(
+            f"hardware={name!r} is not known; choose one of {', '.join(HARDWARE)}, "
+            "the nearest of them with measured figures for compute_flops, "
+            "bandwidth_bytes_per_s and memory_bytes if need be."
+        )
+    fp8_flops = spec.fp8_flops
+    if compute_flops is None:
+        compute_flops = spec.compute_flops
+    elif fp8_flops is not None:
+        fp8_flops *= compute_flops / spec.compute_flops
+    if bandwidth_bytes_per_s is None:
+        bandwidth_bytes_per_s = spec.bandwidth_bytes_per_s
+    if memory_bytes is None:
+        memory_bytes = spec.memory_bytes
+    return HardwareSpec(
+        spec.name, compute_flops, bandwidth_bytes_per_s, memory_bytes, fp8_flops
+    )
+
+
+def match_hardware(device_name: str) -> HardwareSpec | None:
+    """The device of the table for a driver's device name, or None.
+
+    A name matches if it names a family of the table and has no word that contradicts
+    the entry: ``"NVIDIA A100-SXM4-40GB"`` matches. A slice of a device (``"NVIDIA H200
+    MIG 3g.71gb"``) and another member of the family (``"NVIDIA H20-3e"``) do not.
+    """
+    words = _words(device_name)
+    for spec in _DEVICES:
+        known = _words(spec.name)
+        if known[0] in words and set(words) <= {
+            *known,
+            f"{spec.memory_bytes // GIB}gb",
+        }:
+            return spec
+    return None
+
+
+def _words(name: str) -> list[str]:
+    text = name.lower().replace("_", " ").replace("rtx", " rtx ")
+    text = re.sub(r"(sxm|pcie|nvl)\d?", r" \1 ", text)
+    text = re.sub(r"\b(\d+)\s*(gib|gb|g)\b", r"\1gb", text)
+    return [word for word in re.findall(r"[a-z0-9]+", text) if word not in _IGNORED]

@@ -1,0 +1,174 @@
+"""Compute and memory time of requests and subtrees, and their ratio, the density.
+
+Compute density is compute time over memory time: above 1 compute-intensive, below 1
+memory-intensive. A shared prefix is computed once, so the compute time of a subtree
+counts its *unique* tokens (BlendServe 5.1: ``rho(R) = (1 - s) T_comp / T_mem``).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..compiled import jit
+from ..prefixes.prefix_tree import PrefixTree
+from ..requests import Floats, Int32s, Int64s
+from .cost_model import CostModel, compute_density
+
+
+class LeafWork(NamedTuple):
+    """Estimated work of the requests at a tree's leaves, each float64 ``[n]``.
+
+    decode_s: compute time of the output tokens, in seconds.
+    memory_s: memory time of all decode steps, in seconds.
+    """
+
+    decode_s: Floats
+    memory_s: Floats
+
+    def take(self, leaves: Int64s) -> LeafWork:
+        """The work at some of the leaves."""
+        return LeafWork(self.decode_s[leaves], self.memory_s[leaves])
+
+
+def leaf_work(
+    tree: PrefixTree, cost: CostModel, est_output_len: Floats, est_output_len_sq: Floats
+) -> LeafWork:
+    """Estimated work at the leaves.
+
+    Args:
+        est_output_len, est_output_len_sq: float64 ``[n]`` by request, first and second
+            moment of the output length.
+    """
+    lengths = est_output_len[tree.order]
+    lengths_sq = est_output_len_sq[tree.order]
+    memory = cost.memory_time_s(read_len(tree, cost), lengths, lengths_sq)
+    return LeafWork(lengths * cost.token_time_s, memory)
+
+
+def read_len(tree: PrefixTree, cost: CostModel) -> Floats:
+    """Prompt tokens that each request reads in a decode step, float64 ``[n]`` by leaf.
+
+    The whole prompt, or with ``shared_kv_read_once`` (BlendServe 6.2) the request's
+    share of it: a prefix is read once for all requests below it, and its tokens are
+    spread evenly over them as if they ran together.
+    """
+    if cost.shared_kv_read_once:
+        return _spread(tree, 1)
+    return tree.input_len.astype(np.float64)
+
+
+def decode_step_moments(
+    est_output_len: Floats, est_output_len_sq: Floats
+) -> tuple[Floats, Floats]:
+    """``est_decode_steps`` and ``est_decode_steps_sq`` in SGLang, each float64 ``[n]``.
+
+    The first output token comes with the prompt, so ``d`` tokens take ``d - 1`` decode
+    steps, and ``E[(d - 1)^2] = E[d^2] - 2 E[d] + 1``.
+    """
+    steps = np.maximum(est_output_len - 1.0, 0.0)
+    steps_sq = est_output_len_sq - 2.0 * est_output_len + 1.0
+    return steps, np.maximum(steps_sq, steps**2)
+
+
+def planned_work(
+    tree: PrefixTree,
+    cost: CostModel,
+    est_output_len: Floats,
+    est_output_len_sq: Floats,
+    *,
+    as_sglang: bool = False,
+) -> tuple[float, float]:
+    """Estimated compute and memory time of the whole job, in seconds.
+
+    Args:
+        est_output_len, est_output_len_sq: float64 ``[n]`` by request, first and second
+            moment of the output length.
+        as_sglang: whether the first output token comes with the prompt.
+    """
+    least = 1
+    if as_sglang:
+        est_output_len, est_output_len_sq = decode_step_moments(
+            est_output_len, est_output_len_sq
+        )
+        least = 0
+    lengths = est_output_len[tree.order]
+    computed = tree.num_unique_tokens + np.maximum(least, np.rint(lengths)).sum()
+    before = tree.lcp.astype(np.float64) ** 2
+    attended = (tree.input_len.astype(np.float64) ** 2 - before).sum()
+    compute = computed * cost.token_time_s + attended * cost.attention_time_s
+    reads = read_len(tree, cost)
+    memory = cost.memory_time_s(reads, lengths, est_output_len_sq[tree.order])
+    return float(compute), float(memory.sum())
+
+
+def node_work(
+    tree: PrefixTree, cost: CostModel, work: LeafWork
+) -> tuple[Floats, Floats]:
+    """Compute and memory time below each node, float64 ``[m]`` each, in seconds.
+
+    A node's prefix, from the root on, counts once, as if no request outside shared it.
+    """
+    prefill = tree.unique_tokens_below() * float(cost.token_time_s)
+    if cost.attention_time_s:
+        prefill += cost.attention_time_s * _attended(tree)
+    return prefill + tree.subtree_sums(work.decode_s), tree.subtree_sums(work.memory_s)
+
+
+def _attended(tree: PrefixTree) -> Floats:
+    """Sum of p^2 below each node, shared prefixes once, float64 ``[m]``."""
+    squares = tree.input_len.astype(np.float64) ** 2
+    shared = tree.lcp.astype(np.float64) ** 2
+    first = shared[tree.leaf_begin] if len(shared) else np.zeros(tree.num_nodes)
+    return tree.subtree_sums(squares - shared) + first
+
+
+def root_density(tree: PrefixTree, cost: CostModel, work: LeafWork) -> float:
+    """Compute density of the whole job, which every step should have."""
+    compute = tree.num_unique_tokens * cost.token_time_s + work.decode_s.sum()
+    if cost.attention_time_s:
+        squares = tree.input_len.astype(np.float64) ** 2
+        shared = tree.lcp.astype(np.float64) ** 2
+        compute += (squares - shared).sum() * cost.attention_time_s
+    return float(compute_density(compute, work.memory_s.sum()))
+
+
+def leaf_compute(tree: PrefixTree, cost: CostModel, work: LeafWork) -> Floats:
+    """Compute time of each request, shared prefixes spread, float64 ``[n]`` in seconds.
+
+    The cost of a prefix is divided evenly among the requests below it, so a request
+    whose prompt is mostly shared costs little more than its own tokens.
+    """
+    compute: Floats = _spread(tree, 1) * cost.token_time_s + work.decode_s
+    if cost.attention_time_s:
+        compute += _spread(tree, 2) * cost.attention_time_s
+    return compute
+
+
+def leaf_densities(tree: PrefixTree, cost: CostModel, work: LeafWork) -> Floats:
+    """Density of each request, shared prefixes spread, float64 ``[n]`` by leaf."""
+    return compute_density(leaf_compute(tree, cost, work), work.memory_s)
+
+
+def _spread(tree: PrefixTree, power: int) -> Floats:
+    """Each leaf's share of the sum of ``p ** power``, float64 ``[n]``.
+
+    Prefixes are divided evenly among the leaves below them.
+    """
+    reached = tree.depth.astype(np.float64) ** power
+    gained = reached - np.where(tree.parent >= 0, reached[tree.parent], 0.0)
+    per_leaf = gained / np.maximum(tree.leaf_end - tree.leaf_begin, 1)
+    above = _sum_over_path(tree.parent, per_leaf)
+    own = tree.input_len.astype(np.float64) ** power - reached[tree.leaf_parent]
+    spread: Floats = own + above[tree.leaf_parent]
+    return spread
+
+
+@jit
+def _sum_over_path(parent: Int32s, values: Floats) -> Floats:
+    """Sum of ``values`` over each node and its ancestors. Parents come first."""
+    sums = values.copy()
+    for node in range(1, len(parent)):
+        sums[node] += sums[parent[node]]
+    return sums

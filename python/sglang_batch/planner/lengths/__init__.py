@@ -1,0 +1,1 @@
+"""Output lengths before they are known: a sample to run first, estimates from it."""

@@ -1,0 +1,308 @@
+"""Estimates of the output lengths, learnt from the answers to a sample.
+
+Requests with a common prefix tend to get similar answers, so an estimate is the mean
+length of the observed answers of a subtree (BlendServe, section 3.2), in three steps:
+
+1. The mean of a node is shrunk to its parent's, from the root down. A subtree without
+   observed answers thus takes the mean of the smallest subtree around it that has some.
+2. The tree is cut into strata, subtrees with enough observed answers for a fit. Inside
+   a stratum the estimate is corrected by the prompt length, in bins of its logarithm.
+3. The observed answers of a stratum, scaled to the estimate of a request, are the
+   distribution of its length. Random lengths are drawn from it, and the remaining
+   length of a running request is derived from it.
+
+Only observed answers count. A length known beforehand does not inform other estimates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...errors import InputError
+from ..compiled import jit
+from ..prefixes.prefix_tree import PrefixTree
+from ..requests import UNKNOWN, Bools, Floats, Int32s, Int64s, PlanRequests
+from .length_strata import SHRINKAGE, node_means, strata, sums_before
+
+# Observed answers that make a subtree a stratum of its own.
+STRATUM_ANSWERS = 16
+# One bin for each power of two of the prompt length, an int32.
+NUM_BINS = 32
+# A request that has outlived all observed answers has this share of its present length
+# still to come.
+OVERRUN = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class OutputEstimates:
+    """First and second moment of the output length of each request, by index.
+
+    est_output_len: float64 ``[n]``, E[d] in tokens.
+    est_output_len_sq: float64 ``[n]``, E[d^2]. The memory time of a request grows with
+        ``p d + d^2 / 2`` (BlendServe, section 2.3), and E[d^2] can be many times
+        E[d]^2.
+    """
+
+    est_output_len: Floats
+    est_output_len_sq: Floats
+
+    def take(self, indices: Int64s) -> OutputEstimates:
+        """The estimates of some requests, in the order of ``indices``."""
+        return OutputEstimates(
+            self.est_output_len[indices], self.est_output_len_sq[indices]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Answers to a sample: int64 request indices and their output lengths in tokens."""
+
+    requests: Int64s
+    output_len: Int32s
+
+
+class OutputLengthEstimator:
+    """Estimates of output lengths that follow the observed answers of a job.
+
+    Observe only whole samples. The answers that have arrived at some moment of a run
+    are its short ones, and their mean is too low.
+    """
+
+    def __init__(
+        self, tree: PrefixTree, requests: PlanRequests, *, default_output_len: int = 256
+    ) -> None:
+        """
+        Args:
+            default_output_len: E[d] in tokens until an answer was observed.
+
+        Raises:
+            InputError: ``default_output_len`` is below 1.
+        """
+        if default_output_len < 1:
+            raise InputError(
+                f"default_output_len={default_output_len!r} must be 1 or more."
+            )
+        self._tree = tree
+        self._default = float(default_output_len)
+        # Private arrays are by leaf position, public results by request.
+        self._cap = requests.max_new_tokens[tree.order].astype(np.float64)
+        self._exact = requests.known_output_len[tree.order].astype(np.int64)
+        self._learns = self._exact == UNKNOWN
+        self._bin = np.log2(tree.input_len + 1.0).astype(np.int64)
+        self._position = np.empty_like(tree.order)
+        self._position[tree.order] = np.arange(len(tree.order))
+        self._fit: _Fit | None = None
+
+    def observe(self, request_indices: Int64s, output_lens: Int32s) -> None:
+        """Add answers: the output length in tokens for each request index.
+
+        Raises:
+            InputError: a length is negative.
+        """
+        if np.any(np.less(output_lens, 0)):
+            raise InputError(
+                f"An output length of {np.min(output_lens)} tokens is negative; "
+                "observe requests that were answered."
+            )
+        self._exact[self._position[request_indices]] = output_lens
+        self._fit = None
+
+    def estimates(self) -> OutputEstimates:
+        """The moments of every request's output length.
+
+        Known and observed lengths are exact. No estimate is above ``max_new_tokens``.
+        """
+        fit = self._fitted()
+        return OutputEstimates(
+            self._by_request(fit.est_output_len),
+            self._by_request(fit.est_output_len_sq),
+        )
+
+    def draw(self, seed: int) -> Int32s:
+        """A random plausible output length for each request, int32 ``[n]``, in tokens.
+
+        It is an observed answer of the request's stratum, scaled to the request's
+        estimate. Without any answers, lengths are exponentially distributed, which has
+        the spread that the default second moment assumes.
+        """
+        fit = self._fitted()
+        rng = np.random.default_rng(seed)
+        n = len(fit.est_output_len)
+        if len(fit.length) == 0:
+            drawn = rng.exponential(1.0, n) * fit.est_output_len
+        else:
+            begin = fit.begin[fit.stratum]
+            count = fit.begin[fit.stratum + 1] - begin
+            picked = begin + (rng.random(n) * count).astype(np.int64)
+            drawn = fit.length[picked] * fit.scale
+        drawn = np.minimum(np.maximum(np.rint(drawn), 1.0), self._cap)
+        drawn = np.where(self._exact == UNKNOWN, drawn, self._exact)
+        return self._by_request(drawn).astype(np.int32)
+
+    def remaining_len(self, request_indices: Int64s, produced: Int32s) -> Floats:
+        """Estimated tokens still to come of running requests.
+
+        The mean of the stratum's longer observed answers, scaled to the request's
+        estimate, shrunk to the same mean over the whole job, and that to ``OVERRUN``
+        times the tokens produced. ``produced`` plus the result never falls as
+        ``produced`` grows, and never exceeds ``max_new_tokens``.
+
+        Args:
+            request_indices: int64 ``[k]``.
+            produced: int32 ``[k]``, output tokens so far.
+
+        Returns:
+            float64 ``[k]``.
+        """
+        fit = self._fitted()
+        position = self._position[request_indices]
+        total = _total_given_produced(
+            np.asarray(produced, dtype=np.float64),
+            np.maximum(fit.est_output_len[position], 1.0),
+            fit.stratum[position],
+            fit.begin,
+            fit.length,
+            fit.sum_before,
+            fit.sample_mean,
+        )
+        total = np.minimum(total, self._cap[position])
+        exact = self._exact[position]
+        total = np.where(exact == UNKNOWN, total, exact)
+        remaining: Floats = np.maximum(total - produced, 0.0)
+        return remaining
+
+    def _by_request(self, by_position: Floats) -> Floats:
+        result = np.empty_like(by_position)
+        result[self._tree.order] = by_position
+        return result
+
+    def _fitted(self) -> _Fit:
+        if self._fit is None:
+            self._fit = self._make_fit()
+        return self._fit
+
+    def _make_fit(self) -> _Fit:
+        tree = self._tree
+        exact = self._exact != UNKNOWN
+        observed = exact & self._learns
+        stratum = strata(tree.parent, tree.leaf_parent, observed, STRATUM_ANSWERS)
+        # An empty answer took a step as well.
+        lengths = np.maximum(self._exact[observed], 1)
+        mean = self._moment(lengths, self._default, observed, stratum)
+        mean = np.maximum(mean, 1.0)
+        # An exponential distribution has E[d^2] = 2 E[d]^2.
+        mean_sq = self._moment(lengths**2, 2 * self._default**2, observed, stratum)
+        own, begin, length = _samples(stratum, lengths, stratum[observed])
+        sum_before = sums_before(length)
+        count = np.maximum(np.diff(begin), 1)
+        sample_mean = np.maximum(np.diff(sum_before[begin]) / count, 1.0)
+        scale = mean / sample_mean[own]
+        mean = np.where(exact, self._exact, np.minimum(mean, self._cap))
+        mean_sq = np.minimum(np.maximum(mean_sq, mean**2), self._cap**2)
+        mean_sq = np.where(exact, mean**2, mean_sq)
+        return _Fit(mean, mean_sq, own, scale, begin, length, sum_before, sample_mean)
+
+    def _moment(
+        self, values: Int64s, default: float, observed: Bools, stratum: Int32s
+    ) -> Floats:
+        """The mean of ``values`` as estimated for each leaf, float64 ``[n]``.
+
+        Args:
+            values: int64, one for each observed leaf.
+        """
+        tree = self._tree
+        by_leaf = np.zeros(len(observed), np.int64)
+        by_leaf[observed] = values
+        node_mean = node_means(
+            tree.parent,
+            tree.leaf_begin,
+            tree.leaf_end,
+            sums_before(observed.astype(np.int64)),
+            sums_before(by_leaf),
+            default,
+        )
+        mean = node_mean[tree.leaf_parent]
+        cell = stratum * np.int64(NUM_BINS) + self._bin
+        num_cells = NUM_BINS * (int(stratum.max(initial=0)) + 1)
+        seen = cell[observed]
+        actual = np.bincount(seen, values, num_cells)
+        by_tree = np.bincount(seen, mean[observed], num_cells)
+        prior = SHRINKAGE * mean
+        corrected: Floats = mean * (actual[cell] + prior) / (by_tree[cell] + prior)
+        return corrected
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """Estimates by leaf from the answers so far, and the samples behind them.
+
+    est_output_len, est_output_len_sq: float64 ``[n]``, the moments by leaf position.
+    stratum: int64 ``[n]``, the sample that represents each leaf.
+    scale: float64 ``[n]``, a leaf's estimate, before its cap, over its sample's mean.
+    begin: int64 ``[k + 1]``. Sample ``s`` is ``length[begin[s]:begin[s + 1]]``, in
+        rising order. The last one is the whole job.
+    length, sum_before: float64, observed lengths and the sum of all before an index.
+    sample_mean: float64 ``[k]``, 1 or more.
+    """
+
+    est_output_len: Floats
+    est_output_len_sq: Floats
+    stratum: Int64s
+    scale: Floats
+    begin: Int64s
+    length: Floats
+    sum_before: Floats
+    sample_mean: Floats
+
+
+def _samples(
+    leaf_stratum: Int32s, lengths: Int64s, stratum: Int32s
+) -> tuple[Int64s, Int64s, Floats]:
+    """Each leaf's sample, the bounds of the samples, and their sorted lengths.
+
+    Args:
+        leaf_stratum: int32 ``[n]``.
+        lengths, stratum: of each observed leaf.
+    """
+    num_strata = int(leaf_stratum.max(initial=0)) + 1
+    count = np.bincount(stratum, minlength=num_strata)
+    # Sort by stratum, then by length: one number holds both.
+    by_stratum = np.sort(stratum * np.int64(2**32) + lengths) % 2**32
+    own = leaf_stratum.astype(np.int64)
+    if count[0] < STRATUM_ANSWERS:
+        own[own == 0] = num_strata
+    begin = sums_before(np.append(count, len(lengths)))
+    return own, begin, np.concatenate((by_stratum, np.sort(lengths))).astype(np.float64)
+
+
+@jit
+def _total_given_produced(
+    produced: Floats,
+    est_output_len: Floats,
+    stratum: Int64s,
+    begin: Int64s,
+    length: Floats,
+    sum_before: Floats,
+    sample_mean: Floats,
+) -> Floats:
+    """E[d | d > produced] of running requests, float64 ``[k]``, before their caps.
+
+    It cannot fall as ``produced`` grows: leaving the shortest answer out of a mean, or
+    raising the value that the mean is shrunk to, makes it larger.
+    """
+    result = np.empty(len(produced))
+    whole_job = len(sample_mean) - 1
+    for i in range(len(produced)):
+        total = max(est_output_len[i], (1 + OVERRUN) * produced[i])
+        for sample in (whole_job, stratum[i]):
+            scale = est_output_len[i] / sample_mean[sample]
+            end = begin[sample + 1]
+            longer = begin[sample] + np.searchsorted(
+                length[begin[sample] : end], produced[i] / scale, side="right"
+            )
+            longer_sum = scale * (sum_before[end] - sum_before[longer])
+            total = (longer_sum + SHRINKAGE * total) / (end - longer + SHRINKAGE)
+        result[i] = total
+    return result

@@ -1,0 +1,68 @@
+"""The machine that a job is planned for: costs of the model on it, and its limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from .costs.cost_model import CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Settings of the simulated engine.
+
+    kv_capacity_tokens: KV cache size in tokens.
+    step_tokens: most tokens in a step, prompts and decodes together. SGLang calls it
+        ``chunked_prefill_size`` when chunks are mixed.
+    max_running: most requests running at once. None: as many as the KV cache holds.
+    min_step_tokens: prompt tokens that the dual scanner may always compute in a step,
+        whatever the density, so that the right side gets started.
+    batch_multiple: tokens of a step are a multiple of this as far as prompts allow, and
+        a step is charged for a whole multiple. BlendServe (section 4) uses 128.
+    closed_loop: whether the dual scanner's prefill budget follows the needs of each
+        step. False: the average of BlendServe's Algorithm 3.
+    plan_aware_eviction: evict the prefix whose next use is furthest away. False: evict
+        the least recently used.
+    as_sglang: simulate SGLang with the offline scheduler. False: a textbook engine,
+        where each output token takes a decode step, siblings share a prefix in the step
+        that computes it, and a retracted request computes its KV again. In SGLang the
+        first output token comes with the prompt. Siblings wait for the following step.
+        A request holds its KV for one step after its last one, and decodes in that step
+        too unless it ended by its limit. KV is allocated as prompts are computed. At
+        most one prompt is partly computed, and it is continued first. Retracted
+        requests are offloaded. The free KV margin and the estimates adapt to observed
+        lengths.
+
+    Raises:
+        ConfigError: a number is below 1.
+    """
+
+    kv_capacity_tokens: int
+    step_tokens: int = 2048
+    max_running: int | None = None
+    min_step_tokens: int = 512
+    batch_multiple: int = 1
+    closed_loop: bool = True
+    plan_aware_eviction: bool = True
+    as_sglang: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "kv_capacity_tokens",
+            "step_tokens",
+            "min_step_tokens",
+            "batch_multiple",
+            "max_running",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value!r} must be 1 or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A model on its hardware: how long work takes, and how much fits."""
+
+    cost: CostModel
+    limits: EngineLimits

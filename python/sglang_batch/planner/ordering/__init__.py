@@ -1,0 +1,1 @@
+"""Orders of a job's requests: one function per policy, and the parts of dual-scan."""

@@ -1,0 +1,71 @@
+"""An order of a job's requests, and the settings that orders are made with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..requests import Floats, Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The order in which requests are sent to the engine.
+
+    requests: int64 ``[n]``, request indices by position.
+    density: float64 ``[n]`` by position, compute density of the neighbourhood, for an
+        order that is taken from both ends. None for one that is followed from its
+        start.
+    num_left: requests on the compute-intensive side, the first ones.
+    repeated_tokens: shared prompt tokens that the order computes again on purpose.
+    """
+
+    requests: Int64s
+    density: Floats | None = None
+    num_left: int = 0
+    repeated_tokens: int = 0
+
+    def renumbered(self, numbers: Int64s) -> Order:
+        """The same order with request ``i`` called ``numbers[i]``, int64 ``[n]``."""
+        return replace(self, requests=numbers[self.requests])
+
+    def beginning_with(self, first: Int64s) -> Order:
+        """The same order after some requests that are moved to the front.
+
+        Args:
+            first: int64, requests of the sample whose answers the estimates need.
+        """
+        rest = ~np.isin(self.requests, first)
+        density = self.density
+        if density is not None and len(density):
+            # A sample comes from all over the job: count it with the left side.
+            among_left = density[: max(1, self.num_left)]
+            density = np.concatenate(
+                [np.full(len(first), np.median(among_left)), density[rest]]
+            )
+        num_left = 0
+        if density is not None:
+            num_left = len(first) + int(rest[: self.num_left].sum())
+        return replace(
+            self,
+            requests=np.concatenate([first, self.requests[rest]]),
+            density=density,
+            num_left=num_left,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OrderSettings:
+    """Settings of the orders.
+
+    seed: of ``random``, and of the output lengths that ``auto`` simulates with.
+    min_sharing_kept: share of the shared prompt tokens that dual-scan keeps when it
+        moves outliers out of their subtrees, 0 to 1.
+    algorithm_2: split subtrees as in BlendServe's Algorithm 2, into all their children.
+        False: into two.
+    """
+
+    seed: int = 0
+    min_sharing_kept: float = 0.998
+    algorithm_2: bool = False

@@ -1,0 +1,127 @@
+"""One function per policy, from a job to the order of its requests.
+
+:mod:`sglang_batch.policies` has the table of all policies. To add one, add its entry
+there and its function here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from ...errors import ConfigError
+from ...policies import ORDERS
+from ..costs.cost_model import CostModel
+from ..costs.tree_work import leaf_work
+from ..prefixes.prefix_groups import group_order, prefix_groups
+from ..prefixes.prefix_tree import PrefixTree
+from ..requests import Floats, PlanRequests
+from .dual_scan_order import dual_scan_order
+from .layer_sort import depth_first, sort_children
+from .order import Order, OrderSettings
+
+
+class _Job(NamedTuple):
+    """Everything an order may depend on; see :func:`make_order`."""
+
+    tree: PrefixTree
+    requests: PlanRequests
+    cost: CostModel
+    est_output_len: Floats
+    est_output_len_sq: Floats
+    settings: OrderSettings
+
+
+_OrderFunction = Callable[[_Job], Order]
+_FUNCTIONS: dict[str, _OrderFunction] = {}
+
+
+def make_order(
+    policy: str,
+    tree: PrefixTree,
+    requests: PlanRequests,
+    cost: CostModel,
+    est_output_len: Floats,
+    est_output_len_sq: Floats,
+    settings: OrderSettings,
+) -> Order:
+    """The order of one policy.
+
+    Args:
+        policy: one of :data:`sglang_batch.policies.ORDERS`.
+        est_output_len, est_output_len_sq: float64 ``[n]`` by request, first and second
+            moment of the output length.
+
+    Raises:
+        ConfigError: the policy is unknown.
+    """
+    if policy not in _FUNCTIONS:
+        raise ConfigError(
+            f"policy={policy!r} is not known; choose one of {', '.join(ORDERS)}."
+        )
+    return _FUNCTIONS[policy](
+        _Job(tree, requests, cost, est_output_len, est_output_len_sq, settings)
+    )
+
+
+def _makes(policy: str) -> Callable[[_OrderFunction], _OrderFunction]:
+    """Register a function as the one that makes a policy's order."""
+
+    def register(function: _OrderFunction) -> _OrderFunction:
+        _FUNCTIONS[policy] = function
+        return function
+
+    return register
+
+
+@_makes("fcfs")
+def _fcfs(job: _Job) -> Order:
+    return Order(np.arange(len(job.requests), dtype=np.int64))
+
+
+@_makes("random")
+def _random(job: _Job) -> Order:
+    shuffled = np.random.default_rng(job.settings.seed).permutation(len(job.requests))
+    return Order(shuffled)
+
+
+@_makes("lof")
+def _lof(job: _Job) -> Order:
+    return Order(np.argsort(-job.requests.max_new_tokens, kind="stable"))
+
+
+@_makes("lpt")
+def _lpt(job: _Job) -> Order:
+    return Order(np.argsort(-job.est_output_len, kind="stable"))
+
+
+@_makes("dfs")
+def _dfs(job: _Job) -> Order:
+    return Order(job.tree.order)
+
+
+@_makes("dfs-weight")
+def _dfs_weight(job: _Job) -> Order:
+    tree = job.tree
+    weights = (tree.leaf_end - tree.leaf_begin)[1:].astype(np.float64)
+    children, begin = sort_children(tree, weights, np.ones(tree.num_requests))
+    return Order(tree.order[depth_first(children, begin, tree.num_nodes)])
+
+
+@_makes("prefix-groups")
+def _prefix_groups(job: _Job) -> Order:
+    groups = prefix_groups(job.tree)
+    return Order(group_order(job.tree, groups, job.est_output_len))
+
+
+@_makes("dual-scan")
+def _dual_scan(job: _Job) -> Order:
+    work = leaf_work(job.tree, job.cost, job.est_output_len, job.est_output_len_sq)
+    return dual_scan_order(job.tree, job.cost, work, job.settings)
+
+
+if _FUNCTIONS.keys() != set(ORDERS):
+    odd = ", ".join(sorted(_FUNCTIONS.keys() ^ set(ORDERS)))
+    raise TypeError(f"policies need an entry in the table and a function each: {odd}")

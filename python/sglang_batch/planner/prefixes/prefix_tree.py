@@ -1,0 +1,265 @@
+"""The compact prefix tree of all prompts of a job, as arrays.
+
+The leaves are the requests, in depth-first order. The internal nodes are the points at
+which two or more prompts diverge, or at which one prompt ends inside others. A node's
+prefix is shared by all leaves below it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...errors import InputError
+from ..compiled import jit
+from ..requests import Floats, Int32s, Int64s
+from .prefix_sort import sort_prompts
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """``n`` leaves by position in depth-first order, ``m`` nodes in preorder.
+
+    order: int64 ``[n]``, the request at each leaf position.
+    input_len: int32 ``[n]``, prompt tokens of the request at each leaf position.
+    lcp: int32 ``[n]``, tokens that a leaf shares with the leaf before it. ``lcp[0]`` is
+        0.
+    leaf_parent: int32 ``[n]``, the parent of each leaf: the deepest node whose prefix
+        the leaf has. The leaf's own tokens are ``input_len - depth[leaf_parent]``, 0
+        for a prompt that is repeated or continued by others.
+    parent: int32 ``[m]``. Node 0 is the root, whose parent is -1.
+    depth: int32 ``[m]``, tokens of a node's prefix from the root on. The root's is 0.
+    leaf_begin, leaf_end: int64 ``[m]``. The leaves below a node are the positions
+        ``leaf_begin:leaf_end``. Every node but the root has two or more.
+    """
+
+    order: Int64s
+    input_len: Int32s
+    lcp: Int32s
+    leaf_parent: Int32s
+    parent: Int32s
+    depth: Int32s
+    leaf_begin: Int64s
+    leaf_end: Int64s
+
+    @property
+    def num_requests(self) -> int:
+        """``n``, the leaves."""
+        return len(self.order)
+
+    @property
+    def num_nodes(self) -> int:
+        """``m``, the root and the other internal nodes, without the leaves."""
+        return len(self.parent)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return int(self.input_len.sum(dtype=np.int64))
+
+    @property
+    def num_unique_tokens(self) -> int:
+        """Tokens of all prompts with every shared prefix counted once."""
+        return self.num_tokens - int(self.lcp.sum(dtype=np.int64))
+
+    @property
+    def prefix_sharing_ratio(self) -> float:
+        """Share of all prompt tokens that an unbounded prefix cache saves, 0..1.
+
+        The optimum of any order (BlendServe, section 2.2). 0.0 for a job without tokens.
+        """
+        num_tokens = self.num_tokens
+        return int(self.lcp.sum(dtype=np.int64)) / num_tokens if num_tokens else 0.0
+
+    def unique_tokens_below(self) -> Int64s:
+        """Unique tokens of the prompts below each node, int64 ``[m]``.
+
+        The node's prefix, from the root on, counts once.
+        """
+        if self.num_requests == 0:
+            return np.zeros(self.num_nodes, np.int64)
+        new = np.zeros(self.num_requests + 1, np.int64)
+        np.cumsum(self.input_len - self.lcp, out=new[1:])
+        # The first leaf shares lcp tokens with a leaf outside the node. They are not new
+        # in the whole order, but they are new below this node.
+        return new[self.leaf_end] - new[self.leaf_begin] + self.lcp[self.leaf_begin]
+
+    def subtree_sums(self, values: Floats) -> Floats:
+        """Sum of ``values`` over the leaves below each node, float64 ``[m]``.
+
+        ``values`` is float64 ``[n]`` by leaf position (not by request). The sums are
+        differences of running sums, so their rounding error is relative to the sum over
+        all leaves, not to the node's own.
+        """
+        running = np.zeros(len(values) + 1)
+        np.cumsum(values, out=running[1:])
+        return running[self.leaf_end] - running[self.leaf_begin]
+
+    def shared_with_previous(self, leaves: Int64s) -> Int32s:
+        """Tokens that each leaf of a sequence shares with the one before it.
+
+        Args:
+            leaves: int64 ``[k]``, leaf positions in any order.
+
+        Returns:
+            int32 ``[k]``, 0 for the first leaf.
+        """
+        return _shared_with_previous(
+            leaves,
+            self.leaf_parent,
+            self.parent,
+            self.depth,
+            self.leaf_begin,
+            self.leaf_end,
+        )
+
+    def restricted_to(self, leaves: Int64s) -> PrefixTree:
+        """The tree of some of the requests.
+
+        Args:
+            leaves: int64, leaf positions in ascending order. The new tree's ``order``
+                has the same request numbers.
+        """
+        if len(leaves) == 0:
+            return _tree_of(self.order[:0], self.input_len[:0], self.lcp[:0])
+        # Two leaves share the least that neighbours between them share.
+        between = np.concatenate([leaves[:1], leaves[:-1] + 1])
+        lcp = np.minimum.reduceat(self.lcp[: leaves[-1] + 1], between)
+        lcp[0] = 0
+        return _tree_of(self.order[leaves], self.input_len[leaves], lcp)
+
+    def renumbered(self) -> PrefixTree:
+        """The same tree with its requests renumbered 0..n-1 in ascending order."""
+        _, order = np.unique(self.order, return_inverse=True)
+        return replace(self, order=order.astype(np.int64))
+
+
+def build_prefix_tree(tokens: Int32s, offsets: Int64s) -> PrefixTree:
+    """The exact prefix tree of prompts ``tokens[offsets[i]:offsets[i + 1]]``.
+
+    Leaves are sorted by token ids. A prompt comes before those that continue it, and
+    equal prompts keep their input order.
+
+    Args:
+        tokens: int32 ``[num_tokens]``, token ids of 0 or more, of any vocabulary.
+        offsets: int64 ``[n + 1]``. ``n`` may be 0 and prompts may be empty.
+    """
+    order, lcp = sort_prompts(tokens, offsets)
+    return _tree_of(order, np.diff(offsets)[order].astype(np.int32), lcp)
+
+
+def _tree_of(order: Int64s, input_len: Int32s, lcp: Int32s) -> PrefixTree:
+    """The tree over sorted prompts whose common prefixes are known."""
+    depth, leaf_begin, leaf_end = _make_nodes(lcp)
+    parent, leaf_parent = _link(len(order), leaf_begin, leaf_end)
+    return PrefixTree(
+        order=order,
+        input_len=input_len,
+        lcp=lcp,
+        leaf_parent=leaf_parent,
+        parent=parent,
+        depth=depth,
+        leaf_begin=leaf_begin,
+        leaf_end=leaf_end,
+    )
+
+
+def achieved_prefix_sharing_ratio(tree: PrefixTree, order: Int64s) -> float:
+    """Share of all prompt tokens saved when only the previous prompt is cached, 0..1.
+
+    Each request reuses the tokens that it shares with the one before it. The tree's own
+    order gets ``tree.prefix_sharing_ratio``, and no order gets more.
+
+    Args:
+        order: int64 ``[n]``, the requests in the order in which they are sent.
+
+    Raises:
+        InputError: ``order`` does not have each request once.
+    """
+    n = tree.num_requests
+    if not np.array_equal(np.sort(order), np.arange(n)):
+        raise InputError(
+            f"order={order!r} is not a permutation; give each of the tree's {n} "
+            "requests once."
+        )
+    num_tokens = tree.num_tokens
+    if num_tokens == 0:
+        return 0.0
+    position = np.empty_like(tree.order)
+    position[tree.order] = np.arange(tree.num_requests)
+    shared = tree.shared_with_previous(position[order])
+    return int(shared.sum(dtype=np.int64)) / num_tokens
+
+
+# --- From the sorted prompts' common prefixes to nodes.
+
+
+@jit
+def _make_nodes(lcp: Int32s) -> tuple[Int32s, Int64s, Int64s]:
+    """``depth``, ``leaf_begin`` and ``leaf_end`` of all nodes in preorder.
+
+    From the last leaf to the first, a node is complete only after all nodes below it,
+    so completed nodes fill the arrays from the back in preorder. Nodes that are still
+    open, a path from the root, are kept at the free front of the same arrays.
+    """
+    n = len(lcp)
+    most = max(n, 1)
+    depth = np.empty(most, np.int32)
+    leaf_begin = np.empty(most, np.int64)
+    leaf_end = np.empty(most, np.int64)
+    depth[0], leaf_end[0] = 0, n
+    num_open, done = 1, most
+    for leaf in range(n - 1, -1, -1):
+        end = leaf + 1
+        common = lcp[leaf] if leaf > 0 else -1
+        while num_open > 0 and depth[num_open - 1] > common:
+            num_open -= 1
+            end = leaf_end[num_open]
+            done -= 1
+            depth[done], leaf_begin[done], leaf_end[done] = depth[num_open], leaf, end
+        if common >= 0 and depth[num_open - 1] < common:
+            depth[num_open], leaf_end[num_open] = common, end
+            num_open += 1
+    if n == 0:
+        leaf_begin[0], done = 0, 0
+    return depth[done:].copy(), leaf_begin[done:].copy(), leaf_end[done:].copy()
+
+
+@jit
+def _link(
+    num_leaves: int, leaf_begin: Int64s, leaf_end: Int64s
+) -> tuple[Int32s, Int32s]:
+    """``parent`` of each node and ``leaf_parent`` of each leaf, by a walk over leaves."""
+    parent = np.empty(len(leaf_begin), np.int32)
+    leaf_parent = np.empty(num_leaves, np.int32)
+    parent[0] = -1
+    node, num_seen = 0, 1
+    for leaf in range(num_leaves):
+        while leaf_end[node] <= leaf:
+            node = parent[node]
+        while num_seen < len(parent) and leaf_begin[num_seen] == leaf:
+            parent[num_seen] = node
+            node = num_seen
+            num_seen += 1
+        leaf_parent[leaf] = node
+    return parent, leaf_parent
+
+
+@jit
+def _shared_with_previous(
+    positions: Int64s,
+    leaf_parent: Int32s,
+    parent: Int32s,
+    depth: Int32s,
+    leaf_begin: Int64s,
+    leaf_end: Int64s,
+) -> Int32s:
+    shared = np.zeros(len(positions), np.int32)
+    for k in range(1, len(positions)):
+        node = leaf_parent[positions[k]]
+        previous = positions[k - 1]
+        while not leaf_begin[node] <= previous < leaf_end[node]:
+            node = parent[node]
+        shared[k] = depth[node]
+    return shared

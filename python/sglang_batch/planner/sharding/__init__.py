@@ -1,0 +1,1 @@
+"""A job cut into shards of equal work, one per data-parallel replica."""

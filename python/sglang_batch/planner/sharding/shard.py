@@ -1,0 +1,68 @@
+"""A shard of a job as a job of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...errors import ConfigError
+from ..compiled import jit
+from ..prefixes.prefix_tree import PrefixTree
+from ..requests import Int32s, Int64s, PlanRequests
+from .partition import Partition
+
+
+@dataclass(frozen=True, slots=True)
+class ShardJob:
+    """A shard as a job of its own, whose requests are numbered 0..len(index)-1.
+
+    index: int64, the number of each request in the whole job, in ascending order.
+        ``values[index]`` selects the shard's values of an array by request, and
+        ``index[order]`` translates the shard's order to numbers in the whole job.
+    tree: the prefix tree of the shard's requests.
+    requests: the shard's requests, with their prompts.
+    """
+
+    index: Int64s
+    tree: PrefixTree
+    requests: PlanRequests
+
+
+def shard_job(
+    tree: PrefixTree, requests: PlanRequests, partition: Partition, shard: int
+) -> ShardJob:
+    """A shard of a partition as a job that can be planned alone. Prompts are copied.
+
+    Raises:
+        ConfigError: the partition has no such shard.
+    """
+    if not 0 <= shard < partition.num_shards:
+        raise ConfigError(
+            f"shard={shard!r} does not exist; choose 0 to {partition.num_shards - 1}."
+        )
+    index = partition.requests_of(shard)
+    leaves = np.flatnonzero(partition.shard[tree.order] == shard)
+    offsets = np.zeros(len(index) + 1, np.int64)
+    np.cumsum(np.diff(requests.offsets)[index], out=offsets[1:])
+    return ShardJob(
+        index=index,
+        tree=tree.restricted_to(leaves).renumbered(),
+        requests=PlanRequests(
+            tokens=_copy_prompts(requests.tokens, requests.offsets, index, offsets),
+            offsets=offsets,
+            max_new_tokens=requests.max_new_tokens[index],
+            known_output_len=requests.known_output_len[index],
+        ),
+    )
+
+
+@jit
+def _copy_prompts(
+    tokens: Int32s, offsets: Int64s, index: Int64s, new_offsets: Int64s
+) -> Int32s:
+    copied = np.empty(new_offsets[-1], np.int32)
+    for i in range(len(index)):
+        begin, end = offsets[index[i]], offsets[index[i] + 1]
+        copied[new_offsets[i] : new_offsets[i + 1]] = tokens[begin:end]
+    return copied

@@ -1,0 +1,232 @@
+"""The simulator's state, in records that compiled code changes in place."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..admission_rules.kv_forecast import KvForecast
+from ..requests import Floats, Int64s
+from .prefix_cache import SimCache
+
+NONE = -1
+# Share of the KV kept free for requests that run longer than estimated.
+KV_MARGIN = 0.01
+# Output tokens that count as estimated correctly before any request has ended.
+PRIOR = 32.0
+
+# A request. There is one record per leaf.
+REQUEST = np.dtype(
+    [
+        ("est_decode_steps_mean", np.float64),  # moments by the plan, before admission
+        ("est_decode_steps_sq", np.float64),
+        ("read_len", np.float64),  # prompt tokens read in each decode step, by the plan
+        ("est_memory_s", np.float64),  # KV read time in kv_read_planned, in seconds
+        ("begin", np.int64),  # step that completed its prompt, before its first decode
+        ("est_decode_steps", np.int64),  # current estimate, in all
+        ("bucket", np.int64),  # its entry in the KV forecast: bucket, base and final
+        ("base", np.int64),
+        ("final", np.int64),
+        (
+            "event",
+            np.int64,
+        ),  # its step in the calendar, and its neighbours in that step
+        ("before", np.int32),
+        ("after", np.int32),
+        ("older", np.int32),  # neighbours among running requests, by admission
+        ("newer", np.int32),
+        ("input_len", np.int32),
+        ("decode_steps", np.int32),  # the truth, which only decides when it ends
+        ("own", np.int32),  # prompt tokens that it shares with no other request
+        ("node", np.int32),  # its parent in the prefix tree
+        ("max_decode_steps", np.int32),
+        ("generated", np.int32),  # decode steps before it was last retracted
+        ("side", np.int32),
+        ("admitted", np.int32),
+        # As in SGLang: whether it was offloaded, whether its end is known in time to
+        # leave it out of the next step, and the next follower of the same leader.
+        ("offloaded", np.int32),
+        ("ends_in_time", np.int32),
+        ("next_follower", np.int32),
+    ],
+    align=True,
+)
+
+# The whole engine, in one record.
+STATE = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "step",
+            "clock",  # of the forecast: steps, in SGLang those with decodes
+            "done",
+            "running",
+            "decoding",
+            "private",  # KV tokens of running requests, without shared prefixes
+            "read_base",  # sum over decoding requests of KV read, minus the step
+            "shared_read",  # tokens of shared prefixes read, if they are read once
+            "prefilled",
+            "cached",
+            "recomputed",
+            "retractions",
+            "peak_kv",
+            "kv_steps",
+            "next_left",
+            "next_right",
+            "admitted",
+            "starting",
+            "changes",  # requests that left, or whose estimate changed
+            "newest",  # running request
+            "idle",  # steps without anything to compute
+            "held_back",  # followers held back in this step
+            "followers_kv",  # KV tokens that all followers will need, without prefixes
+            "ended",  # requests that ended and still hold their KV
+            "first_offloaded",
+            "num_offloaded",
+        )
+    ]
+    + [
+        (name, np.float64)
+        for name in (
+            "seconds",
+            "pace",  # of the dual scanner
+            "compute",
+            "memory",
+            "kv_read",  # memory time without weights
+            "compute_planned",  # estimated times of the whole job
+            "kv_read_planned",
+            "margin",  # share of the KV that admission leaves free
+            "est_total",  # sums of output tokens, estimated and true
+            "true_total",
+        )
+    ],
+    align=True,
+)
+
+# A side of the order, in two records.
+SIDE = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "kv",
+            "decoding",
+            "read_base",  # as for the whole engine
+            "partial",  # request whose prompt is partly computed, and its missing tokens
+            "partial_left",
+            "num_retry",
+            "retry_at",  # step at which to try again to admit the next request
+            "changes_seen",
+            "blocked",  # whether it stopped because KV was short
+        )
+    ],
+    align=True,
+)
+
+
+class Queue(NamedTuple):
+    """The order of the plan, as leaves.
+
+    order: int64 ``[n]``, the leaf at each position.
+    position: int64 ``[n]`` by leaf, its place in the order.
+    rank: int64 ``[n]`` by leaf, smaller for leaves that are taken sooner.
+    density: float64 ``[n]`` by position, compute density of the neighbourhood.
+    dual: whether the order is taken from both ends.
+    num_left: positions of the left side. The right scanner stops before them.
+    """
+
+    order: Int64s
+    position: Int64s
+    rank: Int64s
+    density: Floats
+    dual: bool
+    num_left: int
+
+
+class SimEngine(NamedTuple):
+    """Limits and costs of the engine: those of ``EngineLimits`` and ``CostModel``."""
+
+    kv_capacity: int
+    max_running: int
+    step_tokens: int
+    min_step_tokens: int
+    batch_multiple: int
+    closed_loop: bool
+    as_sglang: bool
+    shared_kv_read_once: bool
+    token_time_s: float
+    attention_time_s: float
+    kv_read_time_s: float
+    weight_read_time_s: float
+    interference_exponent: float
+
+
+class Lists(NamedTuple):
+    """Requests by their stage in the engine.
+
+    calendar: int32 ``[slots]``, the first request with an event in each step.
+    starting: int32 ``[n]``, requests whose prompt was completed in this step.
+    retry: int32 ``[2, n]``, retracted requests of either side.
+    admitted: int64 ``[n]``, leaves in order of admission.
+    waiting: uint8 ``[n]`` by position, whether the request waits to be admitted.
+    ended: int32 ``[n]``, requests that ended and still hold their KV.
+    offloaded: int32 ``[n]``, a ring of offloaded requests, in the order of offloading.
+    """
+
+    calendar: NDArray[np.int32]
+    starting: NDArray[np.int32]
+    retry: NDArray[np.int32]
+    admitted: Int64s
+    waiting: NDArray[np.uint8]
+    ended: NDArray[np.int32]
+    offloaded: NDArray[np.int32]
+
+
+def make_state(num_requests: int) -> NDArray[Any]:
+    """An engine at rest, before its first step."""
+    state = np.zeros(1, STATE)
+    state["step"] = state["clock"] = 1
+    state["next_right"] = num_requests - 1
+    state["pace"] = 1.0
+    state["newest"] = NONE
+    state["margin"] = KV_MARGIN
+    state["est_total"] = state["true_total"] = PRIOR
+    return state
+
+
+def make_sides() -> NDArray[Any]:
+    sides = np.zeros(2, SIDE)
+    sides["partial"] = NONE
+    return sides
+
+
+def make_lists(num_requests: int, max_decode_steps: int) -> Lists:
+    slots = 1 << int(max_decode_steps + 2).bit_length()
+    return Lists(
+        calendar=np.full(slots, NONE, np.int32),
+        starting=np.zeros(num_requests, np.int32),
+        retry=np.zeros((2, num_requests), np.int32),
+        admitted=np.zeros(num_requests, np.int64),
+        waiting=np.ones(num_requests, np.uint8),
+        ended=np.zeros(num_requests, np.int32),
+        offloaded=np.zeros(num_requests, np.int32),
+    )
+
+
+class Sim(NamedTuple):
+    """The whole state that a step of the simulator reads and changes.
+
+    requests: ``REQUEST [n]`` by leaf.
+    state: ``STATE [1]``.
+    sides: ``SIDE [2]``.
+    """
+
+    engine: SimEngine
+    queue: Queue
+    requests: NDArray[Any]
+    state: NDArray[Any]
+    sides: NDArray[Any]
+    lists: Lists
+    cache: SimCache
+    forecast: KvForecast

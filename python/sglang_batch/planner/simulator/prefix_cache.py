@@ -1,0 +1,265 @@
+"""The prefix cache of the simulator: which nodes of the prefix tree are resident.
+
+Tokens are of four kinds: *locked* (prefixes of running requests), *idle* (prefixes that
+no running request uses, evictable), *garbage* (prompt tokens and answers of finished
+requests that no other request shares, which an LRU cache cannot tell apart) and
+*private* (tokens of running requests that no other shares, counted elsewhere).
+
+Under ``LRU`` idle prefixes and garbage are evicted oldest first, as in SGLang's radix
+cache. Under ``PLANNED`` the cache follows the plan: garbage and prefixes without a
+remaining use are dropped at once, and the prefix whose next use is furthest away is
+evicted first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..compiled import jit_in_place
+from ..prefixes.prefix_tree import PrefixTree
+from ..requests import Int32s, Int64s
+
+LRU = 0
+PLANNED = 1
+
+LOCKED, IDLE, GARBAGE = 0, 1, 2
+_NONE = -1
+
+NODE = np.dtype(
+    [
+        ("leaf_begin", np.int64),
+        ("leaf_end", np.int64),
+        (
+            "next_use",
+            np.int64,
+        ),  # rank of the next request below, -1 if not looked up yet
+        ("parent", np.int32),
+        ("length", np.int32),  # own tokens
+        ("depth", np.int32),
+        ("refs", np.int32),  # running requests at or below
+        ("uses_left", np.int32),  # requests below that are not admitted yet
+        ("children", np.int32),  # resident children
+        ("readers", np.int32),  # decoding requests at or below
+        ("resident", np.int32),
+        ("leader", np.int32),  # request that computes it while followers wait
+        ("followers", np.int32),  # the first follower
+    ],
+    align=True,
+)
+
+
+class SimCache(NamedTuple):
+    """Entries ``0..m-1`` are the tree's nodes, ``m + i`` is the garbage of leaf ``i``.
+
+    nodes: ``NODE [m]``.
+    older, newer: int32 ``[m + n + 1]``, neighbours in the eviction list. The head of
+        the list is the last entry.
+    garbage: int32 ``[n]``, tokens of each leaf's garbage.
+    totals: int64 ``[3]``, tokens LOCKED, IDLE and GARBAGE.
+    eviction: LRU or PLANNED.
+    """
+
+    nodes: NDArray[Any]
+    older: Int32s
+    newer: Int32s
+    garbage: Int32s
+    totals: Int64s
+    eviction: int
+
+
+def make_cache(tree: PrefixTree, eviction: int) -> SimCache:
+    """An empty cache."""
+    m, n = tree.num_nodes, tree.num_requests
+    nodes = np.zeros(m, NODE)
+    above = np.where(tree.parent >= 0, tree.depth[tree.parent], 0)
+    nodes["parent"] = tree.parent
+    nodes["depth"] = tree.depth
+    nodes["length"] = tree.depth - above
+    nodes["leaf_begin"] = tree.leaf_begin
+    nodes["leaf_end"] = tree.leaf_end
+    nodes["uses_left"] = tree.leaf_end - tree.leaf_begin
+    nodes["next_use"] = _NONE
+    nodes["leader"] = nodes["followers"] = _NONE
+    nodes["resident"][0] = 1
+    head = np.full(m + n + 1, m + n, dtype=np.int32)
+    return SimCache(
+        nodes=nodes,
+        older=head.copy(),
+        newer=head.copy(),
+        garbage=np.zeros(n, dtype=np.int32),
+        totals=np.zeros(3, dtype=np.int64),
+        eviction=eviction,
+    )
+
+
+@jit_in_place
+def cached_depth(cache: SimCache, node: int) -> int:
+    """Tokens of a node's prefix that are resident."""
+    while cache.nodes[node].resident == 0:
+        node = cache.nodes[node].parent
+    return int(cache.nodes[node].depth)
+
+
+@jit_in_place
+def _append(cache: SimCache, entry: int) -> None:
+    head = len(cache.newer) - 1
+    last = cache.older[head]
+    cache.newer[last] = entry
+    cache.older[entry] = last
+    cache.newer[entry] = head
+    cache.older[head] = entry
+
+
+@jit_in_place
+def _unlink(cache: SimCache, entry: int) -> None:
+    before, after = cache.older[entry], cache.newer[entry]
+    cache.newer[before] = after
+    cache.older[after] = before
+
+
+@jit_in_place
+def lock(cache: SimCache, node: int, first_use: bool) -> None:
+    """A request starts to use a node's prefix, all of which becomes resident.
+
+    Args:
+        first_use: whether this is one of the uses counted by the plan.
+    """
+    while node > 0:
+        at = cache.nodes[node]
+        if at.refs == 0:
+            if at.resident == 0:
+                at.resident = 1
+                cache.nodes[at.parent].children += 1
+            else:
+                _unlink(cache, node)
+                cache.totals[IDLE] -= at.length
+            cache.totals[LOCKED] += at.length
+        at.refs += 1
+        if first_use:
+            at.uses_left -= 1
+            at.next_use = _NONE
+        node = at.parent
+
+
+@jit_in_place
+def newly_locked(cache: SimCache, node: int) -> int:
+    """Tokens of a node's prefix that no running request holds."""
+    tokens = 0
+    while node > 0 and cache.nodes[node].refs == 0:
+        tokens += cache.nodes[node].length
+        node = cache.nodes[node].parent
+    return tokens
+
+
+@jit_in_place
+def unlock(cache: SimCache, node: int) -> None:
+    """A request ends or is retracted. Its prefix is kept while it may be used again."""
+    while node > 0:
+        at = cache.nodes[node]
+        at.refs -= 1
+        if at.refs == 0:
+            cache.totals[LOCKED] -= at.length
+            if cache.eviction == PLANNED and at.uses_left == 0:
+                at.resident = 0
+                cache.nodes[at.parent].children -= 1
+            else:
+                cache.totals[IDLE] += at.length
+                _append(cache, node)
+        node = at.parent
+
+
+@jit_in_place
+def give_use_back(cache: SimCache, node: int) -> None:
+    """Count one more future use of a node's prefix. Call it before ``unlock``."""
+    while node > 0:
+        cache.nodes[node].uses_left += 1
+        cache.nodes[node].next_use = _NONE
+        node = cache.nodes[node].parent
+
+
+@jit_in_place
+def change_readers(cache: SimCache, node: int, change: int) -> int:
+    """Count decoding requests of a node's prefix.
+
+    Args:
+        change: 1 for a request that starts to decode, -1 for one that stops.
+
+    Returns:
+        The change in tokens of all nodes that at least one request reads.
+    """
+    tokens = 0
+    while node > 0:
+        at = cache.nodes[node]
+        if at.readers == 0:
+            tokens += at.length
+        at.readers += change
+        if at.readers == 0:
+            tokens -= at.length
+        node = at.parent
+    return tokens
+
+
+@jit_in_place
+def leave_garbage(cache: SimCache, leaf: int, tokens: int) -> None:
+    """Keep the private tokens of a request that ended, under ``LRU``."""
+    if cache.eviction == PLANNED or tokens == 0:
+        return
+    cache.garbage[leaf] = tokens
+    cache.totals[GARBAGE] += tokens
+    _append(cache, len(cache.nodes) + leaf)
+
+
+@jit_in_place
+def _furthest(cache: SimCache, rank: Int64s, requests: NDArray[Any]) -> int:
+    """The idle node whose next use is furthest away in the plan."""
+    head = len(cache.newer) - 1
+    best = int(cache.newer[head])
+    best_use = -1
+    entry = best
+    while entry != head:
+        at = cache.nodes[entry]
+        if at.next_use < 0:
+            nearest = len(rank)
+            for leaf in range(at.leaf_begin, at.leaf_end):
+                if requests[leaf].admitted == 0 and rank[leaf] < nearest:
+                    nearest = rank[leaf]
+            at.next_use = nearest
+        # A child is evicted before its parent.
+        if at.next_use >= best_use and at.children == 0:
+            best, best_use = entry, at.next_use
+        entry = int(cache.newer[entry])
+    return best
+
+
+@jit_in_place
+def evict(cache: SimCache, tokens: int, rank: Int64s, requests: NDArray[Any]) -> int:
+    """Free at least ``tokens`` tokens, or all evictable ones. Returns the number freed.
+
+    Args:
+        rank: int64 ``[n]``, rank of each leaf in the plan.
+        requests: ``[n]`` records with a field ``admitted``, 0 for leaves that are not
+            admitted yet.
+    """
+    head = len(cache.newer) - 1
+    m = len(cache.nodes)
+    freed = 0
+    while freed < tokens and cache.newer[head] != head:
+        if cache.eviction == PLANNED:
+            entry = _furthest(cache, rank, requests)
+        else:
+            entry = int(cache.newer[head])
+        _unlink(cache, entry)
+        if entry < m:
+            at = cache.nodes[entry]
+            at.resident = 0
+            cache.nodes[at.parent].children -= 1
+            cache.totals[IDLE] -= at.length
+            freed += at.length
+        else:
+            cache.totals[GARBAGE] -= cache.garbage[entry - m]
+            freed += cache.garbage[entry - m]
+            cache.garbage[entry - m] = 0
+    return freed

@@ -1,0 +1,262 @@
+"""Stages of a request in the simulated engine: admitted, decoding, retracted, ended."""
+
+from __future__ import annotations
+
+from ..compiled import jit_in_place
+from . import prefix_cache as prefix
+from .engine_state import NONE, Sim
+from .event_calendar import (
+    join_forecast,
+    join_running,
+    leave_forecast,
+    leave_running,
+    rounded_est_decode_steps,
+    schedule_next,
+    unschedule,
+)
+from .prefix_cache import GARBAGE, IDLE, LOCKED
+from .request_queue import lead, show
+
+
+@jit_in_place
+def kv_in_use(sim: Sim) -> int:
+    """KV tokens that running requests hold.
+
+    SGLang allocates the tokens that a step computes, the textbook engine whole prompts.
+    """
+    used = sim.state[0].private + sim.cache.totals[LOCKED]
+    if sim.engine.as_sglang:
+        used -= sim.sides[0].partial_left + sim.sides[1].partial_left
+    return int(used)
+
+
+@jit_in_place
+def make_room(sim: Sim) -> None:
+    """Evict until all tokens fit. Tokens of running requests always do."""
+    totals = sim.cache.totals
+    used = kv_in_use(sim) + totals[IDLE] + totals[GARBAGE]
+    if used > sim.engine.kv_capacity:
+        over = used - sim.engine.kv_capacity
+        prefix.evict(sim.cache, over, sim.queue.rank, sim.requests)
+
+
+# --- Stages
+
+
+@jit_in_place
+def admit(sim: Sim, i: int, side: int) -> None:
+    """Allocate KV for a request, whose prompt is computed next."""
+    state = sim.state[0]
+    r = sim.requests[i]
+    cached = prefix.cached_depth(sim.cache, r.node)
+    first = r.admitted == 0 and r.offloaded == 0
+    prefix.lock(sim.cache, r.node, r.admitted == 0)
+    state.private += r.own + r.generated
+    sim.sides[side].kv += r.own + r.generated
+    if not sim.engine.as_sglang:
+        make_room(sim)
+    else:
+        lead(sim.cache, i, r.node, cached)
+    extend = r.input_len + r.generated - cached
+    known = extend == 0
+    if known:  # the last prompt token is always computed, for its logits
+        extend = 1
+    r.admitted = 1
+    if first:
+        sim.lists.admitted[state.admitted] = i
+        state.admitted += 1
+        state.cached += cached
+        state.recomputed += 1 if known else 0
+        r.est_decode_steps = rounded_est_decode_steps(sim, i)
+        reads = r.read_len * r.est_decode_steps_mean + r.est_decode_steps_sq / 2.0
+        r.est_memory_s = sim.engine.kv_read_time_s * reads
+    else:
+        state.recomputed += extend
+    r.side = side
+    join_forecast(sim, i, r.generated)
+    join_running(sim, i)
+    sim.sides[side].partial = i
+    sim.sides[side].partial_left = extend
+
+
+@jit_in_place
+def start_decoding(sim: Sim) -> None:
+    """Let requests whose prompt was completed in this step decode from the next one."""
+    state = sim.state[0]
+    for j in range(state.starting):
+        i = sim.lists.starting[j]
+        r = sim.requests[i]
+        if sim.engine.as_sglang:
+            show(sim, i, r.input_len)
+            if r.decode_steps <= r.generated:
+                _end(sim, i)
+                continue
+        _begin_decoding(sim, i, state.step)
+    state.starting = 0
+    if sim.engine.as_sglang:
+        for side in range(2):
+            s = sim.sides[side]
+            if s.partial != NONE:
+                r = sim.requests[s.partial]
+                show(sim, s.partial, r.input_len + r.generated - s.partial_left)
+
+
+@jit_in_place
+def _begin_decoding(sim: Sim, i: int, begin: int) -> None:
+    """Let a request decode from the step after ``begin``."""
+    state = sim.state[0]
+    r = sim.requests[i]
+    r.begin = begin
+    state.decoding += 1
+    sim.sides[r.side].decoding += 1
+    state.read_base += r.input_len + r.generated - r.begin
+    sim.sides[r.side].read_base += r.input_len + r.generated - r.begin
+    if sim.engine.shared_kv_read_once:
+        state.read_base -= r.input_len - r.own
+        state.shared_read += prefix.change_readers(sim.cache, r.node, 1)
+    schedule_next(sim, i)
+
+
+@jit_in_place
+def _stop_decoding(sim: Sim, i: int, last_step: int) -> None:
+    """Remove a request from the batch. It still holds its KV."""
+    state = sim.state[0]
+    r = sim.requests[i]
+    generated = r.generated + last_step - r.begin
+    state.decoding -= 1
+    sim.sides[r.side].decoding -= 1
+    state.read_base -= r.input_len + r.generated - r.begin
+    sim.sides[r.side].read_base -= r.input_len + r.generated - r.begin
+    if sim.engine.shared_kv_read_once:
+        state.read_base += r.input_len - r.own
+        state.shared_read += prefix.change_readers(sim.cache, r.node, -1)
+    r.generated = generated
+
+
+@jit_in_place
+def _release(sim: Sim, i: int) -> None:
+    """Free the KV of a request that no longer decodes."""
+    r = sim.requests[i]
+    sim.state[0].private -= r.own + r.generated
+    sim.sides[r.side].kv -= r.own + r.generated
+    prefix.unlock(sim.cache, r.node)
+    leave_running(sim, i)
+
+
+@jit_in_place
+def retract_newest(sim: Sim) -> bool:
+    """Retract the newest decoding request. Returns whether there was one."""
+    state = sim.state[0]
+    i = state.newest
+    # Requests whose prompt is partly computed are not retracted.
+    while i != NONE and sim.requests[i].event == NONE:
+        i = sim.requests[i].older
+    if i == NONE:
+        return False
+    unschedule(sim, i)
+    leave_forecast(sim, i)
+    r = sim.requests[i]
+    _stop_decoding(sim, i, state.step - 1)
+    state.retractions += 1
+    if sim.engine.as_sglang:
+        prefix.give_use_back(sim.cache, r.node)
+        r.admitted = 0
+        r.offloaded = 1
+        offloaded = sim.lists.offloaded
+        offloaded[(state.first_offloaded + state.num_offloaded) % len(offloaded)] = i
+        state.num_offloaded += 1
+    else:
+        side = sim.sides[r.side]
+        sim.lists.retry[r.side, side.num_retry] = i
+        side.num_retry += 1
+    _release(sim, i)
+    return True
+
+
+@jit_in_place
+def reload(sim: Sim, i: int) -> None:
+    """Resume an offloaded request in this step, with its prefix still in the cache."""
+    state = sim.state[0]
+    r = sim.requests[i]
+    prefix.lock(sim.cache, r.node, True)
+    r.admitted = 1
+    state.private += r.own + r.generated
+    sim.sides[r.side].kv += r.own + r.generated
+    join_forecast(sim, i, r.generated)
+    join_running(sim, i)
+    _begin_decoding(sim, i, state.step - 1)
+
+
+@jit_in_place
+def _revise_est_decode_steps(sim: Sim, i: int, new: int) -> None:
+    """Change a request's estimate, and with it the planned work of the job."""
+    state = sim.state[0]
+    r = sim.requests[i]
+    reads = r.read_len * new + float(new) * (new + 1.0) / 2.0
+    memory = sim.engine.kv_read_time_s * reads
+    state.compute_planned += (new - r.est_decode_steps) * sim.engine.token_time_s
+    state.kv_read_planned += memory - r.est_memory_s
+    r.est_decode_steps = new
+    r.est_memory_s = memory
+
+
+@jit_in_place
+def _end(sim: Sim, i: int) -> None:
+    """End a request, and free its KV now or after the next step."""
+    state = sim.state[0]
+    r = sim.requests[i]
+    state.est_total += r.est_decode_steps + 1
+    state.true_total += r.generated + 1
+    _revise_est_decode_steps(sim, i, r.generated)
+    if r.ends_in_time:
+        # SGLang learns one step late that a request ended.
+        sim.lists.ended[state.ended] = i
+        state.ended += 1
+        return
+    leave_forecast(sim, i)
+    # Before its prefix is unlocked, so that its own tokens are evicted first.
+    prefix.leave_garbage(sim.cache, i, r.own + r.generated)
+    _release(sim, i)
+    state.done += 1
+
+
+@jit_in_place
+def release_ended(sim: Sim) -> None:
+    """Free the KV of requests that ended in the previous step."""
+    state = sim.state[0]
+    for j in range(state.ended):
+        i = sim.lists.ended[j]
+        leave_forecast(sim, i)
+        prefix.leave_garbage(
+            sim.cache, i, sim.requests[i].own + sim.requests[i].generated
+        )
+        _release(sim, i)
+    state.done += state.ended
+    state.ended = 0
+
+
+@jit_in_place
+def end_of_step(sim: Sim) -> None:
+    """Process this step's events: requests end or get a longer estimate."""
+    state = sim.state[0]
+    release_ended(sim)
+    calendar = sim.lists.calendar
+    i = calendar[state.step & (len(calendar) - 1)]
+    while i != NONE:
+        r = sim.requests[i]
+        following = r.after
+        unschedule(sim, i)
+        generated = r.generated + state.step - r.begin
+        if generated >= r.decode_steps:
+            _stop_decoding(sim, i, state.step)
+            _end(sim, i)
+        else:
+            leave_forecast(sim, i)
+            longer = min(generated + generated // 2 + 16, r.max_decode_steps)
+            longer = max(longer, generated + 1)
+            state.est_total += r.est_decode_steps + 1
+            state.true_total += longer + 1
+            _revise_est_decode_steps(sim, i, longer)
+            join_forecast(sim, i, generated)
+            schedule_next(sim, i)
+        i = following

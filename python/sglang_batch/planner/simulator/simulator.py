@@ -1,0 +1,264 @@
+"""A step-by-step simulator of a serving engine, to predict how long an order takes.
+
+Every step decodes all running requests by one token and computes prompt tokens in the
+same batch (continuous batching, chunked prefill, mixed batches). KV is counted token by
+token, shared prefixes once. A step takes the overlap of its compute and its memory time
+(:func:`~..costs.cost_model.overlapped`). True output lengths are hidden from admission,
+which uses estimates and learns a length when the request ends.
+
+Not simulated: time for kernel launches, sampling and scheduling, and page granularity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import ConfigError
+from ..admission_rules.kv_forecast import make_forecast
+from ..costs.cost_model import CostModel
+from ..costs.tree_work import decode_step_moments, planned_work, read_len
+from ..machine_model import EngineLimits
+from ..prefixes.prefix_tree import PrefixTree
+from ..requests import Floats, Int32s, Int64s
+from .engine_state import (
+    NONE,
+    REQUEST,
+    Queue,
+    Sim,
+    SimEngine,
+    make_lists,
+    make_sides,
+    make_state,
+)
+from .prefix_cache import LRU, PLANNED, make_cache
+from .step_loop import run_steps
+
+NUM_SAMPLES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """The run of a job.
+
+    seconds: makespan.
+    compute_s, memory_s: sums of all steps' compute and memory times, in seconds.
+    cached_tokens: prompt tokens found in the cache on first admission.
+    recomputed_tokens: tokens computed again, after a retraction or because a fully
+        cached prompt still needs its last token. ``prefilled_tokens`` = prompt tokens
+        - ``cached_tokens`` + ``recomputed_tokens``.
+    mean_kv_share: KV in use over the capacity, as the mean over steps.
+    admission_order: int64 ``[n]``, requests in the order of their admission.
+    samples: float64 ``[3, s]``, the seconds, compute and memory time of the steps. Each
+        column is the sum of the same number of steps.
+    """
+
+    seconds: float
+    num_steps: int
+    compute_s: float
+    memory_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prefilled_tokens: int
+    cached_tokens: int
+    recomputed_tokens: int
+    retractions: int
+    peak_kv_tokens: int
+    mean_kv_share: float
+    admission_order: Int64s
+    samples: Floats
+
+    @property
+    def total_throughput(self) -> float:
+        """Prompt and output tokens per second."""
+        tokens = self.prompt_tokens + self.output_tokens
+        return tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def achieved_prefix_sharing_ratio(self) -> float:
+        """Share of the prompt tokens that were not computed, less recomputed tokens."""
+        if not self.prompt_tokens:
+            return 0.0
+        return 1.0 - self.prefilled_tokens / self.prompt_tokens
+
+
+def simulate(
+    tree: PrefixTree,
+    cost: CostModel,
+    limits: EngineLimits,
+    *,
+    order: Int64s,
+    output_len: Int32s,
+    est_output_len: Floats | None = None,
+    est_output_len_sq: Floats | None = None,
+    max_new_tokens: Int32s | None = None,
+    density: Floats | None = None,
+    num_left: int = 0,
+) -> Simulation:
+    """Run a job in a given order.
+
+    Args:
+        order: int64 ``[n]``, requests by position.
+        output_len: int32 ``[n]`` by request, the true lengths.
+        est_output_len, est_output_len_sq: float64 ``[n]`` by request, first and second
+            moment of the output length, for admission. None: the true lengths.
+        max_new_tokens: int32 ``[n]`` by request, which estimates do not exceed.
+        density: float64 ``[n]`` by position in ``order``. With it, the dual scanner
+            takes the order from both ends. None: requests are taken in order.
+        num_left: requests of ``order`` that are on the left side.
+
+    Raises:
+        ConfigError: a request needs more KV than the engine has.
+    """
+    check_capacity(tree, output_len, limits.kv_capacity_tokens)
+    output_tokens = int(np.maximum(output_len, 1).sum(dtype=np.int64))
+    if est_output_len is None:
+        est_output_len = output_len.astype(np.float64)
+    if est_output_len_sq is None:
+        est_output_len_sq = est_output_len**2
+    if max_new_tokens is None:
+        max_new_tokens = np.full(len(order), np.iinfo(np.int32).max, dtype=np.int32)
+    state = make_state(len(order))
+    state["compute_planned"], state["kv_read_planned"] = planned_work(
+        tree, cost, est_output_len, est_output_len_sq, as_sglang=limits.as_sglang
+    )
+    # In the textbook engine, each output token takes a decode step.
+    est_decode_steps, est_decode_steps_sq = est_output_len, est_output_len_sq
+    if limits.as_sglang:
+        est_decode_steps, est_decode_steps_sq = decode_step_moments(
+            est_output_len, est_output_len_sq
+        )
+    requests = _requests(tree, output_len, max_new_tokens)
+    if limits.as_sglang:
+        _count_decode_steps(requests)
+    requests["read_len"] = read_len(tree, cost)
+    requests["est_decode_steps_mean"] = est_decode_steps[tree.order]
+    requests["est_decode_steps_sq"] = est_decode_steps_sq[tree.order]
+    sim = Sim(
+        engine=_engine(cost, limits),
+        queue=_queue(tree, order, density, num_left),
+        requests=requests,
+        state=state,
+        sides=make_sides(),
+        lists=make_lists(len(order), int(requests["decode_steps"].max(initial=1))),
+        cache=make_cache(tree, PLANNED if limits.plan_aware_eviction else LRU),
+        forecast=make_forecast(int(est_decode_steps.max(initial=1.0))),
+    )
+    samples = np.zeros((3, NUM_SAMPLES))
+    stride = run_steps(sim, samples)
+    return _result(tree, limits, sim, samples, stride, output_tokens)
+
+
+def check_capacity(tree: PrefixTree, output_len: Int32s, capacity: int) -> None:
+    """Check that every request fits on its own.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    needed = tree.input_len + np.maximum(output_len[tree.order], 1)
+    if len(needed) and needed.max() > capacity:
+        raise ConfigError(
+            f"a request needs {needed.max()} tokens of KV, the capacity is {capacity}; "
+            "leave it out or give the engine more memory."
+        )
+
+
+def _requests(
+    tree: PrefixTree, output_len: Int32s, max_new_tokens: Int32s
+) -> NDArray[Any]:
+    """``REQUEST [n]`` by leaf, with one decode step for each output token."""
+    requests = np.zeros(tree.num_requests, REQUEST)
+    requests["input_len"] = tree.input_len
+    requests["own"] = tree.input_len - tree.depth[tree.leaf_parent]
+    requests["node"] = tree.leaf_parent
+    requests["decode_steps"] = np.maximum(output_len[tree.order], 1)
+    requests["max_decode_steps"] = max_new_tokens[tree.order]
+    requests["event"] = NONE
+    return requests
+
+
+def _count_decode_steps(requests: NDArray[Any]) -> None:
+    """Change numbers of output tokens to decode steps as in SGLang.
+
+    SGLang can tell beforehand that a request will end by its limit, and leaves it out
+    of the next step. A request that stops by itself decodes once more.
+    """
+    in_time = requests["decode_steps"] >= requests["max_decode_steps"]
+    requests["ends_in_time"] = in_time
+    requests["max_decode_steps"] = np.maximum(requests["max_decode_steps"] - 1, 0)
+    requests["decode_steps"] -= in_time
+
+
+def _queue(
+    tree: PrefixTree, order: Int64s, density: Floats | None, num_left: int
+) -> Queue:
+    n = len(order)
+    leaf_of = np.empty(n, dtype=np.int64)
+    leaf_of[tree.order] = np.arange(n)
+    by_position = leaf_of[order]
+    rank = np.empty(n, dtype=np.int64)
+    position = np.empty(n, dtype=np.int64)
+    positions = np.arange(n)
+    position[by_position] = positions
+    # In an order taken from both ends, the distance from the nearer end counts.
+    nearer = positions if density is None else np.minimum(positions, n - 1 - positions)
+    rank[by_position] = nearer
+    return Queue(
+        order=by_position,
+        position=position,
+        rank=rank,
+        density=np.zeros(n) if density is None else density,
+        dual=density is not None,
+        num_left=num_left,
+    )
+
+
+def _engine(cost: CostModel, limits: EngineLimits) -> SimEngine:
+    return SimEngine(
+        kv_capacity=limits.kv_capacity_tokens,
+        max_running=limits.max_running or np.iinfo(np.int32).max,
+        step_tokens=limits.step_tokens,
+        min_step_tokens=limits.min_step_tokens,
+        batch_multiple=limits.batch_multiple,
+        closed_loop=limits.closed_loop,
+        as_sglang=limits.as_sglang,
+        shared_kv_read_once=cost.shared_kv_read_once,
+        # Integers would make numba compile all steps again.
+        token_time_s=float(cost.token_time_s),
+        attention_time_s=float(cost.attention_time_s),
+        kv_read_time_s=float(cost.kv_read_time_s),
+        weight_read_time_s=float(cost.weight_read_time_s),
+        interference_exponent=float(cost.interference_exponent),
+    )
+
+
+def _result(
+    tree: PrefixTree,
+    limits: EngineLimits,
+    sim: Sim,
+    samples: Floats,
+    stride: int,
+    output_tokens: int,
+) -> Simulation:
+    state = sim.state[0]
+    num_steps = int(state["step"] - state["idle"]) - 1
+    held = state["kv_steps"] / max(1, num_steps)
+    return Simulation(
+        seconds=float(state["seconds"]),
+        num_steps=num_steps,
+        compute_s=float(state["compute"]),
+        memory_s=float(state["memory"]),
+        prompt_tokens=tree.num_tokens,
+        output_tokens=output_tokens,
+        prefilled_tokens=int(state["prefilled"]),
+        cached_tokens=int(state["cached"]),
+        recomputed_tokens=int(state["recomputed"]),
+        retractions=int(state["retractions"]),
+        peak_kv_tokens=int(state["peak_kv"]),
+        mean_kv_share=float(held / limits.kv_capacity_tokens),
+        admission_order=tree.order[sim.lists.admitted],
+        samples=samples[:, : -(-num_steps // stride)],
+    )

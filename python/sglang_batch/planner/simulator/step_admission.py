@@ -1,0 +1,332 @@
+"""Admission to a step of the simulator, and the prompt tokens computed in it."""
+
+from __future__ import annotations
+
+from ..admission_rules import kv_forecast as kv
+from ..admission_rules.dual_scanner import (
+    ScanBudgets,
+    ScanState,
+    budgets,
+    next_pace,
+    steady_prefill_tokens,
+)
+from ..compiled import jit_in_place
+from ..requests import LEFT, RIGHT
+from . import prefix_cache as prefix
+from .engine_state import NONE, Sim
+from .event_calendar import rounded_est_decode_steps
+from .prefix_cache import LOCKED
+from .request_queue import MOST_FOLLOWERS, candidate, follows, take
+from .request_stages import admit, kv_in_use
+
+# A request that did not fit is tried again when a request has ended, or after this many
+# steps, because the budgets change slowly.
+_RETRY_STEPS = 32
+# Factor by which a step may exceed its target when no request of the right decodes.
+_RAMP = 1.5
+
+
+@jit_in_place
+def fits(sim: Sim, i: int, reserved: int) -> bool:
+    """Whether a request fits now and, by the forecast, until it ends.
+
+    Args:
+        reserved: KV tokens to keep free.
+    """
+    state = sim.state[0]
+    if state.running >= sim.engine.max_running:
+        return False
+    if state.running == 0:
+        return True
+    r = sim.requests[i]
+    held = r.own + r.generated
+    locked = sim.cache.totals[LOCKED] + prefix.newly_locked(sim.cache, r.node)
+    if state.private + held + locked + state.decoding > sim.engine.kv_capacity:
+        return False
+    known = r.admitted or r.offloaded
+    steps = r.est_decode_steps if known else rounded_est_decode_steps(sim, i)
+    remaining = max(steps - r.generated, 1)
+    peak = kv.peak(sim.forecast, state.clock, held, remaining) + locked
+    return bool(peak + reserved <= sim.engine.kv_capacity * (1.0 - state.margin))
+
+
+@jit_in_place
+def _overtakes(sim: Sim, i: int) -> bool:
+    """Whether a request would compute a prefix in KV that followers need first."""
+    claimed = sim.state[0].followers_kv
+    node = sim.requests[i].node
+    if (
+        claimed == 0
+        or prefix.cached_depth(sim.cache, node) == sim.cache.nodes[node].depth
+    ):
+        return False
+    return not fits(sim, i, claimed)
+
+
+@jit_in_place
+def _waits(sim: Sim, side: int) -> bool:
+    """Whether a side's next request did not fit, and nothing has changed since."""
+    state = sim.state[0]
+    if sim.engine.as_sglang:  # which tries in every step
+        return False
+    s = sim.sides[side]
+    if (
+        state.step < s.retry_at
+        and state.changes == s.changes_seen
+        and state.running > 0
+    ):
+        return True
+    s.retry_at = state.step + _RETRY_STEPS
+    s.changes_seen = state.changes
+    return False
+
+
+@jit_in_place
+def compute(sim: Sim, side: int, tokens: int) -> tuple[int, float]:
+    """Compute up to ``tokens`` tokens of a side's partly computed prompt.
+
+    Returns:
+        Tokens computed, and seconds of attention over them.
+    """
+    state = sim.state[0]
+    s = sim.sides[side]
+    i = s.partial
+    if i == NONE:
+        return 0, 0.0
+    some = min(s.partial_left, tokens)
+    if sim.engine.as_sglang:  # decodes may have taken the KV
+        free = sim.engine.kv_capacity - kv_in_use(sim) - state.decoding
+        some = max(0, min(some, free))
+    attention = 0.0
+    if sim.engine.attention_time_s > 0.0:
+        r = sim.requests[i]
+        # Of an empty prompt one token is computed, with none before it.
+        before = max(0.0, float(r.input_len + r.generated - s.partial_left))
+        attention = sim.engine.attention_time_s * some * (2.0 * before + some)
+    s.partial_left -= some
+    if s.partial_left == 0:
+        sim.lists.starting[state.starting] = i
+        state.starting += 1
+        s.partial = NONE
+    state.prefilled += some
+    return int(some), attention
+
+
+@jit_in_place
+def _prefill(sim: Sim, side: int, tokens: int, reserved: int) -> tuple[int, float]:
+    """Compute up to ``tokens`` prompt tokens of a side, admitting as needed.
+
+    Args:
+        reserved: KV tokens to keep free for the other side.
+
+    Returns:
+        Tokens computed, and seconds of attention over them.
+    """
+    s = sim.sides[side]
+    done = 0
+    attention = 0.0
+    s.blocked = 0
+    while done < tokens:
+        if s.partial == NONE:
+            i = candidate(sim, side)
+            if i == NONE:
+                break
+            if sim.engine.as_sglang and follows(sim, side, i):
+                if sim.state[0].held_back > MOST_FOLLOWERS:
+                    break
+                continue
+            if sim.engine.as_sglang and _overtakes(sim, i):
+                break
+            if _waits(sim, side) or not fits(sim, i, reserved):
+                s.blocked = 1
+                break
+            s.retry_at = 0
+            take(sim, side, i)
+            admit(sim, i, side)
+        some, over = compute(sim, side, tokens - done)
+        done += some
+        attention += over
+        if some == 0:
+            break
+    return done, attention
+
+
+@jit_in_place
+def compute_begun(sim: Sim, tokens: int) -> tuple[int, float]:
+    """Continue the partly computed prompt of either side."""
+    side = LEFT if sim.sides[LEFT].partial != NONE else RIGHT
+    return compute(sim, side, tokens)
+
+
+@jit_in_place
+def kv_read_time(sim: Sim) -> float:
+    """Seconds to read the KV of all requests that decode in this step."""
+    state = sim.state[0]
+    tokens = state.read_base + state.decoding * state.step + state.shared_read
+    return float(tokens * sim.engine.kv_read_time_s)
+
+
+@jit_in_place
+def side_reads(sim: Sim, side: int) -> int:
+    """KV tokens that a side's decodes read, shared ones once per request."""
+    s = sim.sides[side]
+    return int(s.read_base + s.decoding * sim.state[0].step)
+
+
+@jit_in_place
+def _whole(sim: Sim, tokens: int) -> int:
+    """``tokens`` rounded down so that with the decodes they are a ``batch_multiple``."""
+    excess = (tokens + sim.state[0].decoding) % sim.engine.batch_multiple
+    return int(tokens - excess if excess < tokens else tokens)
+
+
+@jit_in_place
+def _density_ahead(sim: Sim, side: int) -> float:
+    state = sim.state[0]
+    position = state.next_left if side == LEFT else state.next_right
+    return float(sim.queue.density[min(max(position, 0), len(sim.queue.density) - 1)])
+
+
+@jit_in_place
+def _steady_tokens(sim: Sim, side: int, kv_budget: int) -> float:
+    """A side's prefill budget by BlendServe's Algorithm 3, for its next request."""
+    i = candidate(sim, side)
+    if i == NONE:
+        return 0.0
+    r = sim.requests[i]
+    return steady_prefill_tokens(
+        float(kv_budget), float(r.own), r.est_decode_steps_mean
+    )
+
+
+@jit_in_place
+def _prompt_token_time(sim: Sim) -> float:
+    """Seconds to compute a token of the left side's next prompt."""
+    i = sim.sides[LEFT].partial
+    if i == NONE:
+        i = candidate(sim, LEFT)
+    if i == NONE:
+        return sim.engine.token_time_s
+    r = sim.requests[i]
+    # On average, its own tokens attend to half of themselves and to all tokens before
+    # them. A pair costs attention_time_s twice.
+    attended = 2 * r.input_len - r.own
+    return float(sim.engine.token_time_s + sim.engine.attention_time_s * attended)
+
+
+@jit_in_place
+def _scan_budgets(sim: Sim, target: float) -> ScanBudgets:
+    """The dual scanner's budgets for this step."""
+    state = sim.state[0]
+    left_open = candidate(sim, LEFT) != NONE
+    right_open = candidate(sim, RIGHT) != NONE
+    # The papers' engine has no rule to fill a half-empty KV cache: count it as full.
+    used = sim.engine.kv_capacity
+    if sim.engine.as_sglang:
+        used = state.private + sim.cache.totals[LOCKED]
+    return budgets(
+        ScanState(
+            sim.engine.kv_capacity,
+            used,
+            _density_ahead(sim, LEFT),
+            _density_ahead(sim, RIGHT),
+            left_open,
+            right_open,
+            target,
+            state.decoding,
+            kv_read_time(sim),
+            side_reads(sim, LEFT),
+            side_reads(sim, RIGHT),
+            sim.engine.token_time_s,
+            _prompt_token_time(sim),
+            state.pace,
+        )
+    )
+
+
+@jit_in_place
+def _prefill_tokens(sim: Sim, allowed: ScanBudgets) -> int:
+    """Prompt tokens that the budgets allow in this step."""
+    if sim.engine.closed_loop:
+        return allowed.prefill_tokens
+    left_tokens = _steady_tokens(sim, LEFT, allowed.left_kv)
+    return int(left_tokens + _steady_tokens(sim, RIGHT, allowed.right_kv))
+
+
+@jit_in_place
+def _prefill_right(
+    sim: Sim, allowed: ScanBudgets, tokens: int, limit: int, left_blocked: bool
+) -> tuple[int, float]:
+    """Continue the partly computed prompt as in SGLang, then prefill the right side.
+
+    Args:
+        tokens: prompt tokens that the budgets allow.
+        limit: prompt tokens that the step can hold.
+
+    Returns:
+        Tokens computed, and seconds of attention over them.
+    """
+    done, attention = 0, 0.0
+    # A left side without KV has precedence.
+    may_join = not left_blocked
+    if not sim.engine.as_sglang:
+        may_join = may_join and side_reads(sim, RIGHT) < allowed.right_reads
+    right = min(limit, max(tokens, sim.engine.min_step_tokens))
+    left_kv = sim.sides[LEFT].kv
+    if sim.engine.as_sglang:
+        left_kv += sim.cache.totals[LOCKED]
+    kept = max(0, allowed.left_kv - left_kv)
+    if sim.engine.as_sglang:
+        # The partly computed prompt is first, with all tokens of the step.
+        whole_step = may_join or sim.sides[RIGHT].partial != NONE
+        done, attention = compute_begun(
+            sim, right if whole_step else min(limit, tokens)
+        )
+        sim.sides[LEFT].blocked = 0
+    elif not may_join:  # continue the partly computed prompt, begin no other
+        kept = sim.engine.kv_capacity
+        may_join = sim.sides[RIGHT].partial != NONE
+    if may_join:
+        more, over = _prefill(sim, RIGHT, _whole(sim, right - done), kept)
+        done += more
+        attention += over
+    return done, attention
+
+
+@jit_in_place
+def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
+    """Admit from both sides by the dual scanner's budgets.
+
+    Returns:
+        Tokens computed, and seconds of attention over them.
+    """
+    state = sim.state[0]
+    left_blocked = sim.sides[LEFT].blocked != 0
+    state.pace = next_pace(state.pace, left_blocked)
+    allowed = _scan_budgets(sim, target)
+    tokens = _prefill_tokens(sim, allowed)
+    limit = max(0, sim.engine.step_tokens - state.decoding)
+    done, attention = _prefill_right(sim, allowed, tokens, limit, left_blocked)
+    alone = sim.sides[RIGHT].decoding == 0
+    if alone and done == 0:
+        tokens = max(int(tokens * _RAMP), sim.engine.min_step_tokens)
+        if sim.engine.as_sglang:
+            done, attention = compute_begun(sim, min(limit, tokens))
+    tokens = min(limit, tokens) - done
+    if tokens > 0:
+        more, over = _prefill(sim, LEFT, _whole(sim, tokens), 0)
+        done += more
+        attention += over
+    if sim.engine.as_sglang and done + state.decoding == 0:
+        done, attention = compute_begun(sim, limit)
+    for side in (RIGHT, LEFT):
+        if done + state.decoding == 0:  # an empty step would stall the job
+            done, attention = _prefill(sim, side, limit, 0)
+    return done, attention
+
+
+@jit_in_place
+def static_prefill(sim: Sim) -> tuple[int, float]:
+    """Fill the step with the next prompts of the order."""
+    limit = max(0, sim.engine.step_tokens - sim.state[0].decoding)
+    return _prefill(sim, LEFT, _whole(sim, limit), 0)

@@ -1,0 +1,145 @@
+"""The steps of the simulator: admission, prompts, decodes, and the time they take."""
+
+from __future__ import annotations
+
+from ..compiled import jit_in_place
+from ..costs.cost_model import overlapped
+from ..requests import Floats
+from .engine_state import KV_MARGIN, Sim
+from .host_offloading import offload_for_decodes, resume
+from .prefix_cache import GARBAGE, IDLE
+from .request_stages import (
+    end_of_step,
+    kv_in_use,
+    make_room,
+    retract_newest,
+    start_decoding,
+)
+from .step_admission import compute_begun, dual_prefill, kv_read_time, static_prefill
+
+# Limits of the density of the remaining work, as a factor both ways.
+_DENSITY_RANGE = 1e6
+# Steps after which the density of the remaining work is computed again.
+_RETARGET_STEPS = 64
+# Factor per step by which a raised KV margin returns to its normal size.
+_MARGIN_DOWN = 0.998
+
+
+@jit_in_place
+def _remaining_density(sim: Sim) -> float:
+    """Compute time over KV read time of the remaining work, by the estimates."""
+    state = sim.state[0]
+    reads = max(state.kv_read_planned - state.kv_read, 1e-9)
+    density = max(state.compute_planned - state.compute, 0.0) / reads
+    return float(min(max(density, 1.0 / _DENSITY_RANGE), _DENSITY_RANGE))
+
+
+@jit_in_place
+def _grow(sim: Sim) -> None:
+    """Add one KV token to every decoding request, retracting requests if KV is short."""
+    state = sim.state[0]
+    totals = sim.cache.totals
+    while kv_in_use(sim) + state.decoding > sim.engine.kv_capacity:
+        if sim.engine.as_sglang or not retract_newest(sim):
+            break
+    state.private += state.decoding
+    for side in range(2):
+        sim.sides[side].kv += sim.sides[side].decoding
+    make_room(sim)
+    used = kv_in_use(sim)
+    state.peak_kv = max(state.peak_kv, used + totals[IDLE] + totals[GARBAGE])
+    state.kv_steps += used
+
+
+@jit_in_place
+def _sample(
+    samples: Floats, stride: int, step: int, seconds: float, compute: float,
+    memory: float,
+) -> int:  # fmt: skip
+    """Add a step to its column. When all columns are full, join them in pairs.
+
+    Returns:
+        Steps per column.
+    """
+    if step >= samples.shape[1] * stride:
+        half = samples.shape[1] // 2
+        for row in range(3):
+            for j in range(half):
+                samples[row, j] = samples[row, 2 * j] + samples[row, 2 * j + 1]
+            for j in range(half, samples.shape[1]):
+                samples[row, j] = 0.0
+        stride *= 2
+    column = step // stride
+    samples[0, column] += seconds
+    samples[1, column] += compute
+    samples[2, column] += memory
+    return stride
+
+
+@jit_in_place
+def _prompts(sim: Sim, target: float) -> tuple[int, float]:
+    """Admit requests and compute prompts.
+
+    Returns:
+        Tokens computed, and seconds of attention over them.
+    """
+    state = sim.state[0]
+    if sim.engine.as_sglang:
+        state.held_back = 0
+        if not offload_for_decodes(sim):
+            resume(sim)
+        if state.num_offloaded > 0:  # no other request is admitted
+            left = max(0, sim.engine.step_tokens - state.decoding)
+            return compute_begun(sim, left)
+    if sim.queue.dual:
+        return dual_prefill(sim, target)
+    return static_prefill(sim)
+
+
+@jit_in_place
+def run_steps(sim: Sim, samples: Floats) -> int:
+    """Simulate steps until the job has ended.
+
+    Args:
+        samples: float64 ``[3, s]`` of zeros, ``s`` even, to which the seconds, the
+            compute time and the memory time of the job's steps are added.
+
+    Returns:
+        Steps per column of ``samples``.
+    """
+    engine = sim.engine
+    state = sim.state[0]
+    multiple = engine.batch_multiple
+    stride = 1
+    target = 1.0
+    while state.done < len(sim.requests):
+        if sim.queue.dual and (engine.as_sglang or state.step % _RETARGET_STEPS == 1):
+            target = _remaining_density(sim)
+        tokens, attention = _prompts(sim, target)
+        _grow(sim)
+        if engine.as_sglang and tokens + state.decoding == 0:
+            # Nothing runs: only free the KV of ended requests.
+            state.idle += 1
+            end_of_step(sim)
+            state.step += 1
+            continue
+        charged = -(-(tokens + state.decoding) // multiple) * multiple
+        compute = charged * engine.token_time_s + attention
+        kv_read = kv_read_time(sim)
+        memory = kv_read + engine.weight_read_time_s
+        seconds = overlapped(compute, memory, engine.interference_exponent)
+        state.compute += compute
+        state.memory += memory
+        state.kv_read += kv_read
+        state.seconds += seconds
+        step = state.step - 1 - state.idle
+        stride = _sample(samples, stride, step, seconds, compute, memory)
+        if engine.as_sglang and state.decoding > 0:
+            state.clock += 1
+        end_of_step(sim)
+        start_decoding(sim)
+        if not engine.as_sglang:
+            state.clock += 1
+        state.margin = max(KV_MARGIN, state.margin * _MARGIN_DOWN)
+        state.step += 1
+    return stride

@@ -1,0 +1,64 @@
+"""The policies: every order that a job's requests can be given.
+
+This table is the one place that lists them. The function that makes a policy's order is
+in ``planner/ordering/order_functions.py``, registered under the policy's name. SGLang's
+names are used for policies that SGLang has too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The properties of one policy.
+
+    description: one line, for ``--help`` and the documentation.
+    needs_estimates: whether the order depends on estimates of the output lengths. If
+        so, a sample of the requests runs first.
+    both_ends: whether requests are taken from both ends of the order, so that a step
+        mixes compute-intensive and memory-intensive ones.
+    uses_prompts: whether the job is planned from its prompts, which are all rendered
+        first. If not, requests are rendered and sent in the order of the input.
+    """
+
+    description: str
+    needs_estimates: bool = False
+    both_ends: bool = False
+    uses_prompts: bool = True
+
+
+AUTO = "auto"
+# Simplest first: among orders that are equally fast, ``auto`` takes the first.
+POLICY_TABLE = {
+    AUTO: Policy("the fastest of all orders, by simulation", needs_estimates=True),
+    "dfs": Policy("depth-first through the prefix tree"),
+    "dfs-weight": Policy(
+        "depth-first, at each node the subtree with most requests first"
+    ),
+    "dual-scan": Policy(
+        "BlendServe's tree sorted by compute density, taken from both ends",
+        needs_estimates=True,
+        both_ends=True,
+    ),
+    "prefix-groups": Policy(
+        "BatchLLM's prefix groups, those with most decoding per prompt token first",
+        needs_estimates=True,
+    ),
+    "lpt": Policy("longest estimated output first", needs_estimates=True),
+    "lof": Policy("longest max_new_tokens first"),
+    "random": Policy("shuffled with the seed"),
+    "fcfs": Policy("order of the input", uses_prompts=False),
+}
+
+POLICIES = tuple(POLICY_TABLE)
+"""Names of all policies, ``auto`` included."""
+
+ORDERS = tuple(name for name in POLICIES if name != AUTO)
+"""Names of the policies that are an order themselves: all but ``auto``."""
+
+POLICY_HELP = "; ".join(
+    f"{name}: {each.description}" for name, each in POLICY_TABLE.items()
+)
+"""All policies with their descriptions, for ``--help``."""

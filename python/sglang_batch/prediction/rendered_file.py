@@ -1,0 +1,94 @@
+"""The prompts of a batch file, rendered by SGLang for a plan."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import deque
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from ..batch_api.jsonl import BatchFile
+from ..planner.requests import UNKNOWN, PlanRequests
+from ..request import BatchRequestInput
+from ..store.token_spool import TokenSpool
+from .report import LeftOut
+
+if TYPE_CHECKING:
+    from ..srt.engine.render import RenderedRequest, Renderer
+
+# Requests rendered at the same time, in SGLang's threads.
+LOOKAHEAD = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedFile:
+    """The prompts of a file. A line can have several.
+
+    custom_ids: the line of each prompt.
+    refused: lines that SGLang cannot render.
+    model_config: the model's config.json.
+    """
+
+    requests: PlanRequests
+    custom_ids: list[str]
+    refused: list[LeftOut]
+    model_config: dict[str, Any]
+
+
+async def render_file(
+    file: BatchFile, renderer: Renderer, spool: TokenSpool
+) -> RenderedFile:
+    """Render every line and keep its tokens, in ``spool``, and its lengths."""
+    custom_ids: list[str] = []
+    refused: list[LeftOut] = []
+    max_new_tokens, known = array("q"), array("q")
+    with tqdm(
+        total=len(file) - len(file.invalid),
+        desc="Rendering",
+        unit="req",
+        dynamic_ncols=True,
+    ) as bar:
+        async for request, found in _rendered_in_order(file, renderer):
+            bar.update()
+            if isinstance(found, str):
+                refused.append(LeftOut(request.custom_id, found))
+                continue
+            for prompt, limit in zip(found.prompts, found.max_new_tokens, strict=True):
+                spool.append(prompt)
+                custom_ids.append(request.custom_id)
+                max_new_tokens.append(limit)
+                known.append(limit if found.fixed_length else UNKNOWN)
+    tokens, offsets = spool.arrays()
+    return RenderedFile(
+        PlanRequests(
+            tokens,
+            offsets,
+            np.array(max_new_tokens, dtype=np.int32),
+            np.array(known, dtype=np.int32),
+        ),
+        custom_ids,
+        refused,
+        renderer.model_config,
+    )
+
+
+async def _rendered_in_order(
+    file: BatchFile, renderer: Renderer
+) -> AsyncGenerator[tuple[BatchRequestInput, RenderedRequest | str]]:
+    ahead: deque[tuple[BatchRequestInput, asyncio.Task[RenderedRequest | str]]]
+    ahead = deque()
+    for index in range(len(file)):
+        if index in file.invalid:
+            continue
+        request = file[index]
+        ahead.append((request, asyncio.create_task(renderer.render(request))))
+        if len(ahead) == LOOKAHEAD:
+            first, task = ahead.popleft()
+            yield first, await task
+    for request, task in ahead:
+        yield request, await task

@@ -1,0 +1,1 @@
+"""SGLang frontend programs, run together as one job."""

@@ -1,0 +1,207 @@
+"""How waves reach an engine: over HTTP to an offline server, or in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import signal
+import socket
+import ssl
+import threading
+import uuid
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from ..config import OfflineBatchConfig
+from ..engine import GENERATE_URL, WAVE_PATH
+from ..errors import EngineError
+from ..job.job import Job
+from ..request import BatchRequestInput
+from .waves import OnAnswer
+
+CONNECT_TIMEOUT_S = 60
+
+
+class _WaveAnswer(msgspec.Struct):
+    """One line of the server's response to a wave."""
+
+    index: int
+    status_code: int
+    body: msgspec.Raw
+
+
+class HttpTransport:
+    """Sends waves to a server launched with ``--offline-batch``, one POST each.
+
+    Args:
+        verify: file with the certificate authority of the server's certificate.
+    """
+
+    def __init__(self, url: str, api_key: str | None, verify: str | None) -> None:
+        self._url = url
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._tls = ssl.create_default_context(cafile=verify) if verify else True
+        self._session: aiohttp.ClientSession | None = None
+
+    def check_caller(self) -> None:
+        """Any thread may block."""
+
+    def open_loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.new_event_loop()
+
+    def close_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.close()
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+            # aiohttp resolves host names and reads files in these threads.
+            await asyncio.get_running_loop().shutdown_default_executor()
+
+    async def send(self, bodies: list[bytes], on_answer: OnAnswer) -> None:
+        missing = len(bodies)
+        try:
+            async with self._open_session().post(
+                self._url + WAVE_PATH,
+                # aiohttp sends a file in chunks, and reads answers between them.
+                data=io.BytesIO(b'{"requests":[' + b",".join(bodies) + b"]}"),
+                headers=self._headers,
+            ) as response:
+                if response.status != 200:
+                    text = (await response.text())[:500]
+                    raise EngineError(
+                        f"{self._url} refused it with HTTP {response.status}: {text}"
+                    )
+                parts: list[bytes] = []
+                async for chunk in response.content.iter_any():
+                    parts.append(chunk)
+                    if b"\n" not in chunk:
+                        continue
+                    *lines, rest = b"".join(parts).split(b"\n")
+                    parts = [rest]
+                    for line in lines:
+                        found = msgspec.json.decode(line, type=_WaveAnswer)
+                        on_answer(found.index, found.status_code, bytes(found.body))
+                        missing -= 1
+        except (aiohttp.ClientError, OSError) as error:
+            if missing:
+                raise EngineError(
+                    f"the connection to {self._url} was lost with {missing} answers "
+                    f"missing ({type(error).__name__}: {error}); is the server "
+                    "still running?"
+                ) from error
+        if missing:
+            raise EngineError(
+                f"{self._url} ended it with {missing} answers missing; "
+                "the server's log says why."
+            )
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(
+                    limit=0, ssl=self._tls, socket_factory=_keepalive_socket
+                ),
+                # A wave may take hours. Only connecting has a time limit.
+                timeout=aiohttp.ClientTimeout(
+                    total=None, sock_connect=CONNECT_TIMEOUT_S
+                ),
+                trust_env=True,
+            )
+        return self._session
+
+
+def _keepalive_socket(address: Any) -> socket.socket:
+    """A socket that detects, within hours, that the other machine is gone."""
+    family, kind, protocol = address[:3]
+    connection = socket.socket(family, kind, protocol)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return connection
+
+
+class EngineTransport:
+    """Sends waves to a ``sglang.Engine(offline_batch=True)`` in this process.
+
+    Raises:
+        EngineError: the engine is not an offline one.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        from ..srt.engine.sglang_engine import SGLangEngine
+
+        if not getattr(engine.server_args, "offline_batch", False):
+            raise EngineError(
+                "this engine was not launched for offline batches; "
+                "launch it with sglang.Engine(offline_batch=True, ...)."
+            )
+        self._loop: asyncio.AbstractEventLoop = engine.loop
+        self._engine = SGLangEngine(engine.tokenizer_manager, engine.template_manager)
+        self._config = OfflineBatchConfig.from_json(
+            engine.server_args.offline_batch_config
+        )
+        if _running_loop() is None and not self._loop.is_running():
+            self._loop.run_until_complete(self._engine.connect())
+        if threading.current_thread() is threading.main_thread():
+            _handle_signals(engine.tokenizer_manager, self._loop)
+
+    def check_caller(self) -> None:
+        if _running_loop() is self._loop:
+            raise EngineError(
+                "programs cannot run in a coroutine on the engine's own event loop, "
+                "which must answer them; call run_batch in asyncio.to_thread(...)."
+            )
+
+    def open_loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
+
+    def close_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Nothing: the loop belongs to the engine."""
+
+    async def close(self) -> None:
+        """Nothing was opened."""
+
+    async def send(self, bodies: list[bytes], on_answer: OnAnswer) -> None:
+        if self._engine.closing:
+            raise EngineError("the engine was asked to stop and takes no new calls.")
+        requests = [
+            BatchRequestInput(index, str(index), GENERATE_URL, body)
+            for index, body in enumerate(bodies)
+        ]
+        await Job(
+            f"wave_{uuid.uuid4().hex}",
+            requests,
+            range(len(requests)),
+            self._engine,
+            self._config,
+            lambda request, output: on_answer(
+                request.index, output.status_code, output.body
+            ),
+        ).run()
+
+
+def _handle_signals(tokenizer_manager: Any, loop: asyncio.AbstractEventLoop) -> None:
+    """Let SGLang's signal handlers run while its loop is not in the main thread.
+
+    SGLang installs them on its loop, which handles signals in the main thread only.
+    One of them reports that a scheduler died. Without it, requests would wait forever.
+    """
+    handler = tokenizer_manager.signal_handler_class(tokenizer_manager)
+    for signum, handle in (
+        (signal.SIGTERM, handler.sigterm_handler),
+        (signal.SIGQUIT, handler.running_phase_sigquit_handler),
+    ):
+        # Any other handler was installed by the owner, and is kept.
+        if getattr(signal.getsignal(signum), "__self__", None) is loop:
+            signal.signal(signum, handle)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -1,0 +1,1 @@
+"""The command ``sglang-batch run``: files in, a file out."""

@@ -1,0 +1,204 @@
+"""SGLang's log of a run: everything that its processes print, in a file.
+
+The file descriptors of standard output and standard error are pointed at the file, so
+that output of libraries and of child processes ends up there too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
+
+from ..errors import ExitStatus, StoreWriteError
+
+# A line that ends a traceback, such as "torch.OutOfMemoryError: ...".
+_EXCEPTION = re.compile(
+    r"^(?:[\w.]+\.)?(?P<name>\w*(?:Error|Exception|Refused|Interrupt|Timeout|Expired))"
+    r"(?:: (?P<text>.*))?$"
+)
+# SGLang's words for a process that fails with an exception, before its traceback, and
+# for one that is gone.
+_FATAL = re.compile(r"\w+ hit an exception: ")
+_GONE = re.compile(
+    r"(?:Subprocess \S+ .*crashed with exit code |"
+    r"scheduler died during initialization \(exit code: )(?P<code>-?\d+)"
+)
+_PERCENT = re.compile(r"\b\d{1,3}%")
+# SGLang's words for "see above", which are not the reason.
+_NO_REASON = ("Initialization failed", "Received sigquit", "SIGQUIT received")
+# Errors of the machine or the network, in an exception of any type.
+_OF_THE_MACHINE = re.compile(
+    r"out of memory|OutOfMemory|MemoryError|can't allocate memory|CUDA error|NCCL|"
+    r"No space left|Disk quota|ConnectionError|Timeout|Too many open files|"
+    r"address already in use"
+)
+# Errors of the options or the model: the start fails again. Any other may succeed.
+_OF_THE_OPTIONS = re.compile(
+    r"^(?:ValueError|TypeError|KeyError|AttributeError|AssertionError|"
+    r"NotImplementedError|ImportError|ModuleNotFoundError|FileNotFoundError|"
+    r"NotADirectoryError|JSONDecodeError|ValidationError|SafetensorError|ConfigError|"
+    r"RepositoryNotFoundError|GatedRepoError|RevisionNotFoundError)\b|"
+    r"not supported|unsupported|size mismatch|does not appear to have|"
+    r"not a valid model|Not enough memory",
+    re.IGNORECASE,
+)
+# What SGLang is doing, by a word of its last line.
+_ACTIVITIES = (
+    ("loading shards", "loading the weights"),
+    ("Load weight", "loading the weights"),
+    ("KV Cache is allocated", "allocating the KV cache"),
+    ("Memory pool", "allocating the KV cache"),
+    ("Capture", "capturing CUDA graphs"),
+    ("Capturing", "capturing CUDA graphs"),
+    ("max_total_num_tokens", "warming up"),
+)
+_TAIL_BYTES = 1 << 16
+
+
+class EngineLog:
+    """The file, which receives this process's output in a ``with`` block.
+
+    Attributes:
+        path: of the file. A resumed job appends to it.
+        terminal: standard error, as it is outside the block.
+    """
+
+    terminal: TextIOWrapper
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._begin = 0
+
+    def __enter__(self) -> EngineLog:
+        _flush()
+        try:
+            log = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise StoreWriteError(f"cannot write {self.path}: {error}") from None
+        self._saved = [os.dup(1), os.dup(2)]
+        self.terminal = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
+        self._begin = os.fstat(log).st_size
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.close(log)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            _flush()
+        except OSError:  # the disk is full: the rest must not reach the terminal
+            _discard()
+        for stream, saved in zip((1, 2), self._saved, strict=True):
+            os.dup2(saved, stream)
+            os.close(saved)
+        self.terminal.close()
+
+    def activity(self) -> str:
+        """What SGLang is doing, as far as the log tells; empty if it does not."""
+        for line in reversed(self._lines(4096)):
+            for word, activity in _ACTIVITIES:
+                if word in line:
+                    percent = _PERCENT.findall(line)
+                    return f"{activity}, {percent[-1]}" if percent else activity
+        return ""
+
+    def failure(self, error: BaseException | None, *, started: bool) -> EngineFailure:
+        """Why the engine failed.
+
+        Args:
+            error: what SGLang raised, if it did.
+            started: whether the engine had started.
+        """
+        lines = self._lines(_TAIL_BYTES)
+        said = "" if error is None else " ".join(str(error).split())
+        codes = [int(m["code"]) for m in map(_GONE.search, [*lines, said]) if m]
+        if -signal.SIGKILL in codes:
+            return EngineFailure(ExitStatus.FAILED, "", killed=True)
+        reason = _reason(lines) or _described(error, said) or _last_exception(lines)
+        again = _OF_THE_OPTIONS.search(reason) and not _OF_THE_MACHINE.search(reason)
+        status = ExitStatus.BAD_INPUT if again and not started else ExitStatus.FAILED
+        return EngineFailure(status, reason or said or "no reason is known")
+
+    def _lines(self, num_bytes: int) -> list[str]:
+        with open(self.path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self._begin, size - num_bytes))
+            return re.split(r"[\r\n]+", file.read().decode(errors="replace"))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailure:
+    """The end of an engine.
+
+    status: FAILED if the same command may succeed, BAD_INPUT if it never will.
+    reason: one line.
+    killed: whether the system killed one of its processes.
+    """
+
+    status: ExitStatus
+    reason: str
+    killed: bool = False
+
+
+def _reason(lines: list[str]) -> str:
+    """Why the first process of SGLang that failed did: later failures follow from it."""
+    for number, line in enumerate(lines):
+        if _FATAL.search(line):
+            return next(_exceptions(lines[number:]), "")
+    for number, line in enumerate(lines):
+        gone = _GONE.search(line)
+        if gone is not None:
+            code = int(gone["code"])
+            # Ended by a signal, whatever it printed before.
+            before = _last_exception(lines[:number]) if code > 0 else ""
+            return before or f"a process of SGLang ended with {_ending(code)}"
+    return ""
+
+
+def _described(error: BaseException | None, said: str) -> str:
+    if error is None or any(word in said for word in _NO_REASON):
+        return ""
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def _last_exception(lines: list[str]) -> str:
+    return next(iter(list(_exceptions(lines))[-1:]), "")
+
+
+def _exceptions(lines: list[str]) -> Iterator[str]:
+    """The last line of each traceback."""
+    for number, line in enumerate(lines):
+        found = _EXCEPTION.match(line)
+        if found is None or any(word in line for word in _NO_REASON):
+            continue
+        text = found["text"] or ""
+        if text.endswith(":") and number + 1 < len(lines):
+            text = f"{text} {lines[number + 1].strip()}"
+        yield f"{found['name']}: {text}" if text else found["name"]
+
+
+def _ending(code: int) -> str:
+    with suppress(ValueError):
+        return f"{signal.Signals(-code).name} (exit code {code})"
+    return f"exit code {code}"
+
+
+def _discard() -> None:
+    """Drop what Python's streams hold."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
+    _flush()
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

@@ -1,0 +1,263 @@
+"""The directory of a ``sglang-batch run`` job: its lock, its record, its results."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import (
+    ConfigError,
+    InputError,
+    SGLangBatchError,
+    StoreError,
+    StoreWriteError,
+)
+from ..inputs.line_digests import describe_change, write_digests
+from ..inputs.local_input import LocalInput
+from ..store.files import atomic_write
+from ..store.lock import FileLock
+from ..store.result_log import ResultLog
+from .outputs import Outputs
+from .summary import Summary
+
+
+class JobRecord(msgspec.Struct, kw_only=True):
+    """The identity of a job, which a later run must match, and its outcome.
+
+    input_sha256: of the batch lines, in hexadecimal.
+    model: path or name of the model, as the user gave it.
+    served_model: its name in requests. Empty if an earlier version began the job.
+    uploaded: whether the results are at their URLs.
+    summary: of a complete job.
+    """
+
+    input_sha256: str
+    model: str
+    num_requests: int
+    served_model: str = ""
+    complete: bool = False
+    uploaded: bool = False
+    summary: dict[str, Any] | None = None
+
+
+class JobDirectory:
+    """A job's directory, locked against other runs for the length of a ``with`` block.
+
+    The block removes the directory at its end if no job began, no input was staged,
+    and SGLang's log explains no error, so that nothing in it is worth keeping.
+
+    Attributes:
+        path: ``<output>.job``.
+        record: of the job, after :meth:`begin` or :meth:`resume_finished`.
+    """
+
+    record: JobRecord
+
+    def __init__(self, outputs: Outputs) -> None:
+        self.outputs = outputs
+        self.path = outputs.job_directory
+        self._record_path = self.path / "job.json"
+        self._log_path = self.path / "results.jsonl"
+        self._digests_path = self.path / "input.digests"
+        self._lock = FileLock(self.path / "lock")
+        self._log: ResultLog | None = None
+
+    def __enter__(self) -> JobDirectory:
+        remote = self.outputs.output.is_remote
+        try:
+            self.path.mkdir(exist_ok=True, parents=remote)
+            holder = self._lock.acquire("another sglang-batch run")
+        except OSError as error:
+            raise StoreWriteError(f"cannot write {self.path}: {error}") from None
+        if holder is not None:
+            raise StoreError(f"{self.path} is in use by {holder}.")
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._log is not None:
+            self._log.close()
+        staged = (self.path / "input.json").exists()
+        began = self._record_path.exists()
+        explained = isinstance(error, SGLangBatchError) and self.engine_log.exists()
+        # A bad input is staged again next time, since it will have changed.
+        if not began and (isinstance(error, InputError) or not (staged or explained)):
+            self._remove(staged=staged)
+        self._lock.release()
+
+    @property
+    def engine_log(self) -> Path:
+        """The file for SGLang's log."""
+        return self.path / "engine.log"
+
+    def is_finished(self, input_sha256: str | None = None) -> bool:
+        """Whether a job is complete, and its output exists.
+
+        Args:
+            input_sha256: only a job on this input counts. None: on any.
+        """
+        found = self._recorded()
+        return (
+            found is not None
+            and found.complete
+            and input_sha256 in (None, found.input_sha256)
+            and self._output_exists(found)
+        )
+
+    def resume_finished(self) -> JobRecord:
+        """The record of a finished job, which is this job."""
+        found = self._recorded()
+        assert found is not None, "is_finished() comes first"
+        self.record = found
+        return found
+
+    def check_model(self, known: argparse.Namespace) -> None:
+        """Raises InputError if the job began with another model, or name of it.
+
+        Args:
+            known: SGLang's arguments, as far as they are known without SGLang.
+        """
+        found = self._recorded()
+        if found is not None and hasattr(known, "model_path"):
+            served = getattr(known, "served_model_name", None) or known.model_path
+            self._check_same_model(found, known.model_path, served)
+
+    def check_output(self) -> None:
+        """Raises ConfigError if the output exists and was not written by a job."""
+        path = self.outputs.output.path
+        if self._recorded() is None and path.exists():
+            raise ConfigError(
+                f"{path} exists and was not written by this command; remove it, choose "
+                "another output, or pass --overwrite."
+            )
+
+    def check_input(self, local: LocalInput) -> None:
+        """Raises InputError if the job began with another input; names its lines."""
+        found = self._recorded()
+        if found is not None and found.input_sha256 != local.sha256():
+            change = describe_change(self._digests_path, local)
+            raise InputError(
+                f"{self.outputs.output} was begun with another input"
+                f"{f': {change}' if change else ''}. Restore it to resume the job, or "
+                "pass --overwrite to start again."
+            )
+
+    def remember_input(self, local: LocalInput) -> None:
+        """Keep what a later run needs to name the lines of a changed input."""
+        write_digests(self._digests_path, local)
+
+    def begin(self, record: JobRecord, *, overwrite: bool) -> None:
+        """Resume the recorded job, or begin a new one.
+
+        Args:
+            record: of the job that this run is for.
+            overwrite: discard an earlier job with this output.
+
+        Raises:
+            InputError: the recorded job has another input or model.
+            ConfigError: the output was not written by a job, or the record cannot be
+                read.
+        """
+        if overwrite:
+            for path in (self._record_path, self._log_path, self.outputs.output.path):
+                path.unlink(missing_ok=True)
+        self.check_output()
+        self.record = record
+        found = self._recorded()
+        if found is None:
+            return
+        self._check_same("input file", found.input_sha256, record.input_sha256)
+        self._check_same_model(found, record.model, record.served_model)
+        # A finished job whose output was deleted starts again.
+        if not found.complete or self._output_exists(found):
+            self.record = found
+            found.model, found.served_model = record.model, record.served_model
+
+    def open_log(self) -> ResultLog:
+        """Write the record, and open the results."""
+        self._write_record()
+        self._log = ResultLog(self._log_path, self.record.num_requests)
+        return self._log
+
+    def finish(self, summary: Summary) -> None:
+        """Write the output files in input order. Only then is the job complete."""
+        assert self._log is not None, "open_log() comes first"
+        with ExitStack() as stack:
+            output = stack.enter_context(self.outputs.output.writing())
+            errors = output
+            if self.outputs.errors is not None:
+                errors = stack.enter_context(self.outputs.errors.writing())
+            self._log.write_ordered(output, errors)
+        self.record.complete = True
+        self.record.summary = summary.as_dict()
+        self._write_record()
+        self._log.close()
+        self._log_path.unlink()
+
+    def upload(self) -> None:
+        """Upload the outputs that are URLs, unless an earlier run did.
+
+        Raises:
+            StoreError: an upload failed. The results stay on this machine.
+        """
+        if self.record.uploaded or not any(f.is_remote for f in self.outputs.files):
+            return
+        for file in self.outputs.files:
+            file.upload()
+        self.record.uploaded = True
+        self._write_record()
+        for file in self.outputs.files:
+            file.drop_copy()
+
+    def _remove(self, *, staged: bool) -> None:
+        """Remove what a job that did not begin wrote, and nobody else's files."""
+        names = ["lock", "engine.log", "input.digests", "input.json"]
+        if staged:
+            names.append("input.jsonl")
+        for name in names:
+            (self.path / name).unlink(missing_ok=True)
+        with suppress(OSError):  # something else is in it
+            self.path.rmdir()
+            if self.outputs.output.is_remote:  # the parent serves this output alone
+                self.path.parent.rmdir()
+
+    def _recorded(self) -> JobRecord | None:
+        try:
+            return msgspec.json.decode(self._record_path.read_bytes(), type=JobRecord)
+        except FileNotFoundError:
+            return None
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise ConfigError(
+                f"{self._record_path} cannot be read ({error}); pass --overwrite to "
+                "start again."
+            ) from None
+
+    def _check_same_model(self, found: JobRecord, model: str, served: str) -> None:
+        if not found.complete and not self._has_results():
+            return  # the engine did not start, perhaps for its model
+        self._check_same("--model-path", found.model, model)
+        # Lines that were refused for naming another model have their answers already.
+        if found.served_model:
+            self._check_same("--served-model-name", found.served_model, served)
+
+    def _has_results(self) -> bool:
+        return self._log_path.exists() and self._log_path.stat().st_size > 0
+
+    def _check_same(self, what: str, before: str, now: str) -> None:
+        if before != now:
+            raise InputError(
+                f"{self.outputs.output} was begun with another {what}: it was {before}, "
+                f"now it is {now}. Restore it to resume the job, or pass --overwrite to "
+                "start again."
+            )
+
+    def _output_exists(self, record: JobRecord) -> bool:
+        output = self.outputs.output
+        return output.path.exists() or (output.is_remote and record.uploaded)
+
+    def _write_record(self) -> None:
+        with atomic_write(self._record_path) as file:
+            file.write(msgspec.json.format(msgspec.json.encode(self.record)))

@@ -1,0 +1,125 @@
+"""Whether a model can be there, before SGLang is imported to load it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from functools import partial
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..inputs import urls
+
+# Files of which a directory with a model has one, also if it is a LoRA adapter.
+_MODEL_FILES = (
+    "config.json", "params.json", "model_index.json", "adapter_config.json", "*.gguf"
+)  # fmt: skip
+_TOKENIZER_FILES = (
+    *_MODEL_FILES, "tokenizer.json", "tokenizer_config.json", "tekken.json",
+    "vocab.json", "vocab.txt", "*.model", "*.tiktoken",
+)  # fmt: skip
+HUB_TIMEOUT_S = 5.0
+
+
+def check_model(known: argparse.Namespace) -> None:
+    """Look for the model and the tokenizer that options name.
+
+    Args:
+        known: SGLang's arguments, as far as they are known without SGLang.
+
+    Raises:
+        ConfigError: one of them cannot be there.
+    """
+    places = {"model_path": _MODEL_FILES, "tokenizer_path": _TOKENIZER_FILES}
+    for name, files in places.items():
+        if name in known:
+            flag = "--" + name.replace("_", "-")
+            revision = getattr(known, "revision", None)
+            check_model_path(getattr(known, name), flag, revision=revision, files=files)
+
+
+def check_model_path(
+    name: str,
+    flag: str,
+    *,
+    revision: str | None = None,
+    files: tuple[str, ...] = _MODEL_FILES,
+) -> None:
+    """Look for a model's files, here or on the Hugging Face hub.
+
+    Args:
+        name: a directory, a file, a URL, the name of a repository, or a GGUF file in a
+            repository as ``owner/name:QUANT`` or ``owner/name/path/file.gguf``.
+        flag: the option that gave it, for messages.
+        files: names and patterns, one of which is in a directory.
+
+    Raises:
+        ConfigError: it is in none of these places, or the hub does not answer.
+    """
+    path = Path(name).expanduser()
+    if path.is_file() or name in ("dummy", "none"):
+        return
+    if path.is_dir():
+        if not any(any(path.glob(pattern)) for pattern in files):
+            kind = "model's" if files is _MODEL_FILES else "tokenizer's"
+            raise ConfigError(
+                f"{flag} {name} has no {' or '.join(files)}: it is not a {kind} "
+                "directory."
+            )
+        return
+    if urls.is_url(name) or os.environ.get("SGLANG_USE_MODELSCOPE"):
+        return  # SGLang fetches it
+    _check_repository(name, flag, revision, files)
+
+
+def _repository(name: str) -> tuple[str, str | None]:
+    """The repository that a name is in, and the GGUF file there if it names one."""
+    owner, _, rest = name.partition("/")
+    if ":" in rest:
+        return name.rpartition(":")[0], None
+    repository, _, file = rest.partition("/")
+    if file.endswith(".gguf"):
+        return f"{owner}/{repository}", file
+    return name, None
+
+
+def _check_repository(
+    name: str, flag: str, revision: str | None, files: tuple[str, ...]
+) -> None:
+    import httpx
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    repository, file = _repository(name)
+    find = partial(
+        huggingface_hub.try_to_load_from_cache, repository, revision=revision
+    )
+    try:
+        found = map(find, files if file is None else (file,))
+        if any(isinstance(path, str) for path in found):
+            return
+    except HFValidationError:
+        raise ConfigError(
+            f"{flag} {name}: there is no such directory, and it cannot be the name of a "
+            "Hugging Face repository (owner/name)."
+        ) from None
+    nowhere = f"{flag} {name} is neither a directory here nor in the Hugging Face cache"
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        raise ConfigError(f"{nowhere}, and HF_HUB_OFFLINE is set.")
+    try:
+        huggingface_hub.HfApi().model_info(
+            repository, revision=revision, timeout=HUB_TIMEOUT_S
+        )
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if 400 <= status < 500 and status != 429:
+            raise ConfigError(
+                f"{nowhere}, and the hub refuses it (status {status}): check the name, "
+                "or set HF_TOKEN if it is private or gated."
+            ) from None
+    except httpx.ConnectError as error:
+        raise ConfigError(
+            f"{nowhere}, and the hub cannot be reached ({error})."
+        ) from None
+    except httpx.HTTPError:
+        pass  # a slow hub: SGLang tries longer

@@ -1,0 +1,163 @@
+"""The result files of ``sglang-batch run``: local, or written here and then uploaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import platformdirs
+
+from ..errors import ConfigError, InputError
+from ..inputs import urls
+from ..inputs.compression import compressing
+from ..inputs.job_input import JobInput
+from ..store.files import atomic_write
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A local result file.
+
+    name: as the user wrote it.
+    path: where results are written.
+    """
+
+    name: str
+    path: Path
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the file is uploaded in the end."""
+        return False
+
+    @property
+    def location(self) -> str:
+        """Equal for two names of one file: the absolute path, or the name of a URL."""
+        return urls.location(self.name)
+
+    def check(self) -> None:
+        """Raises ConfigError if the file cannot be created."""
+        reason = None
+        if self.path.is_dir():
+            reason = "it is a directory"
+        elif not self.path.parent.is_dir():
+            reason = "its directory does not exist"
+        elif not os.access(self.path.parent, os.W_OK):
+            reason = "its directory is not writable"
+        if reason is not None:
+            raise ConfigError(f"cannot write {self.path}: {reason}.")
+
+    @contextmanager
+    def writing(self) -> Iterator[BinaryIO]:
+        """A writer, compressed by the suffix of the name.
+
+        The file appears only when the block ends without an error.
+        """
+        with (
+            atomic_write(self.path) as file,
+            compressing(file, self.path.name) as writer,
+        ):
+            yield writer
+
+    def upload(self) -> None:
+        """Nothing: the file is where it should be."""
+
+    def drop_copy(self) -> None:
+        """Nothing: the file is no copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class UploadedFile(OutputFile):
+    """A result file that is uploaded to a URL."""
+
+    def __str__(self) -> str:
+        return urls.shown(self.name)
+
+    @property
+    def is_remote(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        """Raises ConfigError if the scheme of the URL cannot be used."""
+        urls.check_scheme(self.name)
+
+    def upload(self) -> None:
+        """Upload the file; raises StoreError."""
+        urls.upload(self.path, self.name)
+
+    def drop_copy(self) -> None:
+        """Remove the local copy."""
+        self.path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """The result files of a job.
+
+    errors: the file for lines answered with an error. None: they are in ``output``.
+    """
+
+    output: OutputFile
+    errors: OutputFile | None
+
+    @classmethod
+    def of(cls, output: str, errors: str | None, upload_dir: Path | None) -> Outputs:
+        """The outputs of these names.
+
+        Args:
+            output: path or URL.
+            errors: path or URL of the error file, if there is one.
+            upload_dir: directory for jobs with a URL as output. None: in the user's
+                cache.
+        """
+        if "-" in (output, errors):
+            raise ConfigError(
+                "results cannot go to standard output: a job is resumed by the "
+                "name of its output file. Name a file."
+            )
+        file = OutputFile(output, Path(output))
+        if urls.is_url(output):
+            parent = upload_dir or platformdirs.user_cache_path("sglang-batch") / "run"
+            file = _uploaded(output, parent / urls.fingerprint(output), "output")
+        found = cls(file, None)
+        if errors is None:
+            return found
+        if urls.is_url(errors):
+            return cls(file, _uploaded(errors, found.job_directory, "errors"))
+        return cls(file, OutputFile(errors, Path(errors)))
+
+    @property
+    def files(self) -> list[OutputFile]:
+        return [self.output] if self.errors is None else [self.output, self.errors]
+
+    @property
+    def job_directory(self) -> Path:
+        """The directory of the job's state."""
+        return self.output.path.with_name(self.output.path.name + ".job")
+
+    def check(self, job_input: JobInput) -> None:
+        """Look for errors in the names, before anything runs.
+
+        Raises:
+            InputError: two of the inputs and outputs are the same file.
+            ConfigError: a file cannot be created, or the scheme of a URL cannot be
+                used.
+        """
+        for file in self.files:
+            if file.location in job_input.locations:
+                raise InputError(f"{file} is both input and output.")
+        if len({file.location for file in self.files}) < len(self.files):
+            raise InputError(f"{self.output} is both output and error file.")
+        for file in self.files:
+            file.check()
+
+
+def _uploaded(url: str, directory: Path, stem: str) -> UploadedFile:
+    return UploadedFile(url, directory / f"{stem}{urls.file_suffix(url)}")

@@ -1,0 +1,190 @@
+"""What a run shows while it works: lines, and one line of progress below them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from tqdm import tqdm
+
+from ..store.result_log import ResultLog
+
+# Seconds between two pictures on a terminal.
+TICK_S = 0.5
+# Seconds between two lines in a file: the first, and the last after doubling.
+FIRST_LINE_S, LAST_LINE_S = 5.0, 300.0
+_BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+_LINE = (
+    "{desc}: {percentage:.0f}%, {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+)
+
+
+class Display:
+    """Lines on a terminal or in a file, and the present status.
+
+    On a terminal the status is redrawn in place, twice a second. In a file it is a line
+    now and then, at doubling distances.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._live = stream.isatty()
+        self._lock = threading.RLock()
+        self._status: Callable[[], str] | None = None
+        self._drawn = False
+        self._wait = FIRST_LINE_S
+        self._last = time.monotonic()
+
+    @property
+    def columns(self) -> int | None:
+        """Width of the terminal, or None."""
+        if not self._live:
+            return None
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns or 80
+        except OSError:
+            return 80
+
+    def say(self, text: str) -> None:
+        """Print a line above the status."""
+        with self._lock:
+            self._erase()
+            self._print(f"{text}\n")
+
+    @contextmanager
+    def showing(self, status: Callable[[], str]) -> Iterator[None]:
+        """Keep showing a status during the block."""
+        self._status = status
+        ended = threading.Event()
+        ticker = threading.Thread(target=self._keep, args=(ended,), daemon=True)
+        ticker.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            ticker.join()
+            with self._lock:
+                self._status = None
+                self._erase()
+
+    def _keep(self, ended: threading.Event) -> None:
+        while not ended.wait(TICK_S):
+            with self._lock:
+                self._tick()
+
+    def _tick(self) -> None:
+        if self._status is None:
+            return
+        if self._live:
+            self._print(f"\r\x1b[K{self._status()[: (self.columns or 80) - 1]}")
+            self._drawn = True
+        elif time.monotonic() - self._last >= self._wait:
+            self._wait = min(2 * self._wait, LAST_LINE_S)
+            self._print(f"{self._status()}\n")
+
+    def _erase(self) -> None:
+        if self._drawn:
+            self._print("\r\x1b[K")
+            self._drawn = False
+
+    def _print(self, text: str) -> None:
+        self._last = time.monotonic()
+        self._stream.write(text)
+        self._stream.flush()
+
+
+def elapsed(title: str) -> Callable[[], str]:
+    """A status that counts seconds from now."""
+    began = time.monotonic()
+    return lambda: f"{title} ({time.monotonic() - began:.0f} s)"
+
+
+class Progress:
+    """How far the job is: prompts rendered, then the plan, then answers.
+
+    Args:
+        compiling: whether the planner is still being compiled.
+    """
+
+    def __init__(
+        self,
+        display: Display,
+        num_requests: int,
+        log: ResultLog,
+        compiling: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._display = display
+        self._num_requests = num_requests
+        self._log = log
+        self._compiling = compiling
+        self._num_before = log.num_done
+        self._num_rendered = 0
+        self._num_refused = 0
+        self._began = self._answers_began = time.monotonic()
+
+    def rendered(self) -> None:
+        """Another prompt was rendered."""
+        self._num_rendered += 1
+        self._answers_began = time.monotonic()
+
+    def answered(self) -> None:
+        """Another answer was stored."""
+        if self._num_rendered < self._num_to_render:
+            self._num_refused += 1  # by the endpoint, while others are rendered
+
+    @property
+    def _num_to_render(self) -> int:
+        return self._num_requests - self._num_before
+
+    def __str__(self) -> str:
+        now = time.monotonic()
+        if 0 < self._num_rendered < self._num_to_render:
+            return self._meter(
+                "Reading prompts", self._num_rendered, self._num_to_render, self._began
+            )
+        seconds = now - self._answers_began
+        if self._compiling():
+            return (
+                "Compiling the planner, once per installation "
+                f"({now - self._began:.0f} s)"
+            )
+        num_new = self._log.num_done - self._num_before - self._num_refused
+        if num_new == 0:
+            doing = "Planning, and computing the first prompts"
+            return f"{doing} ({seconds:.0f} s)"
+        usage = self._log.usage
+        return self._meter(
+            "Running",
+            self._log.num_done,
+            self._num_requests,
+            self._answers_began,
+            initial=self._num_before + self._num_refused,
+            postfix=f"{self._log.num_failed:,} failed, " * bool(self._log.num_failed)
+            + f"cached {usage.cache_hit_rate:.0%}",
+        )
+
+    def _meter(
+        self,
+        title: str,
+        num: int,
+        total: int,
+        began: float,
+        *,
+        initial: int = 0,
+        postfix: str = "",
+    ) -> str:
+        columns = self._display.columns
+        return tqdm.format_meter(
+            num,
+            total,
+            time.monotonic() - began,
+            ncols=columns,
+            prefix=title,
+            initial=initial,
+            postfix=postfix,
+            bar_format=_LINE if columns is None else _BAR,
+        )

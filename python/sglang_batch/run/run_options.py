@@ -1,0 +1,216 @@
+"""The options of ``sglang-batch run``, and those that ``plan`` shares with it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..batch_api.protocol import ENDPOINTS
+from ..errors import ConfigError
+from ..option_types import count
+from ..policies import POLICIES, POLICY_HELP
+
+if TYPE_CHECKING:
+    from ..inputs.job_input import JobInput
+
+_DESCRIPTION = """\
+Answer JSONL files of OpenAI batch requests (or of `vllm run-batch`), or the rows of a
+table. The same command resumes a job that was interrupted.
+"""
+
+_EPILOG = """\
+Every other option is passed to SGLang unchanged, such as --model-path, which is required,
+--tp and --served-model-name: see `sglang serve --help`.
+
+inputs:
+  FILE                   JSON lines, plain, gzip or zstd. With --template also Parquet,
+                         Arrow, CSV and TSV, or JSON lines with any keys
+  -                      standard input
+  s3://, gs://, hf://, http(s)://, ...
+                         downloaded once, before the job; a resumed job keeps its copy
+  hf-dataset:NAME[:CONFIG[:SPLIT]]
+                         a Hugging Face dataset, or a directory of `save_to_disk`;
+                         needs --template
+
+Outputs can be URLs too. They are uploaded at the end, over http(s) by PUT. Outputs whose
+names end in .gz or .zst are compressed.
+
+A template is the body of a request. "{{column}}" takes the column's value with its JSON
+type; inside a longer string it becomes text. Missing values and NaN become null, or
+empty inside a longer string. Dates, decimals and all CSV values become text.
+
+exit status:
+  0  every request was answered; with --skip-invalid, or refused as invalid
+  1  the engine, the disk or the network failed, or another run writes this output;
+     the same command resumes the job
+  2  the input, the model or an option cannot be used; nothing ran, and the same
+     command fails again
+  3  the job is complete, but some requests were answered with an error
+  130  interrupted; the same command resumes the job
+
+examples:
+  sglang-batch run -i requests.jsonl -o answers.jsonl \\
+      --model-path meta-llama/Llama-3.1-8B-Instruct --tp 2
+  sglang-batch run -i questions.parquet -o answers.jsonl.gz --id-column id \\
+      --template '{"messages": [{"role": "user", "content": "{{question}}"}]}' \\
+      --model-path meta-llama/Llama-3.1-8B-Instruct
+  zcat day-*.jsonl.gz | sglang-batch run -i - -o s3://bucket/answers.jsonl.zst \\
+      --model-path meta-llama/Llama-3.1-8B-Instruct
+"""
+
+
+def add_run(commands: Any, run: Callable[..., int]) -> None:
+    """Add ``run`` to the commands."""
+    parser = commands.add_parser(
+        "run",
+        usage="sglang-batch run -i INPUT [INPUT ...] -o FILE --model-path MODEL "
+        "[options] [SGLang's server options]",
+        help="answer files of requests in one process, without a server",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_inputs(parser, required=True)
+    _add_outputs(parser)
+    parser.add_argument(
+        "--policy", choices=POLICIES,
+        help="order of the requests (default: dfs, which keeps those that share a prefix "
+        f"together); `sglang-batch plan` compares them. {POLICY_HELP}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-inflight", type=count, metavar="N",
+        help="most requests in the engine at a time (default: chosen by the engine)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="check all requests and predict the run as `sglang-batch plan` does, "
+        "whose options can be added; nothing runs, no weights are loaded",
+    )  # fmt: skip
+    parser.set_defaults(run=run)
+
+
+def add_serve(commands: Any, serve: Callable[..., int]) -> None:
+    """Add ``serve`` to the commands."""
+    parser = commands.add_parser(
+        "serve",
+        usage="sglang-batch serve --model-path MODEL [SGLang's server options]",
+        help="start SGLang's server with the batch API",
+        description="Check the options, the model, the port and the directory of "
+        "batches, which takes a moment, and start `sglang serve --offline-batch` with "
+        "these options. `sglang serve --help` lists them.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=serve)
+
+
+def named_model(server_argv: list[str]) -> str | None:
+    """The model's name in requests, as far as these options of SGLang tell.
+
+    None if it may be elsewhere, such as in the file of ``--config``.
+    """
+    if any(arg.split("=")[0] == "--config" for arg in server_argv):
+        return None
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--model-path", "--model")
+    parser.add_argument("--served-model-name")
+    try:
+        named, _ = parser.parse_known_args(server_argv)
+    except argparse.ArgumentError:
+        return None
+    name: str | None = named.served_model_name or named.model_path
+    return name
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o", "--output-file", required=True, metavar="FILE",
+        help="file or URL for the results, which are in the order of the input",
+    )  # fmt: skip
+    parser.add_argument(
+        "--error-file", metavar="FILE",
+        help="file or URL for lines answered with an error (default: among the results)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output-tmp-dir", type=Path, metavar="DIR",
+        help="directory of the running job if the output is a URL (default: in the "
+        "user's cache); name the same one to resume",
+    )  # fmt: skip
+    parser.add_argument(
+        "--overwrite", action="store_true",
+        help="discard an earlier run with this output and start again",
+    )  # fmt: skip
+
+
+def add_inputs(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add the options for a job's input."""
+    parser.add_argument(
+        "-i", "--input-file", nargs="+", action="extend", required=required,
+        metavar="INPUT",
+        help="JSONL batch requests; several inputs are one job, in this order",
+    )  # fmt: skip
+    parser.add_argument(
+        "--template", metavar="JSON|@FILE",
+        help="the inputs are tables: each row becomes a request with this body, in "
+        'which "{{column}}" stands for a value of the row',
+    )  # fmt: skip
+    parser.add_argument(
+        "--url", choices=tuple(ENDPOINTS), default="/v1/chat/completions",
+        metavar="ENDPOINT",
+        help="with --template: endpoint of the requests (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--id-column", metavar="NAME",
+        help="with --template: column with the custom_id (default: the number of the "
+        "row, from 0)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-requests", type=count, metavar="N",
+        help="run only the first N requests of the input",
+    )  # fmt: skip
+    parser.add_argument(
+        "--skip-invalid", action="store_true",
+        help="answer lines that are no valid requests with an error and run the others "
+        "(default: refuse the input with a list of these lines)",
+    )  # fmt: skip
+
+
+def job_input(options: argparse.Namespace) -> JobInput:
+    """The input that these options name.
+
+    Raises:
+        ConfigError: the template cannot be used.
+    """
+    from ..inputs.input_sources import input_sources
+    from ..inputs.job_input import JobInput
+    from ..inputs.template import Template
+
+    template = options.template
+    return JobInput(
+        input_sources(options.input_file),
+        template=None if template is None else Template.parse(template),
+        endpoint=options.url,
+        id_column=options.id_column,
+        max_requests=options.max_requests,
+    )
+
+
+def plan_options(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, rest: list[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """The options of ``plan`` for ``run --dry-run``, and those left for SGLang.
+
+    Raises:
+        ConfigError: no model is given.
+    """
+    policy = [] if options.policy is None else ["--policy", options.policy]
+    planned, rest = parser.parse_known_args(["plan", *policy, *rest])
+    if planned.model_path is None:
+        raise ConfigError("--dry-run needs --model-path MODEL, as the run does.")
+    for name in (
+        "input_file", "template", "url", "id_column", "max_requests", "skip_invalid",
+    ):  # fmt: skip
+        setattr(planned, name, getattr(options, name))
+    return planned, rest

@@ -1,0 +1,245 @@
+"""The part of a run in which the engine works: from its start to the last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import threading
+import time
+import traceback
+from contextlib import ExitStack, suppress
+from typing import Any, NoReturn
+
+from ..batch_api.jsonl import BatchFile
+from ..batch_api.lines import invalid_line, result_line
+from ..config import OfflineBatchConfig
+from ..errors import ConfigError, EngineError, ExitStatus, SGLangBatchError
+from ..inputs.local_input import LocalInput
+from ..job.job import Job
+from ..job.planner_compiler import compile_planner
+from ..request import BatchRequestInput, RequestOutput, Usage
+from ..store.result_log import ResultLog
+from .engine_log import EngineLog
+from .job_directory import JobDirectory, JobRecord
+from .outputs import Outputs
+from .progress import Display, Progress
+from .stop_signals import StopSignals
+from .summary import Counts, Summary
+
+COMMIT_EVERY_S = 0.5
+
+
+class RunningJob:
+    """Runs the requests of a job that have no result yet."""
+
+    def __init__(
+        self,
+        directory: JobDirectory,
+        local: LocalInput,
+        requests: BatchFile,
+        config: OfflineBatchConfig,
+        engine_log: EngineLog,
+        display: Display,
+    ) -> None:
+        self._job_id = _job_id(directory.outputs)
+        self._directory = directory
+        self._local = local
+        self._requests = requests
+        self._config = config
+        self._engine_log = engine_log
+        self._display = display
+        self._begun = time.monotonic()
+        self._started = False
+        self._signals = StopSignals()
+
+    def run(
+        self, server_args: Any, *, model: str, served_model: str, overwrite: bool
+    ) -> Summary | None:
+        """Load the model, run the requests, and write the output.
+
+        Args:
+            model: path or name of the model, as the user gave it.
+            served_model: its name in requests.
+            overwrite: discard an earlier job with this output.
+
+        Returns:
+            None if a signal stopped the job before its end.
+
+        Raises:
+            EngineError: the engine failed; the same command may succeed.
+            ConfigError: it cannot start with this model and these options.
+        """
+        requests = self._requests
+        record = JobRecord(
+            input_sha256=self._local.sha256(),
+            model=model,
+            served_model=served_model,
+            num_requests=len(requests),
+        )
+        self._directory.begin(record, overwrite=overwrite)
+        self._directory.remember_input(self._local)
+        self._log = log = self._directory.open_log()
+        self._before = Counts.of(log)
+        resumed = f", {log.num_done:,} of them done" if log.num_done else ""
+        self._display.say(
+            f"{len(requests):,} requests{resumed}. SGLang's log: {self._engine_log.path}"
+        )
+        _answer_invalid(log, self._local, requests, self._job_id)
+        if len(log.unfinished()):
+            summary = self._run_unfinished(server_args)
+        else:
+            summary = Summary.of_log(log, self._before, seconds=0.0)
+        if summary is not None:
+            self._directory.finish(summary)
+        return summary
+
+    def _run_unfinished(self, server_args: Any) -> Summary | None:
+        try:
+            compiling = threading.Thread(target=self._compile, daemon=True)
+            compiling.start()
+            return self._run(server_args, compiling)
+        except SGLangBatchError:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            if self._started:
+                raise
+            raise self._failure(error) from error
+
+    def _run(self, server_args: Any, compiling: threading.Thread) -> Summary | None:
+        from ..srt.engine import in_process
+        from ..srt.plugin import engine_death
+
+        engine_death.listen(self._died)
+        with ExitStack() as stack:
+            with self._display.showing(self._starting):
+                engine, loop = stack.enter_context(in_process.engine(server_args))
+                loop.run_until_complete(engine.connect())
+            self._started = True
+            capacity = f"{engine.machine.limits.kv_capacity_tokens:,} tokens of KV"
+            self._display.say(
+                f"Engine ready after {time.monotonic() - self._begun:.0f} s: "
+                f"{in_process.memory_note(server_args) or capacity}."
+            )
+            return loop.run_until_complete(self._run_requests(engine, compiling))
+
+    async def _run_requests(
+        self, engine: Any, compiling: threading.Thread
+    ) -> Summary | None:
+        started = time.monotonic()
+        log = self._log
+        progress = Progress(self._display, len(self._requests), log, compiling.is_alive)
+
+        def store(request: BatchRequestInput, output: RequestOutput) -> None:
+            line = result_line(request, self._job_id, output)
+            log.put(request.index, line, ok=output.ok, usage=output.usage)
+            progress.answered()
+
+        job = Job(
+            self._job_id, self._requests, log.unfinished(), engine, self._config, store,
+            on_rendered=progress.rendered,
+        )  # fmt: skip
+        committing = asyncio.create_task(_commit_regularly(log))
+        with self._display.showing(progress.__str__):
+            try:
+                stop = asyncio.Event()
+                with self._signals.setting(stop, self._say_stopping):
+                    await job.run(stop)
+            finally:
+                committing.cancel()
+                with suppress(asyncio.CancelledError):
+                    await committing
+                log.commit()
+        if len(log.unfinished()):
+            self._display.say(self._stopped())
+            return None
+        return Summary.of_log(
+            log,
+            self._before,
+            time.monotonic() - started,
+            optimal_cached_share=job.prefix_sharing_ratio,
+        )
+
+    def _compile(self) -> None:
+        try:
+            compile_planner(self._config)
+        except Exception:  # planning reports it
+            traceback.print_exc()
+
+    def _starting(self) -> str:
+        activity = self._engine_log.activity()
+        seconds = time.monotonic() - self._begun
+        return (
+            f"Starting the engine{f': {activity}' * bool(activity)} ({seconds:.0f} s)"
+        )
+
+    def _say_stopping(self) -> None:
+        self._display.say("Stopping. Another signal ends the run at once.")
+
+    def _stopped(self) -> str:
+        log = self._log
+        return (
+            f"Stopped with {log.num_done:,} of {len(log):,} requests done. The same "
+            "command resumes the job."
+        )
+
+    def _failure(self, error: BaseException | None) -> SGLangBatchError:
+        failure = self._engine_log.failure(error, started=self._started)
+        log = self._log
+        resumes = (
+            f"The same command continues with {log.num_done:,} of {len(log):,} requests "
+            "done"
+        )
+        ends = f"SGLang's log: {self._engine_log.path}"
+        if failure.killed:
+            return EngineError(
+                "the system killed a process of SGLang (SIGKILL), most likely for "
+                "memory: lower --max-total-tokens or --max-running-requests. "
+                f"{resumes}. {ends}"
+            )
+        if failure.status == ExitStatus.BAD_INPUT:
+            return ConfigError(
+                "SGLang cannot start with this model and these options: "
+                f"{failure.reason} {ends}"
+            )
+        return EngineError(f"the engine died: {failure.reason}. {resumes}. {ends}")
+
+    def _died(self) -> NoReturn:
+        """SGLang is about to end this process. End it with the reason instead."""
+        with suppress(Exception):
+            self._log.commit()
+        if self._signals.received:
+            # The signal reached all processes, as it does under Slurm.
+            said, status = self._stopped(), ExitStatus.INTERRUPTED
+        else:
+            failure = self._failure(None)
+            said, status = f"error: {failure}", ExitStatus.FAILED
+            if isinstance(failure, ConfigError):
+                status = ExitStatus.BAD_INPUT
+        self._display.say(said)
+        from ..srt.engine import in_process
+
+        in_process.kill_children()
+        os._exit(status)
+
+
+def _answer_invalid(
+    log: ResultLog, local: LocalInput, requests: BatchFile, job_id: str
+) -> None:
+    """Store an error line for each bad line."""
+    for index, error in requests.invalid.items():
+        custom_id, message = requests.custom_id(index), local.described(error)
+        line = invalid_line(index, custom_id, job_id, error.code, message)
+        log.put(index, line, ok=False, usage=Usage())
+
+
+def _job_id(outputs: Outputs) -> str:
+    path = str(outputs.output.path)
+    return f"batch_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
+
+
+async def _commit_regularly(log: ResultLog) -> None:
+    while True:
+        await asyncio.sleep(COMMIT_EVERY_S)
+        await asyncio.to_thread(log.commit)

@@ -1,0 +1,240 @@
+"""The summary of a finished job: counts, rates, and errors by reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..batch_api.error_reasons import without_details
+from ..store.result_log import ResultLog, finished_lines
+from .outputs import Outputs
+
+MAX_REASONS_SHOWN = 8
+MAX_REASON_CHARS = 160
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Requests and tokens of a log, at some moment."""
+
+    completed: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    @classmethod
+    def of(cls, log: ResultLog) -> Counts:
+        return cls(
+            completed=log.num_completed,
+            failed=log.num_failed,
+            prompt_tokens=log.usage.input_tokens,
+            cached_tokens=log.usage.cached_tokens,
+            output_tokens=log.usage.output_tokens,
+        )
+
+    def since(self, before: Counts) -> Counts:
+        """The difference to an earlier moment."""
+        now, then = dataclasses.asdict(self), dataclasses.asdict(before)
+        return Counts(**{name: now[name] - then[name] for name in now})
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorGroup:
+    """Requests that failed for one reason.
+
+    reason: message of the first one.
+    example: its ``custom_id``.
+    """
+
+    reason: str
+    count: int
+    example: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Counts of a finished job, and rates of the run that finished it.
+
+    completed, failed: requests of the whole job, as are the tokens.
+    refused: those of ``failed`` that were no valid requests.
+    seconds: wall time of this run of the job, from the first request rendered to
+        the last answer stored. Excludes loading the model.
+    tokens_per_second: prompt and output tokens of this run over ``seconds``.
+    output_tokens_per_second, computed_tokens_per_second: of this run: generated, and
+        prompt tokens that were not cached.
+    cached_share: share of the prompt tokens that came from the prefix cache, 0 to 1.
+    optimal_cached_share: share that a perfect prefix cache would have saved, 0 to 1.
+        None if the policy does not compute it.
+    this_run: the part of the job that this run did. None: all of it.
+    errors: failed requests by reason, most frequent first.
+    """
+
+    completed: int
+    failed: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    seconds: float
+    tokens_per_second: float
+    cached_share: float
+    optimal_cached_share: float | None = None
+    refused: int = 0
+    output_tokens_per_second: float = 0.0
+    computed_tokens_per_second: float = 0.0
+    this_run: Counts | None = None
+    errors: tuple[ErrorGroup, ...] = ()
+
+    @classmethod
+    def of_log(
+        cls,
+        log: ResultLog,
+        before: Counts,
+        seconds: float,
+        optimal_cached_share: float | None = None,
+    ) -> Summary:
+        """The summary of the results in a log.
+
+        Args:
+            before: of the log when this run began.
+            seconds: see :class:`Summary`.
+        """
+        job = Counts.of(log)
+        this_run = job.since(before) if before.completed or before.failed else None
+        part = this_run or job
+
+        def rate(tokens: int) -> float:
+            return round(tokens / seconds, 1) if seconds else 0.0
+
+        if optimal_cached_share is not None:
+            optimal_cached_share = round(optimal_cached_share, 4)
+        return cls(
+            **dataclasses.asdict(job),
+            seconds=round(seconds, 3),
+            tokens_per_second=rate(part.prompt_tokens + part.output_tokens),
+            cached_share=round(log.usage.cache_hit_rate, 4),
+            optimal_cached_share=optimal_cached_share,
+            refused=log.num_refused,
+            output_tokens_per_second=rate(part.output_tokens),
+            computed_tokens_per_second=rate(part.prompt_tokens - part.cached_tokens),
+            this_run=this_run,
+            errors=_errors_of(log) if log.num_failed else (),
+        )
+
+    @classmethod
+    def of_record(cls, values: dict[str, Any]) -> Summary:
+        """The summary that an earlier run recorded, perhaps of an earlier version."""
+        values = dict(values)
+        if values.get("this_run") is not None:
+            values["this_run"] = Counts(**values["this_run"])
+        values["errors"] = tuple(
+            ErrorGroup(**group) for group in values.get("errors", ())
+        )
+        return cls(**values)
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def as_json(self) -> str:
+        """The summary as one line of JSON, for scripts."""
+        return json.dumps(self.as_dict())
+
+    def as_table(self, outputs: Outputs | None = None) -> str:
+        """The summary as aligned lines, for people.
+
+        Args:
+            outputs: the files to name.
+        """
+        possible = (
+            ""
+            if self.optimal_cached_share is None
+            else f" (possible: {self.optimal_cached_share:.1%})"
+        )
+        refused = f" ({self.refused:,} of them invalid)" if self.refused else ""
+        rows = [
+            ("requests completed", f"{self.completed:,}"),
+            ("requests failed", f"{self.failed:,}{refused}"),
+            *(("", shown) for shown in self._reasons()),
+            ("prompt tokens", f"{self.prompt_tokens:,}"),
+            (
+                "cached tokens",
+                f"{self.cached_tokens:,} = {self.cached_share:.1%}{possible}",
+            ),
+            ("output tokens", f"{self.output_tokens:,}"),
+        ]
+        if (run := self.this_run) is not None:
+            done = f"{run.completed + run.failed:,} requests"
+            rows.append(
+                ("this run", f"{done}, {run.output_tokens:,} output tokens; the rest "
+                 "is from earlier runs")
+            )  # fmt: skip
+        rows += [
+            ("seconds", f"{self.seconds:,.1f}"),
+            ("output tokens/s", f"{self.output_tokens_per_second:,.0f}"),
+            (
+                "prompt tokens/s",
+                f"{self.computed_tokens_per_second:,.0f}, cached ones not counted",
+            ),
+        ]
+        if outputs is not None:
+            rows.append(("results", str(outputs.output)))
+            if self.failed:
+                among = outputs.errors is None
+                where = "among the results" if among else str(outputs.errors)
+                rows.append(("errors", where))
+        return "\n".join(f"{name:<20} {value}" for name, value in rows)
+
+    def _reasons(self) -> list[str]:
+        shown = [
+            f"{group.count:,} x {group.reason} (such as {group.example})"
+            for group in self.errors[:MAX_REASONS_SHOWN]
+        ]
+        if len(self.errors) > MAX_REASONS_SHOWN:
+            rest = self.errors[MAX_REASONS_SHOWN:]
+            num = sum(group.count for group in rest)
+            shown.append(f"{num:,} x {len(rest)} other reasons")
+        return shown
+
+
+def error_groups(lines: Iterable[bytes]) -> tuple[ErrorGroup, ...]:
+    """Error lines by reason, most frequent first.
+
+    Messages that differ only in numbers and quoted names are one reason.
+    """
+    groups: dict[str, ErrorGroup] = {}
+    for line in lines:
+        entry = json.loads(line)
+        message = _message(entry)
+        key = without_details(message)
+        found = groups.get(key)
+        groups[key] = (
+            ErrorGroup(message, 1, str(entry.get("custom_id")))
+            if found is None
+            else dataclasses.replace(found, count=found.count + 1)
+        )
+    return tuple(sorted(groups.values(), key=lambda group: -group.count))
+
+
+def _errors_of(log: ResultLog) -> tuple[ErrorGroup, ...]:
+    log.commit()
+    with open(log.path, "rb") as file:
+        end = os.fstat(file.fileno()).st_size
+        return error_groups(finished_lines(file, end, ok=False))
+
+
+def _message(entry: dict[str, Any]) -> str:
+    """The message of an error line, on one line."""
+    response = entry.get("response")
+    body = response.get("body") if isinstance(response, dict) else None
+    in_body = body.get("error") if isinstance(body, dict) else body
+    error = in_body or entry.get("error")
+    if isinstance(error, dict):
+        error = error.get("message")
+    message = " ".join(str(error or "unknown error").split())
+    if len(message) > MAX_REASON_CHARS:
+        message = message[: MAX_REASON_CHARS - 3] + "..."
+    return message

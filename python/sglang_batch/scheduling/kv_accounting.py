@@ -1,0 +1,258 @@
+"""Counts the KV that running requests hold, read and will need, for admission.
+
+Time is the *decode clock*, which ticks once for every step in which running requests
+decode. Changes update all sums, so that no step iterates over the running requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..planner.admission_rules import kv_forecast
+from ..planner.admission_rules.kv_forecast import KvForecast, make_forecast
+from ..planner.requests import LEFT, ONLINE, RIGHT
+from .scheduled_request import ScheduledRequest
+
+# Share of the KV that stays free for requests that outlive their estimates: at rest,
+# at most, and the factors by which it changes when KV ran out and when it did not.
+MARGIN_MIN, MARGIN_MAX = 0.01, 0.2
+_MARGIN_UP, _MARGIN_DOWN = 2.0, 0.998
+# Requests that outlived their estimates raise those of the next, by at most this much.
+_BIAS_MAX = 16.0
+# Tokens that count as estimated correctly before anything was observed.
+_PRIOR = 32.0
+_EACH_SIDE = (LEFT, RIGHT, ONLINE)
+_NOBODY: tuple[ScheduledRequest, ...] = ()
+
+
+@dataclass(slots=True)
+class _LastSteps:
+    """Requests that take their last step at one tick: their number and reads, by side."""
+
+    decoding: list[int] = field(default_factory=lambda: [0, 0, 0])
+    reads: list[int] = field(default_factory=lambda: [0, 0, 0])
+
+
+class KvAccounting:
+    """KV and reads of running requests, by side.
+
+    Attributes:
+        clock: the decode clock.
+        decoding: requests that decode, by side.
+        kv: tokens of KV that requests hold, without shared prefixes, by side.
+        reads: tokens of KV that decodes read in a step, including that of the token
+            they compute, by side.
+        num_running: running requests, including those whose prompt is being computed.
+        num_complete: those of them that have all their tokens and have not left yet. The
+            engine learns of an end one step late.
+        margin: share of the KV that admission leaves free.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.clock = 0
+        self.decoding = [0, 0, 0]
+        self.kv = [0, 0, 0]
+        self.reads = [0, 0, 0]
+        self.num_running = 0
+        self.num_complete = 0
+        self.margin = MARGIN_MIN
+        self._estimated = _PRIOR
+        self._observed = _PRIOR
+        self._forecast: KvForecast = make_forecast(1)
+        self._longest = 1
+        self._requests: dict[int, ScheduledRequest] = {}
+        self._last_steps: dict[int, _LastSteps] = {}
+        # Requests by the step in which they outlive their estimates.
+        self._overruns: dict[int, dict[ScheduledRequest, None]] = {}
+
+    @property
+    def requests(self) -> list[ScheduledRequest]:
+        """Running requests, in the order of their admission."""
+        return list(self._requests.values())
+
+    @property
+    def bias(self) -> float:
+        """The factor by which estimates have been too low so far, at least 1."""
+        return min(max(1.0, self._observed / self._estimated), _BIAS_MAX)
+
+    def corrected_est_decode_steps(self, request: ScheduledRequest) -> int:
+        """A waiting request's estimate, corrected by :attr:`bias`."""
+        if request.steps > 0 or request.est_decode_steps >= request.max_decode_steps:
+            return min(request.est_decode_steps, request.max_decode_steps)
+        return min(
+            request.max_decode_steps, int(request.est_decode_steps * self.bias + 0.5)
+        )
+
+    def extend_forecast(self, longest: int) -> None:
+        """Make the forecast cover the ``longest`` estimate, in decode steps."""
+        if longest <= self._longest:
+            return
+        self._longest = longest
+        self._forecast = make_forecast(longest)
+        for request in self._requests.values():
+            self._join_forecast(request)
+
+    # A running request ----------------------------------------------------------------
+
+    def admit(self, request: ScheduledRequest) -> None:
+        """Count a request whose prompt is computed from now on."""
+        request.running = True
+        request.begin = self.clock
+        request.initial_est_decode_steps = request.est_decode_steps
+        request.est_decode_steps = self.corrected_est_decode_steps(request)
+        self._requests[id(request)] = request
+        self.num_running += 1
+        self.kv[request.side] += request.own + request.steps
+        self._join_forecast(request)
+
+    def begin_decoding(self, request: ScheduledRequest) -> None:
+        request.decoding = True
+        request.begin = self.clock
+        request.last = self.clock + max(request.max_decode_steps - request.steps, 0)
+        if request.last == self.clock:  # the prefill gave it its only token
+            self.num_complete += 1
+            return
+        self.decoding[request.side] += 1
+        self.reads[request.side] += request.read_len + request.steps + 1
+        self._count_last_step(request, 1)
+        self._schedule_overrun(request)
+
+    def remove(self, request: ScheduledRequest) -> None:
+        """A request ended or gives its KV back. Sets ``steps`` to its decode steps so far."""
+        del self._requests[id(request)]
+        self._leave_forecast(request)
+        steps = request.steps_done(self.clock)
+        self.num_running -= 1
+        self.kv[request.side] -= request.own + steps
+        if request.takes_steps(self.clock):
+            self.decoding[request.side] -= 1
+            self.reads[request.side] -= request.read_len + steps + 1
+            self._count_last_step(request, -1)
+            self._cancel_overrun(request)
+        elif request.decoding:
+            self.num_complete -= 1
+        request.running = request.decoding = False
+        request.cached_node = -1
+        request.steps = steps
+
+    def undo_admit(self, request: ScheduledRequest) -> None:
+        """Remove a request that could not start, and restore its estimate."""
+        self.remove(request)
+        request.est_decode_steps = request.initial_est_decode_steps
+
+    def count_decode_step(self) -> Sequence[ScheduledRequest]:
+        """Count a step in which the running requests decode.
+
+        Returns:
+            The requests whose estimate turned out too low and was raised by half.
+        """
+        self.clock += 1
+        kv, reads, decoding = self.kv, self.reads, self.decoding
+        for side in _EACH_SIDE:
+            kv[side] += decoding[side]
+            reads[side] += decoding[side]
+        if self.margin > MARGIN_MIN:
+            self.margin = max(MARGIN_MIN, self.margin * _MARGIN_DOWN)
+        ends = self._last_steps.pop(self.clock, None)
+        if ends is not None:
+            for side in _EACH_SIDE:
+                decoding[side] -= ends.decoding[side]
+                reads[side] -= ends.reads[side]
+                self.num_complete += ends.decoding[side]
+        due = self._overruns.pop(self.clock, None)
+        if due is None:
+            return _NOBODY
+        for request in due:
+            self._raise_estimate(request)
+        return list(due)
+
+    def widen_margin(self) -> None:
+        """Keep more KV free, since KV ran out against the forecast."""
+        self.margin = min(MARGIN_MAX, self.margin * _MARGIN_UP)
+
+    def learn_output_len(self, request: ScheduledRequest) -> None:
+        """Correct estimates by the length of a request that ended."""
+        self._learn(request, request.steps)
+
+    def _learn(self, request: ScheduledRequest, steps: int) -> None:
+        """Correct :attr:`bias` by a request that takes at least ``steps`` decode steps."""
+        if request.initial_est_decode_steps >= request.max_decode_steps:
+            return  # it was not estimated
+        if not request.counted:
+            self._estimated += request.initial_est_decode_steps + 1
+        self._observed += steps + 1 - request.counted
+        request.counted = steps + 1
+
+    def _raise_estimate(self, request: ScheduledRequest) -> None:
+        request.overrun_at = -1
+        steps = request.steps_done(self.clock)
+        longer = min(steps + steps // 2 + 16, request.max_decode_steps)
+        self._leave_forecast(request)
+        request.est_decode_steps = max(longer, steps + 1)
+        # Counted now, since it will end late.
+        self._learn(request, request.est_decode_steps)
+        self._join_forecast(request)
+        self._schedule_overrun(request)
+
+    def _count_last_step(self, request: ScheduledRequest, count: int) -> None:
+        """Add (1) or remove (-1) a request at the tick of its last step.
+
+        All requests that end together share an entry, so a step in which a thousand end
+        costs no more than any other.
+        """
+        ends = self._last_steps.get(request.last)
+        if ends is None:
+            ends = self._last_steps[request.last] = _LastSteps()
+        steps = request.steps + request.last - request.begin
+        ends.decoding[request.side] += count
+        ends.reads[request.side] += count * (request.read_len + steps + 1)
+        if not any(ends.decoding):
+            del self._last_steps[request.last]
+
+    def _schedule_overrun(self, request: ScheduledRequest) -> None:
+        """Note the step in which a request outlives its estimate, if it can."""
+        overrun_at = request.begin + max(
+            request.est_decode_steps + 1 - request.steps, 1
+        )
+        if overrun_at < request.last:
+            request.overrun_at = overrun_at
+            self._overruns.setdefault(overrun_at, {})[request] = None
+
+    def _cancel_overrun(self, request: ScheduledRequest) -> None:
+        requests = self._overruns.get(request.overrun_at)
+        if requests is not None:
+            del requests[request]
+            if not requests:
+                del self._overruns[request.overrun_at]
+        request.overrun_at = -1
+
+    def _join_forecast(self, request: ScheduledRequest) -> None:
+        now, steps = self.clock, request.steps_done(self.clock)
+        held, remaining = request.own + steps, max(request.est_decode_steps - steps, 1)
+        request.base = held - now
+        request.final = held + remaining
+        request.bucket = kv_forecast.add(self._forecast, now, held, remaining)
+
+    def _leave_forecast(self, request: ScheduledRequest) -> None:
+        kv_forecast.remove(self._forecast, request.bucket, request.base, request.final)
+
+    # Admission ------------------------------------------------------------------------
+
+    def fits(self, request: ScheduledRequest, locked: int, reserved: int) -> bool:
+        """Whether a waiting request fits, now and by the forecast.
+
+        Args:
+            locked: tokens of shared prefixes in use once it has joined.
+            reserved: KV that has to stay free for others.
+        """
+        if self.num_running == 0:
+            return True
+        held = request.own + request.steps
+        in_use = sum(self.kv) + held + locked + sum(self.decoding)
+        if in_use > self.capacity:
+            return False
+        remaining = max(self.corrected_est_decode_steps(request) - request.steps, 1)
+        peak = kv_forecast.peak(self._forecast, self.clock, held, remaining) + locked
+        return bool(peak + reserved <= self.capacity * (1.0 - self.margin))

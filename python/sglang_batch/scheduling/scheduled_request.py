@@ -1,0 +1,78 @@
+"""One request of a batch as the scheduler sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..planner.requests import LEFT
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledRequest:
+    """A request of a job, or an online one, from its arrival to its end.
+
+    A request waits, then its prompt is computed, then it decodes. One *decode step*
+    generates one token. The first token comes from the prefill, so an answer of ``d``
+    tokens takes ``d - 1`` decode steps and as many tokens of KV in addition to its
+    prompt.
+
+    req: SGLang's request.
+    leaf: its leaf in the job's prefix tree, -1 if it is not planned.
+    node: the tree's node above its leaf, 0 for none.
+    position: its position in the job's order.
+    input_len, own: tokens of its prompt, and those that no other request shares.
+    max_decode_steps: most decode steps that it may take.
+    est_decode_steps: estimate of the decode steps that it takes in total.
+    side: the scanner that admitted it.
+    read_len: prompt tokens that its decodes read, -1 for all of them.
+    """
+
+    req: Any
+    leaf: int
+    node: int
+    position: int
+    input_len: int
+    own: int
+    max_decode_steps: int
+    est_decode_steps: int
+    side: int = LEFT
+    read_len: int = -1
+    waiting: bool = False
+    arrival: int = -1  # its number among the job's requests, by arrival
+    entry: int = -1  # its key in the backlog
+    # Set while it runs.
+    running: bool = False
+    decoding: bool = False  # from the end of its prefill until it leaves
+    steps: int = 0  # decode steps before it last began to decode
+    initial_est_decode_steps: int = 0  # before it was admitted
+    counted: int = 0  # its tokens in the bias of estimates
+    begin: int = 0  # decode clock at which it began
+    last: int = 0  # decode clock once it has taken all steps that it may take
+    # Its part of the KV forecast.
+    bucket: int = 0
+    base: int = 0
+    final: int = 0
+    overrun_at: int = -1  # decode clock at which it outlives its estimate
+    cached_node: int = -1  # the deepest of its nodes in the cache, -1 if unknown
+    # Nodes of the prefix tree that it computes and followers wait for.
+    leading: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.read_len < 0:
+            self.read_len = self.input_len
+
+    def steps_done(self, clock: int) -> int:
+        """Decode steps taken so far."""
+        if not self.decoding:
+            return self.steps
+        return self.steps + min(clock, self.last) - self.begin
+
+    def takes_steps(self, clock: int) -> bool:
+        """Whether it decodes. The engine learns of its end one step later."""
+        return self.decoding and clock < self.last
+
+    @property
+    def whole_kv(self) -> int:
+        """Estimate of its tokens of KV at its end, without shared ones."""
+        return self.own + self.est_decode_steps

@@ -1,0 +1,1 @@
+"""The batches of a server: accepting, running and finishing them."""

@@ -1,0 +1,135 @@
+"""Answers the lines of one batch that have no result yet: suspects last, alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+from ..batch_api.jsonl import BatchFile
+from ..batch_api.lines import result_line
+from ..config import OfflineBatchConfig
+from ..job.inflight_limit import InflightLimit
+from ..job.job import Job
+from ..job.retrying_engine import RetryingEngine, engine_died
+from ..request import BatchRequestInput, RequestOutput, engine_request_id
+from ..store.suspects import Suspects
+from .result_saver import ResultSaver
+
+# A block during which the engine has no lines of other batches.
+AloneInEngine = Callable[[], AbstractAsyncContextManager[None]]
+
+
+class Answering:
+    """One batch's way through the engine.
+
+    Args:
+        requests: all lines of the batch.
+        saver: stores each result, and has those of earlier servers.
+        suspects: lines that may have taken the engine down.
+        alone: entered for the suspects.
+        limit: how many lines may be in the engine.
+        directory: holds temporary files.
+        priority: higher goes first among the batches that run.
+        count_every_s: how often the batch's counts are written.
+    """
+
+    def __init__(
+        self,
+        requests: BatchFile,
+        saver: ResultSaver,
+        suspects: Suspects,
+        engine: RetryingEngine,
+        alone: AloneInEngine,
+        config: OfflineBatchConfig,
+        *,
+        limit: InflightLimit,
+        directory: Path,
+        priority: int,
+        count_every_s: float,
+    ) -> None:
+        self._requests = requests
+        self._saver = saver
+        self._suspects = suspects
+        self._engine = engine
+        self._alone = alone
+        self._config = config
+        self._limit = limit
+        self._directory = directory
+        self._priority = priority
+        self._count_every_s = count_every_s
+        self._job: Job | None = None
+
+    async def set_priority(self, priority: int) -> None:
+        """Change the priority of the lines that are sent from now on."""
+        if self._job is not None:
+            await self._job.set_priority(priority)
+        self._priority = priority
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Answer the lines without a result, until ``stop`` is set.
+
+        Returns only when every answer is on disk, or ``stop`` is set.
+        """
+        counting = asyncio.create_task(self._count_regularly())
+        try:
+            self._reject_deadly()
+            groups = self._suspects.groups()
+            suspects = {index for group in groups for index in group}
+            todo = [index for index in self._unfinished() if index not in suspects]
+            await self._run_job(todo, stop)
+            unfinished = set(self._unfinished())
+            for group in groups:
+                if todo := [index for index in group if index in unfinished]:
+                    async with self._alone():
+                        await self._run_job(todo, stop)
+            await self._saver.all_saved(stop)
+        finally:
+            counting.cancel()
+            # Awaiting the task itself could swallow the cancellation of this one.
+            await asyncio.wait({counting})
+            await self._saver.save_counts()
+
+    def _unfinished(self) -> list[int]:
+        found: list[int] = self._saver.log.unfinished().tolist()
+        return found
+
+    def _reject_deadly(self) -> None:
+        """Answer the lines that took the engine down while they were alone in it."""
+        for index in self._suspects.never():
+            rid = engine_request_id(self._saver.batch_id, index)
+            died = engine_died(rid, self._suspects.num_deaths)
+            self._store(self._requests[index], died)
+
+    async def _run_job(self, todo: list[int], stop: asyncio.Event) -> None:
+        if not todo or stop.is_set():
+            return
+        self._job = Job(
+            self._saver.batch_id,
+            self._requests,
+            todo,
+            self._engine,
+            self._config,
+            self._store,
+            limit=self._limit,
+            directory=self._directory,
+            priority=self._priority,
+        )
+        try:
+            await self._job.run(stop)
+        finally:
+            ratio = self._job.prefix_sharing_ratio
+            self._job = None
+            # The ratio of only some of the lines would not describe the batch.
+            if ratio is not None and len(todo) == len(self._requests):
+                self._saver.save_optimal_share(ratio)
+
+    def _store(self, request: BatchRequestInput, output: RequestOutput) -> None:
+        line = result_line(request, self._saver.batch_id, output)
+        self._saver.put(request.index, line, output)
+
+    async def _count_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(self._count_every_s)
+            await self._saver.save_counts()

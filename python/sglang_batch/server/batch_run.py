@@ -1,0 +1,286 @@
+"""One batch of a server, from whatever status it is in to its end.
+
+::
+
+    validating -> in_progress -> finalizing -> completed
+         |             |
+         |             +-> expired
+         |             +-> cancelling -> cancelled
+         +-> failed
+
+Only the latest results are in memory alone, and not for long: another server can resume
+the batch at any point.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..batch_api import protocol as api
+from ..batch_api.jsonl import BatchFile, FileErrors
+from ..config import OfflineBatchConfig
+from ..engine import Engine
+from ..errors import StoreError
+from ..job.inflight_limit import InflightLimit
+from ..job.retrying_engine import RetryingEngine
+from ..store.batch_store import BatchStore, Row, now
+from ..store.result_log import ResultLog
+from ..store.suspects import Suspects
+from .answering import AloneInEngine, Answering
+from .batch_input import check_input, errors_json, open_input
+from .batch_log import batch_changed
+from .finish import finish
+from .result_saver import Pauses, ResultSaver, in_thread
+
+
+@dataclass
+class Stop:
+    """An order to stop a batch, once it is given.
+
+    end: the final status of the batch. None if the server is shutting down and the next
+        one resumes the batch.
+    """
+
+    event: asyncio.Event
+    end: str | None = None
+
+    def set(self, end: str | None) -> None:
+        if not self.event.is_set():
+            self.end = end
+            self.event.set()
+
+
+class BatchRun:
+    """A batch while a server works on it.
+
+    Args:
+        alone: see :data:`~.answering.AloneInEngine`.
+        count_every_s: how often the batch's counts are written.
+        on_valid: called when the input was found valid.
+
+    Attributes:
+        may_run: set by the runner to start the batch.
+        stop: set when it has to stop.
+        limit: how many of its lines may be in the engine.
+        engine: retries the batch's lines, and has the indices of those in flight.
+    """
+
+    def __init__(
+        self,
+        batch_id: str,
+        store: BatchStore,
+        config: OfflineBatchConfig,
+        engine: Engine,
+        alone: AloneInEngine,
+        count_every_s: float,
+        on_valid: Callable[[], None],
+    ) -> None:
+        self.batch_id = batch_id
+        self.store = store
+        self._config = config
+        self.engine = RetryingEngine(engine, config)
+        self._alone = alone
+        self._count_every_s = count_every_s
+        self._on_valid = on_valid
+        self.may_run = asyncio.Event()
+        self.stop = Stop(asyncio.Event())
+        self.limit = InflightLimit()
+        self.pauses = Pauses(batch_id, store, self.limit)
+        self._priority = 0
+        self._num_left: int | None = None
+        self._saver: ResultSaver | None = None
+        self._suspects: Suspects | None = None
+        self._answering: Answering | None = None
+
+    async def process(self) -> None:
+        """Take the batch to its end, or as far as it gets before it has to stop.
+
+        Raises:
+            Exception: the server failed. Another run of the batch resumes it.
+        """
+        if not await self._validate():
+            return
+        self._on_valid()
+        await self._wait_until_allowed()
+        row = self.row()
+        if row["status"] not in api.ACTIVE_STATUSES:
+            return
+        if self.stop.event.is_set() and self.stop.end is None:
+            return
+        requests = await asyncio.to_thread(open_input, self.store, self.batch_id)
+        with requests.closing():
+            await self._run(requests)
+
+    @property
+    def num_left(self) -> int | None:
+        """Lines without a result, or None until the input is validated."""
+        if self._saver is None:
+            return self._num_left
+        return len(self._saver.log) - self._saver.log.num_done
+
+    @property
+    def is_started(self) -> bool:
+        """Whether it runs. If its client's limit is used up, others take its place."""
+        return self.may_run.is_set() and "limit" not in self.pauses
+
+    def row(self) -> Row:
+        """The batch as it is in the store."""
+        row = self.store.get_batch(self.batch_id)
+        if row is None:
+            raise StoreError(f"batch {self.batch_id} vanished from the store")
+        return row
+
+    def stop_if_due(self, row: Row, closing: bool) -> None:
+        """Stop a batch that is cancelled or past its window, or as the server closes."""
+        if row["status"] == api.CANCELLING:
+            self.stop.set(api.CANCELLED)
+        elif now() >= row["expires_at"] and row["status"] != api.FINALIZING:
+            self.stop.set(api.EXPIRED)
+        elif closing:
+            self.stop.set(None)
+
+    async def set_priority(self, priority: int) -> None:
+        """Of the batches that run, those of the highest priority go first."""
+        if priority != self._priority:
+            if self._answering is not None:
+                await self._answering.set_priority(priority)
+            self._priority = priority
+
+    def blame(self, num_lines: int, num_others: int) -> None:
+        """Record on disk that the engine died with this batch's lines in flight.
+
+        Args:
+            num_lines: lines that the engine had, of all batches.
+            num_others: online requests that it had.
+        """
+        if self._suspects is not None and self.engine.in_flight:
+            self._suspects.blame(self.engine.in_flight, num_lines, num_others)
+
+    def fail(self, errors: FileErrors) -> None:
+        """End the batch without running it."""
+        listed = errors_json(errors)
+        # A client that was told that its batch is being cancelled never sees it fail.
+        for statuses, end in (
+            ((api.CANCELLING,), api.CANCELLED),
+            (api.ACTIVE_STATUSES, api.FAILED),
+        ):
+            ended = {f"{end}_at": now(), "errors": listed, "paused_reason": None}
+            if self.store.transition(self.batch_id, statuses, end, **ended):
+                row = self.store.get_batch(self.batch_id)
+                if row is not None:  # its client may have deleted it already
+                    batch_changed(row)
+                break
+
+    async def give_up(self, errors: FileErrors) -> None:
+        """End the batch because the server failed, but keep the answers so far.
+
+        Raises:
+            StoreError: the answers cannot be read back.
+        """
+        if not self.row()["total"]:
+            self.fail(errors)
+            return
+        requests = await asyncio.to_thread(open_input, self.store, self.batch_id)
+        with requests.closing():
+            saver = await self._open_results(len(requests))
+            try:
+                days, listed = self._config.file_days, errors_json(errors)
+                await finish(saver, requests, api.FAILED, days, listed)
+            finally:
+                saver.log.close()
+
+    def clean_up(self) -> None:
+        """Remove the files that only an active batch needs."""
+        shutil.rmtree(self.store.work_dir(self.batch_id), ignore_errors=True)
+
+    # ------------------------------------------------------------------------
+
+    async def _validate(self) -> bool:
+        """Check the input if it was not checked before. False if that ended the batch."""
+        row = self.row()
+        if row["status"] not in (api.VALIDATING, api.CANCELLING):
+            self._num_left = row["total"] - row["completed"] - row["failed"]
+            return True
+        if row["status"] == api.CANCELLING and row["total"]:
+            return True  # cancelled after an earlier server had found it valid
+        found = await asyncio.to_thread(
+            check_input,
+            self.store,
+            row,
+            self.engine.model_names,
+            self._config.max_batch_requests,
+        )
+        if isinstance(found, FileErrors):
+            self.fail(found)
+            return False
+        with found.closing():
+            self._num_left = len(found)
+            self.store.update_batch(
+                self.batch_id, total=len(found), model=found.model() or None
+            )
+        if self.store.transition(
+            self.batch_id, (api.VALIDATING,), api.IN_PROGRESS, in_progress_at=now()
+        ):
+            batch_changed(self.row())
+        return True
+
+    async def _wait_until_allowed(self) -> None:
+        """Wait until the batch may run or has to stop."""
+        if self.row()["status"] == api.FINALIZING:
+            return  # an earlier server was about to end it
+        events = (self.may_run, self.stop.event)
+        waits = [asyncio.ensure_future(event.wait()) for event in events]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _run(self, requests: BatchFile) -> None:
+        row = self.row()
+        directory = self.store.work_dir(self.batch_id)
+        self._suspects = Suspects(directory / "suspects.json")
+        self._saver = saver = await self._open_results(len(requests))
+        log = saver.log
+        stop = self.stop
+        try:
+            if row["status"] == api.FINALIZING and row["expired_at"]:
+                stop.set(api.EXPIRED)  # an earlier server had begun to expire it
+            if row["paused_reason"]:
+                self.pauses.tell()
+            if len(log.unfinished()) and not stop.event.is_set():
+                self._answering = Answering(
+                    requests,
+                    saver,
+                    self._suspects,
+                    self.engine,
+                    self._alone,
+                    self._config,
+                    limit=self.limit,
+                    directory=directory,
+                    priority=self._priority,
+                    count_every_s=self._count_every_s,
+                )
+                await self._answering.run(stop.event)
+            if stop.event.is_set() and stop.end is None:
+                return
+            end = stop.end or api.COMPLETED
+            if not len(log.unfinished()):
+                # Every line was answered before the batch could be stopped.
+                end = api.CANCELLED if end == api.CANCELLED else api.COMPLETED
+            await finish(saver, requests, end, self._config.file_days)
+        finally:
+            log.close()
+
+    async def _open_results(self, num_requests: int) -> ResultSaver:
+        """The results so far. Reading a large log back takes seconds."""
+
+        def opened() -> ResultSaver:
+            path = self.store.work_dir(self.batch_id) / "results.jsonl"
+            log = ResultLog(path, num_requests)
+            return ResultSaver(self.batch_id, self.store, log, self.pauses)
+
+        return await in_thread(opened)

@@ -1,0 +1,258 @@
+"""The last hour of a server: throughput, KV cache in use, and rates of batches.
+
+Kept only in memory: a new server has no history, even on an old store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..batch_api import protocol as api
+from ..engine import Engine, KvUse
+from ..store.batch_store import BatchStore, Row
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_S = 5.0
+NUM_POINTS = 720
+# Seconds over which a rate is measured.
+WINDOW_S = 60.0
+# If more batches than this begin and end between two samples, some are missed.
+NUM_NEWEST = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How fast a batch progresses.
+
+    lines_per_s: lines answered, including those with an error.
+    tokens_per_s: tokens of prompts, computed or cached, and of answers.
+    output_tokens_per_s: tokens of answers.
+    eta_s: seconds until the last line at this rate, or None while no line is answered.
+    """
+
+    lines_per_s: float
+    tokens_per_s: float
+    output_tokens_per_s: float
+    eta_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The server at one time, or since the previous point.
+
+    time: Unix time in seconds.
+    computed_tokens_per_s, cached_tokens_per_s, output_tokens_per_s: of lines that
+        were answered since the previous point. A line counts when it ends.
+    lines_left: lines without an answer, of all batches.
+    kv: None if no batch is in progress, or the engine does not count by side.
+    """
+
+    time: float
+    computed_tokens_per_s: float
+    cached_tokens_per_s: float
+    output_tokens_per_s: float
+    lines_left: int
+    kv: KvUse | None
+
+
+class _Counts(NamedTuple):
+    """Counts of a batch: lines answered, and tokens of those lines."""
+
+    lines: int
+    computed: int
+    cached: int
+    output: int
+
+    @property
+    def tokens(self) -> int:
+        return self.computed + self.cached + self.output
+
+    def since(self, before: _Counts) -> _Counts:
+        return _Counts(*(now - then for now, then in zip(self, before, strict=True)))
+
+    def plus(self, other: _Counts) -> _Counts:
+        return _Counts(*(one + two for one, two in zip(self, other, strict=True)))
+
+
+_NOTHING = _Counts(0, 0, 0, 0)
+
+
+class _Sample(NamedTuple):
+    time: float
+    counts: _Counts
+
+
+class History:
+    """Samples of one server process since its start.
+
+    Args:
+        store: has the batches.
+        engine: reports the KV cache in use, or None before the server has one.
+    """
+
+    def __init__(self, store: BatchStore, engine: Engine | None = None) -> None:
+        self._store = store
+        self._engine = engine
+        self._points: deque[Point] = deque(maxlen=NUM_POINTS)
+        self._tracks: dict[str, deque[_Sample]] = {}
+        self._left: dict[str, int] = {}
+        self._sampled_at: float | None = None
+        self._last_seq = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Take a sample now and every ``SAMPLE_S`` seconds."""
+        self._task = asyncio.create_task(self._keep_sampling())
+
+    async def stop(self) -> None:
+        """Take no more samples. Earlier ones remain."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def sample(self, now: float) -> None:
+        """Sample the batches that have not ended, and the engine if one runs.
+
+        Args:
+            now: Unix time in seconds.
+        """
+        before = self._sampled_at
+        if before is not None and now <= before:
+            # The clock was set back: rates across that would be wrong.
+            self._tracks.clear()
+            self._points.clear()
+            before = None
+        rows = self._rows()
+        grown = _NOTHING
+        for row in rows:
+            grown = grown.plus(self._note(row, now, before))
+        active = {
+            row["id"]: row for row in rows if row["status"] in api.ACTIVE_STATUSES
+        }
+        for batch_id in self._tracks.keys() - active.keys():
+            del self._tracks[batch_id]
+        self._left = {batch_id: _left(row) for batch_id, row in active.items()}
+        self._sampled_at = now
+        # The first sample has no growth, over whatever time.
+        seconds = now - before if before is not None else 1.0
+        self._points.append(
+            Point(
+                time=now,
+                computed_tokens_per_s=grown.computed / seconds,
+                cached_tokens_per_s=grown.cached / seconds,
+                output_tokens_per_s=grown.output / seconds,
+                lines_left=sum(self._left.values()),
+                kv=await self._kv_use(active.values()),
+            )
+        )
+
+    def rate(self, batch_id: str) -> Rate | None:
+        """How fast a batch progresses, or None if it does not run or is unknown."""
+        track = self._tracks.get(batch_id)
+        if track is None or len(track) < 2:
+            return None
+        seconds = track[-1].time - track[0].time
+        grown = track[-1].counts.since(track[0].counts)
+        lines_per_s = grown.lines / seconds
+        eta_s = self._left[batch_id] / lines_per_s if lines_per_s else None
+        return Rate(
+            lines_per_s=lines_per_s,
+            tokens_per_s=grown.tokens / seconds,
+            output_tokens_per_s=grown.output / seconds,
+            eta_s=eta_s,
+        )
+
+    def rates(self) -> dict[str, Rate]:
+        """The rates of all batches that have one, by their ids."""
+        found = {batch_id: self.rate(batch_id) for batch_id in self._tracks}
+        return {batch_id: rate for batch_id, rate in found.items() if rate is not None}
+
+    def points(self, after: float = 0.0) -> list[Point]:
+        """The points later than this Unix time, oldest first.
+
+        All points if ``after`` is later than any of them, as after the clock was set
+        back.
+        """
+        if self._points and after > self._points[-1].time:
+            after = 0.0
+        return [point for point in self._points if point.time > after]
+
+    # ------------------------------------------------------------------------
+
+    async def _keep_sampling(self) -> None:
+        while True:
+            try:
+                await self.sample(time.time())
+            except Exception:
+                # Batches continue without a history.
+                logger.exception("Taking a sample of the batches failed")
+            await asyncio.sleep(SAMPLE_S)
+
+    def _rows(self) -> list[Row]:
+        """Batches that have not ended, and those that ended since the last sample."""
+        rows = self._store.batches_in(api.ACTIVE_STATUSES)
+        active = {row["id"] for row in rows}
+        ended = self._tracks.keys() - active
+        found = (self._store.get_batch(batch_id) for batch_id in ended)
+        rows += [row for row in found if row is not None]
+        # Small ones may have begun and ended in between.
+        newest = self._store.list_batches(after=None, limit=NUM_NEWEST)
+        if self._sampled_at is not None:
+            rows += [
+                row
+                for row in newest
+                if row["seq"] > self._last_seq and row["id"] not in active
+            ]
+        self._last_seq = max((row["seq"] for row in newest), default=0)
+        return rows
+
+    def _note(self, row: Row, now: float, before: float | None) -> _Counts:
+        """Add a batch's counts to its track and return by how much they grew."""
+        counts = _counts(row)
+        track = self._tracks.get(row["id"])
+        if track is None:
+            track = self._tracks[row["id"]] = deque()
+            if before is not None:
+                # It began since the last sample, with all its counters at 0.
+                track.append(_Sample(before, _NOTHING))
+        last = track[-1].counts if track else counts
+        if min(counts.since(last)) < 0:
+            # It was resumed from results that are slightly older.
+            track.clear()
+            last = counts
+        if len(track) == 1 and counts == last:
+            # The time before the first line would make the rate too low.
+            track.clear()
+        track.append(_Sample(now, counts))
+        while len(track) > 2 and track[1].time <= now - WINDOW_S:
+            track.popleft()
+        return counts.since(last)
+
+    async def _kv_use(self, active: Iterable[Row]) -> KvUse | None:
+        if self._engine is None or not any(
+            row["status"] == api.IN_PROGRESS for row in active
+        ):
+            return None
+        return await self._engine.kv_use()
+
+
+def _counts(row: Row) -> _Counts:
+    return _Counts(
+        lines=row["completed"] + row["failed"],
+        computed=row["input_tokens"] - row["cached_tokens"],
+        cached=row["cached_tokens"],
+        output=row["output_tokens"],
+    )
+
+
+def _left(row: Row) -> int:
+    return int(max(row["total"] - row["completed"] - row["failed"], 0))

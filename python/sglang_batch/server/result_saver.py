@@ -1,0 +1,241 @@
+"""Writes results to disk as they come, and pauses the batch while that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import sqlite3
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..access.usage import add_usage
+from ..batch_api import protocol as api
+from ..batch_api.error_reasons import ErrorReasons
+from ..batch_api.lines import ResultLine
+from ..errors import StoreWriteError
+from ..job.inflight_limit import InflightLimit
+from ..request import RequestOutput
+from ..store.batch_store import BatchStore
+from ..store.result_log import ResultLog, finished_lines
+from .batch_log import batch_changed
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Seconds between attempts to write, while the disk is full, say.
+RETRY_S = 2.0
+# Raised for a full or read-only disk, or by a database on one.
+WRITE_ERRORS = (StoreWriteError, OSError, sqlite3.OperationalError)
+# Of all errors of the system, those that mean no space, or no permission, to write.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+# The tokens that count as used by the batch's owner.
+TOKENS = ("input_tokens", "cached_tokens", "output_tokens")
+
+
+def is_write_error(error: Exception) -> bool:
+    """Whether the disk had no space or permission: not the fault of the batch."""
+    return (
+        isinstance(error, StoreWriteError)
+        or (isinstance(error, OSError) and error.errno in _DISK_ERRORS)
+        or getattr(error, "sqlite_errorname", "") == "SQLITE_FULL"
+    )
+
+
+class Pauses:
+    """The reasons for which a batch sends nothing for now, which its clients see.
+
+    Args:
+        limit: held while there is a reason.
+    """
+
+    def __init__(self, batch_id: str, store: BatchStore, limit: InflightLimit) -> None:
+        self._batch_id = batch_id
+        self._store = store
+        self._limit = limit
+        self._reasons: dict[str, str] = {}
+
+    def __contains__(self, kind: str) -> bool:
+        return kind in self._reasons
+
+    def __bool__(self) -> bool:
+        return bool(self._reasons)
+
+    def set(self, kind: str, reason: str | None) -> None:
+        """Set the reason of one kind, or clear it with None."""
+        if self._reasons.get(kind) == reason:
+            return
+        if reason is None:
+            del self._reasons[kind]
+            self._limit.resume(kind)
+        else:
+            self._reasons[kind] = reason
+            self._limit.pause(kind)
+        self.tell()
+
+    def tell(self) -> None:
+        """Write the present reasons to the store, over those of an earlier server."""
+        reason = " ".join(self._reasons[kind] for kind in sorted(self._reasons))
+        self._store.pause(self._batch_id, reason or None, api.ACTIVE_STATUSES)
+        row = self._store.get_batch(self._batch_id)
+        if row is not None:
+            batch_changed(row)
+
+
+class ResultSaver:
+    """The results of one batch on their way to disk.
+
+    A result that cannot be written is kept in memory, and the batch is paused with the
+    reason. No more of its lines are sent, so at most the lines that were in flight are
+    kept.
+
+    Attributes:
+        log: the results on disk.
+        errors: the error lines by reason.
+    """
+
+    def __init__(
+        self, batch_id: str, store: BatchStore, log: ResultLog, pauses: Pauses
+    ) -> None:
+        self.batch_id = batch_id
+        self.store = store
+        self.log = log
+        self.errors = _errors_of(log)
+        self._pauses = pauses
+        self._unsaved: deque[tuple[int, bytes, RequestOutput]] = deque()
+        self._paused = False
+
+    def put(self, index: int, line: bytes, output: RequestOutput) -> None:
+        """Take the result of a line, and write it now unless the batch is paused."""
+        self._unsaved.append((index, line, output))
+        if not output.ok:
+            self.errors.add(output.body)
+        if not self._paused:
+            try:
+                self.flush()
+            except StoreWriteError as error:
+                self._pause(error)
+
+    def flush(self) -> None:
+        """Write the results that are kept in memory.
+
+        Raises:
+            StoreWriteError: one of them cannot be written.
+        """
+        while self._unsaved:
+            index, line, output = self._unsaved[0]
+            self.log.put(index, line, ok=output.ok, usage=output.usage)
+            self._unsaved.popleft()
+
+    async def save_counts(self) -> None:
+        """Make the results survive a power cut, then write their counts."""
+        try:
+            self.flush()
+            await in_thread(self._commit, self._counts())
+        except WRITE_ERRORS as error:
+            self._pause(error)
+        else:
+            self._resume()
+
+    def save_optimal_share(self, share: float) -> None:
+        """Record the share of prompt tokens that a perfect prefix cache would save."""
+        with suppress(sqlite3.OperationalError):  # for information only
+            self.store.update_batch(self.batch_id, optimal_cached_share=share)
+
+    def _commit(self, counts: dict[str, Any]) -> None:
+        self.log.commit()
+        with self.store.atomic():
+            before = self.store.get_batch(self.batch_id)
+            self.store.update_batch(self.batch_id, **counts)
+            if before is not None:
+                # The difference to what is written: a line counts once, whichever
+                # server it ends in.
+                used = {key: counts[key] - before[key] for key in TOKENS}
+                add_usage(self.store, before["owner"], **used)
+
+    def _counts(self) -> dict[str, Any]:
+        log = self.log
+        codes = self.errors.by_code()
+        return {
+            "completed": log.num_completed,
+            "failed": log.num_failed,
+            "input_tokens": log.usage.input_tokens,
+            "cached_tokens": log.usage.cached_tokens,
+            "output_tokens": log.usage.output_tokens,
+            "reasoning_tokens": log.usage.reasoning_tokens,
+            "line_errors": json.dumps(codes) if codes else None,
+            "error_reasons": self.errors.as_json(),
+        }
+
+    async def all_saved(self, stop: asyncio.Event) -> None:
+        """Wait until every result is on disk, or ``stop`` is set."""
+        while self._unsaved and not stop.is_set():
+            await asyncio.sleep(RETRY_S)
+            await self.save_counts()
+
+    async def until_written(self, write: Callable[[], T], *, quick: bool = False) -> T:
+        """Call ``write`` until it succeeds, in a thread unless it is quick."""
+        while True:
+            try:
+                written = write() if quick else await in_thread(write)
+            except WRITE_ERRORS as error:
+                self._pause(error)
+                await asyncio.sleep(RETRY_S)
+            else:
+                self._resume()
+                return written
+
+    def _pause(self, error: Exception) -> None:
+        if not self._paused:
+            logger.error(
+                "Batch %s is paused: its results cannot be written (%s). It resumes "
+                "when they can.",
+                self.batch_id,
+                error,
+            )
+        self._paused = True
+        self._pauses.set("disk", f"Results cannot be written: {error}")
+
+    def _resume(self) -> None:
+        if self._paused and not self._unsaved:
+            self._paused = False
+            self._pauses.set("disk", None)
+
+
+def _errors_of(log: ResultLog) -> ErrorReasons:
+    """The error lines of an earlier server by reason."""
+    errors = ErrorReasons()
+    if log.num_failed:
+        with open(log.path, "rb") as file:
+            for line in finished_lines(file, log.path.stat().st_size, ok=False):
+                errors.add(_body_of(line))
+    return errors
+
+
+def _body_of(line: bytes) -> bytes:
+    """The body of a result line, or empty if it has none."""
+    try:
+        response = msgspec.json.decode(line, type=ResultLine).response
+    except msgspec.DecodeError:
+        return b""
+    return b"" if response is None else bytes(response.body)
+
+
+async def in_thread(function: Callable[..., T], *args: Any) -> T:
+    """Like ``asyncio.to_thread``, but even if cancelled it waits for the thread.
+
+    Otherwise the thread could work on files that are closed, or on a store that
+    belongs to another server by then.
+    """
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        raise

@@ -1,0 +1,184 @@
+"""Removes expired and orphaned data from a store."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..batch_api import protocol as api
+from ..config import OfflineBatchConfig
+from ..store.answers import KEPT_S
+from ..store.batch_store import BatchStore
+from ..store.batch_store import now as unix_now
+from ..store.uploads import PENDING, UploadStore
+
+logger = logging.getLogger(__name__)
+
+# Contents without a row are being written by a call or a batch, or were left by a
+# process that died. At this age, in seconds, they are orphans.
+ORPHAN_S = 3600
+# Seconds that the status of an upload is kept after it expired.
+UPLOAD_KEPT_S = 86_400
+
+
+# How often expired files are removed.
+COLLECT_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Counts of removed items.
+
+    files: expired files, rows and contents.
+    uploads: expired uploads, with their parts.
+    answers: answers for idempotency keys.
+    orphans: files and directories that belong to no row.
+    """
+
+    files: int = 0
+    uploads: int = 0
+    answers: int = 0
+    orphans: int = 0
+
+    def __bool__(self) -> bool:
+        return any(asdict(self).values())
+
+
+class Collector:
+    """Removes expired and orphaned data of a store regularly, in a thread."""
+
+    def __init__(self, store: BatchStore, config: OfflineBatchConfig) -> None:
+        self._store = store
+        self._config = config
+        self._started_at = 0.0
+        self._work: asyncio.Task[Collected] | None = None
+
+    def tick(self) -> None:
+        """Collect unless the last time was less than ``COLLECT_EVERY_S`` ago."""
+        if time.monotonic() - self._started_at <= COLLECT_EVERY_S:
+            return
+        self._started_at = time.monotonic()
+        if self._work is None or self._work.done():
+            work = asyncio.to_thread(collect, self._store, self._config, unix_now())
+            self._work = asyncio.create_task(work)
+            self._work.add_done_callback(_report)
+
+    async def stop(self) -> None:
+        """Wait for a collection in progress."""
+        if self._work is not None:
+            await asyncio.wait({self._work})
+
+
+def _report(work: asyncio.Task[Collected]) -> None:
+    if not work.cancelled() and work.exception() is not None:
+        logger.error("Old files could not be removed", exc_info=work.exception())
+
+
+def collect(store: BatchStore, config: OfflineBatchConfig, now: int) -> Collected:
+    """Remove expired and orphaned data.
+
+    Args:
+        now: Unix time in seconds.
+    """
+    collected = Collected(
+        files=_expired_files(store, now),
+        uploads=_expired_uploads(store, now),
+        orphans=_remove(_orphans(store, config, now)),
+        answers=_old_answers(store, now),
+    )
+    if collected:
+        counts = ", ".join(f"{n} {name}" for name, n in asdict(collected).items() if n)
+        logger.info("Removed expired and orphaned data: %s", counts)
+    return collected
+
+
+def _expired_files(store: BatchStore, now: int) -> int:
+    rows = store.rows("SELECT id FROM files WHERE expires_at <= ?", (now,))
+    # No call sees them any more. Contents first: on a full disk the database can only
+    # be written once there is space.
+    removed = _remove(store.file_path(row["id"]) for row in rows)
+    with store.atomic() as db:
+        db.executemany("DELETE FROM files WHERE id = ?", [(r["id"],) for r in rows])
+    return removed
+
+
+def _expired_uploads(store: BatchStore, now: int) -> int:
+    """Drop the parts of expired uploads, and the rows of those that ended long ago."""
+    uploads = UploadStore(store)
+    expired = store.rows(
+        "SELECT id FROM uploads WHERE status = ? AND expires_at <= ?", (PENDING, now)
+    )
+    _remove(uploads.directory(row["id"]) for row in expired)
+    for row in expired:
+        uploads.expire(row["id"], now)
+    with store.atomic() as db:
+        db.execute("DELETE FROM uploads WHERE expires_at <= ?", (now - UPLOAD_KEPT_S,))
+    return len(expired)
+
+
+def _old_answers(store: BatchStore, now: int) -> int:
+    with store.atomic() as db:
+        query = "DELETE FROM idempotent_answers WHERE created_at <= ?"
+        return db.execute(query, (now - KEPT_S,)).rowcount
+
+
+def _orphans(store: BatchStore, config: OfflineBatchConfig, now: int) -> Iterator[Path]:
+    """Paths that no row of the database names. They are listed before rows are read."""
+    old = {name: _older(store.directory / name, now - ORPHAN_S) for name in _LOOKED_AT}
+    yield from old["incoming"]
+    files = {row["id"] for row in store.rows("SELECT id FROM files")}
+    # Result files are written before they have rows. Their names contain the batch's.
+    active = [
+        row["id"].removeprefix("batch_")
+        for row in store.batches_in(api.ACTIVE_STATUSES)
+    ]
+    for path in old["files"]:
+        if path.name not in files and not any(name in path.name for name in active):
+            yield path
+    pending = store.rows("SELECT id FROM uploads WHERE status = ?", (PENDING,))
+    uploads = {row["id"] for row in pending}
+    yield from (path for path in old["uploads"] if path.name not in uploads)
+    # The finished lines of a batch that failed through the server stay available.
+    kept = store.rows(
+        "SELECT id FROM batches WHERE status NOT IN (?, ?, ?)"
+        " AND COALESCE(failed_at, ?) > ?",
+        (
+            api.COMPLETED,
+            api.CANCELLED,
+            api.EXPIRED,
+            now,
+            now - config.file_days * 86_400,
+        ),
+    )
+    at_work = {row["id"] for row in kept}
+    yield from (path for path in old["batches"] if path.name not in at_work)
+
+
+_LOOKED_AT = ("incoming", "files", "uploads", "batches")
+
+
+def _older(directory: Path, time_s: float) -> list[Path]:
+    found = []
+    for path in directory.iterdir():
+        with suppress(FileNotFoundError):
+            if path.stat().st_mtime <= time_s:
+                found.append(path)
+    return found
+
+
+def _remove(paths: Iterable[Path]) -> int:
+    """Remove files and directories and return their number."""
+    count = 0
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        count += 1
+    return count

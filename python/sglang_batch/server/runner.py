@@ -1,0 +1,374 @@
+"""Runs the batches of a server: which of them now, which first, and until when.
+
+Each batch is a :class:`~sglang_batch.server.batch_run.BatchRun`. Several run at a time
+and share the engine by priority. A batch that a killed server left in any status is
+resumed by the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+
+from ..access.usage import tokens_used_up
+from ..batch_api import protocol as api
+from ..batch_api.jsonl import FileErrors
+from ..config import OfflineBatchConfig
+from ..engine import Engine
+from ..errors import StoreError
+from ..job.inflight_limit import EngineShare
+from ..request import parse_request_id
+from ..store.batch_store import BatchStore, Row, now
+from ..store.lock import FileLock
+from .batch_log import ProgressLog
+from .batch_run import BatchRun
+from .history import Rate
+from .isolation import Isolation
+from .priorities import (
+    URGENT,
+    RunnableBatch,
+    in_hours,
+    local_minute,
+    priorities,
+    to_start,
+)
+from .result_saver import is_write_error
+from .retention import Collector
+
+logger = logging.getLogger(__name__)
+
+# How often the runner looks for new batches and cancellations.
+POLL_S = 0.5
+# How long a starting server waits for another one to release the store.
+LOCK_PATIENCE_S = 1.0
+# How often a batch may fail through an error of the server, and the pause after each.
+MAX_ATTEMPTS = 3
+RETRY_AFTER_S = 10.0
+
+ENGINE_PAUSED = (
+    "The engine is paused by /pause_generation. It continues with /continue_generation."
+)
+
+WAITS_AGAIN = (
+    "The limit of its API key was used up. There are tokens again, and it continues when "
+    "one of the batches that run meanwhile has ended."
+)
+
+RateOf = Callable[[str], Rate | None]
+
+
+class BatchRunner:
+    """Runs the batches of a store. Of all processes that try, one at a time does.
+
+    Args:
+        server_name: identifies this server, in all its processes, among servers that
+            use the same directory.
+        closing: whether the server is shutting down. From then on no more requests are
+            sent, and unfinished batches wait for the next server.
+        rate_of: how fast a batch progresses, by its id.
+
+    Attributes:
+        share: the part of the engine for batches and waves.
+    """
+
+    def __init__(
+        self,
+        store: BatchStore,
+        config: OfflineBatchConfig,
+        server_name: str,
+        engine: Engine,
+        closing: Callable[[], bool],
+        rate_of: RateOf = lambda batch_id: None,
+    ) -> None:
+        self.store = store
+        self._config = config
+        self._server_name = server_name
+        self._engine = engine
+        self._closing = closing
+        self._rate_of = rate_of
+        most = None
+        if config.batch_share < 1:
+            most = int(config.batch_share * engine.max_running_requests)
+        self.share = EngineShare(most)
+        self._lock = FileLock(store.directory / "lock")
+        self._runs: dict[str, BatchRun] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._isolation = Isolation(self._runs)
+        self._failures = _Failures()
+        self._collector = Collector(store, config)
+        self._urgent: set[str] = set()
+        self._num_retries = 0
+        self._polling: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._woken = asyncio.Event()
+        self._progress = ProgressLog()
+
+    async def start(self) -> None:
+        """Begin to run batches, those of an earlier server first.
+
+        Raises:
+            StoreError: another server runs the batches of this directory.
+        """
+        deadline = time.monotonic() + LOCK_PATIENCE_S
+        while (holder := self._lock.acquire(self._server_name)) not in (
+            None,
+            self._server_name,
+        ):
+            # It may be a process of this server that has not written its name yet.
+            if time.monotonic() < deadline:
+                await asyncio.sleep(LOCK_PATIENCE_S / 10)
+                continue
+            raise StoreError(
+                f"{self.store.directory} is in use by another server ({holder}). "
+                "Give each server its own --offline-batch-dir."
+            )
+        self._loop = asyncio.get_running_loop()
+        self._polling = asyncio.create_task(self._poll())
+
+    def wake(self) -> None:
+        """Have the runner look now, not at its next poll. Any thread may call it."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._woken.set)
+
+    async def stop(self) -> None:
+        """Stop running. The next server runs aborted requests again."""
+        await self._collector.stop()
+        tasks = [task for task in (self._polling, *self._tasks.values()) if task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._lock.release()
+
+    @property
+    def num_retries(self) -> int:
+        """How often lines were sent again, since the start."""
+        active = sum(run.engine.num_retries for run in self._runs.values())
+        return self._num_retries + active
+
+    @property
+    def num_in_engine(self) -> int:
+        """Lines that are in the engine, of all batches."""
+        return sum(len(run.engine.in_flight) for run in self._runs.values())
+
+    def engine_died(self, request_ids: Iterable[str] = ()) -> None:
+        """Record which lines may have taken the engine down, before the process ends.
+
+        request_ids: all that the engine had, those of online requests included.
+        """
+        if self._closing():
+            return  # it was told to stop
+        jobs = (parse_request_id(rid)[0] for rid in request_ids)
+        num_others = sum(job not in self._runs for job in jobs)
+        num_lines = self.num_in_engine
+        for run in self._runs.values():
+            run.blame(num_lines, num_others)
+
+    # Polling --------------------------------------------------------------------------
+
+    async def _poll(self) -> None:
+        while True:
+            self._woken.clear()
+            try:
+                if self._lock.acquire(self._server_name) is None:
+                    await self._look_around()
+            except Exception:
+                # A busy database, say. The batches that run must not suffer from it.
+                logger.exception("Looking for batches failed; trying again")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self._woken.wait()
+
+    async def _look_around(self) -> None:
+        rows = self.store.batches_in(api.ACTIVE_STATUSES)
+        closing = self._closing()
+        for row in rows:
+            batch_id = row["id"]
+            if batch_id not in self._runs and not closing:
+                self._begin(batch_id)
+            if batch_id in self._runs:
+                self._runs[batch_id].stop_if_due(row, closing)
+        if not closing:
+            used_up = self._used_up(rows)
+            await self._start_by_priority(rows, used_up)
+            self._set_limits()
+            self._set_pauses(rows, used_up)
+        for row in rows:
+            if row["status"] == api.IN_PROGRESS:
+                self._progress.tick(row, self._rate_of(row["id"]))
+        self._collector.tick()
+
+    # One batch ------------------------------------------------------------------------
+
+    def _begin(self, batch_id: str) -> None:
+        run = BatchRun(
+            batch_id,
+            self.store,
+            self._config,
+            self._engine,
+            partial(self._isolation.alone, batch_id),
+            POLL_S,
+            self.wake,
+        )
+        self._isolation.admit(run)
+        self._runs[batch_id] = run
+        self._tasks[batch_id] = asyncio.create_task(self._process(run))
+
+    async def _process(self, run: BatchRun) -> None:
+        batch_id = run.batch_id
+        try:
+            try:
+                await run.process()
+                if self._is_over(batch_id):
+                    run.clean_up()
+            except Exception as error:
+                if not self._is_over(batch_id):
+                    await self._retry_or_fail(run, error)
+            if self._is_over(batch_id):
+                self._failures.forget(batch_id)
+                self._urgent.discard(batch_id)
+        finally:
+            self._progress.forget(batch_id)
+            self._num_retries += run.engine.num_retries
+            del self._runs[batch_id], self._tasks[batch_id]
+            self.wake()  # another batch may start in its place
+
+    def _is_over(self, batch_id: str) -> bool:
+        """Whether a batch has ended. Its client may have deleted it since."""
+        row = self.store.get_batch(batch_id)
+        return row is None or row["status"] not in api.ACTIVE_STATUSES
+
+    async def _retry_or_fail(self, run: BatchRun, error: Exception) -> None:
+        """After an error of the server, run the batch again, but only a few times."""
+        batch_id = run.batch_id
+        run.may_run.clear()
+        row = run.row()
+        self._failures.note_progress(batch_id, row["completed"] + row["failed"])
+        if is_write_error(error):
+            run.pauses.set("disk", f"Its files cannot be written: {error}")
+            await asyncio.sleep(RETRY_AFTER_S)
+            run.pauses.set("disk", None)
+            return
+        if self._failures.add(batch_id) < MAX_ATTEMPTS:
+            logger.error(
+                "Batch %s stopped with an error; trying again in %g seconds",
+                batch_id,
+                RETRY_AFTER_S,
+                exc_info=error,
+            )
+            await asyncio.sleep(RETRY_AFTER_S)
+            return
+        logger.error("Batch %s failed", batch_id, exc_info=error)
+        errors = FileErrors.of("internal_error", str(error))
+        try:
+            await run.give_up(errors)
+            run.clean_up()
+        except Exception:
+            logger.exception(
+                "The finished lines of batch %s could not be read; they are still in %s",
+                batch_id,
+                self.store.work_dir(batch_id),
+            )
+            run.fail(errors)
+
+    # Priorities -----------------------------------------------------------------------
+
+    async def _start_by_priority(
+        self, rows: list[Row], used_up: dict[str, str | None]
+    ) -> None:
+        """Start the batches that may run, and tell the engine which go first."""
+        found = (self._runnable(row, used_up[row["owner"]] is not None) for row in rows)
+        batches = [batch for batch in found if batch is not None]
+        priority = priorities(batches, now())
+        for batch_id, value in priority.items():
+            if value == URGENT and batch_id not in self._urgent:
+                self._urgent.add(batch_id)
+                logger.warning(
+                    "Batch %s may miss its window; it goes before others now", batch_id
+                )
+        # SGLang's own scheduler does not distinguish jobs: several would only mix.
+        stock = self._config.scheduler == "stock"
+        most = 1 if stock else self._config.max_batches
+        runs = dict(self._runs)  # some may end meanwhile
+        for batch_id in to_start(batches, priority, most):
+            runs[batch_id].may_run.set()
+            runs[batch_id].pauses.set("limit", None)
+            # Before it sends anything.
+            self._set_limits()
+            self._set_pauses(rows, used_up)
+        for batch_id, value in priority.items():
+            await runs[batch_id].set_priority(value)
+
+    def _used_up(self, rows: list[Row]) -> dict[str, str | None]:
+        """Why the batches of each owner send no more lines today, or None."""
+        owners = {row["owner"] for row in rows}
+        return {owner: tokens_used_up(self.store, owner) for owner in owners}
+
+    def _runnable(self, row: Row, used_up: bool) -> RunnableBatch | None:
+        """A batch that could run, or None until its input is validated."""
+        run = self._runs.get(row["id"])
+        if run is None or run.num_left is None or row["status"] != api.IN_PROGRESS:
+            return None
+        rate = self._rate_of(row["id"])
+        return RunnableBatch(
+            row["id"],
+            row["seq"],
+            row["priority"],
+            row["expires_at"],
+            run.num_left,
+            0.0 if rate is None else rate.lines_per_s,
+            running=run.is_started,
+            urgent=row["id"] in self._urgent,
+            used_up=used_up,
+        )
+
+    def _set_limits(self) -> None:
+        """Keep batches to their share of the engine."""
+        running = [run for run in self._runs.values() if run.is_started]
+        self.share.set_batches([run.limit for run in running])
+
+    def _set_pauses(self, rows: list[Row], used_up: dict[str, str | None]) -> None:
+        """Pause the batches that may send nothing now, and resume the others."""
+        config = self._config
+        hours = None
+        if not in_hours(config.hours, local_minute()):
+            hours = f"Batches of this server run from {config.batch_hours} only."
+        engine = ENGINE_PAUSED if self._engine.is_paused else None
+        for row in rows:
+            run, limit = self._runs.get(row["id"]), used_up[row["owner"]]
+            if run is None or run.num_left is None or row["status"] != api.IN_PROGRESS:
+                continue
+            if run.may_run.is_set():
+                run.pauses.set("engine", engine)
+                run.pauses.set("hours", hours)
+                if limit is None and "limit" in run.pauses:
+                    # Others took its place. It continues when it is started again.
+                    limit = WAITS_AGAIN
+            run.pauses.set("limit", limit)
+
+
+class _Failures:
+    """How often each batch failed through an error of the server, without progress."""
+
+    def __init__(self) -> None:
+        self._count: Counter[str] = Counter()
+        self._num_done: dict[str, int] = {}
+
+    def note_progress(self, batch_id: str, num_done: int) -> None:
+        """Start counting again if the batch has more results than last time."""
+        if num_done > self._num_done.get(batch_id, -1):
+            self._count[batch_id] = 0
+        self._num_done[batch_id] = num_done
+
+    def add(self, batch_id: str) -> int:
+        """Count one more failure and return how many there are."""
+        self._count[batch_id] += 1
+        return self._count[batch_id]
+
+    def forget(self, batch_id: str) -> None:
+        self._count.pop(batch_id, None)
+        self._num_done.pop(batch_id, None)

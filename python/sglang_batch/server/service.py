@@ -1,0 +1,277 @@
+"""The batches of one server, as its routes see them.
+
+Every process of a server that answers HTTP has a :class:`BatchService` with a
+:class:`~sglang_batch.server.runner.BatchRunner`, and one of these runs the batches. The
+processes share only the store, so a cancellation that reaches one process stops a batch
+in another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..access.keys import UNLIMITED, Allowance
+from ..access.usage import add_usage, check_limits, used_today
+from ..batch_api import protocol as api
+from ..batch_api.jsonl import count_lines
+from ..config import OfflineBatchConfig
+from ..engine import Engine
+from ..errors import StoreError
+from ..job.job import Job
+from ..request import BatchRequestInput, RequestOutput
+from ..store.batch_store import BatchStore, OnMade, Row, now
+from ..store.files import move_into_place, sync_file
+from ..store.incoming import Room
+from .batch_log import batch_changed
+from .history import History
+from .runner import BatchRunner
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+class BatchService:
+    """Batches of one server process.
+
+    Args:
+        store: shared by all processes of the server.
+        config: settings of the server's batches.
+        server_name: see :class:`~sglang_batch.server.runner.BatchRunner`.
+    """
+
+    def __init__(
+        self, store: BatchStore, config: OfflineBatchConfig, server_name: str
+    ) -> None:
+        self.store = store
+        self.config = config
+        self._server_name = server_name
+        self._engine: Engine | None = None
+        self.runner: BatchRunner | None = None
+        self.history = History(store)
+        self.room = Room(store, config.storage_bytes, config.min_free_bytes)
+        # Large bodies that this process is receiving, by owner.
+        self.num_receiving: Counter[str] = Counter()
+
+    async def start(
+        self, engine: Engine, closing: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Begin to run batches, see :meth:`.runner.BatchRunner.start`."""
+        self._engine = engine
+        self.history = History(self.store, engine)
+        self.runner = BatchRunner(
+            self.store,
+            self.config,
+            self._server_name,
+            engine,
+            closing,
+            self.history.rate,
+        )
+        await self.runner.start()
+        self.history.start()
+
+    @property
+    def model_names(self) -> tuple[str, ...] | None:
+        """The models served, or None before the start."""
+        return None if self._engine is None else self._engine.model_names
+
+    async def stop(self) -> None:
+        """Stop running. The next server runs aborted requests again."""
+        await self.history.stop()
+        if self.runner is not None:
+            await self.runner.stop()
+
+    def create_file(
+        self,
+        source: BinaryIO,
+        filename: str,
+        purpose: str,
+        kept_s: int | None,
+        owner: str = "",
+    ) -> Row:
+        """Store a copy of a file.
+
+        Args:
+            kept_s: seconds until it expires, None for the default of this purpose.
+        """
+        with self.room.receive() as file:
+            shutil.copyfileobj(source, file, 1 << 20)
+            file.close()
+            return self.add_file(file.path, filename, purpose, kept_s, owner)
+
+    def add_file(
+        self,
+        source: Path,
+        filename: str,
+        purpose: str,
+        kept_s: int | None,
+        owner: str = "",
+        on_made: OnMade | None = None,
+    ) -> Row:
+        """Make a file that was received into ``incoming/`` a file of the API.
+
+        Args:
+            source: moved, not copied.
+            kept_s: seconds until it expires, None for the default of this purpose.
+            on_made: see :data:`OnMade`.
+        """
+        if kept_s is None:
+            kept_s = self.default_lifetime(purpose)
+        file_id = new_id("file-")
+        path = self.store.file_path(file_id)
+        sync_file(source)  # not in the transaction, for which others wait
+        try:
+            # In one, so that its space is never counted twice or not at all.
+            with self.store.atomic():
+                move_into_place(source, path)
+                row = self.store.record_file(file_id, filename, purpose, kept_s, owner)
+                if on_made is not None:
+                    on_made(row)
+                return row
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+    def default_lifetime(self, purpose: str) -> int | None:
+        """Seconds until a file expires by default, or None for never."""
+        if purpose not in ("batch", api.BATCH_OUTPUT_PURPOSE):
+            return None
+        return self.config.file_days * 86_400
+
+    def create_batch(
+        self,
+        input_file_id: str,
+        endpoint: str,
+        completion_window: str,
+        metadata: dict[str, str] | None,
+        *,
+        owner: str = "",
+        allowance: Allowance = UNLIMITED,
+        same_since: int | None = None,
+        on_made: OnMade | None = None,
+        **fields: Any,
+    ) -> Row:
+        """Accept a batch. The runner validates and runs it.
+
+        Args:
+            completion_window: one that ``protocol.window_seconds`` accepts.
+            owner: name of the key that makes it.
+            allowance: what this key may use.
+            same_since: if a batch with the same parameters was made at this time or
+                later, return that one instead of making another.
+            on_made: see :data:`OnMade`. Also called with such a batch.
+            fields: further columns of the batch, such as its priority.
+
+        Raises:
+            ApiError: 429, a daily limit of the owner would be exceeded.
+        """
+        window_s = api.window_seconds(completion_window)
+        assert window_s is not None, completion_window
+        columns = {
+            "endpoint": endpoint,
+            "input_file_id": input_file_id,
+            "completion_window": completion_window,
+            "metadata": None if metadata is None else json.dumps(metadata),
+            "owner": owner,
+            **fields,
+        }
+        num_lines = self._num_lines(input_file_id, owner)
+        with self.store.atomic():
+            row = None
+            if same_since is not None:
+                row = self.store.find_batch(same_since, columns)
+            is_new = row is None
+            if row is None:
+                used = used_today(self.store.rows, owner)
+                check_limits(allowance, used, batches=1, lines=num_lines)
+                row = self._add_batch(columns, window_s)
+                add_usage(self.store, owner, batches=1, lines=num_lines)
+            if on_made is not None:
+                on_made(row)
+        if is_new:
+            batch_changed(row)
+            self._wake_runner()
+        return row
+
+    def _num_lines(self, file_id: str, owner: str) -> int:
+        """Lines of a file that are not blank, counted for owners with a name."""
+        if not owner or self.store.get_file(file_id, owner) is None:
+            return 0
+        try:
+            with open(self.store.file_path(file_id), "rb") as file:
+                return count_lines(file)
+        except FileNotFoundError:  # deleted since: the batch will fail
+            return 0
+
+    def _add_batch(self, columns: dict[str, Any], window_s: int) -> Row:
+        batch_id, created_at = new_id("batch_"), now()
+        self.store.add_batch(
+            {
+                "id": batch_id,
+                "status": api.VALIDATING,
+                "created_at": created_at,
+                "expires_at": created_at + window_s,
+                **columns,
+            }
+        )
+        row = self.store.get_batch(batch_id)
+        assert row is not None
+        return row
+
+    def _wake_runner(self) -> None:
+        # If another process runs the batches, its runner finds them at its next poll.
+        if self.runner is not None:
+            self.runner.wake()
+
+    def cancel_batch(self, batch_id: str) -> Row | None:
+        """Request the cancellation of a batch. Returns its row, None if none exists."""
+        cancelling = self.store.transition(
+            batch_id,
+            (api.VALIDATING, api.IN_PROGRESS),
+            api.CANCELLING,
+            cancelling_at=now(),
+        )
+        row = self.store.get_batch(batch_id)
+        if cancelling and row is not None:
+            batch_changed(row)
+            self._wake_runner()
+        return row
+
+    async def run_requests(
+        self, job_id: str, requests: list[BatchRequestInput]
+    ) -> AsyncGenerator[tuple[BatchRequestInput, RequestOutput], None]:
+        """Run requests that are in no file, and yield each answer as it arrives.
+
+        They get their part of the engine's share, like a batch. They run at any hour,
+        because their client waits for the answers.
+        """
+        answers: asyncio.Queue[tuple[BatchRequestInput, RequestOutput] | None] = (
+            asyncio.Queue()
+        )
+        if self._engine is None or self.runner is None:
+            raise StoreError("the batch service has not been started")
+        with self.runner.share.wave() as limit:
+            job = Job(
+                job_id,
+                requests,
+                range(len(requests)),
+                self._engine,
+                self.config,
+                lambda request, output: answers.put_nowait((request, output)),
+                limit=limit,
+            )
+            work = asyncio.ensure_future(job.run())
+            work.add_done_callback(lambda _: answers.put_nowait(None))
+            try:
+                while (answer := await answers.get()) is not None:
+                    yield answer
+                await work
+            finally:
+                work.cancel()

@@ -1,0 +1,1 @@
+"""Attention that reads each shared prefix once per step."""

@@ -1,0 +1,311 @@
+"""Attention that reads shared prefixes once, in front of one of SGLang's backends.
+
+The backend is SGLang's own with another way to run some steps. Before a forward, the
+scheduler sets the prefixes that its requests share (:mod:`.prefix_forest`), and
+:mod:`.attention_plans` decides whether reading each of them once is faster. If it is
+not, or if the step has no decodes, the step runs as SGLang would run it. Decodes in CUDA
+graphs are captured in both ways (:mod:`.graph_variants`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import (
+    AttentionBackend as StockBackend,
+)
+from sglang.srt.layers.attention.base_attn_backend import (
+    SharedReadEnds,
+)
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.runner_utils.capture_mode import (
+    get_capture_attention_variant,
+)
+from sglang.srt.runtime_context import get_parallel, get_schedule
+
+from sgl_kernel_ext.shared_prefix_attention import (
+    AttentionPlanner,
+    Workspace,
+    run,
+    run_reference,
+    try_out,
+)
+
+from ...errors import ConfigError, EngineError
+from ..compat.attention_types import (
+    AttentionBackend,
+    AttentionLayer,
+    ForwardBatch,
+    LayerKvPool,
+    ModelRunner,
+)
+from .attention_checks import attention_layers
+from .attention_plans import Step, StepPlans
+from .cascade import Cascade
+from .graph_variants import ALONE, SHARED
+from .prefix_forest import NO_GROUPS, PrefixForest
+
+logger = logging.getLogger(__name__)
+
+# Most nodes of the forest per request. A step with more does not share.
+NODES_PER_REQUEST = 4
+
+
+def share(backend: AttentionBackend, model_runner: ModelRunner) -> None:
+    """Make one of SGLang's attention backends read shared prefixes once.
+
+    Raises:
+        ConfigError: this machine does not support the setting ``attention``.
+        EngineError: on this device the kernels fail or compute wrong values, they do
+            not support the number of heads, or there is no memory for them.
+    """
+    kind = type(backend)
+    backend.__class__ = type(f"Shared{kind.__name__}", (SharedPrefixMixin, kind), {})
+    sharing = cast("SharedPrefixMixin", backend)
+    try:
+        sharing.set_up_sharing(model_runner)
+    except ConfigError:
+        backend.__class__ = kind
+        raise
+    except Exception as error:
+        backend.__class__ = kind
+        raise EngineError(
+            "shared prefixes cannot be read once on this machine"
+            f" ({type(error).__name__}: {error}); choose another --attention-backend, "
+            'or the setting "attention": "stock".'
+        ) from error
+    logger.info(
+        "Prefixes that decodes share are read once, by %s, in front of SGLang's %s.",
+        sharing.implementation.name,
+        kind.__name__,
+    )
+
+
+class Implementation(NamedTuple):
+    """The kernels that execute plans.
+
+    run: called for each layer, as ``sgl_kernel_ext.shared_prefix_attention.run``.
+    prepare: called once per step before its first layer, with the step and the page
+        table, or None if not needed.
+    capturable: whether it may be captured in a CUDA graph.
+    """
+
+    name: str
+    run: Callable[..., None]
+    prepare: Callable[..., None] | None = None
+    capturable: bool = False
+
+
+def _implementation(
+    model_runner: ModelRunner, planner: AttentionPlanner
+) -> Implementation:
+    chosen = model_runner.server_args.offline_config.attention
+    if chosen == "auto":
+        chosen = "triton" if planner.device.type == "cuda" else "torch"
+    if chosen == "torch":
+        return Implementation(chosen, run_reference)
+    if planner.device.type != "cuda":
+        raise ConfigError(
+            f'attention="{chosen}" needs a GPU, and this is a {planner.device.type}; '
+            'set "auto".'
+        )
+    if chosen == "triton":
+        return Implementation(chosen, run, capturable=True)
+    cascade = Cascade(
+        num_q_heads=planner.num_q_heads,
+        num_kv_heads=planner.num_kv_heads,
+        head_dim=planner.head_dim,
+        dtype=planner.dtype,
+        # The same for all layers. The cascade checks that when it runs.
+        scale=attention_layers(model_runner.model)[0].scaling,
+        device=planner.device,
+    )
+
+    def prepare(step: Step, table: torch.Tensor) -> None:
+        plan, q_len, kv_len, groups = step
+        cascade.prepare(plan, q_len, kv_len, groups.table_row, groups.node_end, table)
+
+    return Implementation(chosen, cascade.run, prepare)
+
+
+class SharedPrefixMixin(StockBackend):  # type: ignore[misc]
+    """In front of one of SGLang's backends: runs the steps in which sharing is faster.
+
+    Attributes:
+        groups: the shared prefixes of the next forward, set by the scheduler.
+        graph: the label of the CUDA graph of the next replay, set by
+            :class:`.graph_variants.ShareVariants`.
+        implementation: the kernels that execute plans.
+        plans: plans the steps.
+    """
+
+    shares_prefixes = True
+    # Plans are made from lengths on the host.
+    needs_cpu_seq_lens = True
+    groups: PrefixForest = NO_GROUPS
+    graph: str = ALONE
+    implementation: Implementation
+    plans: StepPlans
+    _kv: LayerKvPool
+    _slots: torch.Tensor
+    _step: Step | None = None
+    _grid: int | None = None
+    _fixed_grid: int
+
+    def set_up_sharing(self, model_runner: ModelRunner) -> None:
+        """Make the planners, and test the kernels on this device.
+
+        Raises:
+            ConfigError, EngineError: see :func:`share`.
+        """
+        config = model_runner.model_config
+        tp_size = get_parallel().attn_tp_size
+        pool = model_runner.token_to_kv_pool
+        self._kv = pool
+        self._slots = model_runner.req_to_token_pool.req_to_token
+        most_requests = int(self._slots.shape[0])
+        num_kv_heads = config.get_num_kv_heads(tp_size)
+
+        def planner(
+            max_tokens: int, max_tile: int, workspace: Workspace | None = None
+        ) -> AttentionPlanner:
+            return AttentionPlanner(
+                num_q_heads=config.get_num_attention_heads(tp_size),
+                num_kv_heads=num_kv_heads,
+                head_dim=config.head_dim,
+                dtype=pool.dtype,
+                page_size=1,  # req_to_token names the slot of each token
+                device=self._slots.device,
+                max_requests=most_requests,
+                max_tokens=max_tokens,
+                max_nodes=NODES_PER_REQUEST * most_requests,
+                max_tile=max_tile,
+                workspace=workspace,
+            )
+
+        mixed = None
+        if get_schedule().enable_mixed_chunk:
+            # Steps compute chunks of prompts together with decodes. Steps run one after
+            # the other, so both kinds share one workspace for partial results.
+            chunk = max(0, int(get_schedule().chunked_prefill_size or 0))
+            mixed = planner(most_requests + chunk, 128)
+            decodes = planner(most_requests, 64, workspace=mixed.workspace)
+        else:
+            decodes = planner(most_requests, 64)
+        self.implementation = _implementation(model_runner, decodes)
+        if self.implementation.run is run:
+            for each in filter(None, (decodes, mixed)):
+                try_out(each, table_width=int(self._slots.shape[1]))
+        token_bytes = 2 * num_kv_heads * config.head_dim * pool.dtype.itemsize
+        self.plans = StepPlans(decodes, mixed, int(pool.layer_num), token_bytes)
+        self._fixed_grid = decodes.fixed_grid
+
+    # SGLang's interface ---------------------------------------------------------------
+
+    def shared_read_ends(self, fm: object) -> SharedReadEnds:
+        """Keep rows of ``req_to_token`` until the last layer of a step that shares.
+
+        Such a step reads ``req_to_token`` in every layer, and a prefix through the row
+        of one of its requests.
+        """
+        if len(self.groups.node_end) or self._step is not None:
+            return SharedReadEnds.UNKNOWN
+        return super().shared_read_ends(fm)
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Plan a step without a CUDA graph, or with its attention outside of one.
+
+        SGLang runs a mixed batch as an extend. Unlike a batch of prompts alone, it has
+        groups.
+        """
+        groups, self.groups = self.groups, NO_GROUPS
+        self._grid = None
+        self._step = self.plans.eager(groups, forward_batch)
+        if self._step is None:
+            super().init_forward_metadata(forward_batch)
+        elif self.implementation.prepare is not None:
+            self.implementation.prepare(self._step, self._slots)
+
+    def init_forward_metadata_out_graph(
+        self, forward_batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        groups, self.groups = self.groups, NO_GROUPS
+        graph, self.graph = self.graph, ALONE
+        self._step = self._grid = None
+        decodes = forward_batch.forward_mode.is_decode()
+        if in_capture:
+            graph = get_capture_attention_variant()
+        if decodes and graph == SHARED:
+            self._grid = self._fixed_grid
+            if in_capture:
+                self._step = self.plans.for_capture(forward_batch.batch_size)
+            else:
+                self._step = self.plans.for_graph(groups, forward_batch)
+            return
+        if decodes and not in_capture:
+            self.plans.without_plan(len(groups.table_row), forward_batch)
+        super().init_forward_metadata_out_graph(forward_batch, in_capture)
+
+    def forward_decode(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None,
+        layer: AttentionLayer, forward_batch: ForwardBatch,
+        save_kv_cache: bool = True, **kwargs: object,
+    ) -> torch.Tensor:  # fmt: skip
+        if self._step is None:
+            return super().forward_decode(
+                q, k, v, layer, forward_batch, save_kv_cache, **kwargs
+            )
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+
+    def forward_extend(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None,
+        layer: AttentionLayer, forward_batch: ForwardBatch,
+        save_kv_cache: bool = True, **kwargs: object,
+    ) -> torch.Tensor:  # fmt: skip
+        if self._step is None:
+            return super().forward_extend(
+                q, k, v, layer, forward_batch, save_kv_cache, **kwargs
+            )
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None,
+        layer: AttentionLayer, forward_batch: ForwardBatch, save: bool,
+        options: dict[str, object],
+    ) -> torch.Tensor:  # fmt: skip
+        wanted = [name for name, value in options.items() if not _is_off(value)]
+        if wanted:
+            raise EngineError(
+                f"a layer of this model attends with {', '.join(wanted)}, which the "
+                "kernels that read shared prefixes once do not support; set "
+                '"attention": "stock".'
+            )
+        assert self._step is not None
+        if save and k is not None:
+            self._kv.set_kv_buffer(
+                layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v
+            )
+        shape = (-1, layer.tp_q_head_num, layer.qk_head_dim)
+        q = q.reshape(shape)
+        out = torch.empty_like(q)
+        grid = {} if self._grid is None else {"grid": self._grid}
+        self.implementation.run(
+            self._step.plan,
+            q,
+            self._kv.get_key_buffer(layer.layer_id),
+            self._kv.get_value_buffer(layer.layer_id),
+            self._slots,
+            forward_batch.seq_lens,
+            out,
+            layer.scaling,
+            **grid,
+        )
+        return out.flatten(1)
+
+
+def _is_off(value: object) -> bool:
+    """Whether an option of attention is not in use."""
+    return value is None or value is False

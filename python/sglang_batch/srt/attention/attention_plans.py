@@ -1,0 +1,234 @@
+"""Plans the attention of each step: whether, and how, to read shared prefixes once.
+
+A step runs by its plan if the predicted gain is at least ``MIN_GAIN``. The plan is kept
+while the same requests decode and only grow.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from sgl_kernel_ext.shared_prefix_attention import (
+    AttentionPlan,
+    AttentionPlanner,
+    TooLarge,
+)
+
+from ...planner.requests import Int32s
+from ..compat.attention_types import ForwardBatch
+from .prefix_forest import NO_GROUPS, PrefixForest
+
+logger = logging.getLogger(__name__)
+
+# The least ratio of the modelled time without sharing to that with it.
+MIN_GAIN = 1.05
+
+
+class Step(NamedTuple):
+    """A plan with the present lengths of its batch.
+
+    q_len, kv_len: int32 ``[n]``, for each row of the batch.
+    """
+
+    plan: AttentionPlan
+    q_len: Int32s
+    kv_len: Int32s
+    groups: PrefixForest
+
+
+class SharingCounts:
+    """Totals since the start.
+
+    steps, shared_steps: forwards with decodes, and those of them that shared.
+    kv_bytes: bytes read from the KV cache in them, in all layers.
+    kv_bytes_unshared: the same if every request had read all of its own KV.
+    """
+
+    def __init__(self) -> None:
+        self.steps = self.shared_steps = 0
+        self.kv_bytes = self.kv_bytes_unshared = 0
+
+
+class StepPlans:
+    """Plans the steps of one attention backend.
+
+    decodes: planner for steps that only decode.
+    mixed: planner for steps that also compute prompts, or None if there are none.
+    token_bytes: bytes of K and V of a token in one layer.
+
+    Attributes:
+        counts: bytes read and saved.
+    """
+
+    def __init__(
+        self,
+        decodes: AttentionPlanner,
+        mixed: AttentionPlanner | None,
+        num_layers: int,
+        token_bytes: int,
+    ) -> None:
+        self.counts = SharingCounts()
+        self._decodes = decodes
+        self._mixed = mixed
+        self._num_layers = num_layers
+        self._token_bytes = token_bytes
+        self._kept: Step | None = None  # the newest of the decodes' planner
+        self._judged: PrefixForest = NO_GROUPS
+        self._judgement = False
+        self._padded_of = self._padded_to = NO_GROUPS
+        self._said_too_large = False
+
+    def eager(self, groups: PrefixForest, forward_batch: ForwardBatch) -> Step | None:
+        """The plan of a step without a CUDA graph, or None if sharing is not faster."""
+        kv_len = host_lengths(forward_batch)
+        if len(groups.table_row) != len(kv_len):
+            return None  # no decodes, or not a batch of the scheduler
+        step: Step | None = None
+        if not len(groups.node_end):
+            pass  # nothing is shared
+        elif forward_batch.forward_mode.is_decode():
+            step = self._decode_step(groups, kv_len)
+        elif self._mixed is not None:
+            q_len = np.array(forward_batch.extend_seq_lens_cpu, np.int32)
+            step = self._new(self._mixed, q_len, kv_len, groups)
+        if step is not None and step.plan.predicted_gain < MIN_GAIN:
+            step = None
+        self._count(kv_len, step)
+        return step
+
+    def pays(self, groups: PrefixForest, forward_batch: ForwardBatch) -> bool:
+        """Whether sharing is faster for these decodes, which chooses their graph.
+
+        Decided once for the same groups, whose requests only grow.
+        """
+        if not len(groups.node_end):
+            return False
+        if groups is not self._judged:
+            kv_len = host_lengths(forward_batch)
+            if len(groups.table_row) != len(kv_len):
+                return False
+            step = self._decode_step(groups, kv_len)
+            self._judgement = step is not None and step.plan.predicted_gain >= MIN_GAIN
+            self._judged = groups
+        return self._judgement
+
+    def for_graph(self, groups: PrefixForest, forward_batch: ForwardBatch) -> Step:
+        """The plan for the replay of a captured decode graph, with rows of padding.
+
+        Rows of padding are computed too. Otherwise they would keep earlier values.
+        """
+        kv_len = host_lengths(forward_batch)
+        groups = self._padded(groups, len(kv_len))
+        step = self._decode_step(groups, kv_len)
+        if step is None:
+            step = self._decode_step(_alone(groups.table_row), kv_len)
+        assert step is not None
+        self._count(kv_len, step)
+        return step
+
+    def for_capture(self, num_rows: int) -> Step:
+        """A plan for the capture of a graph. Each replay has its own."""
+        alone = _alone(np.zeros(num_rows, np.int32))
+        step = self._decode_step(alone, np.ones(num_rows, np.int32))
+        assert step is not None
+        return step
+
+    def without_plan(self, num_rows: int, forward_batch: ForwardBatch) -> None:
+        """Count decodes whose graph does not share, without rows of padding."""
+        self._count(host_lengths(forward_batch)[:num_rows], None)
+
+    def _decode_step(self, groups: PrefixForest, kv_len: Int32s) -> Step | None:
+        """The last plan if the same requests have only grown, otherwise a new one."""
+        kept = self._kept
+        if kept is not None and groups is kept.groups and kept.plan.still_valid(kv_len):
+            return kept._replace(kv_len=kv_len)
+        q_len = np.ones(len(kv_len), np.int32)
+        self._kept = self._new(self._decodes, q_len, kv_len, groups)
+        return self._kept
+
+    def _new(
+        self,
+        planner: AttentionPlanner,
+        q_len: Int32s,
+        kv_len: Int32s,
+        groups: PrefixForest,
+    ) -> Step | None:
+        """A plan, or None if the step exceeds one of the planner's limits."""
+        try:
+            plan = planner.plan(
+                q_len,
+                kv_len,
+                groups.table_row,
+                groups.node_parent,
+                groups.node_end,
+                groups.request_node,
+            )
+        except TooLarge as error:
+            if not self._said_too_large:
+                self._said_too_large = True
+                logger.warning("A step too large to share prefixes: %s", error)
+            return None
+        return Step(plan, q_len, kv_len, groups)
+
+    def _padded(self, groups: PrefixForest, num_rows: int) -> PrefixForest:
+        """``groups`` with rows of padding at the end, cached for the last groups."""
+        missing = num_rows - len(groups.table_row)
+        if not missing:
+            return groups
+        if self._padded_of is not groups or len(self._padded_to.table_row) != num_rows:
+            self._padded_of = groups
+            self._padded_to = groups._replace(
+                table_row=np.pad(groups.table_row, (0, missing)),
+                request_node=np.pad(
+                    groups.request_node, (0, missing), constant_values=-1
+                ),
+            )
+        return self._padded_to
+
+    def _count(self, kv_len: Int32s, step: Step | None) -> None:
+        saved = 0
+        if step is not None:
+            plan = step.plan
+            saved = (plan.kv_bytes_unshared - plan.kv_bytes) * self._num_layers
+        unshared = int(kv_len.sum()) * self._token_bytes * self._num_layers
+        counts = self.counts
+        counts.steps += 1
+        counts.shared_steps += saved > 0
+        counts.kv_bytes += unshared - saved
+        counts.kv_bytes_unshared += unshared
+
+
+class SharingBackend(Protocol):
+    """An attention backend that shares, for the scheduler and for CUDA graphs."""
+
+    groups: PrefixForest
+    graph: str
+    plans: StepPlans
+
+    @property
+    def implementation(self) -> GraphSupport: ...
+
+
+class GraphSupport(Protocol):
+    """``.attention_backend.Implementation``, as far as CUDA graphs are concerned."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def capturable(self) -> bool: ...
+
+
+def _alone(table_row: Int32s) -> PrefixForest:
+    """Groups of requests that share nothing."""
+    alone = np.full(len(table_row), -1, np.int32)
+    return PrefixForest(table_row, alone, NO_GROUPS.node_parent, NO_GROUPS.node_end)
+
+
+def host_lengths(forward_batch: ForwardBatch) -> Int32s:
+    """KV tokens of each row, int32 ``[batch_size]``."""
+    lengths: Int32s = forward_batch.seq_lens_cpu.numpy().astype(np.int32)
+    return lengths

@@ -1,0 +1,1 @@
+"""The SGLang release that is supported, and the private API in use."""

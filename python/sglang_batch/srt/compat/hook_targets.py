@@ -1,0 +1,66 @@
+"""Paths of the SGLang functions and classes that are hooked, and the check that they are."""
+
+from __future__ import annotations
+
+from ...errors import EngineError
+
+FLAG_HOOKS = (
+    "sglang.srt.server_args.ServerArgs.add_cli_args",
+    "sglang.srt.server_args.ServerArgs.from_cli_args",
+)
+SERVER_HOOK = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
+ENGINE_DEATH_HOOK = (
+    "sglang.srt.managers.tokenizer_manager.SignalHandler.running_phase_sigquit_handler"
+)
+ROUTE_LABEL_HOOK = (
+    "sglang.srt.observability.http_request_metrics._get_fastapi_request_path"
+)
+WAIT_HOOK = "sglang.srt.entrypoints.engine._wait_for_scheduler_ready"
+REQUEST_HOOKS = (
+    "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
+    "sglang.srt.managers.io_struct.EmbeddingReqInput.normalize_batch_and_arguments",
+)
+MESSAGE_HOOK = (
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
+)
+MODEL_CONFIG_HOOK = "sglang.srt.configs.model_config.ModelConfig.__init__"
+LOAD_MODEL_HOOK = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+SCHEDULER_HOOK = "sglang.srt.managers.scheduler.Scheduler"
+GRAMMAR_HOOK = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.fill_vocab_mask"
+GRAPH_VARIANTS_HOOK = (
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
+    ".create_dsv41_candidate_graph_variants"
+)
+DP_CONTROLLER_HOOK = (
+    "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop"
+)
+
+# In the processes that answer HTTP.
+HTTP_HOOKS = (ENGINE_DEATH_HOOK, ROUTE_LABEL_HOOK, *REQUEST_HOOKS, MESSAGE_HOOK)
+MAIN_PROCESS_HOOKS = (
+    *FLAG_HOOKS,
+    SERVER_HOOK,
+    *HTTP_HOOKS,
+    MODEL_CONFIG_HOOK,
+    WAIT_HOOK,
+)
+SCHEDULER_PROCESS_HOOKS = (SCHEDULER_HOOK, GRAMMAR_HOOK, GRAPH_VARIANTS_HOOK)
+
+
+def check_hooks_took(targets: tuple[str, ...]) -> None:
+    """Check that SGLang applied the hooks on ``targets``.
+
+    SGLang logs a hook that fails to apply and continues without it. A server that
+    looks like an offline one and is not would be worse than none.
+
+    Raises:
+        EngineError: names the first target without its hook.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    for target in targets:
+        if target not in HookRegistry._patched:
+            raise EngineError(
+                f"--offline-batch: the hook on {target} did not take effect; "
+                "see the log above for SGLang's reason, or remove the flag."
+            )

@@ -1,0 +1,352 @@
+"""SGLang's private API: each method that we override or call, and its parameters.
+
+None of them is public. The next release may rename a method or add a parameter, and so
+may another plugin that replaces one. :func:`check_private_api` compares the installed
+SGLang with :data:`PRIVATE_API` before the server starts, so that a difference becomes an
+error message and not a wrong batch hours later.
+
+The table also lists the code to read when a new SGLang release comes out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from ... import __version__
+from ...errors import UnsupportedSGLang
+from .sglang_version import SUPPORTED_VERSION, installed_version
+from .support import STOCK_SCHEDULER
+
+# Stand for the parameters of a property, and of a field of a class with slots.
+PROPERTY = "(property)"
+ATTRIBUTE = "(attribute)"
+# Without its type and default, a parameter prints as its stars and name.
+PLAIN: Any = {"annotation": inspect.Parameter.empty, "default": inspect.Parameter.empty}
+
+# Module or class -> name in it -> (its parameters as in the "def" line, without "self",
+# types and defaults; our use of it).
+PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    # Overridden by OfflineScheduler, down to pause_generation. The rest is called.
+    "sglang.srt.managers.scheduler:Scheduler": {
+        "init_schedule_policy": ("", "sets the policy that keeps the plan's order"),
+        "get_prefill_adder_class": ("", "admission without a guess of output lengths"),
+        "get_output_streamer_class": ("", "skips requests of which nothing is sent"),
+        "init_batch_result_processor": ("", "does less for requests that continue"),
+        "init_request_dispatcher": ("", "control messages of jobs"),
+        "init_load_inquirer": (
+            "",
+            "makes our parts; load reports count the backlog",
+        ),
+        "init_all_attention_backends": ("", "attention that shares prefixes"),
+        "get_init_info": ("", "logs that this scheduler is ours"),
+        "get_internal_state": ("recv_req", "settings and counters in /server_info"),
+        "get_next_batch_to_run": (
+            "running_batch, last_batch",
+            "begin and end of a step",
+        ),
+        "get_new_batch_prefill": ("running_batch", "the requests that join the step"),
+        "update_running_batch": ("batch", "a decode step that no request leaves"),
+        "_reqs_finishing_inflight": ("batch", "requests that end in the running step"),
+        "run_batch": ("batch, pp_proxy_tensors", "launches a step"),
+        "on_idle": ("", "publishes the step records"),
+        "maybe_sleep_on_idle": ("", "waits for messages, where SGLang would"),
+        "_record_scheduler_state_for_paused_engine": ("", "a paused engine waits too"),
+        "flush_cache": ("empty_cache", "empties the tree when nothing runs or waits"),
+        "_add_request_to_queue": (
+            "req, is_retracted",
+            "requests of jobs join the backlog",
+        ),
+        "is_fully_idle": ("for_health_check, ignore_waiting", "counts the backlog"),
+        "abort_request": ("recv_req", "also aborts requests in the backlog"),
+        "pause_generation": (
+            "recv_req",
+            "a retraction also recomputes offloaded requests",
+        ),
+        "process_batch_result": ("batch, result", "results held back by overlap"),
+        "get_num_allocatable_reqs": (
+            "running_bs, beam_width, running_batch, num_held_rows",
+            "rows that are free",
+        ),
+        "send_abort_output": ("abort_req, req", "the answer of an aborted request"),
+        "_release_aborted_request": ("req", "frees what an aborted request holds"),
+        "_build_hisparse_decode_batch": ("reqs", "SGLang's model of a resumed batch"),
+    },
+    "sglang.srt.managers.scheduler_components.new_token_ratio_tracker:"
+    "NewTokenRatioTracker": {
+        "decay_step": ("", "called by SGLang in every decode step with room"),
+    },
+    "sglang.srt.beam_search.coordinator:BeamCoordinator": {
+        "_num_live_groups": (ATTRIBUTE, "beams have further rows"),
+    },
+    "sglang.srt.managers.scheduler_components.output_streamer:"
+    "SchedulerOutputStreamer": {
+        "_stream_output_generation": (
+            "reqs, return_logprob, skip_req, is_idle_batch",
+            "gets only requests of which something is sent",
+        ),
+    },
+    "sglang.srt.managers.scheduler_components.batch_result_processor:"
+    "SchedulerBatchResultProcessor": {
+        "_handle_finish_state_updated_req": (
+            "req, batch, result, i, logits_output",
+            "is skipped for requests that continue",
+        ),
+    },
+    "sglang.srt.managers.scheduler": {
+        "NextBatchPlan": (
+            "batch_to_run, running_batch",
+            "the result of a step's choice",
+        ),
+        "_make_abort_req": ("req, finished_reason", "the answer to an abort"),
+    },
+    "sglang.srt.managers.schedule_policy:PrefillAdder": {
+        "__init__": (
+            "page_size, tree_cache, token_to_kv_pool_allocator, running_batch, "
+            "new_token_ratio, rem_input_tokens, rem_chunk_tokens, "
+            "num_mixed_decode_tokens, priority_scheduling_preemption_threshold, "
+            "max_prefill_bs, max_running_requests, prefill_max_requests, "
+            "prefill_delayer_single_pass, dllm_config, waiting_queue_len, "
+            "prefill_tile_block_m",
+            "called by SGLang in each step; ours inherits it",
+        ),
+        "add_one_req": (
+            "req, has_chunked_req, truncation_align_size",
+            "admits a request, through the four below",
+        ),
+        "_get_running_request_total_token_offset": (
+            "req",
+            "SGLang's guess of the KV a running request will take; 0 in ours",
+        ),
+        "_check_prefill_budget": (
+            "req, *, extend_input_len, total_tokens, swa_host_hit_length, chunk_limit",
+            "requires room for the step's tokens, not for the answer",
+        ),
+        "_update_prefill_budget": (
+            "prefix_len, extend_input_len, max_new_tokens, retracted_stain, "
+            "mamba_gap_reserve, request_slot_reserve, is_chunked_continuation, "
+            "replay_len",
+            "charges the step's tokens, not the answer",
+        ),
+        "_select_prefill_admission": (
+            "req, *, total_tokens, host_hit_length, swa_host_hit_length, "
+            "truncation_align_size, has_chunked_req",
+            "keeps a second prompt from being cut",
+        ),
+    },
+    "sglang.srt.mem_cache.prefill_budget:PrefillBudget": {
+        "check_prefill": (
+            "*, extend_input_len, total_tokens, max_new_tokens, input_tokens, "
+            "swa_host_hit_length, chunk_limit, auxiliary_swa_host_hit_length",
+            "called by the adder's check",
+        ),
+        "reserve": (
+            "extend_input_len, max_new_tokens, *, extra_tokens, chunk_limit, "
+            "is_chunked_continuation",
+            "called by the adder's charge",
+        ),
+        "remaining_total": (PROPERTY, "KV tokens left to the step"),
+    },
+    "sglang.srt.managers.schedule_policy:SchedulePolicy": {
+        "calc_priority": (
+            "waiting_queue, running_batch, processed_tokens",
+            "sorts the waiting queue; ours leaves the plan's order",
+        ),
+        "shortest_prefill_chunk_limit": (
+            "chunked_req, waiting_queue, budget, page_size",
+            "limits the tokens of the prompt in progress in a step",
+        ),
+    },
+    "sglang.srt.mem_cache.registry": {
+        "get_radix_cache_factory": ("name", "whether our cache is registered"),
+        "register_radix_cache_backend": ("name, factory", "our cache, by its name"),
+        "create_unified_radix_cache": ("ctx, *, cache_class", "makes our cache"),
+    },
+    # The first four are overridden by PlannedRadixCache, the others called.
+    "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache": {
+        "evict": ("params", "unpins first, in the plan's order"),
+        "evict_for_alloc": (
+            "params, *, allocation_reclaim_satisfied",
+            "the same, when an allocation needs room",
+        ),
+        "on_release": ("req, *, checkpointed", "a request gives its KV back"),
+        "reset": ("", "the tree is emptied: pins are forgotten"),
+        "lock": ("node_id, skip_lock_components", "pins a prefix that is needed again"),
+        "unlock": ("lock", "unpins it"),
+        "match_prefix": ("params", "finds a prefix in the tree"),
+        "evictable_size": ("", "KV tokens that can be freed"),
+        "path_device_indices": ("node", "slots of a prefix, for a resumed request"),
+    },
+    "sglang.srt.mem_cache.rust_tree_core.adapter:RustUnifiedTreeCore": {
+        "match_full_device_prefix": ("key", "the same without touching the tree"),
+    },
+    "sglang.srt.mem_cache.common": {
+        "checkpoint_kv_cache": (
+            "req, tree_cache",
+            "puts a computed prompt into the tree early",
+        ),
+        "release_kv_cache": (
+            "req, tree_cache, *, checkpoint",
+            "frees an offloaded request",
+        ),
+        "evict_from_tree_cache": ("tree_cache, num_tokens", "makes room to resume"),
+        "_req_radix_key": (
+            "tree_cache, req, token_ids, max_prefix_len",
+            "a prefix as the tree's key",
+        ),
+    },
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner": {
+        "create_dsv41_candidate_graph_variants": (
+            "model_runner, capture_forward_mode, captured_req_width",
+            "hooked: two CUDA graphs for each size of a decode batch",
+        ),
+    },
+    "sglang.srt.model_executor.runner_utils.capture_mode": {
+        "get_capture_attention_variant": ("", "which of the two is captured"),
+    },
+    "sglang.srt.arg_groups.model_override_base": {
+        "get_default_attn_backend": (
+            "server_args, use_mla_backend, model_config",
+            "the backend that shared_prefix stands in front of",
+        ),
+    },
+    # Overridden by SharedPrefixMixin, in a subclass of the backend that SGLang chooses.
+    "sglang.srt.layers.attention.base_attn_backend:AttentionBackend": {
+        "init_forward_metadata": ("forward_batch", "the plan of a step"),
+        "init_forward_metadata_out_graph": (
+            "forward_batch, in_capture",
+            "the same for a captured CUDA graph",
+        ),
+        "shared_read_ends": ("fm", "rows are read in every layer"),
+        "forward_decode": (
+            "q, k, v, layer, forward_batch, save_kv_cache, **kwargs",
+            "a decode step",
+        ),
+        "forward_extend": (
+            "q, k, v, layer, forward_batch, save_kv_cache, **kwargs",
+            "a step that mixes prompts and decodes",
+        ),
+    },
+    "sglang.srt.managers.schedule_batch:ScheduleBatch": {
+        "init_new": (
+            "reqs, req_to_token_pool, token_to_kv_pool_allocator, tree_cache, "
+            "model_config, enable_overlap, spec_algorithm, chunked_req, dllm_config",
+            "a decode batch of resumed requests",
+        ),
+        "filter_batch": ("reqs_to_exclude, keep_indices", "takes requests out"),
+        "merge_batch": ("other", "puts resumed requests in"),
+        "prepare_for_decode": ("", "a decode step that no request leaves"),
+        "check_decode_mem": ("selected_indices", "whether the next step has room"),
+        "retract_decode": ("", "SGLang's last resort, where offloading is not enough"),
+    },
+    "sglang.srt.managers.schedule_batch:Req": {
+        "reset_for_retract": ("", "for an offloaded request that cannot resume"),
+        "finished": ("", "whether a request is done"),
+    },
+    "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo": {
+        "from_schedule_batch": ("batch, vocab_size", "sampling of a resumed batch"),
+    },
+    "sglang.srt.mem_cache.allocator:TokenToKVPoolAllocator": {
+        "alloc": ("need_size", "slots to resume into"),
+        "get_cpu_copy": ("indices, mamba_indices, req_pool_index", "KV to the host"),
+        "load_cpu_copy": (
+            "kv_cache_cpu, indices, mamba_indices, req_pool_index",
+            "and back",
+        ),
+    },
+    "sglang.srt.mem_cache.memory_pool:ReqToTokenPool": {
+        "alloc": ("reqs", "a row for a resumed request"),
+        "write": ("indices, values", "fills it"),
+    },
+    "sglang.srt.managers.overlap_utils:FutureMap": {
+        "stash": (
+            "future_indices, payload",
+            "the next input token of a resumed request",
+        ),
+    },
+    "sglang.srt.managers.communicator:FanOutCommunicator": {
+        "__init__": ("send, fan_out, mode", "the channel of control messages"),
+        "handle_recv": ("recv_obj", "their answers"),
+    },
+    "sglang.srt.managers.io_struct": {
+        "hook_custom_types": ("*new_types", "makes our messages known"),
+    },
+    "sglang.srt.managers.tokenizer_manager:TokenizerManager": {
+        "_dispatch_to_scheduler": ("obj", "sends them"),
+        "generate_request": ("obj, request", "holds a request until it may be sent"),
+        "_create_tokenized_object": (
+            "obj, input_text, input_ids, input_embeds, mm_inputs, token_type_ids",
+            "the last check of a request",
+        ),
+    },
+    "sglang.srt.managers.io_struct:GenerateReqInput": {
+        "normalize_batch_and_arguments": ("", "the first check of a request"),
+    },
+    "sglang.srt.managers.io_struct:EmbeddingReqInput": {
+        "normalize_batch_and_arguments": ("", "the first check of a request"),
+    },
+}
+
+
+def check_private_api(
+    api: Mapping[str, Mapping[str, tuple[str, str]]] = PRIVATE_API,
+) -> None:
+    """Compare :data:`PRIVATE_API` with the installed SGLang.
+
+    Call it where SGLang's scheduler is imported already. It takes milliseconds there and
+    ten seconds elsewhere.
+
+    Raises:
+        UnsupportedSGLang: names the first method that is missing or has other
+            parameters, the expected ones and those found.
+    """
+    for place, names in api.items():
+        module, _, owner = place.partition(":")
+        try:
+            holder: Any = importlib.import_module(module)
+            holder = getattr(holder, owner) if owner else holder
+        except (ImportError, AttributeError):
+            raise _unsupported(place.replace(":", "."), "to exist", "nothing") from None
+        for name, (expected, _use) in names.items():
+            found = parameters(inspect.getattr_static(holder, name, None))
+            if found != expected:
+                path = f"{owner or module}.{name}"
+                raise _unsupported(path, f"({expected})", f"({found})")
+
+
+def parameters(target: Any) -> str:
+    """The parameters of a function as in its "def" line: names and stars.
+
+    Without ``self``, ``cls``, types and defaults. ``PROPERTY`` for a property,
+    ``ATTRIBUTE`` for a field, and "missing" for anything else that cannot be called.
+    """
+    if isinstance(target, property):
+        return PROPERTY
+    if inspect.ismemberdescriptor(target):
+        return ATTRIBUTE
+    if isinstance(target, staticmethod | classmethod):
+        target = target.__func__
+    if not callable(target):
+        return "missing"
+    names: list[str] = []
+    keyword_only = False
+    for parameter in inspect.signature(target).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
+            names.append("*")
+        keyword_only |= parameter.kind in (
+            parameter.KEYWORD_ONLY,
+            parameter.VAR_POSITIONAL,
+        )
+        names.append(str(parameter.replace(**PLAIN)))
+    return ", ".join(names[1:] if names[:1] in (["self"], ["cls"]) else names)
+
+
+def _unsupported(path: str, expected: str, found: str) -> UnsupportedSGLang:
+    return UnsupportedSGLang(
+        f"--offline-batch: sglang-batch {__version__} expects {path} {expected} and "
+        f"found {found} in the installed sglang {installed_version}; run "
+        f"`pip install sglang=={SUPPORTED_VERSION}` without other plugins that change "
+        f"it, or give {STOCK_SCHEDULER}."
+    )

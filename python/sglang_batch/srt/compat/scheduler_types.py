@@ -1,0 +1,369 @@
+"""SGLang's scheduler and its parts, typed as far as this package uses them.
+
+mypy does not read SGLang's sources. Each protocol here lists exactly those attributes
+and methods of one of SGLang's classes that ``srt`` reads, sets or calls. Methods and
+their parameters are in :mod:`.private_api`, which compares them with the installed
+release.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
+
+import torch
+
+from .server_types import ModelConfig
+
+TreeLock: TypeAlias = object
+"""A lock on a prefix in the tree, as ``TreeCache.lock`` returned it."""
+
+TreeNode: TypeAlias = object
+"""A node of SGLang's prefix tree."""
+
+HostKv: TypeAlias = object
+"""KV on the host, as ``KvAllocator.get_cpu_copy`` returned it: nested tensors."""
+
+
+# Requests -----------------------------------------------------------------------------
+
+
+class SamplingParams(Protocol):
+    max_new_tokens: int | None
+    min_new_tokens: int
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+
+
+class ReqKv(Protocol):
+    """The KV that a request holds on the device. Lengths are in tokens."""
+
+    req_pool_idx: int
+    kv_committed_len: int
+    kv_allocated_len: int
+    # The first tokens, which the prefix tree owns.
+    cache_protected_len: int
+    cache_inserted_len: int
+
+    @property
+    def holds_kv(self) -> bool: ...
+    @property
+    def holds_mamba(self) -> bool: ...
+
+
+class ReqLogprob(Protocol):
+    top_logprobs_num: int
+    token_ids_logprob: list[int] | None
+
+
+class ReqTimeStats(Protocol):
+    def set_wait_queue_entry_time(self) -> None: ...
+
+
+class Req(Protocol):
+    """``sglang.srt.managers.schedule_batch.Req``, one request."""
+
+    rid: str
+    origin_input_ids: array[int]
+    output_ids: array[int]
+    sampling_params: SamplingParams
+    stream: bool
+    extra_key: str | None
+    cache_salt: str | None
+    logprob: ReqLogprob
+    time_stats: ReqTimeStats
+    arrival_processed_tokens: int
+    # The reason once the request has ended, or once it will end with its next token.
+    finished_reason: object | None
+    to_finish: object | None
+    kv: ReqKv
+    lock: TreeLock | None
+    last_node: TreeNode | None
+    # Prompt and output as they are prefilled: all tokens, those found in the cache, and
+    # the end of the part that is computed or was last scheduled.
+    full_untruncated_fill_ids: Sequence[int]
+    prefix_len: int
+    extend_end: int
+    inflight_middle_chunks: int
+    # State that offloading would lose.
+    beam_group: object | None
+    session: object | None
+    lora_id: str | None
+    multimodal_inputs: object | None
+    input_embeds: object | None
+    positional_embed_overrides: object | None
+    skip_radix_cache_insert: bool
+    return_routed_experts: bool
+    return_indexer_topk: bool
+
+    @property
+    def seqlen(self) -> int: ...
+    def finished(self) -> bool: ...
+    def reset_for_retract(self) -> None: ...
+
+
+# Batches ------------------------------------------------------------------------------
+
+
+class ForwardMode(Protocol):
+    def is_decode(self) -> bool: ...
+    def is_mixed(self) -> bool: ...
+
+
+class Penalizer(Protocol):
+    """Counts output tokens in attributes that are tensors, ``[rows, ...]``."""
+
+
+class PenalizerOrchestrator(Protocol):
+    penalizers: dict[type, Penalizer]
+
+    def cumulate_output_tokens(self, output_ids: torch.Tensor) -> None: ...
+
+
+class SamplingInfo(Protocol):
+    penalizer_orchestrator: PenalizerOrchestrator
+
+
+class ScheduleBatch(Protocol):
+    """``sglang.srt.managers.schedule_batch.ScheduleBatch``: the requests of a step, or
+    those that run."""
+
+    reqs: list[Req]
+    device: torch.device
+    forward_mode: ForwardMode
+    # Of a mixed step, the requests that decode.
+    decoding_reqs: list[Req] | None
+    # SGLang's mark that no row is left, which it removes when a request leaves.
+    batch_is_full: bool
+    sampling_info: SamplingInfo
+    return_logprob: bool
+    top_logprobs_nums: list[int]
+    token_ids_logprobs: list[list[int] | None]
+    multimodal_inputs: list[None]
+    req_pool_indices: torch.Tensor
+    req_pool_indices_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    orig_seq_lens: torch.Tensor
+
+    def is_empty(self) -> bool: ...
+    def filter_batch(self, reqs_to_exclude: list[Req] | None = None) -> None: ...
+    def merge_batch(self, other: ScheduleBatch) -> None: ...
+    def check_decode_mem(self) -> bool: ...
+    def prepare_for_decode(self) -> None: ...
+
+
+class LogitsOutput(Protocol):
+    customized_info: object | None
+
+
+class PrefillPlan(Protocol):
+    """``NextBatchPlan``: a batch to run now, if any, and the one that runs on."""
+
+    batch_to_run: ScheduleBatch | None
+    running_batch: ScheduleBatch
+
+
+BuildPrefill: TypeAlias = Callable[[ScheduleBatch], PrefillPlan]
+"""SGLang's ``get_new_batch_prefill``, which gets the running batch."""
+
+
+# Memory -------------------------------------------------------------------------------
+
+
+class KvPool(Protocol):
+    """The device's KV. Offloading also checks attributes of some types by name."""
+
+
+class KvAllocator(Protocol):
+    """``TokenToKVPoolAllocator``: slots of the device's KV, in tokens."""
+
+    page_size: int
+
+    def available_size(self) -> int: ...
+    def alloc(self, need_size: int) -> torch.Tensor | None: ...
+    def get_kvcache(self) -> KvPool: ...
+    def get_cpu_copy(self, indices: torch.Tensor) -> HostKv: ...
+    def load_cpu_copy(self, kv_cache_cpu: HostKv, indices: torch.Tensor) -> None: ...
+
+
+class RowPool(Protocol):
+    """``ReqToTokenPool``: a row of slot numbers for each running request."""
+
+    req_to_token: torch.Tensor
+
+    def available_size(self) -> int: ...
+    def alloc(self, reqs: list[Req]) -> list[int] | None: ...
+    def write(
+        self, indices: tuple[int, slice[int, int]], values: torch.Tensor
+    ) -> None: ...
+
+
+class PrefixMatch(Protocol):
+    @property
+    def device_prefix_len(self) -> int: ...
+    @property
+    def last_device_node(self) -> TreeNode: ...
+
+
+class TreeCore(Protocol):
+    def match_full_device_prefix(
+        self, key: object
+    ) -> tuple[int, TreeNode, TreeNode]: ...
+
+
+class TreeCache(Protocol):
+    """``UnifiedRadixCache``: KV of prefixes, which requests share."""
+
+    disable: bool
+    page_size: int
+    tree_core: TreeCore
+    token_to_kv_pool_allocator: KvAllocator
+
+    def match_prefix(self, params: object) -> PrefixMatch: ...
+    def lock(self, node: TreeNode) -> TreeLock: ...
+    def unlock(self, lock: TreeLock) -> None: ...
+    def evictable_size(self) -> int: ...
+    def path_device_indices(self, node: TreeNode) -> torch.Tensor: ...
+
+
+class EvictResult(Protocol):
+    num_tokens_evicted: int
+
+
+# The scheduler, by use ----------------------------------------------------------------
+
+
+class ResultQueue(Protocol):
+    """The overlap loop's results that are not processed yet."""
+
+    def __len__(self) -> int: ...
+    def popleft(self) -> tuple[ScheduleBatch, object]: ...
+
+
+class ResultLoop(Protocol):
+    """The part of the scheduler that processes the results of steps."""
+
+    result_queue: ResultQueue
+    last_batch: ScheduleBatch | None
+
+    def process_batch_result(self, batch: ScheduleBatch, result: object) -> None: ...
+
+
+class RunningRows(ResultLoop, Protocol):
+    """The part that counts and queues requests."""
+
+    chunked_req: Req | None
+    is_mixed_chunk: bool
+    token_to_kv_pool_allocator: KvAllocator
+
+    def get_num_allocatable_reqs(
+        self, running_bs: int, *, running_batch: ScheduleBatch
+    ) -> int: ...
+    def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None: ...
+
+
+class WaitingRequests(RunningRows, Protocol):
+    """The part with SGLang's waiting queue, in addition."""
+
+    waiting_queue: list[Req]
+
+
+class GrammarManager(Protocol):
+    def has_waiting_grammars(self) -> bool: ...
+
+
+class ChunkPolicy(Protocol):
+    """``OfflineSchedulePolicy``, which ``init_schedule_policy`` sets."""
+
+    chunk_limit: int | None
+
+
+class BeamCoordinator(Protocol):
+    _num_live_groups: int
+
+
+class StepScheduler(WaitingRequests, Protocol):
+    """The part that builds a prefill batch from the waiting queue."""
+
+    chunked_prefill_size: int | None
+    grammar_manager: GrammarManager
+    policy: ChunkPolicy
+    beam_coordinator: BeamCoordinator
+    model_config: ModelConfig
+
+
+class SpeculativeAlgorithm(Protocol):
+    def is_none(self) -> bool: ...
+
+
+class NgramManager(Protocol):
+    enabled: bool
+    engram_hasher: object | None
+
+
+class FutureMap(Protocol):
+    def stash(self, future_indices: torch.Tensor, payload: object) -> None: ...
+
+
+class OffloadingScheduler(ResultLoop, Protocol):
+    """The part that owns rows, KV and streams."""
+
+    tree_cache: TreeCache
+    token_to_kv_pool_allocator: KvAllocator
+    req_to_token_pool: RowPool
+    model_config: ModelConfig
+    enable_overlap: bool
+    enable_hisparse: bool
+    require_mlp_sync: bool
+    schedule_stream: torch.Stream
+    forward_stream: torch.Stream
+    spec_algorithm: SpeculativeAlgorithm
+    ngram_embedding_manager: NgramManager
+    disaggregation_mode: object
+    dllm_config: object | None
+    future_map: FutureMap
+
+
+class MetricsContext(Protocol):
+    """Whether a rank reports metrics, and their labels."""
+
+    collector: MetricsCollector | None
+    is_stats_logging_rank: bool
+
+
+class MetricsCollector(Protocol):
+    labels: dict[str, object]
+
+
+class MetricsReporter(Protocol):
+    metrics_collector_context: MetricsContext
+
+
+class MeteredScheduler(Protocol):
+    metrics_reporter: MetricsReporter
+
+
+# Messages -----------------------------------------------------------------------------
+
+
+class InternalState(Protocol):
+    """``GetInternalStateReqOutput``: one scheduler's state in ``/server_info``."""
+
+    internal_state: dict[str, object]
+
+
+class AbortRequest(Protocol):
+    """``AbortReq``. A ``rid`` that is no request's aborts all that begin with it."""
+
+    rid: str
+    abort_all: bool
+    finished_reason: object | None
+
+
+class PauseRequest(Protocol):
+    """``PauseGenerationReqInput``."""
+
+    mode: str

@@ -1,0 +1,249 @@
+"""The parts of SGLang's main process that we use, as protocols.
+
+Each lists only the attributes and methods that we read or call. SGLang's own classes
+satisfy them. Their declared types differ between releases and are mostly missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict
+
+from pydantic import BaseModel
+
+from ...config import OfflineBatchConfig
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.embedding_model_spec import EmbeddingModelSpec
+    from sglang.srt.configs.model_config import AttentionArch
+
+JsonObject: TypeAlias = dict[str, Any]
+"""A decoded JSON object."""
+
+TokenIds: TypeAlias = list[int] | list[list[int]] | None
+"""The prompts of a request: one, several, or None where they are text."""
+
+
+# Configuration ------------------------------------------------------------------------
+
+
+class HfConfig(Protocol):
+    """A model's configuration as transformers has it."""
+
+    architectures: list[str] | None
+
+    def to_dict(self) -> JsonObject: ...
+
+
+class ModelConfig(Protocol):
+    """``sglang.srt.configs.model_config.ModelConfig``."""
+
+    hf_config: HfConfig
+    model_path: str
+    revision: str | None
+    vocab_size: int
+    hidden_size: int
+    head_dim: int
+    is_encoder_decoder: bool
+    is_multimodal: bool
+    is_hybrid_swa: bool
+    use_ngram_embedding: bool
+    use_engram: bool
+    attention_arch: AttentionArch
+    embedding_model_spec: EmbeddingModelSpec
+
+    def get_num_attention_heads(self, tensor_parallel_size: int) -> int: ...
+
+    def get_num_kv_heads(self, tensor_parallel_size: int) -> int: ...
+
+
+class ServerArgs(Protocol):
+    """``sglang.srt.server_args.ServerArgs``."""
+
+    model_path: str
+    served_model_name: str | None
+    tp_size: int
+    tokenizer_worker_num: int
+    tool_call_parser: str | None
+    attention_backend: str | None
+    decode_attention_backend: str | None
+    enable_metrics: bool
+    enable_torch_compile: bool
+
+
+class OfflineArgs(ServerArgs, Protocol):
+    """SGLang's server arguments with ours, in offline mode."""
+
+    offline_batch: bool
+    offline_batch_config: str | None
+    offline_batch_dir: str | None
+    custom_sigquit_handler: Callable[..., None] | None
+    _offline_from_cli: bool
+
+    @property
+    def offline_config(self) -> OfflineBatchConfig: ...
+
+    def resolve_once(self) -> None: ...
+
+
+# Requests and answers -----------------------------------------------------------------
+
+
+class Tokenizer(Protocol):
+    """A tokenizer of transformers."""
+
+    def __call__(self, *texts: str) -> Mapping[str, list[int]]: ...
+
+
+class EngineRequest(Protocol):
+    """``GenerateReqInput`` or ``EmbeddingReqInput``: a request to the engine."""
+
+    rid: str | list[str] | None
+    input_ids: TokenIds
+    text: str | list[str] | None
+    sampling_params: JsonObject | list[JsonObject] | None
+    is_single: bool
+    batch_size: int
+
+    def __getitem__(self, index: int) -> EngineRequest: ...
+
+    def contains_mm_input(self) -> bool: ...
+
+    def normalize_batch_and_arguments(self) -> None: ...
+
+
+class MetaInfo(TypedDict, total=False):
+    """Token counts of one generated or embedded sequence, and how it ended."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int
+    finish_reason: JsonObject | None
+
+
+class SequenceAnswer(TypedDict):
+    """The engine's answer for one sequence, which has more keys than these."""
+
+    meta_info: MetaInfo
+
+
+EngineAnswer: TypeAlias = SequenceAnswer | list[SequenceAnswer] | None
+"""The engine's answer to a request: for one sequence or several, None if it failed."""
+
+
+class CachedTokenCounts(Protocol):
+    cached_tokens: int | None
+
+
+class UsageInfo(Protocol):
+    """``usage`` in an answer of SGLang's OpenAI endpoints."""
+
+    prompt_tokens: int
+    completion_tokens: int | None
+    reasoning_tokens: int | None
+    prompt_tokens_details: CachedTokenCounts | None
+
+
+class ServingHandler(Protocol):
+    """``OpenAIServingBase``: one of SGLang's OpenAI endpoints.
+
+    A request is SGLang's pydantic model of the endpoint's body, and an answer its
+    response object or its error response.
+    """
+
+    def _validate_request(self, request: BaseModel) -> str | None: ...
+
+    def _convert_to_internal_request(
+        self, request: BaseModel, raw_request: None
+    ) -> tuple[EngineRequest, BaseModel]: ...
+
+    async def _handle_non_streaming_request(
+        self, adapted_request: EngineRequest, request: BaseModel, raw_request: None
+    ) -> object: ...
+
+
+# The main process ---------------------------------------------------------------------
+
+
+class MemoryUsage(TypedDict):
+    """``token_capacity``: tokens of KV."""
+
+    token_capacity: int
+
+
+class OfflineState(TypedDict, total=False):
+    """Our part of a scheduler's state. SGLang's own scheduler has the first three.
+
+    config: the settings, as text.
+    step_tokens: most prompt tokens of a step.
+    mixed_chunk: whether a step computes prompts and decodes together.
+    jobs: number of open jobs.
+    kv_use: the fields of :class:`~sglang_batch.engine.KvUse`.
+    shares_prefixes: whether attention reads shared prefixes once.
+    """
+
+    config: str
+    step_tokens: int
+    mixed_chunk: bool
+    jobs: int
+    kv_use: dict[str, int]
+    shares_prefixes: bool
+
+
+class SchedulerState(TypedDict):
+    """The internal state of one scheduler, as in ``/server_info``.
+
+    offline_batch: ours. A scheduler without our hooks has none.
+    """
+
+    offline_batch: OfflineState
+    memory_usage: MemoryUsage
+    effective_max_running_requests_per_dp: int
+
+
+class ControlChannel(Protocol):
+    """``FanOutCommunicator``: sends a message to all DP ranks; each answers it."""
+
+    async def __call__(self, message: object) -> list[object]: ...
+
+    def handle_recv(self, answer: object) -> None: ...
+
+
+class ResultDispatcher(Protocol):
+    """``TypeBasedDispatcher``, which another one can be added to."""
+
+    def __iadd__(self, other: object) -> ResultDispatcher: ...
+
+
+class TokenizerManager(Protocol):
+    """``sglang.srt.managers.tokenizer_manager.TokenizerManager``."""
+
+    server_args: OfflineArgs
+    model_config: ModelConfig
+    tokenizer: Tokenizer | None
+    served_model_name: str
+    gracefully_exit: bool
+    is_pause: bool
+    rid_to_state: Mapping[str, object]
+    context_len: int
+    serving_chat_class: Callable[..., ServingHandler]
+    _result_dispatcher: ResultDispatcher
+    # Ours: the channel for control messages of jobs, once there is one.
+    offline_job_control: ControlChannel
+
+    def _dispatch_to_scheduler(self, obj: object) -> None: ...
+
+    async def get_internal_state(self) -> list[SchedulerState]: ...
+
+    def generate_request(
+        self, obj: EngineRequest, request: None
+    ) -> AsyncGenerator[EngineAnswer]: ...
+
+    def _validate_one_request(
+        self, obj: EngineRequest, input_ids: list[int]
+    ) -> None: ...
+
+
+class TemplateManager(Protocol):
+    """``sglang.srt.parser.template_manager.TemplateManager``, which is only passed on."""

@@ -1,0 +1,306 @@
+"""Refuses flags and models that the offline scheduler does not support, at startup.
+
+Each feature listed here would otherwise have no effect, or give wrong results. There are
+two checks:
+
+* :func:`check_supported` checks flags when arguments are parsed.
+* :func:`check_model` checks the model once SGLang has read its configuration, still in
+  the main process and before any worker starts.
+
+``{"scheduler": "stock"}`` in ``--offline-batch-config`` turns off the offline scheduler
+and both checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from sglang.srt.environ import envs
+
+from ...errors import ConfigError
+from .server_types import ModelConfig
+
+# The key of our part in a scheduler's internal state, as in /server_info.
+STATE_KEY: Final = "offline_batch"
+# The name under which our prefix cache is registered with SGLang.
+CACHE_BACKEND = "planned"
+# The name of our attention backend, which reads a shared prefix once.
+ATTENTION_BACKEND = "shared_prefix"
+# SGLang's arguments that name a backend.
+ATTENTION_ARGUMENTS = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+)
+STOCK_SCHEDULER = """--offline-batch-config '{"scheduler": "stock"}'"""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Fields of SGLang's arguments and the values that are refused.
+
+    names: fields of ``ServerArgs``, each of which is checked separately.
+    refused: whether a value is unsupported. None means "not given".
+    reason: completes the error "... does not work with the offline scheduler: ".
+    way_out: the user's alternative, before the general one. May be empty.
+    """
+
+    names: tuple[str, ...]
+    refused: Callable[[object], bool]
+    reason: str
+    way_out: str = ""
+
+
+def _given(value: object) -> bool:
+    return bool(value)
+
+
+def _above(limit: int) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, int | float) and value > limit
+
+
+def _other_than(*allowed: object) -> Callable[[object], bool]:
+    return lambda value: value is not None and value not in allowed
+
+
+_SECOND_TIER = "it moves KV to and from a second tier, which is not in the plan"
+_PARALLEL = (
+    "its ranks must agree on every batch, and each offline scheduler decides alone"
+)
+_SLOTS = "it keeps data per KV slot, and an offloaded request resumes in other slots"
+_ADMISSION = "the plan and its KV forecast decide when a request is admitted"
+_PLAN_ORDER = """set the order with --offline-batch-config '{"policy": ...}'"""
+
+REFUSALS = (
+    # The prefix cache, which we replace.
+    Refusal(("disable_radix_cache",), _given, "the plan shares prefixes in it"),
+    Refusal(
+        ("radix_cache_backend",),
+        _other_than(CACHE_BACKEND),
+        "it replaces the prefix cache",
+    ),
+    Refusal(
+        ("radix_eviction_policy",),
+        _other_than("lru"),
+        "the plan decides which prefixes are evicted",
+    ),
+    Refusal(
+        (
+            "enable_hierarchical_cache",
+            "enable_lmcache",
+            "enable_flexkv",
+            "enable_unified_cache_external_linker",
+        ),
+        _given,
+        _SECOND_TIER,
+    ),
+    Refusal(
+        ("enable_session_radix_cache", "enable_streaming_session"),
+        _given,
+        "sessions keep prefixes that the plan would evict",
+    ),
+    Refusal(
+        ("enable_hisparse", "enable_unified_memory", "enable_page_major_kv_layout"),
+        _given,
+        "KV in this layout cannot be offloaded to the host",
+    ),
+    Refusal(
+        ("kv_cache_dtype",),
+        _other_than("auto", "bf16", "bfloat16", "fp8_e5m2", "fp8_e4m3"),
+        "KV with separate scales cannot be offloaded to the host",
+    ),
+    Refusal(("enable_kv_cache_sharding",), _given, "KV in shards cannot be offloaded"),
+    # The order and the admission of requests, which the plan decides.
+    Refusal(
+        ("schedule_policy",),
+        _other_than("fcfs"),
+        "the plan orders the requests",
+        _PLAN_ORDER,
+    ),
+    Refusal(
+        ("enable_priority_scheduling",),
+        _given,
+        "the plan orders the requests, and preemption would drop KV that it relies on",
+        _PLAN_ORDER,
+    ),
+    Refusal(
+        ("retraction_policy",),
+        _other_than("length"),
+        "requests are offloaded by the plan, not retracted",
+    ),
+    Refusal(("schedule_conservativeness",), _other_than(1.0), _ADMISSION),
+    Refusal(("enable_prefill_delayer",), _given, _ADMISSION),
+    Refusal(("min_free_slots_delay",), _above(1), _ADMISSION),
+    Refusal(("prefill_decode_interval",), _above(0), _ADMISSION),
+    Refusal(
+        ("max_queued_requests",),
+        lambda value: value is not None,
+        "batches need a queue without a limit",
+        """limit it with --offline-batch-config '{"max_inflight": ...}'""",
+    ),
+    # The shape of a step: prompts in chunks, mixed with decoding.
+    Refusal(
+        ("chunked_prefill_size",),
+        lambda value: isinstance(value, int | float) and value <= 0,
+        "chunks of prompts are mixed with decoding",
+        "give a size above 0",
+    ),
+    Refusal(("enable_pdmux",), _given, "it runs prefill and decode in its own loop"),
+    Refusal(
+        ("enable_two_batch_overlap",), _given, "it is not tested with mixed chunks"
+    ),
+    Refusal(
+        ("enable_megamoe_for_layernorm_sp",), _given, "SGLang refuses mixed chunks"
+    ),
+    Refusal(
+        ("enable_mis", "prefill_only_disable_kv_cache"),
+        _given,
+        "it runs without the prefix cache",
+    ),
+    Refusal(
+        ("speculative_algorithm",),
+        _given,
+        "a step yields more than one token per request, which the KV forecast does "
+        "not count",
+    ),
+    Refusal(
+        ("decoupled_spec_role",),
+        _other_than("null"),
+        "drafts come from another server, which the KV forecast does not count",
+    ),
+    Refusal(("dllm_algorithm",), _given, "a diffusion model has its own scheduler"),
+    Refusal(
+        ("enable_deterministic_inference", "rl_on_policy_target"),
+        _given,
+        "mixed chunks decode with other kernels than a decode step, so answers "
+        "depend on the batch",
+    ),
+    # Adapters.
+    Refusal(
+        ("enable_lora", "lora_paths", "uno_lora_path"),
+        _given,
+        "which adapters may run together is decided outside the plan",
+    ),
+    # More than one process per replica deciding on a batch.
+    Refusal(
+        ("disaggregation_mode",),
+        _other_than("null"),
+        "prefill and decode run on different servers",
+    ),
+    Refusal(("pp_size",), _above(1), "its micro-batches run in their own loop"),
+    Refusal(("enable_dp_attention",), _given, _PARALLEL),
+    Refusal(("attn_dp_size",), _above(1), _PARALLEL),
+    Refusal(
+        ("dcp_size", "attn_cp_size"),
+        _above(1),
+        "KV spread over ranks cannot be offloaded to the host",
+    ),
+    Refusal(("enable_prefill_cp",), _given, "KV spread over ranks cannot be offloaded"),
+    Refusal(
+        ("elastic_ep_backend",),
+        _other_than("none"),
+        "ranks may change while requests are offloaded",
+    ),
+    # Data that offloading would lose.
+    Refusal(
+        ("enable_return_routed_experts", "enable_return_indexer_topk"), _given, _SLOTS
+    ),
+    Refusal(("kv_canary",), _other_than("none"), _SLOTS),
+)
+
+# Flags that SGLang itself may turn on for a model or because of an environment variable.
+# (It also turns off the prefix cache and chunks for encoders, which is fine.)
+SET_BY_SGLANG = (
+    "enable_prefill_delayer",
+    "speculative_algorithm",
+    "dllm_algorithm",
+    "enable_hisparse",
+)
+
+
+def check_supported(
+    values: Mapping[str, object], names: tuple[str, ...] | None = None
+) -> None:
+    """Refuse unsupported flags, and one unsupported environment variable.
+
+    values: SGLang's arguments by field of ``ServerArgs``. A missing one has its default.
+    names: the fields to check. None checks all fields and the environment variable.
+
+    Raises:
+        ConfigError: names the first such flag and the alternative, in one sentence.
+    """
+    for refusal in REFUSALS:
+        for name in refusal.names:
+            if names is not None and name not in names:
+                continue
+            value = values.get(name)
+            if refusal.refused(value):
+                raise ConfigError(_flag_error(name, value, refusal))
+    if names is None and envs.SGLANG_USE_HND_KVCACHE.get():
+        raise ConfigError(
+            "SGLANG_USE_HND_KVCACHE does not work with the offline scheduler: KV laid "
+            "out per head cannot be offloaded to the host; unset the variable, or give "
+            f"{STOCK_SCHEDULER}."
+        )
+
+
+def _flag_error(name: str, value: object, refusal: Refusal) -> str:
+    flag = "--" + name.replace("_", "-")
+    if not isinstance(value, bool | list | dict):
+        flag = f"{flag} {value}"
+    way_out = refusal.way_out or "drop the flag"
+    return (
+        f"{flag} does not work with the offline scheduler: {refusal.reason}; "
+        f"{way_out}, or give {STOCK_SCHEDULER}."
+    )
+
+
+def check_model(
+    model_config: ModelConfig, *, hybrid_swa_disabled: bool = False
+) -> None:
+    """Refuse models that the offline scheduler does not support.
+
+    hybrid_swa_disabled: all layers keep all KV, whatever their attention window.
+
+    Raises:
+        ConfigError: names the architecture and the alternative, in one sentence.
+    """
+    kind, way_out = _unsupported_kind(model_config, hybrid_swa_disabled)
+    if kind is None:
+        return
+    architecture = (model_config.hf_config.architectures or ["this model"])[0]
+    way_out = f"{way_out}, or give" if way_out else "give"
+    raise ConfigError(
+        f"{architecture} does not work with the offline scheduler: {kind}; "
+        f"{way_out} {STOCK_SCHEDULER}."
+    )
+
+
+def _unsupported_kind(
+    config: ModelConfig, hybrid_swa_disabled: bool
+) -> tuple[str | None, str]:
+    """The reason why a model is unsupported, and an alternative besides the general one."""
+    from sglang.srt.configs.model_config import is_deepseek_dsa
+    from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
+
+    if config.is_encoder_decoder:
+        return "it has an encoder whose KV is not in the prefix cache", ""
+    if uses_ssm_state(config):
+        return "its state-space or linear-attention layers keep state besides KV", ""
+    if config.is_multimodal:
+        return (
+            "its prompts may contain images or sound, whose tokens are not planned",
+            "",
+        )
+    if config.is_hybrid_swa and not hybrid_swa_disabled:
+        return (
+            "its sliding-window layers keep KV in a separate pool",
+            "add --disable-hybrid-swa-memory",
+        )
+    if is_deepseek_dsa(config.hf_config):
+        return "its sparse attention keeps an index besides KV", ""
+    if config.use_ngram_embedding or config.use_engram:
+        return "its n-gram tables keep state per request besides KV", ""
+    return None, ""

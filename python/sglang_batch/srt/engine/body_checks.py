@@ -1,0 +1,187 @@
+"""Checks of a request's body that need neither an engine nor torch.
+
+SGLang's request classes are pydantic models. Importing any module of SGLang runs
+``sglang/__init__.py``, which takes seconds for torch and all its libraries, and the
+classes use none of it. So they are imported below an empty ``sglang`` package here, in a
+second, and a file can be checked in full before SGLang is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from ...batch_api.lines import loads_lenient
+from ..compat.server_types import JsonObject
+from .checks.endpoint_checks import check_parsed
+from .checks.request_fields import SAMPLING_FIELDS, Real, Whole
+from .checks.value_checks import OPENAI_NAMES, FieldError, check_text, check_value
+
+MESSAGES_URL = "/v1/messages"
+_OTHER_MAX_TOKENS = ("max_completion_tokens", "max_output_tokens")
+_PACKAGE = "sglang"
+# Optional for the request classes, and imports torch. Without it, a structural tag is
+# checked by the engine only.
+_SLOW_MODULE = "xgrammar"
+
+
+def request_classes() -> dict[str, type[BaseModel]]:
+    """SGLang's request class for each endpoint."""
+    from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from sglang.srt.entrypoints.openai.protocol import (
+        ChatCompletionRequest,
+        ClassifyRequest,
+        CompletionRequest,
+        EmbeddingRequest,
+        ResponsesRequest,
+        ScoringRequest,
+        V1RerankReqInput,
+    )
+
+    return {
+        "/v1/chat/completions": ChatCompletionRequest,
+        "/v1/completions": CompletionRequest,
+        "/v1/embeddings": EmbeddingRequest,
+        "/v1/responses": ResponsesRequest,
+        MESSAGES_URL: AnthropicMessagesRequest,
+        "/v1/score": ScoringRequest,
+        "/v1/rerank": V1RerankReqInput,
+        "/v1/classify": ClassifyRequest,
+    }
+
+
+def parse_body(body: bytes) -> JsonObject:
+    """The JSON object of a body.
+
+    Raises:
+        ValueError: it is not one, or has text that UTF-8 cannot encode.
+    """
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        value = loads_lenient(body)
+        check_text(value)
+    if not isinstance(value, dict):
+        raise ValueError("The body of a request must be a JSON object.")
+    return value
+
+
+def body_errors(url: str, body: bytes) -> list[tuple[str, str | None]]:
+    """The errors of a body, each as (message, param): the first of each field.
+
+    A body need not name a model. Where it must, the checks of lines find that.
+    """
+    try:
+        value = parse_body(body)
+    except ValueError as error:
+        return [(str(error), "body")]
+    if value.get("model") is None:
+        value["model"] = "any"  # a job does so too, with its own
+    try:
+        parsed = _checked_classes()[url].model_validate(value)
+    except ValidationError as error:
+        return _errors_by_field(error)
+    found = _sampling_errors(parsed)
+    try:
+        # SGLang chooses a parser of tool calls for some models, once it is imported.
+        check_parsed(url, parsed, tool_call_parser="unknown")
+    except FieldError as error:
+        found.setdefault(error.param, str(error))
+    return [(message, param) for param, message in found.items()]
+
+
+def _sampling_errors(parsed: BaseModel) -> dict[str, str]:
+    """The numbers of a body that SGLang cannot sample with, by their names."""
+    found = {}
+    values = vars(parsed)
+    for name, rule in _numbers().items():
+        if (value := values.get(name)) is not None:
+            try:
+                check_value(name, value, rule, None, None)
+            except FieldError as error:
+                found[error.param] = str(error)
+    return found
+
+
+@cache
+def _numbers() -> dict[str, Whole | Real]:
+    """The rules for numbers among the sampling parameters, by their names in bodies."""
+    numbers = {
+        OPENAI_NAMES.get(name, name): rule
+        for name, rule in SAMPLING_FIELDS.items()
+        if isinstance(rule, Whole | Real)
+    }
+    most_tokens = numbers["max_tokens"]
+    return numbers | dict.fromkeys(_OTHER_MAX_TOKENS, most_tokens)
+
+
+def describe_validation_error(error: ValidationError) -> tuple[str, str | None]:
+    """The first error in a body: its message and the ``body.`` path of the value."""
+    return _errors_by_field(error)[0]
+
+
+def _errors_by_field(error: ValidationError) -> list[tuple[str, str | None]]:
+    # A value that fits no member of a union has an error for each of them.
+    firsts: dict[object, tuple[str, str | None]] = {}
+    for each in error.errors(include_url=False, include_context=False):
+        field = each["loc"][0] if each["loc"] else None
+        firsts.setdefault(field, _described(each))
+    return list(firsts.values())
+
+
+def _described(each: Any) -> tuple[str, str | None]:
+    # Union members appear in the path as type names, which are omitted.
+    path = ".".join(
+        str(part)
+        for part in each["loc"]
+        if str(part).isidentifier() or isinstance(part, int)
+    )
+    where = f"body.{path}" if path else "body"
+    return f"Invalid value for '{where}': {each['msg'].rstrip('.')}.", where
+
+
+@cache
+def _checked_classes() -> dict[str, type[BaseModel]]:
+    if _PACKAGE in sys.modules:
+        return request_classes()
+    with _empty_package():
+        return request_classes()
+
+
+@contextmanager
+def _empty_package() -> Iterator[None]:
+    """SGLang's modules can be imported, but its package is empty.
+
+    Afterwards they have other names, so that a later import is a complete one.
+    """
+    spec = importlib.util.find_spec(_PACKAGE)
+    assert spec is not None, f"{_PACKAGE} is a dependency"
+    package = ModuleType(_PACKAGE)
+    package.__path__ = list(spec.submodule_search_locations or ())
+    package.__spec__ = spec
+    slow_module = sys.modules.get(_SLOW_MODULE)
+    sys.modules[_PACKAGE] = package
+    sys.modules[_SLOW_MODULE] = slow_module  # type: ignore[assignment]  # None: absent
+    try:
+        yield
+    finally:
+        for name in [each for each in sys.modules if each.split(".")[0] == _PACKAGE]:
+            _rename(sys.modules.pop(name), f"bare_{name}")
+        if slow_module is None:
+            del sys.modules[_SLOW_MODULE]
+
+
+def _rename(module: ModuleType, name: str) -> None:
+    """Give a module another name, also for its classes, which look up annotations there."""
+    for value in vars(module).values():
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            value.__module__ = name
+    sys.modules[name] = module

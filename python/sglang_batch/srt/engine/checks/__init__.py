@@ -1,0 +1,1 @@
+"""Checks of requests before they reach the engine."""

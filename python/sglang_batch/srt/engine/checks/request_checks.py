@@ -1,0 +1,292 @@
+"""Refuses requests that would end SGLang's processes, on every door of the server.
+
+Two hooks on SGLang's main process see every request, whoever sent it: one before SGLang
+expands it, and one when it has become a message to the scheduler. The rules are in
+:mod:`.request_fields`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import msgspec
+import numpy as np
+from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.runtime_context import get_exec, get_observability
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from ...compat.server_types import EngineRequest, TokenizerManager
+from ..request_ids import has_our_id
+from .request_fields import (
+    REQUEST_FIELDS,
+    SAMPLING_FIELDS,
+    SCHEDULER_FIELDS,
+    Biases,
+    Real,
+    Refused,
+    TokenIds,
+    Whole,
+)
+from .value_checks import FieldError, check_type, check_value, short
+
+# Most sequences of all prompts of a request.
+MAX_ALL_SEQUENCES = 1 << 16
+# Errors that values of the wrong shape raise in SGLang's code.
+_SHAPE_ERRORS = (TypeError, LookupError, AttributeError, OverflowError)
+# How the ids of lines begin. The scheduler recognises lines by their ids, and SGLang
+# aborts every request whose id begins with the given one.
+_OUR_IDS = ("batch_", "wave_")
+# Made by SGLang itself, of types that are not sent as plain values.
+_NOT_PLAIN = frozenset(
+    {
+        *("sampling_params", "input_ids", "input_embeds", "mm_inputs"),
+        *("token_type_ids", "time_stats", "positional_embed_overrides", "kv_hints"),
+        "num_items_assigned",
+    }
+)
+
+
+def check_ids(adapted: EngineRequest, vocab_size: int) -> None:
+    """Refuse token ids of a prompt that are not in the vocabulary.
+
+    Raises:
+        FieldError: names the first one.
+    """
+    check_value("input_ids", adapted.input_ids, TokenIds(), vocab_size, None)
+
+
+# Before SGLang expands a request ------------------------------------------------------
+
+
+def check_request(adapted: EngineRequest) -> None:
+    """Refuse values out of range in a request as its client gave it.
+
+    Raises:
+        FieldError: names the first field.
+    """
+    for name, rule in REQUEST_FIELDS.items():
+        value = getattr(adapted, name, None)
+        if value is not None:
+            check_value(name, value, rule, None, None)
+    if _has_positions(adapted) and not get_exec().features.enable_mis:
+        raise FieldError(
+            "multi_item_delimiter_indices", "this server runs without --enable-mis"
+        )
+    sampling = getattr(adapted, "sampling_params", None)
+    for params in sampling if isinstance(sampling, list) else [sampling]:
+        if params is not None:
+            check_sampling(params)
+    _check_prompts(adapted)
+    _check_id(adapted)
+    _check_tensors(adapted)
+    _check_labels(getattr(adapted, "custom_labels", None))
+
+
+def _has_positions(adapted: EngineRequest) -> bool:
+    """Whether answers are read within the prompt, which no cached prompt has."""
+    return any(
+        getattr(adapted, name, None) is not None
+        for name in ("multi_item_delimiter_indices", "token_indices_to_pool")
+    )
+
+
+def check_sampling(params: object) -> None:
+    """Refuse sampling parameters of wrong types or out of range.
+
+    Raises:
+        FieldError: names the first one.
+    """
+    if not isinstance(params, dict):
+        raise FieldError("sampling_params", f"{short(params)} is not an object")
+    types = _sampling_types()
+    for name, value in params.items():
+        if name not in types:
+            known = ", ".join(
+                sorted(
+                    n for n, r in SAMPLING_FIELDS.items() if not isinstance(r, Refused)
+                )
+            )
+            raise FieldError(
+                str(name)[:100],
+                f"there is no such sampling parameter; there are {known}",
+                "unknown_parameter",
+            )
+        if value is None:
+            continue
+        rule = SAMPLING_FIELDS[name]
+        if isinstance(rule, (Whole, Real)) and isinstance(value, list):
+            raise FieldError(name, f"{short(value)} is a list", "invalid_type")
+        if not isinstance(rule, (Whole, Real, Biases, TokenIds)):
+            check_type(name, value, types[name])
+        check_value(name, value, rule, None, None)
+
+
+@cache
+def _sampling_types() -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
+
+
+def _check_prompts(adapted: EngineRequest) -> None:
+    """Refuse text and token ids of different numbers of prompts."""
+    text, ids = adapted.text, adapted.input_ids
+    if text is None or not ids:
+        return
+    num_texts = len(text) if isinstance(text, list) else None
+    num_ids = len(ids) if isinstance(ids[0], list) else None
+    if num_texts != num_ids:
+        raise FieldError("input_ids", "not as many prompts as there are texts")
+
+
+def _check_id(adapted: EngineRequest) -> None:
+    if has_our_id(adapted):
+        return
+    ids = adapted.rid if isinstance(adapted.rid, list) else [adapted.rid]
+    for rid in ids:
+        if rid is None:
+            continue
+        if not isinstance(rid, str):
+            raise FieldError("rid", f"{short(rid)} is not text")
+        if any(i.startswith(rid) or rid.startswith(i) for i in _OUR_IDS):
+            raise FieldError(
+                "rid", f"{rid[:100]!r} is, or begins, the id of a line; choose another"
+            )
+
+
+def _check_tensors(adapted: EngineRequest) -> None:
+    """Refuse values in the place of tensors, which only code in this process can give."""
+    overrides = getattr(adapted, "positional_embed_overrides", None)
+    for each in overrides if isinstance(overrides, list) else [overrides]:
+        if not isinstance(each, (PositionalEmbeds, type(None))):
+            raise FieldError("positional_embed_overrides", "not for clients")
+    embeds = getattr(adapted, "embed_overrides", None)
+    for per_input in embeds or ():
+        if any(
+            isinstance(each, (str, int, float, list, dict)) for each in per_input or ()
+        ):
+            raise FieldError("embed_overrides", "not for clients")
+
+
+def _check_labels(labels: object) -> None:
+    if not labels:
+        return
+    allowed = get_observability().tokenizer_metrics_allowed_custom_labels or ()
+    if not isinstance(labels, dict) or not set(labels) <= set(allowed):
+        raise FieldError(
+            "custom_labels", "this server allows " + (", ".join(allowed) or "none")
+        )
+
+
+def normalize(original: Callable[[Any], None], adapted: Any) -> None:
+    """AROUND hook on ``normalize_batch_and_arguments`` of both request types.
+
+    Raises:
+        ValueError: the request cannot be used.
+    """
+    # SGLang reads it after a refusal too, to abort what was sent.
+    adapted.is_single = True
+    check_request(adapted)
+    try:
+        original(adapted)
+        if adapted.is_single:
+            _check_single(adapted)
+        else:
+            if adapted.batch_size * getattr(adapted, "parallel_sample_num", 1) > (
+                MAX_ALL_SEQUENCES
+            ):
+                raise FieldError(
+                    "n",
+                    f"a request for more than {MAX_ALL_SEQUENCES} answers; send several",
+                )
+            # Lists of fewer values than there are prompts are found here.
+            for i in range(len(adapted.rid)):
+                adapted[i]
+    except _SHAPE_ERRORS as error:
+        raise ValueError(f"The request cannot be used: {error}") from error
+    finally:
+        # SGLang makes the parts again, with the values that it adds to the request.
+        vars(adapted).pop("_sub_obj_cache", None)
+
+
+def _check_single(adapted: EngineRequest) -> None:
+    """Refuse lists for a single prompt. Lists of other values have a type of their own."""
+    for name in ("rid", "sampling_params"):
+        if isinstance(getattr(adapted, name), list):
+            raise FieldError(
+                name, "it is a list, and the prompt is not", "invalid_type"
+            )
+
+
+# The message to the scheduler ---------------------------------------------------------
+
+
+def create_message(
+    original: Callable[..., Any],
+    manager: TokenizerManager,
+    obj: EngineRequest,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """AROUND hook on ``TokenizerManager._create_tokenized_object``.
+
+    Raises:
+        ValueError: the request cannot be used.
+    """
+    try:
+        message = original(manager, obj, *args, **kwargs)
+    except _SHAPE_ERRORS as error:
+        raise ValueError(f"The request cannot be used: {error}") from error
+    check_message(message, manager.model_config.vocab_size)
+    _check_embeds(message, int(manager.model_config.hidden_size))
+    return message
+
+
+def check_message(message: Any, vocab_size: int) -> None:
+    """Refuse a message to the scheduler that it cannot read, or that would end it.
+
+    Raises:
+        FieldError: names the first field.
+    """
+    input_ids = message.input_ids
+    kind: Any = type(message)
+    for name, field_type, default in _message_fields(kind):
+        value = getattr(message, name)
+        if value is None or value is default:
+            continue
+        if name not in _NOT_PLAIN:
+            check_type(name, value, field_type)
+        rule = SCHEDULER_FIELDS[name]
+        if name == "input_ids" and message.mm_inputs is not None:
+            continue  # the processor's ids of media may be beyond the vocabulary
+        check_value(name, value, rule, vocab_size, input_ids)
+    _check_prompt(message)
+    params = message.sampling_params
+    check_value("stop_token_ids", params.stop_token_ids, TokenIds(), vocab_size, None)
+    if params.min_new_tokens and 2 * len(params.stop_token_ids or ()) > vocab_size:
+        raise FieldError(
+            "min_new_tokens", "with so many stop_token_ids, no token would be left"
+        )
+
+
+def _check_prompt(message: Any) -> None:
+    """Refuse a prompt of no tokens, for which the scheduler has no KV to release."""
+    session = getattr(message, "session_params", None)
+    if not (message.input_ids or message.mm_inputs or session):
+        raise FieldError("text", "the prompt has no tokens")
+
+
+@cache
+def _message_fields(kind: Any) -> list[tuple[str, Any, Any]]:
+    return [(f.name, f.type, f.default) for f in msgspec.structs.fields(kind)]
+
+
+def _check_embeds(message: Any, hidden_size: int) -> None:
+    rows = getattr(message, "input_embeds", None)
+    if rows is None:
+        return
+    numbers = np.asarray(rows, dtype=np.float64)
+    if numbers.ndim != 2 or numbers.shape[1] != hidden_size:
+        raise FieldError("input_embeds", f"not rows of {hidden_size} numbers")
+    if not np.isfinite(numbers).all():
+        raise FieldError("input_embeds", "not finite numbers")

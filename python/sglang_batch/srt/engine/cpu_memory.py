@@ -1,0 +1,102 @@
+"""Memory of an engine on a CPU: a default that a laptop can hold.
+
+SGLang gives the KV cache a share of the device's memory. A GPU's memory is the
+engine's alone, but on a CPU that share is most of the machine's, and is written to at
+the start.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from sglang.srt.arg_groups.overrides import (
+    declare_resolution,
+    model_config_of,
+    resolving_view,
+)
+from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
+
+from ...errors import ConfigError
+from ...planner.costs.model_spec import TYPICAL_MODEL, ModelSpec
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+# Bytes of KV, unless MIN_TOKENS need more or fewer hold MAX_REQUESTS of full length.
+KV_BYTES = 1 << 30
+# Most of the available memory for KV that holds one request of full length. The weights
+# are not loaded yet.
+CONTEXT_SHARE = 0.25
+MIN_TOKENS = 4096
+MAX_REQUESTS = 256
+# SGLang's table of running requests has a row as long as the context for each.
+TABLE_BYTES = 128 << 20
+TABLE_ENTRY_BYTES = 4
+MIN_RUNNING = 16
+# Attribute of the arguments with the sentence about this default.
+NOTE = "_offline_memory_note"
+
+
+def limit_cpu_memory(server_args: ServerArgs) -> None:
+    """Choose the size of the KV cache on a CPU, unless the user chose one."""
+    view = resolving_view(server_args)
+    chosen = (view.max_total_tokens, server_args.mem_fraction_static)
+    if view.device != "cpu" or any(value is not None for value in chosen):
+        return
+    model = model_config_of(server_args)
+    kv_dtype = view.kv_cache_dtype
+    if kv_dtype == "auto":
+        kv_dtype = str(model.dtype).removeprefix("torch.")
+    try:
+        spec = ModelSpec.from_hf_config(model.hf_config.to_dict(), kv_dtype=kv_dtype)
+    except ConfigError:
+        spec = TYPICAL_MODEL
+    bytes_per_token = spec.kv_bytes_per_token * spec.kv_replicas(view.tp_size)
+    available = available_host_memory_bytes(allow_cgroup_fallback=True)
+    values = default_limits(bytes_per_token, model.context_len, available)
+    if view.max_running_requests is not None:
+        values.pop("max_running_requests", None)
+    declare_resolution(server_args, "offline_batch", **values)
+    tokens = values["max_total_tokens"]
+    note = (
+        f"KV cache of {tokens:,} tokens ({tokens * bytes_per_token / 1e9:.1f} GB), the "
+        f"default on a CPU{_refusing(tokens, model.context_len)}; change it with "
+        "--max-total-tokens"
+    )
+    setattr(server_args, NOTE, note)
+    logger.info("%s.", note)
+
+
+def _refusing(tokens: int, context_len: int) -> str:
+    """What a KV cache smaller than the model's context means, for the note."""
+    if tokens >= context_len:
+        return ""
+    return f" (longer requests are refused, though the model takes {context_len:,})"
+
+
+def default_limits(
+    kv_bytes_per_token: float, context_len: int, available_bytes: int
+) -> dict[str, int]:
+    """Server arguments that keep an engine small.
+
+    Args:
+        kv_bytes_per_token: in all layers.
+        context_len: most tokens of a request.
+        available_bytes: memory that is free before the model is loaded.
+
+    Returns:
+        ``max_total_tokens``, and ``max_running_requests`` if SGLang's own choice would
+        take more memory than the KV cache is worth.
+    """
+    tokens = min(int(KV_BYTES / kv_bytes_per_token), MAX_REQUESTS * context_len)
+    tokens = max(MIN_TOKENS, tokens)
+    if context_len * kv_bytes_per_token <= CONTEXT_SHARE * available_bytes:
+        tokens = max(tokens, context_len)  # else long requests are refused
+    limits = {"max_total_tokens": tokens}
+    rows = max(MIN_RUNNING, TABLE_BYTES // (TABLE_ENTRY_BYTES * context_len))
+    if rows < 4096:  # SGLang's own most
+        limits["max_running_requests"] = rows
+    return limits

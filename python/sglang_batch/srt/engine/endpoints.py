@@ -1,0 +1,165 @@
+"""SGLang's own serving class and request class for each endpoint.
+
+Requests are rendered and answered by the classes that serve the endpoint online, so
+chat templates, tools, ``response_format``, ``n``, ``logprobs`` and sampling parameters
+behave in a batch as they do over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import cache, partial
+from typing import Any, TypeAlias
+
+from pydantic import BaseModel, TypeAdapter
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from ...engine import GENERATE_URL
+from ..compat.server_types import (
+    EngineAnswer,
+    JsonObject,
+    ServingHandler,
+    TemplateManager,
+    TokenizerManager,
+)
+from .body_checks import MESSAGES_URL, request_classes
+from .checks.endpoint_checks import check_parsed
+from .checks.value_checks import FieldError
+
+REQUEST_CLASSES = request_classes()
+
+ServingCoroutine: TypeAlias = Coroutine[Any, Any, object]
+"""SGLang's work on one request; returns its response object or its error response."""
+
+Serve: TypeAlias = Callable[[BaseModel], ServingCoroutine]
+"""Answers a parsed body."""
+
+
+class ServingEndpoints:
+    """The endpoints of batches and ``/generate``, served by one engine.
+
+    SGLang's serving object for an endpoint is created with its first request: most
+    jobs use one endpoint, and not every model can serve all of them.
+    """
+
+    def __init__(
+        self, tokenizer_manager: TokenizerManager, template_manager: TemplateManager
+    ) -> None:
+        self._managers = (tokenizer_manager, template_manager)
+        self._serve: dict[str, Serve | Exception] = {}
+
+    async def open(self, url: str) -> None:
+        """Prepare an endpoint for :meth:`call`, which raises if this fails."""
+        if url == GENERATE_URL or url in self._serve:
+            return
+        try:
+            # In a thread, also because an import may keep a reference to its frames.
+            self._serve[url] = await asyncio.to_thread(
+                _serve_function, url, *self._managers
+            )
+        except Exception as error:
+            self._serve[url] = error
+
+    def call(self, url: str, body: JsonObject) -> ServingCoroutine:
+        """SGLang's work on one request, as a coroutine that has not started.
+
+        Raises:
+            ValueError: the endpoint does not accept the body.
+            Exception: this model cannot serve the endpoint.
+        """
+        if url == GENERATE_URL:
+            return self._generate(_native_request(body))
+        manager = self._managers[0]
+        # SGLang's answers repeat the request's name of the model.
+        if body.get("model") is None:
+            body = {**body, "model": manager.served_model_name}
+        parsed = REQUEST_CLASSES[url].model_validate(body)
+        check_parsed(url, parsed, manager.server_args.tool_call_parser)
+        serve = self._serve[url]
+        if isinstance(serve, Exception):
+            raise serve
+        return serve(parsed)
+
+    async def _generate(self, request: GenerateReqInput) -> EngineAnswer:
+        return await self._managers[0].generate_request(request, None).__anext__()
+
+
+@cache
+def _native_requests() -> TypeAdapter[GenerateReqInput]:
+    return TypeAdapter(GenerateReqInput)
+
+
+def _native_request(body: JsonObject) -> GenerateReqInput:
+    """A body of ``/generate``, with the types that it has online.
+
+    Raises:
+        ValueError: a field is unknown or of another type.
+    """
+    known = GenerateReqInput.__dataclass_fields__
+    for name in body:
+        if name not in known:
+            raise FieldError(name[:100], "there is no such field", "unknown_parameter")
+    if body.get("stream"):
+        raise FieldError("stream", "the answers of a job are not streamed")
+    return _native_requests().validate_python(body)
+
+
+def _serve_function(
+    url: str, manager: TokenizerManager, templates: TemplateManager
+) -> Serve:
+    if url == "/v1/responses":
+        return _responses(manager, templates)
+    if url == MESSAGES_URL:
+        from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
+
+        messages = AnthropicServing(manager.serving_chat_class(manager, templates))
+        return partial(messages.handle_messages, raw_request=None)
+    return partial(_serve, _handler(url, manager, templates))
+
+
+def _responses(manager: TokenizerManager, templates: TemplateManager) -> Serve:
+    from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
+
+    # Without a tool server: the results of its built-in tools are no part of a batch.
+    handler = OpenAIServingResponses(
+        manager, templates, enable_prompt_tokens_details=True
+    )
+    # A store would keep every answer of a batch in memory. Without it "store" has no
+    # effect, and "background" and "previous_response_id" are refused, as they are
+    # online without --enable-response-store.
+    handler.enable_response_store = False
+    serve: Serve = handler.create_responses
+    return serve
+
+
+def _handler(
+    url: str, manager: TokenizerManager, templates: TemplateManager
+) -> ServingHandler:
+    from sglang.srt.entrypoints.openai.serving_classify import OpenAIServingClassify
+    from sglang.srt.entrypoints.openai.serving_completions import (
+        OpenAIServingCompletion,
+    )
+    from sglang.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbedding
+    from sglang.srt.entrypoints.openai.serving_rerank import OpenAIServingRerank
+    from sglang.srt.entrypoints.openai.serving_score import OpenAIServingScore
+
+    if url == "/v1/score":
+        score: ServingHandler = OpenAIServingScore(manager)
+        return score
+    handler_class: Callable[..., ServingHandler] = {
+        "/v1/chat/completions": manager.serving_chat_class,
+        "/v1/completions": OpenAIServingCompletion,
+        "/v1/embeddings": OpenAIServingEmbedding,
+        "/v1/rerank": OpenAIServingRerank,
+        "/v1/classify": OpenAIServingClassify,
+    }[url]
+    return handler_class(manager, templates)
+
+
+async def _serve(handler: ServingHandler, parsed: BaseModel) -> object:
+    """SGLang's ``handle_request`` without its HTTP request and its thread."""
+    if message := handler._validate_request(parsed):
+        raise ValueError(message)
+    adapted, parsed = handler._convert_to_internal_request(parsed, None)
+    return await handler._handle_non_streaming_request(adapted, parsed, None)

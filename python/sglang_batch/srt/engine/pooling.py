@@ -1,0 +1,220 @@
+"""Serves sentence-transformers encoders with the pooling they were trained for.
+
+SGLang pools every BERT-style encoder at its first token. A sentence-transformers
+checkpoint declares in ``modules.json`` and ``1_Pooling/config.json`` how its tokens
+become one vector, and SGLang reads neither. It also leaves prefix reuse and chunked
+prefill on for these models. Both are wrong for bidirectional attention: the states of a
+reused or cut prefix were computed without the rest of the text.
+
+Two hooks correct this, and neither affects any other model:
+
+* on ``ModelConfig``: an encoder-only model is declared unfit for prefix reuse and
+  chunked prefill, with the fields that SGLang has for this, and its pooling becomes the
+  checkpoint's. SGLang's own argument resolution does the rest.
+* on ``ModelRunner.load_model``: a model declared to pool by the mean gets a
+  :class:`MeanPooler`.
+
+SGLang's own mean takes differences of one running sum over the whole batch, in the
+model's dtype, and in half precision rounding errors dominate it. :func:`segment_mean`
+sums each sequence separately in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from sglang.srt.configs.embedding_model_spec import (
+    EmbeddingExecution,
+    EmbeddingModelSpec,
+    PoolingStrategy,
+)
+from sglang.srt.layers.pooler import EmbeddingPoolerOutput, Pooler, PoolingType
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from torch.nn.functional import normalize
+
+from ..compat.hook_targets import LOAD_MODEL_HOOK, MODEL_CONFIG_HOOK
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from ..compat.attention_types import ModelRunner
+    from ..compat.server_types import JsonObject, ModelConfig
+
+logger = logging.getLogger(__name__)
+
+PoolingMode = Literal["mean", "cls", "lasttoken"]
+
+_SUPPORTED: dict[str, PoolingMode] = {
+    "mean": "mean",
+    "cls": "cls",
+    "lasttoken": "lasttoken",
+}
+# sentence-transformers wrote one flag per mode before it wrote ``pooling_mode``.
+_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
+
+
+def sentence_transformers_pooling(
+    model_path: str | Path, revision: str | None = None
+) -> PoolingMode | None:
+    """The checkpoint's pooling, or None where we cannot serve it.
+
+    None: it is not a sentence-transformers checkpoint, it has modules after the pooling
+    that SGLang does not run (``Dense``), or its pooling is not implemented here.
+    """
+    folder = "1_Pooling"
+    modules = _read_json(model_path, "modules.json", revision)
+    if isinstance(modules, list):
+        kinds = {str(m.get("type", "")).rpartition(".")[2]: m for m in modules}
+        if "Pooling" not in kinds:
+            return None
+        if unknown := sorted(kinds.keys() - _KNOWN_MODULES):
+            logger.warning(
+                "%s ends in sentence-transformers modules %s, which are not served: "
+                "its embeddings will differ from sentence-transformers'",
+                model_path,
+                ", ".join(unknown),
+            )
+            return None
+        folder = str(kinds["Pooling"].get("path") or folder)
+    config = _read_json(model_path, f"{folder}/config.json", revision)
+    if not isinstance(config, dict) or config.get("include_prompt") is False:
+        return None
+    modes = config.get("pooling_mode")
+    if modes is None:
+        modes = [mode for flag, mode in _FLAGS.items() if config.get(flag)]
+    elif isinstance(modes, str):
+        modes = [modes]
+    return _SUPPORTED.get(modes[0]) if len(modes) == 1 else None
+
+
+def _read_json(
+    model_path: str | Path, name: str, revision: str | None
+) -> JsonObject | list[JsonObject] | None:
+    """A JSON file of a local or Hugging Face checkpoint, or None where there is none."""
+    path = Path(model_path) / name
+    if not Path(model_path).is_dir():
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+
+        try:
+            path = Path(hf_hub_download(str(model_path), name, revision=revision))
+        except (EntryNotFoundError, OSError, ValueError):
+            return None
+    try:
+        content: JsonObject | list[JsonObject] = json.loads(path.read_text("utf-8"))
+        return content
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as err:
+        logger.warning("ignoring %s: %s", path, err)
+        return None
+
+
+def segment_mean(hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The float32 mean of each run of rows: ``[tokens, h], [n] -> [n, h]``.
+
+    Rows past ``lengths.sum()`` are padding and are ignored. Nothing here waits for the
+    device, so it may be captured in a CUDA graph.
+    """
+    rows = torch.arange(hidden.shape[0], device=hidden.device)
+    segment = torch.searchsorted(torch.cumsum(lengths, 0), rows, right=True)
+    sums = hidden.new_zeros(
+        (lengths.shape[0] + 1, hidden.shape[1]), dtype=torch.float32
+    ).index_add_(0, segment, hidden.float())
+    return sums[:-1] / lengths.clamp(min=1).unsqueeze(-1)
+
+
+class MeanPooler(Pooler):  # type: ignore[misc]
+    """SGLang's pooler with an exact mean of float32 vectors."""
+
+    def __init__(self, normalize: bool) -> None:
+        super().__init__(pooling_type=PoolingType.MEAN, normalize=normalize)
+
+    def forward(
+        self, hidden_states: torch.Tensor, forward_batch: ForwardBatch
+    ) -> EmbeddingPoolerOutput:
+        pooled = segment_mean(hidden_states, forward_batch.extend_seq_lens)
+        vectors: torch.Tensor | list[torch.Tensor] = pooled
+        if (wanted := forward_batch.dimensions) is not None:
+            vectors = [v[:d] for v, d in zip(pooled, wanted, strict=True)]
+            if len(set(wanted)) == 1:
+                vectors = torch.stack(vectors)
+        if self.normalize:
+            vectors = (
+                [normalize(v, dim=-1) for v in vectors]
+                if isinstance(vectors, list)
+                else normalize(vectors, dim=-1)
+            )
+        return EmbeddingPoolerOutput(embeddings=vectors)
+
+
+def use_mean_pooler(model: torch.nn.Module) -> bool:
+    """Replace the model's plain pooler with a mean, or return False if it has none."""
+    pooler = getattr(model, "pooler", None)
+    if (
+        pooler is None or type(pooler) is not Pooler
+    ):  # a sparse or cross-encoder head stays
+        return False
+    model.pooler = MeanPooler(normalize=pooler.normalize)
+    return True
+
+
+def declared_spec(
+    spec: EmbeddingModelSpec, model_path: str | Path, revision: str | None = None
+) -> EmbeddingModelSpec:
+    """The spec, corrected for the checkpoint if it is encoder-only."""
+    if spec.execution is not EmbeddingExecution.ENCODER_ONLY:
+        return spec
+    spec = replace(
+        spec, safe_disable_radix_cache=True, safe_disable_chunked_prefill=True
+    )
+    if (
+        spec.pooling in (PoolingStrategy.CLS, PoolingStrategy.MODEL_DEFINED)
+        and sentence_transformers_pooling(model_path, revision) == "mean"
+    ):
+        spec = replace(spec, pooling=PoolingStrategy.MEAN)
+    return spec
+
+
+def _after_model_config(
+    _result: None, config: ModelConfig, *_args: object, **_kwargs: object
+) -> None:
+    config.embedding_model_spec = declared_spec(
+        config.embedding_model_spec, config.model_path, config.revision
+    )
+
+
+def _after_load_model(
+    _result: None, runner: ModelRunner, *_args: object, **_kwargs: object
+) -> None:
+    config = runner.model_config
+    spec: EmbeddingModelSpec = config.embedding_model_spec
+    if (
+        spec.execution is EmbeddingExecution.ENCODER_ONLY
+        and spec.pooling is PoolingStrategy.MEAN
+        and use_mean_pooler(runner.model)
+    ):
+        logger.info("%s: mean pooling, as in its checkpoint", config.model_path)
+
+
+def register_config_hook() -> None:
+    """In every process, before SGLang resolves its arguments."""
+    HookRegistry.register(MODEL_CONFIG_HOOK, _after_model_config, HookType.AFTER)
+
+
+def register_pooler_hook() -> None:
+    """In the scheduler process, before it loads the model."""
+    HookRegistry.register(LOAD_MODEL_HOOK, _after_load_model, HookType.AFTER)

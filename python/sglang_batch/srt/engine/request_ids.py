@@ -1,0 +1,76 @@
+"""Our ids on SGLang's requests, including those that SGLang splits.
+
+The scheduler recognises the lines of a job by their ids. A request with any other id is
+an online request, which runs before all lines.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from ...request import part_request_id
+from ..compat.server_types import EngineRequest
+
+# An attribute of SGLang's requests that no body sets: SGLang ignores unknown fields.
+_OURS = "_offline_batch_has_our_id"
+
+
+def has_our_id(adapted: EngineRequest) -> bool:
+    """Whether :func:`set_rid` chose the id of a request, and not its client."""
+    return _OURS in vars(adapted)
+
+
+def set_rid(adapted: EngineRequest, rid: str) -> None:
+    """Give a request our id, so that ids chosen by clients cannot collide.
+
+    The sequences of a request that SGLang splits get ids derived from ``rid``, so that
+    the scheduler recognises them too.
+    """
+    vars(adapted)[_OURS] = True
+    prompts = adapted.input_ids if adapted.input_ids is not None else adapted.text
+    several = isinstance(prompts, list) and prompts and not isinstance(prompts[0], int)
+    num_prompts = len(prompts) if several and isinstance(prompts, list) else 1
+    if isinstance(adapted, GenerateReqInput) and _num_samples(adapted) > 1:
+        adapted.__class__ = Samples
+        adapted.part_ids = (part_request_id(rid, part) for part in itertools.count())
+        # The prompts' own ids, until SGLang has made the samples.
+        adapted.rid = [f"{rid}.prompt{i:06d}" for i in range(num_prompts)]
+    elif several:
+        adapted.rid = [part_request_id(rid, part) for part in range(num_prompts)]
+    else:
+        adapted.rid = rid
+
+
+def _num_samples(adapted: GenerateReqInput) -> int:
+    params = adapted.sampling_params or {}
+    if isinstance(params, list):
+        params = params[0] if params else {}
+    if (params.get("beam_width") or 1) > 1:
+        return 1  # one search finds all n
+    return int(params.get("n") or 1)
+
+
+class Samples(GenerateReqInput):  # type: ignore[misc]
+    """A request for several answers to each prompt.
+
+    SGLang copies the request for each answer and gives the copy a random id. Here it
+    gets one of ours.
+
+    Attributes:
+        part_ids: yields the ids, shared by all copies.
+    """
+
+    part_ids: Iterator[str]
+
+    def __getitem__(self, i: int) -> GenerateReqInput:
+        item = super().__getitem__(i)
+        item.__class__ = Samples
+        item.part_ids = self.part_ids
+        return item
+
+    def regenerate_rid(self) -> str:
+        self.rid = next(self.part_ids)
+        return self.rid

@@ -1,0 +1,196 @@
+"""Turns the results and exceptions of SGLang's serving code into answers."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+
+import orjson
+from fastapi import HTTPException, Response
+from pydantic import BaseModel, ValidationError
+from sglang.srt.entrypoints.openai.encoding_dsv32 import DS32EncodingError
+
+from ...batch_api.protocol import error_body
+from ...request import RequestOutput, Usage
+from ..compat.server_types import EngineAnswer, JsonObject, UsageInfo
+from .body_checks import MESSAGES_URL, describe_validation_error
+from .checks.value_checks import FieldError
+
+logger = logging.getLogger(__name__)
+
+# The Messages API has its own names for errors.
+_MESSAGES_ERROR_TYPES = {
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_MAX_MESSAGES_ERROR_LEN = 500
+# SGLang's message for a grammar after which no token may follow. SGLang reports it as
+# an error of the server.
+_REFUSED_BY_GRAMMAR = "Grammar accept_token failed"
+# SGLang's message for a request that was aborted while its grammar was compiled. SGLang
+# reports it as the request's own error.
+_ABORTED_BEFORE_START = "Aborted by AbortReq"
+
+
+def rejection(url: str, rid: str, error: Exception) -> RequestOutput:
+    """An exception of SGLang's serving code as the corresponding HTTP error."""
+    if isinstance(error, ValidationError):
+        if url == MESSAGES_URL:
+            return _error_output(url, rid, 400, _all_errors(error))
+        message, param = describe_validation_error(error)
+        return _error_output(url, rid, 400, message, param=param)
+    if isinstance(error, FieldError):
+        return _error_output(
+            url, rid, 400, str(error), param=error.param, code=error.code
+        )
+    if isinstance(error, HTTPException):
+        return _error_output(url, rid, error.status_code, str(error.detail))
+    if isinstance(error, (ValueError, TypeError, DS32EncodingError, re.error)):
+        return _error_output(url, rid, 400, str(error))
+    logger.error("Request %s failed", rid, exc_info=error)
+    return _error_output(url, rid, 500, f"Internal server error: {error}")
+
+
+def abort_reason(engine_answers: Iterable[EngineAnswer]) -> str | None:
+    """Why the engine aborted a sequence of these answers, or None if all have ended.
+
+    A request that SGLang refuses is an exception, not an answer. A request of ours that
+    is cancelled has no answer. So this is an abort by somebody else, such as by
+    ``/abort_request``, by a change of weights, or by the engine.
+    """
+    for answer in engine_answers:
+        for sequence in answer if isinstance(answer, list) else [answer]:
+            reason = sequence and sequence["meta_info"].get("finish_reason")
+            if isinstance(reason, dict) and reason.get("type") == "abort":
+                return str(reason.get("message") or "no reason given")
+    return None
+
+
+def aborted(url: str, rid: str, reason: str) -> RequestOutput:
+    """The error of a request that the engine aborted, which may be sent again."""
+    message = f"The engine aborted this request before its end: {reason}"
+    return _error_output(url, rid, 503, message, code="request_aborted")
+
+
+def output_of(
+    url: str, rid: str, answer: object, engine_answers: Iterable[EngineAnswer]
+) -> RequestOutput:
+    """The answer of an endpoint, as HTTP would have returned it.
+
+    Args:
+        answer: SGLang's response object, HTTP response or list of objects.
+        engine_answers: the engine's answers behind it. Their tokens are counted if
+            ``answer`` itself has no usage.
+    """
+    usage: UsageInfo | None = getattr(answer, "usage", None)
+    if isinstance(answer, Response) and answer.status_code >= 400:
+        return _error_of_response(url, rid, answer)
+    counted = (
+        sum((_native_usage(item) for item in engine_answers), Usage())
+        if usage is None
+        else _openai_usage(usage)
+    )
+    return RequestOutput(200, rid, _json(answer), counted)
+
+
+def _json(answer: object) -> bytes:
+    if isinstance(answer, Response):
+        return bytes(answer.body)
+    if isinstance(answer, BaseModel):
+        return answer.model_dump_json().encode()
+    return orjson.dumps(answer, default=_dump, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _dump(value: object) -> JsonObject:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    raise TypeError(f"an answer has a {type(value).__name__}, which JSON cannot encode")
+
+
+def _error_of_response(url: str, rid: str, answer: Response) -> RequestOutput:
+    if url == MESSAGES_URL:
+        return RequestOutput(answer.status_code, rid, bytes(answer.body))
+    # SGLang's error: flat but for /v1/responses, with the HTTP status as its code.
+    content = orjson.loads(bytes(answer.body))
+    error = content.get("error", content)
+    message, param = str(error.get("message")), error.get("param")
+    return _error_output(url, rid, answer.status_code, message, param=param)
+
+
+def _error_output(
+    url: str,
+    rid: str,
+    status_code: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+) -> RequestOutput:
+    content: JsonObject
+    if _REFUSED_BY_GRAMMAR in message:
+        status_code = 400
+        message = f"The grammar or schema allows no complete text. {message}"
+    if _ABORTED_BEFORE_START in message:
+        status_code, code = 503, "request_aborted"
+    if url == MESSAGES_URL:
+        content = _messages_error(status_code, message)
+    else:
+        if code is None and "context length" in message:
+            code = "context_length_exceeded"
+        content = error_body(message, status_code=status_code, param=param, code=code)
+    return RequestOutput(status_code, rid, orjson.dumps(content))
+
+
+def _messages_error(status_code: int, message: str) -> JsonObject:
+    """The error object of the Messages API, which hides the details of server errors."""
+    fault = status_code >= 500
+    default = "api_error" if fault else "invalid_request_error"
+    kind = _MESSAGES_ERROR_TYPES.get(status_code, default)
+    return {
+        "type": "error",
+        "error": {
+            "type": kind,
+            "message": "Internal server error" if fault else message,
+        },
+    }
+
+
+def _all_errors(error: ValidationError) -> str:
+    """All errors in a body of the Messages API, worded as SGLang does online."""
+    found = error.errors(include_url=False, include_context=False)
+    parts = [
+        f"{where}: {item['msg']}"
+        if (where := ".".join(map(str, item["loc"])))
+        else item["msg"]
+        for item in found
+    ]
+    text = "; ".join(parts)
+    long = len(text) > _MAX_MESSAGES_ERROR_LEN
+    return f"{text[:_MAX_MESSAGES_ERROR_LEN]}\u2026" if long else text
+
+
+def _openai_usage(usage: UsageInfo) -> Usage:
+    details = usage.prompt_tokens_details
+    return Usage(
+        input_tokens=usage.prompt_tokens,
+        cached_tokens=(details.cached_tokens or 0) if details else 0,
+        output_tokens=usage.completion_tokens or 0,
+        reasoning_tokens=usage.reasoning_tokens or 0,
+    )
+
+
+def _native_usage(engine_answer: EngineAnswer) -> Usage:
+    """Token counts of the tokenizer manager's answer: one sequence or several."""
+    if engine_answer is None:  # it failed, and the serving class answered nevertheless
+        return Usage()
+    if isinstance(engine_answer, list):
+        return sum((_native_usage(item) for item in engine_answer), Usage())
+    meta_info = engine_answer["meta_info"]
+    return Usage(
+        input_tokens=meta_info.get("prompt_tokens", 0),
+        cached_tokens=meta_info.get("cached_tokens", 0),
+        output_tokens=meta_info.get("completion_tokens", 0),
+        reasoning_tokens=meta_info.get("reasoning_tokens", 0),
+    )

@@ -1,0 +1,165 @@
+"""SGLang's serving code, held where it passes a request to the engine.
+
+Only some serving classes build SGLang's internal request in one method and answer in
+another. The others do both in one call. All of them pass the request to the tokenizer
+manager. It is held there, so that it can be planned and gets our id, and the call
+continues once the request is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from contextlib import contextmanager
+from types import coroutine
+from typing import Any
+
+from sglang.srt.managers.tokenizer_manager_score_mixin import (
+    TokenizerManagerScoreMixin,
+)
+
+from ..compat.server_types import EngineAnswer, EngineRequest, TokenizerManager
+from .endpoints import ServingCoroutine
+from .request_ids import set_rid
+
+
+class Submission:
+    """A request that serving code passes to the engine. Awaiting it holds the call.
+
+    adapted: SGLang's internal request.
+    answer: the engine's answer, or None until there is one.
+    """
+
+    def __init__(self, adapted: EngineRequest) -> None:
+        self.adapted = adapted
+        self.answer: EngineAnswer = None
+
+    def __await__(self) -> Generator[Submission, None, None]:
+        yield self
+
+
+class HoldingManager(TokenizerManagerScoreMixin):  # type: ignore[misc]
+    """A tokenizer manager for serving classes that holds their requests.
+
+    Everything else is passed on to the real tokenizer manager. The mixin implements
+    scoring, which composes requests and passes them to its own ``generate_request``.
+    """
+
+    def __init__(self, tokenizer_manager: TokenizerManager) -> None:
+        self._tokenizer_manager = tokenizer_manager
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer_manager, name)
+
+    async def generate_request(
+        self, obj: EngineRequest, request: None = None
+    ) -> AsyncGenerator[EngineAnswer]:
+        """SGLang's answers to ``obj``, once :class:`ServingCall` sends it."""
+        submission = Submission(obj)
+        await submission
+        async for answer in self._tokenizer_manager.generate_request(obj, request):
+            submission.answer = answer
+            yield answer
+
+
+class ServingCall:
+    """One call of a serving class over a :class:`HoldingManager`.
+
+    A call that is dropped before its end leaves nothing behind.
+
+    submissions: the requests passed to the engine so far, one for most calls.
+    answer: the call's return value, or None until it returns.
+    """
+
+    def __init__(self, call: ServingCoroutine, rid: str) -> None:
+        self._call = call
+        self._rid = rid
+        self.submissions: list[Submission] = []
+        self.answer: object = None
+
+    def render(self) -> EngineRequest | None:
+        """Run up to the first request for the engine, in any thread.
+
+        Returns:
+            SGLang's internal request under our id, or None if the call returned without
+            one, see :attr:`answer`.
+
+        Raises:
+            RuntimeError: the call waits for something other than the engine.
+            Exception: any error of the serving code.
+        """
+        try:
+            with _unknown_to_asyncio():
+                step = self._call.send(None)
+        except StopIteration as done:
+            self.answer = done.value
+            return None
+        if not isinstance(step, Submission):
+            self._call.close()
+            raise RuntimeError("this request needs more of the server than the engine")
+        self._hold(step)
+        return step.adapted
+
+    def _hold(self, submission: Submission) -> None:
+        # Later requests (a reranker sends one per document, a built-in tool's result
+        # leads to another) are in no plan. Their ids belong to the job, so that they
+        # end with it, but to none of its lines.
+        number = len(self.submissions)
+        rid = f"{self._rid}.call{number:06d}" if number else self._rid
+        set_rid(submission.adapted, rid)
+        self.submissions.append(submission)
+
+    @coroutine
+    def run(self, **fields: object) -> Generator[Any, Any, object]:
+        """Continue to the end. Awaited on the tokenizer manager's event loop.
+
+        Args:
+            fields: set on each of SGLang's internal requests before it is sent.
+
+        Returns:
+            The call's return value.
+
+        Raises:
+            asyncio.CancelledError: the caller was cancelled. The request under way is
+                aborted, even if the serving code turns the abort into an answer.
+        """
+        vars(self.submissions[-1].adapted).update(fields)
+        advance: Callable[[Any], object] = self._call.send
+        value: object = None
+        cancelled: asyncio.CancelledError | None = None
+        while True:
+            try:
+                step = advance(value)
+            except StopIteration as done:
+                if cancelled is not None:
+                    raise cancelled from None
+                self.answer = done.value
+                return self.answer
+            advance = self._call.send
+            if isinstance(step, Submission):
+                self._hold(step)
+                vars(step.adapted).update(fields)
+                value = None
+                continue
+            try:
+                value = yield step
+            except BaseException as error:
+                if isinstance(error, asyncio.CancelledError):
+                    cancelled = error
+                advance, value = self._call.throw, error
+
+
+@contextmanager
+def _unknown_to_asyncio() -> Iterator[None]:
+    """Asynchronous generators that start in this block are closed by Python.
+
+    A held call that is dropped has generators that wait for its request. asyncio would
+    close them in a task of its own, which fails, because to Python they are running.
+    """
+    hooks = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(None, None)
+    try:
+        yield
+    finally:
+        sys.set_asyncgen_hooks(*hooks)

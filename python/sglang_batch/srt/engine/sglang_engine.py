@@ -1,0 +1,239 @@
+"""SGLang as the :class:`~sglang_batch.engine.Engine` of a job."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from ...engine import KvUse
+from ...errors import EngineError
+from ...planner.machine_model import Machine
+from ...request import BatchRequestInput, RequestOutput
+from ...scheduling.job_plan import JobPlan
+from ..compat import job_control
+from ..compat.job_control import JobControl
+from ..compat.server_types import (
+    EngineRequest,
+    TemplateManager,
+    Tokenizer,
+    TokenizerManager,
+)
+from ..compat.support import STATE_KEY
+from .body_checks import parse_body
+from .checks.request_checks import check_ids, check_request
+from .endpoints import ServingEndpoints
+from .machine import machine_of
+from .responses import abort_reason, aborted, output_of, rejection
+from .serving_call import HoldingManager, ServingCall
+
+# With fewer requests in flight the engine may run out of work between answers.
+MIN_INFLIGHT = 1024
+# Bytes of a request's body up to which rendering costs less than a thread for it, which
+# must also wait for Python's lock to return the result.
+SHORT_BODY = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request rendered by SGLang's serving class.
+
+    adapted: SGLang's internal request, or the first of several.
+    call: SGLang's serving code, held where it passes that request to the engine.
+    """
+
+    url: str
+    rid: str
+    adapted: EngineRequest
+    call: ServingCall
+    input_ids: list[int] | None
+    max_new_tokens: int | None
+    ignore_eos: bool
+
+
+class SGLangEngine:
+    """Serves a job's requests with SGLang's tokenizer manager, in its process.
+
+    It works in the HTTP server and with ``sglang.Engine``. All calls must come from the
+    event loop of the tokenizer manager.
+    """
+
+    def __init__(
+        self, tokenizer_manager: TokenizerManager, template_manager: TemplateManager
+    ) -> None:
+        self._tokenizer_manager = tokenizer_manager
+        holding = HoldingManager(tokenizer_manager)
+        self._endpoints = ServingEndpoints(holding, template_manager)
+        self._default_max_inflight = MIN_INFLIGHT
+        self._max_running_requests = 0
+        self._machine: Machine | None = None
+        self._job_control: Callable[[JobControl], Awaitable[object]] | None = None
+        self._num_replicas = 1
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return (self._tokenizer_manager.served_model_name,)
+
+    @property
+    def default_max_inflight(self) -> int:
+        return self._default_max_inflight
+
+    @property
+    def is_paused(self) -> bool:
+        return self._tokenizer_manager.is_pause
+
+    @property
+    def max_running_requests(self) -> int:
+        return self._max_running_requests
+
+    @property
+    def machine(self) -> Machine:
+        if self._machine is None:
+            raise EngineError("The engine is not connected; await connect() first.")
+        return self._machine
+
+    @property
+    def closing(self) -> bool:
+        """Whether SGLang is shutting down and only waits for running requests."""
+        return self._tokenizer_manager.gracefully_exit
+
+    async def connect(self) -> None:
+        """Read the state of every scheduler: check that it is ours, get its limits.
+
+        Raises:
+            EngineError: a scheduler runs without our hooks.
+        """
+        states = await self._tokenizer_manager.get_internal_state()
+        for rank, state in enumerate(states):
+            if STATE_KEY not in state:
+                raise EngineError(
+                    f"--offline-batch: the scheduler of DP rank {rank} runs without "
+                    "sglang-batch; is the package installed on every node?"
+                )
+        running = sum(
+            int(state.get("effective_max_running_requests_per_dp") or 0)
+            for state in states
+        )
+        self._max_running_requests = running
+        self._default_max_inflight = max(MIN_INFLIGHT, 2 * running)
+        self._machine = machine_of(self._tokenizer_manager, states[0])
+        self._num_replicas = len(states)
+        if "jobs" in states[0][STATE_KEY]:  # not with SGLang's own scheduler
+            self._job_control = job_control.communicator(self._tokenizer_manager)
+
+    @property
+    def num_replicas(self) -> int:
+        return self._num_replicas
+
+    async def kv_use(self) -> KvUse | None:
+        if self._job_control is None:
+            return None  # SGLang's own scheduler has no sides
+        states = await self._tokenizer_manager.get_internal_state()
+        total: Counter[str] = Counter()
+        for state in states:
+            total.update(state[STATE_KEY]["kv_use"])
+        return KvUse(**total)
+
+    async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
+        if self._job_control is not None:
+            data = await asyncio.to_thread(lambda: [plan.to_bytes() for plan in plans])
+            await self._job_control(
+                JobControl(job_id=job_id, action=job_control.OPEN, plans=tuple(data))
+            )
+
+    async def set_priority(self, job_id: str, priority: int) -> None:
+        if self._job_control is not None:
+            await self._job_control(
+                JobControl(
+                    job_id=job_id, action=job_control.PRIORITY, priority=priority
+                )
+            )
+
+    async def close_job(self, job_id: str) -> None:
+        if self._job_control is not None:
+            await self._job_control(JobControl(job_id=job_id, action=job_control.CLOSE))
+
+    async def prepare(
+        self, request: BatchRequestInput, rid: str, *, tokenize: bool
+    ) -> Prepared | RequestOutput:
+        await self._endpoints.open(request.url)
+        if len(request.body) <= SHORT_BODY:
+            await asyncio.sleep(0)  # let other tasks run between two requests
+            return self._prepare(request, rid, tokenize)
+        # Templates and tokenizers take milliseconds, so off the event loop, as online.
+        return await asyncio.to_thread(self._prepare, request, rid, tokenize)
+
+    def _prepare(
+        self, request: BatchRequestInput, rid: str, tokenize: bool
+    ) -> Prepared | RequestOutput:
+        url = request.url
+        try:
+            call = ServingCall(self._endpoints.call(url, parse_body(request.body)), rid)
+            adapted = call.render()
+            if adapted is None:
+                return output_of(url, rid, call.answer, ())
+            check_request(adapted)
+            check_ids(adapted, self._tokenizer_manager.model_config.vocab_size)
+            input_ids = self._first_prompt_ids(adapted) if tokenize else None
+        except (AttributeError, LookupError) as error:
+            # SGLang's code raises these for a body of the wrong shape.
+            return rejection(url, rid, ValueError(f"The body cannot be used: {error}"))
+        except Exception as error:
+            return rejection(url, rid, error)
+        limits = _output_limits(adapted)
+        return Prepared(url, rid, adapted, call, input_ids, *limits)
+
+    async def execute(
+        self, prepared: Prepared, replica: int | None = None
+    ) -> RequestOutput:
+        call = prepared.call
+        fields = {"routed_dp_rank": replica} if self._num_replicas > 1 else {}
+        failure: Exception | None = None
+        answer: object = None
+        try:
+            answer = await call.run(**fields)
+        except Exception as error:
+            failure = error
+        url, rid = prepared.url, prepared.rid
+        engine_answers = [submission.answer for submission in call.submissions]
+        # First, because serving code takes an aborted answer for one, or fails on it.
+        if (reason := abort_reason(engine_answers)) is not None:
+            return aborted(url, rid, reason)
+        if failure is not None:
+            return rejection(url, rid, failure)
+        return output_of(url, rid, answer, engine_answers)
+
+    def _first_prompt_ids(self, adapted: EngineRequest) -> list[int]:
+        """Token ids of a request's first prompt, empty if it has no text."""
+        ids = adapted.input_ids
+        if ids:
+            first = ids[0]
+            return first if isinstance(first, list) else cast("list[int]", ids)
+        text = adapted.text[0] if isinstance(adapted.text, list) else adapted.text
+        tokenizer = self._tokenizer_manager.tokenizer
+        if not text or tokenizer is None:
+            return []
+        return text_token_ids(tokenizer, text)
+
+
+def text_token_ids(tokenizer: Tokenizer, text: str | list[str]) -> list[int]:
+    """Token ids of a prompt, which is a pair of texts for a cross-encoder."""
+    pair = [text] if isinstance(text, str) else text
+    return list(tokenizer(*pair)["input_ids"])
+
+
+def _output_limits(adapted: EngineRequest) -> tuple[int | None, bool]:
+    """Most tokens that a request may generate, and whether it generates exactly these."""
+    if not isinstance(adapted, GenerateReqInput):
+        return 1, True  # an embedding: only its prompt is computed
+    params = adapted.sampling_params or {}
+    if isinstance(params, list):
+        params = params[0]
+    most = params.get("max_new_tokens")
+    if most in (0, 1):
+        return 1, True  # a prompt's logprobs, or one token: it cannot end earlier
+    return most, bool(params.get("ignore_eos")) and most is not None

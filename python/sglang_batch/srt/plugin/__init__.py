@@ -1,0 +1,1 @@
+"""The plugin that SGLang loads: flags, hooks, routes and the CPU platform."""

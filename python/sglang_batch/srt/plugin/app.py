@@ -1,0 +1,15 @@
+"""SGLang's HTTP app with our routes, for tokenizer workers.
+
+With ``--tokenizer-worker-num`` above 1, SGLang's HTTP server runs in worker processes,
+which import the app from the path in ``SGLANG_HTTP_SERVER_APP_PATH``.
+"""
+
+from sglang.srt.entrypoints.http_server import app
+
+from .main_process import enter_tokenizer_worker
+from .server_routes import attach
+
+attach(app)
+enter_tokenizer_worker()
+
+__all__ = ["app"]

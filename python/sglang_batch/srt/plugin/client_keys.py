@@ -1,0 +1,142 @@
+"""Keys of clients and admins on SGLang's server, instead of its own key check.
+
+SGLang's ``--api-key`` and ``--admin-api-key`` keep their meaning: they are two more keys
+of ours. SGLang's own check never starts, because it is told that there is no key.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+from sglang.srt.runtime_context import get_context, get_serving
+
+from ...access import key_table
+from ...access.access_control import AccessControl
+from ...access.keys import (
+    ANYBODY,
+    SGLANG_ADMIN,
+    SGLANG_CLIENT,
+    Caller,
+    FixedKeys,
+    Role,
+    caller_of,
+    digest,
+    read_api_keys,
+)
+from ...config import OfflineBatchConfig
+from ...errors import ConfigError
+from ...store.batch_store import BatchStore
+
+SOURCE = "sglang-batch: keys"
+
+
+def check_client_keys(values: Mapping[str, object], config: OfflineBatchConfig) -> None:
+    """Refuse arguments that would open a server with keys, before a model is loaded.
+
+    Args:
+        values: SGLang's server arguments by name.
+
+    Raises:
+        ConfigError: calls could avoid the keys, or the file of keys is invalid.
+    """
+    flags = [
+        f"--{n.replace('_', '-')}"
+        for n in ("api_key", "admin_api_key")
+        if values.get(n)
+    ]
+    if config.api_keys is not None:
+        flags.append("api_keys in --offline-batch-config")
+    if not flags:
+        return
+    workers = values.get("tokenizer_worker_num")
+    for name, given, why in (
+        (
+            "--tokenizer-worker-num above 1",
+            isinstance(workers, int) and workers > 1,
+            "SGLang's workers check no key",
+        ),
+        (
+            "--grpc-port",
+            values.get("grpc_port") is not None,
+            "calls over gRPC carry no key",
+        ),
+    ):
+        if given:
+            raise ConfigError(
+                f"{flags[-1]} does not work with {name}: {why}; drop one of the two."
+            )
+    if config.api_keys is None:
+        return
+    named = read_api_keys(config.api_keys)
+    for option in ("api_key", "admin_api_key"):
+        key = str(values.get(option) or "")
+        caller = named.get(digest(key.encode()))
+        if caller is not None:
+            raise ConfigError(
+                f"--{option.replace('_', '-')} is also the key of {caller.name!r} in "
+                f"{config.api_keys}, which would have two roles; use different keys."
+            )
+
+
+class ServerKeys:
+    """The keys that a server was started with.
+
+    Args:
+        config: may name a file of keys.
+
+    Raises:
+        ConfigError: the file of keys is invalid.
+    """
+
+    def __init__(self, config: OfflineBatchConfig) -> None:
+        serving = get_serving()
+        api_key, admin_key = serving.api_key, serving.admin_api_key
+        self._can_be_closed = (
+            serving.tokenizer_worker_num == 1 and serving.grpc_port is None
+        )
+        self.fixed: FixedKeys = {}
+        self.without_key: Caller | None = ANYBODY
+        if config.api_keys is not None:
+            self.fixed |= read_api_keys(config.api_keys)
+            self.without_key = None
+        if admin_key and self.without_key is not None:
+            # As in SGLang: without --api-key, other routes stay open.
+            self.without_key = Caller(SGLANG_CLIENT, Role.USER)
+        if api_key:
+            role = Role.USER if admin_key else Role.ADMIN
+            self.fixed[digest(api_key.encode())] = caller_of(SGLANG_CLIENT, role)
+            self.without_key = None
+        if admin_key:
+            admin = caller_of(SGLANG_ADMIN, Role.ADMIN)
+            self.fixed[digest(admin_key.encode())] = admin
+        self._has_admin = any(caller.sees_all for caller in self.fixed.values())
+
+    def replace_sglangs(self) -> None:
+        """Have SGLang start without its own check of keys."""
+        get_context().override(SOURCE, api_key=None, admin_api_key=None)
+
+    def open_for_sglang(self) -> None:
+        """Give SGLang's own calls, which warm the server up, a random key."""
+        if not self._can_be_closed:
+            return
+        own = secrets.token_urlsafe(32)
+        self.fixed[digest(own.encode())] = ANYBODY
+        # Some of SGLang's routes refuse every call unless there is a key of an admin.
+        get_context().override(
+            SOURCE, api_key=own, admin_api_key=own if self._has_admin else None
+        )
+
+    def access(self, store: BatchStore) -> AccessControl:
+        """The keys that the server was started with and those of its store.
+
+        Raises:
+            ConfigError: the store has keys, and calls could avoid them.
+        """
+        if not self._can_be_closed and key_table.has_keys(store.rows):
+            raise ConfigError(
+                f"keys were made for the server of {store.directory}, and SGLang checks "
+                "none with --tokenizer-worker-num above 1 or --grpc-port; drop that "
+                "option, or name another --offline-batch-dir."
+            )
+        return AccessControl(store, self.fixed, self.without_key)

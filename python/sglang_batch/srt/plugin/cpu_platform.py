@@ -1,0 +1,33 @@
+"""The platform that :func:`sglang_batch.srt.plugin.platform.activate` names."""
+
+from __future__ import annotations
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.interface import (
+    PlatformCapabilities,
+    PlatformEnum,
+    SRTPlatform,
+)
+
+
+class TorchNativeCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
+    """Serves on a CPU with torch-native ops only.
+
+    It declares itself out of tree, so that SGLang picks the torch-native form of every
+    op and never needs its CUDA or AMX kernel libraries.
+    """
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+    capabilities = PlatformCapabilities()
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_device(self, device_id: int = 0) -> str:
+        # SGLang uses this as ``--device``, which is a string.
+        return "cpu"
+
+    def is_pin_memory_available(self, device: object = None) -> bool:
+        return False

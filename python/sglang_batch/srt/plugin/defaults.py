@@ -1,0 +1,94 @@
+"""Server arguments that ``--offline-batch`` implies, and the check of the model.
+
+SGLang resolves its arguments once, in the main process, before it starts any other
+process. The steps of this resolution can be wrapped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+from sglang.srt.arg_groups.overrides import (
+    declare_resolution,
+    model_config_of,
+    resolving_view,
+)
+from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+from ...errors import ConfigError, ExitStatus
+from ..compat.support import CACHE_BACKEND, SET_BY_SGLANG, check_model, check_supported
+from ..engine.cpu_memory import limit_cpu_memory
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+ResolutionStep: TypeAlias = Callable[["ServerArgs"], object]
+"""A step of SGLang's resolution of arguments."""
+
+
+def register() -> None:
+    """Add our steps to SGLang's resolution of arguments (main process, once)."""
+    register_resolution_hook("handle_missing_default_values")(_resolve)
+    # Before this step, SGLang has not yet failed on a model that we refuse. After it,
+    # the model's own defaults apply.
+    register_resolution_hook("handle_model_specific_adjustments")(_check)
+
+
+def _resolve(server_args: ServerArgs, previous: ResolutionStep) -> None:
+    previous(server_args)
+    if not getattr(server_args, "offline_batch", False):
+        return
+    # Answers include counts of cached tokens, like OpenAI's, and progress shows them.
+    declare_resolution(server_args, "offline_batch", enable_cache_report=True)
+    config = server_args.offline_config
+    view = resolving_view(server_args)
+    # With data-parallel attention or disaggregation, an engine does work that it is not
+    # sent a message for.
+    alone = not view.enable_dp_attention and view.disaggregation_mode == "null"
+    if config.sleep_on_idle and alone:
+        declare_resolution(server_args, "offline_batch", sleep_on_idle=True)
+    if config.scheduler == "offline":
+        mixed = view.enable_mixed_chunk or config.mixed_chunk
+        if mixed is None or config.mixed_chunk is None:
+            mixed = view.enable_mixed_chunk or view.device != "cpu"
+        declare_resolution(
+            server_args,
+            "offline_batch",
+            radix_cache_backend=CACHE_BACKEND,
+            enable_mixed_chunk=bool(mixed),
+        )
+
+
+def _check(server_args: ServerArgs, previous: ResolutionStep) -> None:
+    if not getattr(server_args, "offline_batch", False):
+        previous(server_args)
+        return
+    if server_args.offline_config.scheduler == "offline":
+        _check_model(server_args, previous)
+    else:
+        previous(server_args)
+    limit_cpu_memory(server_args)
+
+
+def _check_model(server_args: ServerArgs, previous: ResolutionStep) -> None:
+    try:
+        check_model(model_config_of(server_args), hybrid_swa_disabled=True)
+        previous(server_args)
+        resolved = resolving_view(server_args)
+        check_supported(
+            {name: getattr(resolved, name) for name in SET_BY_SGLANG}, SET_BY_SGLANG
+        )
+        check_model(
+            model_config_of(server_args),
+            hybrid_swa_disabled=resolved.disable_hybrid_swa_memory,
+        )
+    except ConfigError as error:
+        # A command ends with the message, without a traceback.
+        if getattr(server_args, "_offline_from_cli", False):
+            # Below all that SGLang still prints while it ends.
+            atexit.register(print, f"error: {error}", file=sys.stderr)
+            raise SystemExit(ExitStatus.BAD_INPUT) from error
+        raise

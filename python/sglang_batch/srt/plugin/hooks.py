@@ -1,0 +1,50 @@
+"""The entry point that SGLang calls in each of its processes.
+
+SGLang calls :func:`register` wherever it loads plugins. Without ``--offline-batch``
+the package only teaches SGLang the flag, with three hooks in the process that parses
+arguments. With it, the main process gets the HTTP routes and the implied defaults
+(:mod:`.main_process`), and each scheduler process gets
+:class:`~sglang_batch.srt.scheduler.scheduler.OfflineScheduler`
+(:mod:`.scheduler_process`).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+
+from ...errors import UnsupportedSGLang, refuse
+from ..compat import sglang_version
+from . import scheduler_process
+
+
+def register() -> None:
+    """Entry point ``sglang.srt.plugins``, called once in every SGLang process."""
+    if scheduler_process.offline_scheduler():
+        # Ctrl-C at a terminal reaches all processes. The main process ends the others,
+        # once it has stopped their work.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        scheduler_process.hook_scheduler()
+    elif not _is_sglang_child():
+        _hook_flag()
+        # SGLang swallows exceptions of plugins, and a release without the private API
+        # that we override would call the flag unknown. Exit with the reason instead.
+        if any(arg.startswith("--offline-batch") for arg in sys.argv[1:]):
+            try:
+                sglang_version.check_version()
+            except UnsupportedSGLang as error:
+                refuse(error)
+
+
+def _is_sglang_child() -> bool:
+    """Whether SGLang itself started this process (scheduler, detokenizer, ...)."""
+    target = getattr(multiprocessing.current_process(), "_target", None)
+    return str(getattr(target, "__module__", "")).startswith("sglang.")
+
+
+def _hook_flag() -> None:
+    # Only the process that parses arguments pays for these imports.
+    from . import offline_server_args
+
+    offline_server_args.hook_flag()

@@ -1,0 +1,78 @@
+"""The hooks of the main process of an offline server or engine, and of its workers."""
+
+from __future__ import annotations
+
+import os
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from ..compat import sglang_version
+from ..compat.hook_targets import (
+    ENGINE_DEATH_HOOK,
+    HTTP_HOOKS,
+    MAIN_PROCESS_HOOKS,
+    MESSAGE_HOOK,
+    REQUEST_HOOKS,
+    ROUTE_LABEL_HOOK,
+    SERVER_HOOK,
+    WAIT_HOOK,
+    check_hooks_took,
+)
+
+# Whether the hooks are in place.
+_entered = False
+
+
+def enter_offline_main() -> None:
+    """Make this process the main process of an offline server or engine.
+
+    Raises:
+        UnsupportedSGLang: another SGLang release is installed.
+        EngineError: a hook did not take effect.
+    """
+    global _entered
+    sglang_version.check_version()
+    if not _entered:
+        from ..engine import engine_start, pooling
+        from . import defaults, server_routes
+
+        defaults.register()
+        pooling.register_config_hook()
+        HookRegistry.register(
+            SERVER_HOOK, server_routes.attach_to_server, HookType.BEFORE
+        )
+        HookRegistry.register(
+            WAIT_HOOK, engine_start.tell_while_waiting, HookType.AROUND
+        )
+        _register_http_hooks()
+        HookRegistry.apply_hooks()
+        # Tokenizer workers import the app by this path, in processes of their own.
+        os.environ["SGLANG_HTTP_SERVER_APP_PATH"] = "sglang_batch.srt.plugin.app:app"
+        _entered = True
+    check_hooks_took(MAIN_PROCESS_HOOKS)
+
+
+def enter_tokenizer_worker() -> None:
+    """Apply the hooks of a tokenizer worker.
+
+    Raises:
+        EngineError: a hook did not take effect.
+    """
+    _register_http_hooks()
+    HookRegistry.apply_hooks()
+    check_hooks_took(HTTP_HOOKS)
+
+
+def _register_http_hooks() -> None:
+    from ...http_api.middleware import route_labels
+    from ..engine.checks import request_checks
+    from . import engine_death, quiet_log
+
+    quiet_log.quiet_server()
+    HookRegistry.register(ENGINE_DEATH_HOOK, engine_death.tell, HookType.BEFORE)
+    HookRegistry.register(
+        ROUTE_LABEL_HOOK, route_labels.label_by_template, HookType.AROUND
+    )
+    for target in REQUEST_HOOKS:
+        HookRegistry.register(target, request_checks.normalize, HookType.AROUND)
+    HookRegistry.register(MESSAGE_HOOK, request_checks.create_message, HookType.AROUND)

@@ -1,0 +1,194 @@
+"""``--offline-batch`` and its companions among SGLang's server arguments.
+
+With the flag, SGLang's argument record is an :class:`OfflineServerArgs`. Without it, the
+record has the stock class. SGLang pickles the record to every process that it starts.
+Un-pickling an :class:`OfflineServerArgs` marks a child process as part of an offline
+server, before any plugin is loaded there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import sglang.srt.server_args as stock
+from sglang.srt.environ import envs
+
+from ...config import OfflineBatchConfig
+from ...errors import ConfigError, SGLangBatchError, refuse
+from ..compat.hook_targets import FLAG_HOOKS
+from ..compat.support import ATTENTION_ARGUMENTS, ATTENTION_BACKEND, check_supported
+from .scheduler_process import enter_offline_child
+
+FLAG = "offline_batch"
+COMPANIONS = ("offline_batch_config", "offline_batch_dir")
+# Arguments whose values are keys, and what is shown instead.
+SECRETS = ("api_key", "admin_api_key")
+REDACTED = "<redacted>"
+# Modes in which SGLang runs another HTTP server or other processes.
+UNSUPPORTED = ("grpc_mode", "smg_grpc_mode", "encoder_only", "use_ray")
+
+
+class OfflineServerArgs(stock.ServerArgs):  # type: ignore[misc]
+    """SGLang's server arguments and ours, in offline mode."""
+
+    # SGLang groups fields by namespace: get_context().config_bag("offline").
+    _NS_PATH = "offline"
+
+    offline_batch: bool = False
+    offline_batch_config: str | None = None
+    offline_batch_dir: str | None = None
+
+    def __reduce__(self) -> tuple[Callable[..., OfflineServerArgs], tuple[object, ...]]:
+        _rebuild_stock, args = super().__reduce__()
+        return rebuild, args
+
+    def resolved_dict(self) -> dict[str, Any]:
+        """The arguments as SGLang logs them and shows them at /server_info.
+
+        SGLang's own include the keys.
+        """
+        shown: dict[str, Any] = super().resolved_dict()
+        hidden = {name: REDACTED for name in SECRETS if shown.get(name)}
+        return shown | hidden
+
+    @property
+    def launch_command(self) -> str | None:
+        """The command line, without the keys that it contains."""
+        command: str | None = super().launch_command
+        for name in SECRETS:
+            secret = getattr(self, name)
+            if command is not None and secret:
+                command = command.replace(secret, REDACTED)
+        return command
+
+    def __repr__(self) -> str:
+        shown: str = super().__repr__()
+        for name in SECRETS:
+            if secret := getattr(self, name):
+                shown = shown.replace(repr(secret), repr(REDACTED))
+        return shown
+
+    @property
+    def offline_config(self) -> OfflineBatchConfig:
+        return OfflineBatchConfig.from_json(self.offline_batch_config)
+
+
+def rebuild(
+    cls: type, fields: dict[str, object], bookkeeping: dict[str, object]
+) -> OfflineServerArgs:
+    """Un-pickle a record, which marks this process as one of an offline server."""
+    record: OfflineServerArgs = stock._rebuild_server_args(cls, fields, bookkeeping)
+    enter_offline_child(record.offline_config.scheduler)
+    return record
+
+
+def hook_flag() -> None:
+    """Teach SGLang the flags, in the process that parses arguments."""
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    stock.add_attention_backend_choices([ATTENTION_BACKEND])
+    cli_args_target, record_target = FLAG_HOOKS
+    HookRegistry.register(cli_args_target, add_cli_args, HookType.AFTER)
+    HookRegistry.register(record_target, from_cli_args, HookType.AROUND)
+    # Set by hand: the registry would put our function in place of ServerArgs in
+    # every module that imported the class.
+    Engine.server_args_class = staticmethod(make_server_args)
+
+
+def add_cli_args(result: object, parser: argparse.ArgumentParser) -> None:
+    """AFTER hook on ``ServerArgs.add_cli_args``: adds the flags."""
+    group = parser.add_argument_group("offline batch (sglang-batch)")
+    group.add_argument(
+        "--offline-batch",
+        action="store_true",
+        help="Serve the OpenAI batch API (/v1/files, /v1/batches) and run each batch in "
+        "an order that reuses shared prompt prefixes.",
+    )
+    group.add_argument(
+        "--offline-batch-config",
+        metavar="JSON",
+        help="Settings of offline batches as a JSON object, for example "
+        '\'{"policy": "auto", "max_batches": 2}\'. Needs --offline-batch.',
+    )
+    group.add_argument(
+        "--offline-batch-dir",
+        metavar="DIR",
+        help="Directory for uploaded files, batch state and results (default: "
+        "sglang-batch in the user's data directory). Needs --offline-batch.",
+    )
+
+
+def from_cli_args(
+    original: Callable[..., stock.ServerArgs], cls: type, args: argparse.Namespace
+) -> stock.ServerArgs:
+    """AROUND hook on ``ServerArgs.from_cli_args``: picks the record's class."""
+    if getattr(args, FLAG, False):
+        try:
+            _activate(vars(args))
+        except SGLangBatchError as error:
+            refuse(error)
+        record = original(OfflineServerArgs, args)
+        # Lets the checks of the model's configuration (``.defaults``) end the command
+        # with an error message as well.
+        record._offline_from_cli = True
+        return record
+    for name in COMPANIONS:
+        if getattr(args, name, None) is not None:
+            flag = "--" + name.replace("_", "-")
+            refuse(f"{flag} needs --offline-batch.")
+    for name in ATTENTION_ARGUMENTS:
+        if getattr(args, name, None) == ATTENTION_BACKEND:
+            flag = f"--{name.replace('_', '-')} {ATTENTION_BACKEND}"
+            refuse(f"{flag} needs --offline-batch.")
+    return original(cls, args)
+
+
+def make_server_args(**kwargs: Any) -> stock.ServerArgs:
+    """The arguments of ``sglang.Engine(**kwargs)``."""
+    if kwargs.get(FLAG, False):
+        if isinstance(kwargs.get("offline_batch_config"), dict):
+            kwargs["offline_batch_config"] = json.dumps(kwargs["offline_batch_config"])
+        _activate(kwargs)
+        if kwargs.get("sleep_on_idle") is False:
+            # The command line has no such choice, so it is a setting.
+            settings = json.loads(kwargs.get("offline_batch_config") or "{}")
+            kwargs["offline_batch_config"] = json.dumps(
+                {"sleep_on_idle": False, **settings}
+            )
+        return OfflineServerArgs(**kwargs)
+    for name in (FLAG, *COMPANIONS):
+        if kwargs.pop(name, None):
+            raise ConfigError(f"{name} needs offline_batch=True.")
+    return stock.ServerArgs(**kwargs)
+
+
+def _activate(values: dict[str, Any]) -> None:
+    from ..compat import private_api
+    from .client_keys import check_client_keys
+    from .main_process import enter_offline_main
+
+    config = OfflineBatchConfig.from_json(values.get("offline_batch_config"))
+    for name in UNSUPPORTED:
+        if values.get(name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"--offline-batch does not work with {flag}; drop one.")
+    if envs.SGLANG_RUST_SERVER.get():
+        raise ConfigError(
+            "--offline-batch needs SGLang's Python server; unset SGLANG_RUST_SERVER."
+        )
+    named = [values.get(name) for name in ATTENTION_ARGUMENTS]
+    if config.attention == "stock" and ATTENTION_BACKEND in named:
+        raise ConfigError(
+            f'attention="stock" contradicts --attention-backend {ATTENTION_BACKEND}; '
+            "drop one."
+        )
+    check_client_keys(values, config)
+    if config.scheduler == "offline":
+        check_supported(values)
+    enter_offline_main()
+    if config.scheduler == "offline":
+        private_api.check_private_api()

@@ -1,0 +1,79 @@
+"""The hooks of a scheduler process of an offline server."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from ..compat.hook_targets import (
+    DP_CONTROLLER_HOOK,
+    GRAMMAR_HOOK,
+    GRAPH_VARIANTS_HOOK,
+    SCHEDULER_HOOK,
+)
+
+if TYPE_CHECKING:  # it imports torch
+    from ..compat.attention_types import AttentionBackend, ModelRunner
+
+# One of ``config.SCHEDULERS`` in a child process of an offline server, otherwise None.
+_offline_scheduler: str | None = None
+
+
+def offline_scheduler() -> str | None:
+    """The scheduler of the offline server that started this process, if one did."""
+    return _offline_scheduler
+
+
+def enter_offline_child(scheduler: str) -> None:
+    """Mark this process as a child of an offline server.
+
+    Args:
+        scheduler: one of ``config.SCHEDULERS``.
+    """
+    global _offline_scheduler
+    _offline_scheduler = scheduler
+
+
+def hook_scheduler() -> None:
+    """Replace the scheduler in a process that runs one. Elsewhere do nothing."""
+    # Importing the scheduler where none runs (detokenizer, tokenizer worker) would
+    # cost seconds and memory. Where one runs, its module is already imported.
+    if "sglang.srt.managers.scheduler" not in sys.modules:
+        return
+    from sglang.srt.layers.attention.attention_registry import (
+        register_attention_backend,
+    )
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from ..attention import graph_variants
+    from ..compat import support
+    from ..engine import pooling
+    from ..scheduler import dead_grammars, planned_cache
+    from ..scheduler.scheduler import MarkedScheduler, OfflineScheduler
+    from . import quiet_log
+
+    quiet_log.quiet_scheduler()
+    pooling.register_config_hook()
+    pooling.register_pooler_hook()
+    planned_cache.register()
+    register_attention_backend(support.ATTENTION_BACKEND)(_make_attention)
+    ours = OfflineScheduler if _offline_scheduler == "offline" else MarkedScheduler
+    HookRegistry.register(SCHEDULER_HOOK, ours, HookType.REPLACE)
+    HookRegistry.register(GRAMMAR_HOOK, dead_grammars.allow_one, HookType.AFTER)
+    HookRegistry.register(
+        GRAPH_VARIANTS_HOOK, graph_variants.variants_for, HookType.AROUND
+    )
+    # Imported only in the process that spreads requests over replicas.
+    if "sglang.srt.managers.data_parallel_controller" in sys.modules:
+        from ..engine import dp_controller
+
+        HookRegistry.register(
+            DP_CONTROLLER_HOOK, dp_controller.wait_for_messages, HookType.AROUND
+        )
+
+
+def _make_attention(model_runner: ModelRunner) -> AttentionBackend:
+    # The kernels are loaded only where they are asked for.
+    from ..attention.attention_choice import make_backend
+
+    return make_backend(model_runner)

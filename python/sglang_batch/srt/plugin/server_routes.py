@@ -1,0 +1,130 @@
+"""Our routes and the batch runner on SGLang's HTTP server."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+from fastapi import FastAPI
+from sglang.srt.entrypoints import http_server
+from sglang.srt.managers.multi_tokenizer_mixin import get_main_process_id
+
+from ...access.access_control import AccessControl
+from ...config import OfflineBatchConfig
+from ...errors import SGLangBatchError
+from ...http_api.all_routes import install
+from ...http_api.authorization.key_middleware import KeyMiddleware
+from ...job.planner_compiler import compile_planner
+from ...server.batch_metrics import published
+from ...server.service import BatchService
+from ...store.batch_store import BatchStore
+from ..compat.server_types import OfflineArgs
+from ..engine.sglang_engine import SGLangEngine
+from . import engine_death
+from .client_keys import ServerKeys
+from .online_usage import count_online_usage
+
+logger = logging.getLogger(__name__)
+
+
+def attach_to_server(server_args: OfflineArgs, *args: object, **kwargs: object) -> None:
+    """BEFORE hook on SGLang's ``_setup_and_run_http_server``.
+
+    The engine's processes are running and the app has not started yet. With several
+    tokenizer workers the app runs in processes of its own, see :mod:`.app`.
+    """
+    if getattr(server_args, "offline_batch", False):
+        keys = ServerKeys(server_args.offline_config)
+        attach(http_server.app, keys)
+        # Only now that every call is refused until our keys are in use.
+        keys.replace_sglangs()
+        if server_args.tokenizer_worker_num > 1:
+            engine_death.tell_workers()
+            logger.warning(
+                "--tokenizer-worker-num %d: if only the worker that runs the batches "
+                "dies, the engine keeps the lines that it had sent, and its batches may "
+                "stop; restart the server then.",
+                server_args.tokenizer_worker_num,
+            )
+
+
+def attach(app: FastAPI, keys: ServerKeys | None = None) -> None:
+    """Add the routes, and start and stop the batch service with the app.
+
+    Args:
+        keys: None in a tokenizer worker, which reads SGLang's arguments later.
+    """
+    app.add_middleware(KeyMiddleware)
+    install(app)
+    stock_lifespan = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
+        if keys is not None:
+            keys.open_for_sglang()
+        async with stock_lifespan(app) as state:
+            try:
+                service = await _start_service()
+                access = (keys or ServerKeys(service.config)).access(service.store)
+            except SGLangBatchError as error:
+                logger.error("error: %s", error)
+                raise
+            app.state.offline_batch_service = service
+            try:
+                async with published(service, _has_metrics()), _counted(access):
+                    app.state.offline_batch_access = access
+                    yield state
+            finally:
+                await service.stop()
+                service.store.close()
+
+    app.router.lifespan_context = lifespan
+
+
+@asynccontextmanager
+async def _counted(access: AccessControl) -> AsyncIterator[None]:
+    """Count what the callers of online calls use."""
+    count_online_usage(http_server.get_global_state().tokenizer_manager, access)
+    access.start()
+    try:
+        yield
+    finally:
+        await access.stop()
+        access.close()
+
+
+def _has_metrics() -> bool:
+    server_args = http_server.get_global_state().tokenizer_manager.server_args
+    return bool(server_args.enable_metrics)
+
+
+async def _start_service() -> BatchService:
+    state = http_server.get_global_state()
+    server_args = state.tokenizer_manager.server_args
+    engine = SGLangEngine(state.tokenizer_manager, state.template_manager)
+    await engine.connect()
+    directory = Path(
+        server_args.offline_batch_dir or platformdirs.user_data_path("sglang-batch")
+    )
+    service = BatchService(
+        BatchStore(directory),
+        OfflineBatchConfig.from_json(server_args.offline_batch_config),
+        server_name=f"pid {get_main_process_id()}",
+    )
+    if server_args.tokenizer_worker_num == 1:  # else one of several makes the plans
+        threading.Thread(
+            target=compile_planner, args=(service.config,), daemon=True
+        ).start()
+    await service.start(engine, closing=lambda: engine.closing)
+    assert service.runner is not None
+    runner, manager = service.runner, state.tokenizer_manager
+    # The online requests of other workers are unknown here, so assume that there is one.
+    others = ("",) if server_args.tokenizer_worker_num > 1 else ()
+    engine_death.listen(lambda: runner.engine_died([*manager.rid_to_state, *others]))
+    logger.info("Offline batches: /v1/files and /v1/batches, kept in %s", directory)
+    return service

@@ -1,0 +1,268 @@
+"""Keeps KV available to the running requests: offloads requests and resumes them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sglang.srt.mem_cache.common import release_kv_cache
+
+from ...scheduling.job_state import JobState
+from ...scheduling.kv_accounting import KvAccounting
+from ...scheduling.open_jobs import OpenJobs
+from ...scheduling.scheduled_request import ScheduledRequest
+from ..compat.scheduler_types import Req, RunningRows, ScheduleBatch
+from .offloading import KvOffloader, OffloadedRequest, can_offload, drain_results
+from .planned_cache import PinnedPrefixes, PlannedRadixCache
+from .request_registry import RequestRegistry
+from .step_recorder import StepRecorder
+
+# Decode steps for which offloading frees KV at a time.
+_STEPS_FREED = 8
+
+
+class _Offloaded(NamedTuple):
+    """A request on the host, and its job."""
+
+    job: JobState
+    request: ScheduledRequest
+    kv: OffloadedRequest
+
+
+class KvManager:
+    """Moves requests between the device's KV and the host.
+
+    Args:
+        offloader: None where KV cannot be moved to the host. SGLang then retracts
+            requests.
+
+    Attributes:
+        decodes_fit: whether all running requests of this step have room for their next
+            tokens, even if each of them begins a page.
+    """
+
+    def __init__(
+        self,
+        scheduler: RunningRows,
+        *,
+        jobs: OpenJobs,
+        registry: RequestRegistry,
+        kv_accounting: KvAccounting,
+        cache: PlannedRadixCache,
+        pinned: PinnedPrefixes,
+        offloader: KvOffloader | None,
+        recorder: StepRecorder,
+        page_size: int,
+    ) -> None:
+        self._scheduler = scheduler
+        self._jobs = jobs
+        self._registry = registry
+        self._kv_accounting = kv_accounting
+        self._cache = cache
+        self._pinned = pinned
+        self._offloader = offloader
+        self._recorder = recorder
+        self._page_size = page_size
+        self._offloaded: dict[str, _Offloaded] = {}
+        self._just_offloaded = False
+        self.decodes_fit = False
+        self._steps_that_fit = 0
+
+    @property
+    def num_offloaded(self) -> int:
+        return len(self._offloaded)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that offloaded KV takes."""
+        return self._offloader.host_bytes if self._offloader is not None else 0
+
+    # Offloading -----------------------------------------------------------------------
+
+    def make_room_for_decodes(self, running_batch: ScheduleBatch) -> None:
+        """Ensure that the running requests can decode. Offload the newest if not."""
+        self._just_offloaded = False
+        if self._steps_that_fit > 0:
+            self._steps_that_fit -= 1
+            self.decodes_fit = True
+            return
+        # SGLang's own check iterates over all requests. Each may begin a page.
+        need = len(running_batch.reqs) * self._page_size
+        available = self._scheduler.token_to_kv_pool_allocator.available_size()
+        if available >= need > 0:
+            self._steps_that_fit = available // need - 1
+            self.decodes_fit = True
+            return
+        if running_batch.is_empty() or running_batch.check_decode_mem():
+            return
+        drain_results(self._scheduler)
+        running_batch.filter_batch()
+        running_batch.batch_is_full = False
+        if running_batch.is_empty() or running_batch.check_decode_mem():
+            return
+        self._kv_accounting.widen_margin()
+        self._offload_for_decodes(running_batch)
+
+    def _offload_for_decodes(self, running_batch: ScheduleBatch) -> None:
+        # One request has to stay, or nothing would run. A prompt in progress runs too.
+        leave = 0 if self._scheduler.chunked_req is not None else 1
+        steps = max(_STEPS_FREED, self._page_size)
+        self.offload_until(running_batch, len(running_batch.reqs) * steps, leave=leave)
+        # A prefix that one job has pinned may be in use by another, so that offloading
+        # freed less than expected.
+        while len(running_batch.reqs) > leave and not running_batch.check_decode_mem():
+            rows = len(running_batch.reqs)
+            self.offload_until(running_batch, 0, leave=leave, num_rows=1)
+            if len(running_batch.reqs) == rows:
+                break
+        if running_batch.reqs and not running_batch.check_decode_mem():
+            self.requeue_chunk()  # the remaining requests cannot be offloaded
+
+    def note_allocation(self) -> None:
+        """KV was allocated for more than the next tokens of decodes."""
+        self.decodes_fit = False
+        self._steps_that_fit = 0
+
+    def offload_until(
+        self,
+        running_batch: ScheduleBatch,
+        num_tokens: int,
+        *,
+        leave: int,
+        num_rows: int = 0,
+    ) -> None:
+        """Offload requests of jobs, the newest first, until ``num_tokens`` can be
+        allocated and ``num_rows`` requests have left.
+
+        No result may be in flight. At least ``leave`` requests stay.
+        """
+        rows = {req.rid for req in running_batch.reqs}
+        out: list[Req] = []
+        for request in reversed(self._kv_accounting.requests):
+            short = self._pinned.reachable_tokens(num_tokens) < num_tokens
+            short = short or len(out) < num_rows
+            if not short or len(rows) - len(out) <= leave:
+                break
+            if request.req.rid in rows and self._offload(request):
+                out.append(request.req)
+        if out:
+            running_batch.filter_batch(reqs_to_exclude=out)
+            running_batch.batch_is_full = False
+
+    def _offload(self, request: ScheduledRequest) -> bool:
+        """Move a running request of a job to the host; False if that is impossible."""
+        known = self._registry.known(request.req)
+        if known is None or known[0] is None or self._offloader is None:
+            return False
+        job, req = known[0], request.req
+        if not request.takes_steps(self._kv_accounting.clock) or not can_offload(req):
+            return False
+        self._kv_accounting.remove(request)
+        request.steps = len(req.output_ids) - 1
+        shared = 0
+        if request.leaf >= 0:
+            job.release_followers(job.uses.leave(request, offloaded=True))
+            # It needs its prefixes again, even if no other request does.
+            self._pinned.pin(job, req, job.uses.path(request.node))
+            shared = min(job.uses.kept_depth(request.node), req.kv.cache_protected_len)
+            # If the tree loses the prefix, the KV on the host is lost with it. A short
+            # prefix is not worth that.
+            if 2 * shared < req.kv.kv_committed_len:
+                shared = 0
+        kv = self._offloader.offload(req, shared)
+        self._offloaded[req.rid] = _Offloaded(job, request, kv)
+        self._recorder.offloaded += 1
+        self._just_offloaded = True
+        return True
+
+    def requeue_chunk(self) -> None:
+        """Return a job's request whose prompt is partly computed to the backlog.
+
+        It continues later from the KV that the tree has. No result may be in flight.
+        Online requests stay.
+        """
+        req = self._scheduler.chunked_req
+        known = self._registry.known(req) if req is not None else None
+        if req is None or known is None:
+            return
+        job, request = known
+        if job is None:
+            return
+        # The registry is told, and others compute its prefixes.
+        release_kv_cache(req, self._cache, checkpoint=False)
+        req.reset_for_retract()
+        job.backlog.add(request)
+        self._scheduler.chunked_req = None
+
+    # Resuming -------------------------------------------------------------------------
+
+    def resume(self, running_batch: ScheduleBatch) -> ScheduleBatch:
+        """Resume offloaded requests, in the order in which they were offloaded.
+
+        Returns:
+            The running batch with them, which is a new one if nothing ran.
+        """
+        if not self._offloaded or self._just_offloaded or self._offloader is None:
+            return running_batch
+        for rid in list(self._offloaded):
+            one = self._offloaded[rid]
+            need = self._offloader.tokens_to_resume(one.kv)
+            if need is None:  # a prefix of it was evicted
+                self._recompute(self._offloader, rid)
+                continue
+            back = self._resume_one(self._offloader, running_batch, one, need)
+            if back is None:
+                break
+            del self._offloaded[rid]
+            if running_batch.is_empty():
+                running_batch = back
+            else:
+                running_batch.merge_batch(back)
+        return running_batch
+
+    def _resume_one(
+        self,
+        offloader: KvOffloader,
+        running_batch: ScheduleBatch,
+        one: _Offloaded,
+        need: int,
+    ) -> ScheduleBatch | None:
+        job, request = one.job, one.request
+        rows = len(running_batch.reqs)
+        if not self._scheduler.get_num_allocatable_reqs(
+            rows, running_batch=running_batch
+        ):
+            return None
+        locked = self._jobs.locked_tokens + job.uses.newly_locked(request.node)
+        if not self._kv_accounting.fits(request, locked, 0):
+            return None
+        reserve = rows + self._page_size
+        self._pinned.unpin_until_free(need + reserve)
+        back = offloader.resume([one.kv], reserve)
+        if back is None:
+            return None
+        self.note_allocation()
+        self._kv_accounting.admit(request)
+        self._kv_accounting.begin_decoding(request)
+        if request.leaf >= 0:
+            job.uses.start(request, request.input_len)
+            self._pinned.unpin_spent(job, request)
+        self._recorder.resumed += 1
+        return back
+
+    def recompute_all(self) -> None:
+        """Discard all KV on the host. The requests are prefilled again."""
+        for rid in list(self._offloaded):
+            assert self._offloader is not None
+            self._recompute(self._offloader, rid)
+
+    def _recompute(self, offloader: KvOffloader, rid: str) -> None:
+        req = offloader.give_up(self._offloaded.pop(rid).kv)
+        self._scheduler._add_request_to_queue(req, is_retracted=True)
+
+    def drop(self, request: ScheduledRequest) -> bool:
+        """Forget an offloaded request; False if it was not offloaded."""
+        one = self._offloaded.pop(request.req.rid, None)
+        if one is None or self._offloader is None:
+            return False
+        self._offloader.drop(one.kv)
+        return True

@@ -1,0 +1,421 @@
+"""Moves the KV of running requests to the host, and back later.
+
+SGLang's own answer to a full KV cache is retraction: it drops the KV of a request and
+prefills prompt and output again. Offloading copies the KV to host memory instead, so
+that nothing is computed twice. An offloaded request owns neither a row nor KV on the
+device, and SGLang's memory checks hold meanwhile.
+
+The first ``shared_len`` tokens of a request may stay in the prefix tree, where other
+requests use them too. They are not locked there. If the tree evicts them, the request
+cannot resume and returns to the queue (:meth:`KvOffloader.give_up`).
+
+All decisions depend on the state of the scheduler alone, which is the same on all ranks
+of a TP group.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers import schedule_batch
+from sglang.srt.managers.overlap_utils import RelayPayload
+from sglang.srt.mem_cache.allocator import (
+    PagedTokenToKVPoolAllocator,
+    TokenToKVPoolAllocator,
+)
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
+from sglang.srt.mem_cache.memory_pool import (
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    ReqToTokenPool,
+)
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+from ...errors import EngineError
+from ..compat.scheduler_types import (
+    HostKv,
+    OffloadingScheduler,
+    PrefixMatch,
+    Req,
+    ResultLoop,
+    ScheduleBatch,
+    TreeNode,
+)
+from .token_counts import count_again, counts_tokens
+
+logger = logging.getLogger(__name__)
+
+# SGLang writes the outputs of padding to this slot, which nobody reads.
+_DUMMY_SLOT = 0
+
+
+@dataclass(slots=True)
+class OffloadedRequest:
+    """A request on the host, between :meth:`KvOffloader.offload` and its resumption."""
+
+    # SGLang's Req. It owns neither a row nor KV.
+    req: Req
+    # Prompt tokens left to the tree, in whole pages. The saved KV begins here.
+    shared_len: int
+    # Tokens of KV on the host, which belong to positions
+    # [shared_len, shared_len + num_tokens).
+    num_tokens: int
+    # Host memory that they take.
+    num_bytes: int
+    # The result of the KV pool's get_cpu_copy. None once the request has left.
+    kv: HostKv | None
+
+    @property
+    def end(self) -> int:
+        """Tokens of KV that the request has when it runs."""
+        return self.shared_len + self.num_tokens
+
+
+def make_offloader(scheduler: OffloadingScheduler) -> KvOffloader | None:
+    """An offloader. None, with a warning in the log, where KV cannot be moved to the
+    host; SGLang then retracts requests."""
+    obstacle = why_unsupported(scheduler)
+    if obstacle is None:
+        return KvOffloader(scheduler)
+    logger.warning("Requests cannot be offloaded to the host with %s.", obstacle)
+    return None
+
+
+def drain_results(scheduler: ResultLoop) -> int:
+    """Process the results that the overlap loop holds back, and return their number.
+
+    Call it in ``get_next_batch_to_run``, before or inside SGLang's own. Afterwards all
+    tokens are known and no forward is in flight. The loop would process the result of
+    ``scheduler.last_batch`` after the next launch. With ``last_batch`` None it takes
+    nothing more from the queue. Keep using the ``last_batch`` that
+    ``get_next_batch_to_run`` got as its argument, since a prefill must still be merged.
+    Requests may have finished here, so filter the batches that you hold.
+
+    With the normal loop, and after an idle step, nothing is held back.
+    """
+    num_results = len(scheduler.result_queue)
+    while scheduler.result_queue:
+        batch, result = scheduler.result_queue.popleft()
+        scheduler.process_batch_result(batch, result)
+    if num_results:
+        scheduler.last_batch = None
+    return num_results
+
+
+def why_unsupported(scheduler: OffloadingScheduler) -> str | None:
+    """The reason why requests of this server cannot be offloaded, or None if they can.
+
+    The KV of other pools has parts that ``get_cpu_copy`` leaves out, or slots that are
+    more than numbers. Other modes keep state per row or have loops of their own.
+    """
+    allocator = scheduler.token_to_kv_pool_allocator
+    pool, tree = allocator.get_kvcache(), scheduler.tree_cache
+    rows = scheduler.req_to_token_pool
+    ngram = scheduler.ngram_embedding_manager
+    obstacles = {
+        "speculative decoding": not scheduler.spec_algorithm.is_none(),
+        "pipeline parallelism": get_parallel().pp_size > 1,
+        "data parallel attention": scheduler.require_mlp_sync,
+        "disaggregation": scheduler.disaggregation_mode != DisaggregationMode.NULL,
+        "a diffusion model": scheduler.dllm_config is not None,
+        "an encoder-decoder model": scheduler.model_config.is_encoder_decoder,
+        "n-gram embeddings": ngram.enabled or ngram.engram_hasher is not None,
+        "HiSparse": scheduler.enable_hisparse,
+        "a hierarchical cache": getattr(tree, "cache_controller", None) is not None,
+        f"a {type(tree).__name__}": not isinstance(tree, UnifiedRadixCache),
+        f"a {type(allocator).__name__}": type(allocator)
+        not in (TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator),
+        f"a {type(pool).__name__}": type(pool)
+        not in (MHATokenToKVPool, MLATokenToKVPool),
+        f"a {type(rows).__name__}": type(rows) is not ReqToTokenPool,
+        "KV per head (SGLANG_USE_HND_KVCACHE)": getattr(pool, "use_hnd", False),
+        "scaled KV": getattr(pool, "k_scale_buffer", None) is not None,
+        "pages wider than the tree's": allocator.page_size != tree.page_size,
+    }
+    return next((name for name, found in obstacles.items() if found), None)
+
+
+def can_offload(req: Req) -> bool:
+    """Whether a request can be offloaded: it decodes, nothing of it is in flight, and
+    it has no state besides its KV.
+
+    False for a request whose last result is still in flight (see
+    :func:`drain_results`). Never True for beams, sessions, LoRA adapters (resuming
+    would bypass the check of adapters per batch), images, embeddings as input,
+    and records that SGLang keeps per KV slot (routed experts, indexer top-k).
+    """
+    own_state = (
+        req.beam_group is not None
+        or req.session is not None
+        or req.lora_id is not None
+        or req.multimodal_inputs is not None
+        or req.input_embeds is not None
+        or req.positional_embed_overrides is not None
+        or req.skip_radix_cache_insert
+        or req.return_routed_experts
+        or req.return_indexer_topk
+        or req.kv.holds_mamba
+    )
+    return not own_state and _is_quiet(req)
+
+
+def _is_quiet(req: Req) -> bool:
+    # A running request has KV of all tokens but the last one, which is the input of
+    # the next step. A forward in flight has KV of that one already.
+    return (
+        not req.finished()
+        and req.to_finish is None
+        and req.inflight_middle_chunks <= 0
+        and len(req.output_ids) > 0
+        and req.kv.holds_kv
+        and req.kv.kv_committed_len == req.kv.kv_allocated_len == req.seqlen - 1
+    )
+
+
+class KvOffloader:
+    """Moves requests of one scheduler between the device and host memory.
+
+    Raises:
+        EngineError: the server runs in a mode that forbids it.
+    """
+
+    def __init__(self, scheduler: OffloadingScheduler) -> None:
+        if obstacle := why_unsupported(scheduler):
+            raise EngineError(
+                f"requests cannot be offloaded to the host with {obstacle}; "
+                "leave offloading off on this server."
+            )
+        self._scheduler = scheduler
+        self._tree = scheduler.tree_cache
+        self._allocator = scheduler.token_to_kv_pool_allocator
+        self._rows = scheduler.req_to_token_pool
+        self._page_size: int = self._allocator.page_size
+        self.num_offloaded = 0
+        self.host_tokens = 0
+        self.host_bytes = 0
+
+    def offload(self, req: Req, shared_len: int = 0) -> OffloadedRequest:
+        """Copy the KV of ``req`` after ``shared_len`` tokens to the host; free its row
+        and its KV.
+
+        The request has to be :func:`can_offload`, and the caller removes it from the
+        running batch (``filter_batch``). Nothing is put into the tree. The device is
+        synchronized twice.
+
+        Args:
+            shared_len: tokens of the request that the tree owns now, in whole pages.
+
+        Raises:
+            ValueError: the request or the length cannot be offloaded.
+        """
+        protected = req.kv.cache_protected_len
+        if not can_offload(req):
+            raise ValueError(
+                f"request {req.rid} cannot be offloaded now: check can_offload() first, "
+                "after drain_results()."
+            )
+        if not 0 <= shared_len <= protected or shared_len % self._page_size:
+            raise ValueError(
+                f"shared_len {shared_len} of request {req.rid}: expected a multiple "
+                f"of {self._page_size} up to the {protected} tokens in the tree."
+            )
+        end = req.kv.kv_committed_len
+        slots = self._rows.req_to_token[req.kv.req_pool_idx, shared_len:end]
+        kv = self._allocator.get_cpu_copy(slots)
+        release_kv_cache(req, self._tree, checkpoint=False)
+        req.kv.cache_protected_len = 0
+        req.last_node = None
+        offloaded = OffloadedRequest(
+            req, shared_len, end - shared_len, _num_bytes(kv), kv
+        )
+        self._count(offloaded, 1)
+        return offloaded
+
+    def tokens_to_resume(self, offloaded: OffloadedRequest) -> int | None:
+        """KV to allocate on the device, in tokens (whole pages). None if the tree has
+        lost some of the first ``shared_len`` tokens.
+
+        The tree is only read: nothing is split, locked or touched.
+        """
+        matched = 0
+        if not self._tree.disable:
+            matched, _, _ = self._tree.tree_core.match_full_device_prefix(
+                _key(offloaded)
+            )
+        if matched < offloaded.shared_len:
+            return None
+        return self._whole_pages(offloaded.end - matched)
+
+    def resume(
+        self, offloaded: Sequence[OffloadedRequest], reserve: int = 0
+    ) -> ScheduleBatch | None:
+        """Resume requests, in order, until the next one does not fit.
+
+        Cached prefixes are evicted to make room.
+
+        Args:
+            reserve: tokens of KV that must be free or evictable afterwards.
+
+        Returns:
+            A decode batch of the resumed requests, which the caller merges into the
+            running batch. None if not even the first fits or can be resumed.
+        """
+        if self._scheduler.enable_overlap:
+            # A forward in flight may still write to slots and rows that a finished
+            # request just gave back.
+            self._scheduler.schedule_stream.wait_stream(self._scheduler.forward_stream)
+        back = []
+        for one in offloaded:
+            if not self._resume_one(one, reserve):
+                break
+            back.append(one.req)
+        return self._decode_batch(back) if back else None
+
+    def give_up(self, offloaded: OffloadedRequest) -> Req:
+        """Drop the saved KV and return the request as a retracted one.
+
+        It is ready for ``Scheduler._add_request_to_queue(req, is_retracted=True)``,
+        after which it is prefilled again with all its output.
+        """
+        self.drop(offloaded)
+        offloaded.req.reset_for_retract()
+        return offloaded.req
+
+    def drop(self, offloaded: OffloadedRequest) -> None:
+        """Free the host memory of a request that will not resume.
+
+        Raises:
+            ValueError: the request has left already.
+        """
+        if offloaded.kv is None:
+            raise ValueError(f"request {offloaded.req.rid} is no longer offloaded.")
+        offloaded.kv = None
+        self._count(offloaded, -1)
+
+    def _count(self, offloaded: OffloadedRequest, sign: int) -> None:
+        self.num_offloaded += sign
+        self.host_tokens += sign * offloaded.num_tokens
+        self.host_bytes += sign * offloaded.num_bytes
+
+    def _whole_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._page_size) * self._page_size
+
+    def _resume_one(self, offloaded: OffloadedRequest, reserve: int) -> bool:
+        if offloaded.kv is None:
+            raise ValueError(f"request {offloaded.req.rid} is no longer offloaded.")
+        match: PrefixMatch = self._tree.match_prefix(
+            MatchPrefixParams(key=_key(offloaded))
+        )
+        matched, node = match.device_prefix_len, match.last_device_node
+        # Locked first, or making room could evict it.
+        lock = self._tree.lock(node)
+        slots = None
+        if matched >= offloaded.shared_len and self._rows.available_size() > 0:
+            slots = self._allocate(offloaded.end - matched, reserve)
+        if slots is None:
+            self._tree.unlock(lock)
+            return False
+        req = offloaded.req
+        self._rows.alloc([req])
+        self._fill_row(req.kv.req_pool_idx, node, matched, slots)
+        # KV that the tree has by now is written to the slot that nobody reads.
+        skipped = slots.new_full((matched - offloaded.shared_len,), _DUMMY_SLOT)
+        self._allocator.load_cpu_copy(offloaded.kv, torch.cat((skipped, slots)))
+        req.lock, req.last_node = lock, node
+        req.kv.cache_protected_len = matched
+        req.kv.cache_inserted_len = min(req.kv.cache_inserted_len, matched)
+        req.kv.kv_committed_len = req.kv.kv_allocated_len = offloaded.end
+        self.drop(offloaded)
+        return True
+
+    def _allocate(self, num_tokens: int, reserve: int) -> torch.Tensor | None:
+        """Slots ``[num_tokens]`` of new pages, or None if they do not fit."""
+        need = self._whole_pages(num_tokens)
+        free = self._allocator.available_size() + self._tree.evictable_size()
+        if need + reserve > free:
+            return None
+        evict_from_tree_cache(self._tree, need)
+        slots = self._allocator.alloc(need)
+        # The next tokens take the rest of the last page, as usual.
+        return None if slots is None else slots[:num_tokens]
+
+    def _fill_row(
+        self, row: int, node: TreeNode, matched: int, slots: torch.Tensor
+    ) -> None:
+        if matched:
+            shared = self._tree.path_device_indices(node)[:matched]
+            self._rows.write((row, slice(0, matched)), shared)
+        self._rows.write((row, slice(matched, matched + len(slots))), slots)
+
+    def _decode_batch(self, reqs: list[Req]) -> ScheduleBatch:
+        """A batch ready for ``merge_batch`` or ``prepare_for_decode``."""
+        plain = [req for req in reqs if not counts_tokens(req.sampling_params)]
+        batches = [self._new_batch(plain)] if plain else []
+        for req in reqs:
+            if counts_tokens(req.sampling_params):
+                batches.append(self._new_batch([req]))
+                # The last token is counted in the next step.
+                count_again(batches[-1], req.output_ids[:-1])
+        for batch in batches[1:]:
+            batches[0].merge_batch(batch)
+        return batches[0]
+
+    def _new_batch(self, reqs: list[Req]) -> ScheduleBatch:
+        scheduler = self._scheduler
+        batch: ScheduleBatch = schedule_batch.ScheduleBatch.init_new(
+            reqs=reqs,
+            req_to_token_pool=self._rows,
+            token_to_kv_pool_allocator=self._allocator,
+            tree_cache=self._tree,
+            model_config=scheduler.model_config,
+            enable_overlap=scheduler.enable_overlap,
+            spec_algorithm=scheduler.spec_algorithm,
+        )
+        batch.multimodal_inputs = [None] * len(reqs)
+        rows = torch.tensor([req.kv.req_pool_idx for req in reqs], dtype=torch.int64)
+        lens = torch.tensor([req.kv.kv_committed_len for req in reqs])
+        batch.req_pool_indices_cpu, batch.seq_lens_cpu = rows, lens
+        batch.req_pool_indices = rows.to(batch.device)
+        batch.seq_lens = lens.to(batch.device)
+        batch.orig_seq_lens = lens.to(batch.device, torch.int32)
+        if batch.return_logprob:
+            logprobs = [req.logprob for req in reqs]
+            batch.top_logprobs_nums = [each.top_logprobs_num for each in logprobs]
+            batch.token_ids_logprobs = [each.token_ids_logprob for each in logprobs]
+        # The next step reads its input from here, row by row.
+        last_tokens = torch.tensor([req.output_ids[-1] for req in reqs])
+        scheduler.future_map.stash(
+            batch.req_pool_indices,
+            RelayPayload(bonus_tokens=last_tokens.to(batch.device)),
+        )
+        batch.sampling_info = SamplingBatchInfo.from_schedule_batch(
+            batch, scheduler.model_config.vocab_size
+        )
+        return batch
+
+
+def _key(offloaded: OffloadedRequest) -> RadixKey:
+    req = offloaded.req
+    return RadixKey(
+        token_ids=req.origin_input_ids + req.output_ids,
+        extra_key=req.extra_key,
+        limit=offloaded.end,
+        cache_salt=req.cache_salt,
+    )
+
+
+def _num_bytes(value: object) -> int:
+    """Bytes of the tensors in nested lists, tuples and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        return int(value.nbytes)
+    if isinstance(value, dict):
+        value = list(value.values())
+    return sum(map(_num_bytes, value)) if isinstance(value, list | tuple) else 0

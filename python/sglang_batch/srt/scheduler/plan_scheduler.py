@@ -1,0 +1,407 @@
+"""Decides, step by step, which requests are in the next prefill batch.
+
+SGLang's scheduler calls :meth:`PlanScheduler.next_batch` instead of looking at its own
+waiting queue. Decisions depend only on the requests that have arrived and on the results
+of earlier steps, never on a clock or on chance, so that all TP ranks decide alike.
+
+A step:
+
+1. Make room. Prefixes that leaders computed in the last step become visible, so that
+   their followers can join. If the running requests have no room for their next tokens,
+   the newest are offloaded. Otherwise offloaded requests resume.
+2. Choose. Online requests come first, and requests of jobs are offloaded for them. Then
+   the jobs' requests join, by ``scheduling.admission``.
+3. Build. SGLang builds a batch from exactly the chosen requests. Some of its fields are
+   changed for the duration of the call.
+4. Confirm. The requests that SGLang admitted run. The others wait again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from sglang.srt.managers.scheduler import TEST_RETRACT, NextBatchPlan
+from sglang.srt.utils.rank_consensus_checker import rank_consensus
+
+from ...scheduling.admission import Choice, EngineNow, choose, put_back
+from ...scheduling.job_state import JobState
+from ...scheduling.kv_accounting import KvAccounting
+from ...scheduling.open_jobs import OpenJobs
+from ...scheduling.scheduled_request import ScheduledRequest
+from ..compat.scheduler_types import (
+    BuildPrefill,
+    PrefillPlan,
+    Req,
+    ScheduleBatch,
+    StepScheduler,
+)
+from .kv_manager import KvManager
+from .online_queue import OnlineQueue
+from .planned_cache import PinnedPrefixes, PlannedRadixCache
+from .request_registry import RequestRegistry
+from .shared_prefixes import SharedPrefixes
+from .step_recorder import StepRecorder
+from .token_counts import count_retracted
+
+
+@dataclass(slots=True)
+class _Step:
+    """The requests chosen for one step.
+
+    choice: requests of jobs, and their prompt tokens.
+    online: online requests that join, and ``waiting_online`` those that do not.
+    chunked: the request whose prompt was partly computed before the step.
+    grammars: whether SGLang has requests whose grammar is not compiled yet. It adds
+        those that become ready to the batch by itself.
+    not_admitted: ids of the chosen requests that SGLang left out.
+    """
+
+    choice: Choice
+    online: list[Req]
+    waiting_online: list[Req]
+    chunked: Req | None
+    grammars: bool
+    not_admitted: set[str] = field(default_factory=set)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no batch to build."""
+        if self.online:
+            return False
+        if self.chunked is not None:
+            return self.choice.tokens == 0
+        return not self.choice.requests and not self.grammars
+
+
+class PlanScheduler:
+    """Carries out the plans of one scheduler process.
+
+    Args:
+        step_tokens: most tokens in a step, of prompts and decodes together.
+    """
+
+    def __init__(
+        self,
+        scheduler: StepScheduler,
+        *,
+        jobs: OpenJobs,
+        registry: RequestRegistry,
+        kv_accounting: KvAccounting,
+        kv_manager: KvManager,
+        online: OnlineQueue,
+        cache: PlannedRadixCache,
+        pinned: PinnedPrefixes,
+        prefixes: SharedPrefixes,
+        recorder: StepRecorder,
+        step_tokens: int,
+        page_size: int,
+    ) -> None:
+        self._scheduler = scheduler
+        self._jobs = jobs
+        self._registry = registry
+        self._kv_accounting = kv_accounting
+        self._kv_manager = kv_manager
+        self._online = online
+        self._cache = cache
+        self._pinned = pinned
+        self._prefixes = prefixes
+        self._recorder = recorder
+        self._step_tokens = step_tokens
+        self._page_size = page_size
+        self._starting: list[ScheduledRequest] = []
+
+    def abort(self, rid: str, *, everything: bool) -> list[Req]:
+        """Remove requests that wait or are offloaded, and return them to be answered.
+
+        Args:
+            rid: the id of one request, or else the start of the ids of several.
+            everything: all of them, whatever ``rid`` is.
+        """
+        taken = []
+        for job, request in self._registry.not_running(rid, everything=everything):
+            if not self._kv_manager.drop(request):
+                job.take(request)
+            self._registry.skip(job, request)
+            taken.append(request.req)
+        return taken
+
+    # A step ---------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Requests whose prompt the last step completed decode from now on."""
+        for request in self._starting:
+            if request.running and not request.decoding:
+                self._kv_accounting.begin_decoding(request)
+        self._starting.clear()
+        self._kv_manager.decodes_fit = False
+
+    def next_batch(
+        self, running_batch: ScheduleBatch, build: BuildPrefill
+    ) -> PrefillPlan:
+        """The next prefill batch, if there is one, and the running batch.
+
+        Args:
+            build: SGLang's ``get_new_batch_prefill``.
+        """
+        self._prefixes.show_computed(self._scheduler.chunked_req)
+        self._kv_manager.make_room_for_decodes(running_batch)
+        running_batch = self._kv_manager.resume(running_batch)
+        step = self._choose(running_batch)
+        if step is None:
+            none: PrefillPlan = NextBatchPlan(
+                batch_to_run=None, running_batch=running_batch
+            )
+            return none
+        plan = self._build(step, running_batch, build)
+        self._confirm(step, plan.batch_to_run)
+        return plan
+
+    def end_step(self, batch: ScheduleBatch | None) -> None:
+        """Record the batch of this step. None if there is nothing to run."""
+        if batch is None:
+            return
+        mode = batch.forward_mode
+        decodes = mode.is_decode() or (mode.is_mixed() and bool(batch.decoding_reqs))
+        record = self._recorder.record(self._kv_manager.num_offloaded, decodes=decodes)
+        # Jobs take turns, so their work is counted in equal shares.
+        share = 1.0 / max(1, len(self._jobs))
+        for job in self._jobs.each:
+            job.work.did(
+                share * record.compute_s, share * self._recorder.last_kv_read_s
+            )
+        if decodes:
+            outlived = self._kv_accounting.count_decode_step()
+            if outlived:
+                self._registry.estimates_changed(outlived)
+
+    def all_decode(self, running_batch: ScheduleBatch) -> bool:
+        """Whether it is certain that all running requests decode in this step and have
+        room for it, so that SGLang need not check each of them."""
+        return bool(
+            self._kv_manager.decodes_fit
+            and not self._kv_accounting.num_complete
+            and running_batch.reqs
+            # Beams have further rows, which SGLang counts.
+            and not self._scheduler.beam_coordinator._num_live_groups
+            and not TEST_RETRACT
+        )
+
+    # Choose ---------------------------------------------------------------------------
+
+    def _choose(self, running_batch: ScheduleBatch) -> _Step | None:
+        """The requests of the next batch, or None if there is nothing to build."""
+        if self._nobody_can_join(running_batch):
+            return None
+        if not self._online.make_room_for_chunk(running_batch):
+            return None
+        online, waiting = self._online.ready(running_batch)
+        choice = self._choose_from_jobs(running_batch, online)
+        scheduler = self._scheduler
+        grammars = scheduler.grammar_manager.has_waiting_grammars()
+        step = _Step(choice, online, waiting, scheduler.chunked_req, grammars)
+        return None if step.is_empty else step
+
+    def _nobody_can_join(self, running_batch: ScheduleBatch) -> bool:
+        """Whether this is certain at once, as in most steps of a full engine."""
+        scheduler = self._scheduler
+        if (
+            scheduler.waiting_queue
+            or scheduler.chunked_req is not None
+            or scheduler.grammar_manager.has_waiting_grammars()
+        ):
+            return False
+        # SGLang's mark that no row is left, which it removes when a request leaves.
+        if running_batch.batch_is_full and running_batch.reqs:
+            return True
+        if not any(job.backlog.count for job in self._jobs.each):
+            return True
+        rows = scheduler.get_num_allocatable_reqs(
+            len(running_batch.reqs), running_batch=running_batch
+        )
+        running_batch.batch_is_full = rows <= 0
+        return rows <= 0
+
+    def _choose_from_jobs(
+        self, running_batch: ScheduleBatch, online: list[Req]
+    ) -> Choice:
+        """The requests of jobs that join, after the ``online`` ones."""
+        if len(self._jobs) > 1:
+            rows = len(running_batch.reqs)
+            self._pinned.reachable_tokens(
+                self._step_tokens + (rows + 2) * self._page_size
+            )
+        now = self._engine_now(running_batch, online)
+        total = Choice(
+            tokens=self._step_tokens - now.step_tokens,
+            room_needed=self._cache.free_or_evictable() - now.room,
+        )
+        offloaded = self._kv_manager.num_offloaded
+        for job in self._jobs.in_order():
+            if offloaded:  # they resume before any new request joins
+                break
+            elsewhere = self._jobs.locked_tokens - job.uses.locked_tokens
+            now = now._replace(locked_elsewhere=elsewhere)
+            choice = choose(job, self._kv_accounting, now)
+            total.add(choice)
+            if len(job.backlog):
+                break
+            now = now.after(choice)
+        if offloaded and now.chunk_left:
+            some = min(now.chunk_left, now.prompt_tokens)
+            some = some or (0 if now.decode_rows else self._page_size)
+            some = min(some, now.chunk_room)
+            total.add(Choice([], some, some))
+        return total
+
+    def _engine_now(self, running_batch: ScheduleBatch, online: list[Req]) -> EngineNow:
+        scheduler = self._scheduler
+        # Complete requests no longer decode, though SGLang removes them a step later.
+        rows = max(0, len(running_batch.reqs) - self._kv_accounting.num_complete)
+        chunked = scheduler.chunked_req
+        known = self._registry.known(chunked) if chunked is not None else None
+        left = 0
+        if chunked is not None:
+            left = len(chunked.full_untruncated_fill_ids) - chunked.extend_end
+        taken = sum(len(req.origin_input_ids) + self._page_size for req in online)
+        mixed = scheduler.is_mixed_chunk
+        if chunked is not None and (known is None or known[0] is None):
+            # The prompt of an online request continues at full rate.
+            taken += min(left, self._step_tokens - taken - (rows if mixed else 0))
+            left = 0
+        free_rows = scheduler.get_num_allocatable_reqs(
+            len(running_batch.reqs), running_batch=running_batch
+        )
+        return EngineNow(
+            step_tokens=max(0, self._step_tokens - taken),
+            decode_rows=rows,
+            chunk=known[1] if known is not None and left else None,
+            chunk_left=left,
+            rows=free_rows - len(online),
+            room=self._cache.free_or_evictable() - taken,
+            page_size=self._page_size,
+            mixed=mixed,
+            idle_frees=len(self._jobs) == 1,
+            chunk_room=self._chunk_room(left, rows if mixed else 0, taken),
+        )
+
+    def _chunk_room(self, left: int, rows: int, taken: int) -> int:
+        """KV for the ``left`` tokens of a prompt in progress, with ``rows`` decodes."""
+        if not left or self._kv_accounting.num_running <= 1:
+            return self._kv_accounting.capacity  # no other request will make room
+        # Each decode may begin a page.
+        taken += rows * self._page_size
+        wanted = min(left, self._step_tokens) + self._page_size + taken
+        room = self._pinned.reachable_tokens(wanted) - taken
+        return max(0, room // self._page_size * self._page_size)
+
+    # Build ----------------------------------------------------------------------------
+
+    def _build(
+        self, step: _Step, running_batch: ScheduleBatch, build: BuildPrefill
+    ) -> PrefillPlan:
+        """Have SGLang build the batch of a step."""
+        self._pinned.unpin_until_free(step.choice.room_needed)
+        self._kv_manager.note_allocation()
+        tokens = -(-step.choice.tokens // self._page_size) * self._page_size
+        rows = len(running_batch.reqs) if self._scheduler.is_mixed_chunk else 0
+        limit = self._online.chunk_limit(step.online, running_batch)
+        step_tokens = max(tokens, self._page_size) + rows
+        with self._offered(step, step_tokens=step_tokens, chunk_limit=limit):
+            running_batch.batch_is_full = False
+            plan = build(running_batch)
+            plan.running_batch.batch_is_full = False  # it was full for this step only
+        batch = plan.batch_to_run
+        if step.grammars and batch is not None:
+            step.online = step.online + self._online.join_unseen(batch)
+        self._decided([request.req.rid for request in step.choice.requests], tokens)
+        return plan
+
+    @contextmanager
+    def _offered(
+        self, step: _Step, *, step_tokens: int, chunk_limit: int | None
+    ) -> Iterator[None]:
+        """Offer SGLang the requests of a step and no others.
+
+        Its waiting queue, chunk size and chunk limit are replaced meanwhile. Afterwards
+        the queue holds the online requests that still wait, and
+        ``step.not_admitted`` names the requests that SGLang did not take.
+        """
+        scheduler = self._scheduler
+        chunk_size = scheduler.chunked_prefill_size
+        if chunk_size is not None:  # None: prompts must not be cut
+            scheduler.chunked_prefill_size = step_tokens
+        scheduler.policy.chunk_limit = chunk_limit
+        requests = [request.req for request in step.choice.requests]
+        scheduler.waiting_queue = step.online + requests
+        try:
+            yield
+        finally:
+            scheduler.chunked_prefill_size = chunk_size
+            scheduler.policy.chunk_limit = None
+            left = scheduler.waiting_queue
+            step.not_admitted = {req.rid for req in left}
+            online = [req for req in left if self._registry.is_online(req)]
+            scheduler.waiting_queue = online + step.waiting_online
+
+    @rank_consensus(same_params=["rids", "tokens"])  # type: ignore[untyped-decorator]
+    def _decided(self, rids: list[str], tokens: int) -> None:
+        """Where SGLang's checker, if it is on, compares the decisions of the ranks."""
+
+    # Confirm --------------------------------------------------------------------------
+
+    def _confirm(self, step: _Step, batch: ScheduleBatch | None) -> None:
+        """Record the requests that SGLang admitted. The others wait again."""
+        for req in [request.req for request in step.choice.requests] + step.online:
+            known = self._registry.known(req)
+            assert known is not None
+            job, request = known
+            if req.rid not in step.not_admitted:
+                self._admitted(job, request)
+            elif job is not None:
+                put_back(job, self._kv_accounting, request)
+            else:
+                self._registry.leave_online(request)
+        if step.chunked is not None:
+            self._chunk_computed(step.chunked)
+        if batch is not None:
+            count_retracted(batch, self._scheduler.model_config.vocab_size)
+            if batch.decoding_reqs:
+                batch.decoding_reqs = FastMembership(batch.decoding_reqs)
+
+    def _admitted(self, job: JobState | None, request: ScheduledRequest) -> None:
+        req: Req = request.req
+        cached = req.prefix_len
+        self._recorder.admitted(request, cached, req.extend_end - cached)
+        if req is not self._scheduler.chunked_req:
+            self._starting.append(request)
+        if job is not None:
+            job.served += req.extend_end - cached + request.est_decode_steps
+            if request.leaf >= 0:
+                self._prefixes.started(job, request, cached)
+
+    def _chunk_computed(self, chunked: Req) -> None:
+        """A part of a prompt that was begun before is in the batch."""
+        known = self._registry.known(chunked)
+        if known is None:
+            return
+        request = known[1]
+        self._recorder.prefilled(request, chunked.extend_end - chunked.prefix_len)
+        if self._scheduler.chunked_req is not chunked:
+            self._starting.append(request)
+
+
+class FastMembership(list[Req]):
+    """A list of requests that can tell in constant time whether it holds one.
+
+    SGLang asks this for each request of a mixed step, which would otherwise take time
+    quadratic in their number.
+    """
+
+    def __init__(self, reqs: list[Req]) -> None:
+        super().__init__(reqs)
+        self._ids = {id(req) for req in reqs}
+
+    def __contains__(self, req: object) -> bool:
+        return id(req) in self._ids

@@ -1,0 +1,183 @@
+"""SGLang's radix cache, which evicts in the order of the plan.
+
+Shared prefixes that later requests need are pinned (locked) in the tree. SGLang evicts
+everything else as usual: answers, the prompts' own tails, and prefixes whose last
+request has started. The tree core stays the compiled one, which evicts in a fraction of
+a millisecond.
+
+An eviction, from top to bottom:
+
+1. An allocation finds too little free KV. SGLang calls :meth:`PlannedRadixCache.evict`
+   or :meth:`~PlannedRadixCache.evict_for_alloc` with the number of tokens it needs.
+2. :meth:`PinnedPrefixes.unpin_until_evictable` removes pins until SGLang can evict that
+   many tokens.
+3. Each pin removed is that of the prefix whose next use is furthest away, in the job
+   that comes last (:meth:`PinnedPrefixes.unpin_furthest`). The future is known, so this
+   is Belady's rule. ``PrefixUses.furthest`` finds the prefix.
+4. SGLang evicts unpinned KV, the least recently used first.
+
+The scheduler makes the same choice ahead of an allocation where it has to know how much
+KV it can get (:meth:`PinnedPrefixes.unpin_until_free`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.common import _req_radix_key
+from sglang.srt.mem_cache.registry import (
+    create_unified_radix_cache,
+    get_radix_cache_factory,
+    register_radix_cache_backend,
+)
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from ...scheduling.job_state import JobState
+from ...scheduling.open_jobs import OpenJobs
+from ...scheduling.scheduled_request import ScheduledRequest
+from ..compat.scheduler_types import EvictResult, PrefixMatch, Req, TreeLock
+from ..compat.support import CACHE_BACKEND
+
+
+class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
+    """A radix cache that unpins prefixes in the order of the plan before it evicts.
+
+    Attributes:
+        evicted_tokens: tokens evicted so far.
+    """
+
+    evicted_tokens = 0
+    _pinned: PinnedPrefixes | None = None
+    _released: Callable[[Req, bool], None] | None = None
+
+    def attach(
+        self, pinned: PinnedPrefixes, released: Callable[[Req, bool], None]
+    ) -> None:
+        """Evict by the plan from now on. SGLang makes the cache before the scheduler
+        that has the plan.
+
+        Args:
+            released: called with each request that gives its KV back, and whether the
+                tree keeps the KV that it computed.
+        """
+        self._pinned = pinned
+        self._released = released
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        if self._pinned is not None:
+            self._pinned.unpin_until_evictable(params.num_tokens)
+        result: EvictResult = super().evict(params)
+        self.evicted_tokens += result.num_tokens_evicted
+        return result
+
+    def evict_for_alloc(self, params: EvictParams, **kwargs: object) -> EvictResult:
+        if self._pinned is not None:
+            self._pinned.unpin_until_evictable(params.num_tokens)
+        result: EvictResult = super().evict_for_alloc(params, **kwargs)
+        self.evicted_tokens += result.num_tokens_evicted
+        return result
+
+    def on_release(self, req: Req, *, checkpointed: bool) -> None:
+        super().on_release(req, checkpointed=checkpointed)
+        if self._released is not None:
+            self._released(req, checkpointed)
+
+    def reset(self) -> None:
+        if self._pinned is not None:
+            self._pinned.forget_all()
+        super().reset()
+
+    def free_or_evictable(self) -> int:
+        """Tokens of KV that can be allocated without removing a pin."""
+        available = self.token_to_kv_pool_allocator.available_size()
+        return int(available + self.evictable_size())
+
+    def lock_prefix(self, req: Req, num_tokens: int) -> TreeLock | None:
+        """Lock the first ``num_tokens`` of a request's prompt in the tree.
+
+        Returns:
+            A lock for ``unlock``. None if the tree does not hold all of these tokens.
+        """
+        key = _req_radix_key(self, req, req.full_untruncated_fill_ids, num_tokens)
+        found: PrefixMatch = self.match_prefix(MatchPrefixParams(key=key))
+        if found.device_prefix_len != num_tokens:
+            return None
+        lock: TreeLock = self.lock(found.last_device_node)
+        return lock
+
+
+class PinnedPrefixes:
+    """The prefixes that jobs have pinned in the cache, and the order to unpin them."""
+
+    def __init__(self, cache: PlannedRadixCache, jobs: OpenJobs) -> None:
+        self._cache = cache
+        self._jobs = jobs
+
+    def pin(self, job: JobState, req: Req, nodes: list[int]) -> None:
+        """Pin those of a request's prefixes that later requests need."""
+        for node in nodes:
+            if job.uses.wanted(node):
+                lock = self._cache.lock_prefix(req, int(job.uses.depth[node]))
+                if lock is not None:
+                    job.uses.pin(node, lock)
+
+    def unpin(self, job: JobState, nodes: list[int]) -> None:
+        for node in nodes:
+            self._cache.unlock(job.uses.unpin(node))
+
+    def unpin_spent(self, job: JobState, request: ScheduledRequest) -> None:
+        """Unpin a request's prefixes that no later request needs."""
+        self.unpin(job, job.uses.spent(request))
+
+    def unpin_job(self, job: JobState) -> None:
+        self.unpin(job, list(job.uses.pins))
+
+    def forget_all(self) -> None:
+        """The tree was emptied, and its locks with it."""
+        for job in self._jobs.each:
+            job.uses.forget_pins()
+
+    # Eviction -------------------------------------------------------------------------
+
+    def unpin_until_evictable(self, num_tokens: int) -> None:
+        """Unpin prefixes until the cache can evict ``num_tokens``, or none is left."""
+        while self._cache.evictable_size() < num_tokens:
+            if not self.unpin_furthest():
+                return
+
+    def unpin_until_free(self, num_tokens: int) -> None:
+        """Unpin prefixes until ``num_tokens`` can be allocated, or none is left."""
+        while self._cache.free_or_evictable() < num_tokens:
+            if not self.unpin_furthest():
+                return
+
+    def unpin_furthest(self) -> bool:
+        """Unpin the prefix whose next use is furthest away, in the last job that has
+        one. False if none is pinned."""
+        for job in reversed([*self._jobs.in_order()]):
+            node = job.uses.furthest()
+            if node:
+                self.unpin(job, [node])
+                return True
+        return False
+
+    def reachable_tokens(self, num_tokens: int) -> int:
+        """Tokens that can be allocated after unpinning, exact up to ``num_tokens``.
+
+        With several jobs this does unpin. A prefix pinned by one job may be pinned by
+        another too, and only unpinning shows whether any KV becomes evictable.
+        """
+        if len(self._jobs) > 1:
+            self.unpin_until_free(num_tokens)
+            return self._cache.free_or_evictable()
+        return self._cache.free_or_evictable() + self._jobs.idle_tokens
+
+
+def register() -> None:
+    """Make the cache available to SGLang by its name, once per process."""
+    if get_radix_cache_factory(CACHE_BACKEND) is None:
+        register_radix_cache_backend(
+            CACHE_BACKEND,
+            lambda ctx: create_unified_radix_cache(ctx, cache_class=PlannedRadixCache),
+        )

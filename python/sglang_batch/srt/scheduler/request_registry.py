@@ -1,0 +1,232 @@
+"""Finds the job of each request, from the request's arrival to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...request import parse_request_id
+from ...scheduling.job_plan import JobPlan
+from ...scheduling.job_state import JobState
+from ...scheduling.kv_accounting import KvAccounting
+from ...scheduling.open_jobs import OpenJobs
+from ...scheduling.scheduled_request import ScheduledRequest
+from ..compat.scheduler_types import Req
+from .planned_cache import PinnedPrefixes
+from .shared_prefixes import SharedPrefixes
+from .step_recorder import StepRecorder
+
+Known = tuple[JobState | None, ScheduledRequest]
+"""A request and its job, which is None for an online request."""
+
+
+class RequestRegistry:
+    """Opens and closes jobs, and records the arrival and end of each request.
+
+    Args:
+        share: whether requests share prefixes in the cache.
+    """
+
+    def __init__(
+        self,
+        *,
+        jobs: OpenJobs,
+        prefixes: SharedPrefixes,
+        pinned: PinnedPrefixes,
+        kv_accounting: KvAccounting,
+        recorder: StepRecorder,
+        page_size: int,
+        share: bool,
+    ) -> None:
+        self._jobs = jobs
+        self._prefixes = prefixes
+        self._pinned = pinned
+        self._kv_accounting = kv_accounting
+        self._recorder = recorder
+        self._page_size = page_size
+        self._share = share
+        self._closed: set[str] = set()
+        self._num_retired = 0
+        self._known: dict[str, Known] = {}
+
+    # Jobs -----------------------------------------------------------------------------
+
+    def open(self, job_id: str, plan: JobPlan) -> int:
+        """Open a job, or give it a new plan. Returns the number of its requests here."""
+        if not self._share:
+            plan = plan.without_prefixes()
+        job = self._jobs.get(job_id)
+        if job is not None and job.plan.same_requests(plan):
+            job.replan(plan)
+        else:
+            if job is not None:
+                self._retire(job)
+            job = JobState(job_id, plan, self._page_size)
+            self._jobs.add(job)
+            self._jobs.set_priority(job, 0)
+        self._closed.discard(job_id)
+        longest = plan.est_decode_steps.max(initial=1.0)
+        self._kv_accounting.extend_forecast(int(longest) + 1)
+        return len(job)
+
+    def set_priority(self, job_id: str, priority: int) -> int:
+        """Change a job's priority. Returns the number of its requests here."""
+        job = self._jobs.get(job_id)
+        if job is None:
+            return 0
+        self._jobs.set_priority(job, priority)
+        return len(job)
+
+    def _retire(self, job: JobState) -> None:
+        """Rename a stopped job that was started again before its last requests left."""
+        self._jobs.remove(job)
+        self._num_retired += 1
+        job.job_id = f"{job.job_id} (stopped, {self._num_retired})"
+        self._jobs.add(job)
+        self._closed.add(job.job_id)
+        self._drop_if_done(job)
+
+    def close(self, job_id: str) -> int:
+        """No more requests of a job will arrive. Those that are here continue.
+
+        Returns:
+            The number of requests that are here.
+        """
+        job = self._jobs.get(job_id)
+        if job is None:
+            return 0
+        self._closed.add(job_id)
+        left = len(job)
+        self._drop_if_done(job)
+        return left
+
+    def _drop_if_done(self, job: JobState) -> None:
+        if job.job_id in self._closed and not len(job):
+            self._closed.discard(job.job_id)
+            self._pinned.unpin_job(job)
+            self._jobs.remove(job)
+
+    # Requests arrive and leave --------------------------------------------------------
+
+    def enqueue(self, req: Req) -> bool:
+        """Take a waiting request; False if it belongs to no job."""
+        known = self._known.get(req.rid)
+        if known is not None:
+            job, request = known
+            if job is None:
+                return False
+            if not request.waiting and not request.running:  # SGLang retracted it
+                request.steps = max(0, len(req.output_ids))
+                job.backlog.add(request)
+                self._recorder.retracted += 1
+            return True
+        job_id, number, part = parse_request_id(req.rid)
+        job = self._jobs.get(job_id)
+        if job is None:
+            return False
+        request = job.add(
+            req,
+            number,
+            len(req.origin_input_ids),
+            max(0, (req.sampling_params.max_new_tokens or 0) - 1),
+            part=part,
+        )
+        self._known[req.rid] = (job, request)
+        return True
+
+    def known(self, req: Req) -> Known | None:
+        return self._known.get(req.rid)
+
+    def is_online(self, req: Req) -> bool:
+        known = self._known.get(req.rid)
+        return known is None or known[0] is None
+
+    def not_running(
+        self, rid: str, *, everything: bool
+    ) -> list[tuple[JobState, ScheduledRequest]]:
+        """Requests of jobs that wait or are offloaded.
+
+        Args:
+            rid: the id of one request, or else the start of the ids of several.
+            everything: all of them, whatever ``rid`` is.
+        """
+        if not everything and rid in self._known:
+            rids = [rid]
+        else:
+            rids = [r for r in self._known if everything or r.startswith(rid)]
+        found = [self._known[each] for each in rids]
+        return [
+            (job, request)
+            for job, request in found
+            if job is not None and not request.running
+        ]
+
+    def join_online(self, request: ScheduledRequest) -> None:
+        self._known[request.req.rid] = (None, request)
+        self._kv_accounting.admit(request)
+
+    def leave_online(self, request: ScheduledRequest) -> None:
+        """SGLang could not admit an online request. It is known again when it joins."""
+        del self._known[request.req.rid]
+        self._kv_accounting.remove(request)
+
+    def released(self, req: Req, checkpointed: bool) -> None:
+        """A request gave its KV back: it ended, or SGLang retracted or aborted it.
+
+        Args:
+            checkpointed: whether the tree keeps the KV that it computed.
+        """
+        known = self._known.get(req.rid)
+        if known is None:
+            return
+        job, request = known
+        finished = req.finished()
+        if request.running:
+            self._leave(job, request, checkpointed=checkpointed, back=not finished)
+        # An online request that SGLang retracted is known again when it joins.
+        if finished or job is None:
+            self.forget(job, request)
+
+    def _leave(
+        self,
+        job: JobState | None,
+        request: ScheduledRequest,
+        *,
+        checkpointed: bool,
+        back: bool,
+    ) -> None:
+        self._kv_accounting.remove(request)
+        if job is None:
+            return
+        if not back:
+            self._kv_accounting.learn_output_len(request)
+            job.work.ended(request)
+        if request.leaf < 0:
+            return
+        if checkpointed and request.leading:
+            self._prefixes.show(job, request, request.input_len)
+        job.release_followers(job.uses.leave(request, offloaded=back))
+
+    def estimates_changed(self, requests: Iterable[ScheduledRequest]) -> None:
+        """Running requests have outlived their estimates, which were raised."""
+        by_job: dict[str, tuple[JobState, list[ScheduledRequest]]] = {}
+        for request in requests:
+            job, _ = self._known.get(request.req.rid, (None, request))
+            if job is not None:
+                by_job.setdefault(job.job_id, (job, []))[1].append(request)
+        for job, of_job in by_job.values():
+            job.work.apply_estimates(of_job)
+
+    def skip(self, job: JobState, request: ScheduledRequest) -> None:
+        """A request that does not run never will."""
+        if request.leaf >= 0:
+            job.uses.skip(request)
+            job.work.ended(request)
+            self._pinned.unpin_spent(job, request)
+        self.forget(job, request)
+
+    def forget(self, job: JobState | None, request: ScheduledRequest) -> None:
+        """A request is over."""
+        self._known.pop(request.req.rid, None)
+        if job is not None:
+            job.forget(request)
+            self._drop_if_done(job)

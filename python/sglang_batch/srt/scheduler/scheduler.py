@@ -1,0 +1,341 @@
+"""SGLang's scheduler in an offline server, which follows the plans of jobs.
+
+There is one in each scheduler process, for each TP and DP rank. SGLang builds and runs
+the batches as usual. :class:`~.plan_scheduler.PlanScheduler` decides which requests are
+in them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+from sglang.srt.managers.scheduler import Scheduler, _make_abort_req
+from sglang.srt.managers.scheduler_components.batch_result_processor import (
+    SchedulerBatchResultProcessor,
+)
+from sglang.srt.managers.scheduler_components.load_inquirer import (
+    SchedulerLoadInquirer,
+)
+from sglang.srt.runtime_context import get_parallel
+from sglang.utils import TypeBasedDispatcher
+
+from ...engine import KvUse
+from ...scheduling.job_plan import JobPlan
+from ...scheduling.kv_accounting import KvAccounting
+from ...scheduling.open_jobs import OpenJobs
+from ...scheduling.waiting_view import WaitingView
+from ..attention.attention_choice import share_by_default
+from ..attention.sharing import Sharing
+from ..compat.hook_targets import SCHEDULER_PROCESS_HOOKS, check_hooks_took
+from ..compat.job_control import CLOSE, PRIORITY, JobControl, JobControlOutput
+from ..compat.scheduler_types import (
+    AbortRequest,
+    InternalState,
+    PauseRequest,
+    PrefillPlan,
+    Req,
+    ScheduleBatch,
+)
+from ..compat.server_types import OfflineArgs
+from ..compat.support import STATE_KEY
+from .kv_manager import KvManager
+from .offloading import make_offloader
+from .online_queue import OnlineQueue
+from .plan_scheduler import PlanScheduler
+from .planned_cache import PinnedPrefixes, PlannedRadixCache
+from .prefill_adder import OfflinePrefillAdder, OfflineSchedulePolicy
+from .request_registry import RequestRegistry
+from .shared_prefixes import SharedPrefixes
+from .step_metrics import step_metrics
+from .step_recorder import StepRecorder
+from .step_results import OfflineOutputStreamer, OfflineResultProcessor
+from .warm_up import compile_planner
+
+logger = logging.getLogger(__name__)
+
+
+class MarkedScheduler(Scheduler):  # type: ignore[misc]
+    """SGLang's own scheduler, marked so that the main process can recognize it."""
+
+    server_args: OfflineArgs
+
+    def get_init_info(self) -> dict[str, object]:
+        """Log for each rank that its scheduler is ours.
+
+        Raises:
+            EngineError: a hook of its process did not take effect.
+        """
+        check_hooks_took(SCHEDULER_PROCESS_HOOKS)
+        logger.info(
+            "Offline batch scheduler ready: %s", self.server_args.offline_config
+        )
+        info: dict[str, object] = super().get_init_info()
+        return info
+
+    def get_internal_state(self, recv_req: object) -> InternalState:
+        """Add the settings in force to ``/server_info``, for each DP rank."""
+        output: InternalState = super().get_internal_state(recv_req)
+        output.internal_state[STATE_KEY] = self._offline_state()
+        return output
+
+    def _record_scheduler_state_for_paused_engine(self) -> None:
+        """A paused engine waits for messages too, where an idle one does."""
+        super()._record_scheduler_state_for_paused_engine()
+        self.maybe_sleep_on_idle()
+
+    def _offline_state(self) -> dict[str, object]:
+        return {
+            "config": str(self.server_args.offline_config),
+            "step_tokens": self.chunked_prefill_size or self.max_prefill_tokens,
+            "mixed_chunk": bool(self.is_mixed_chunk),
+        }
+
+
+class OfflineScheduler(MarkedScheduler):
+    """The scheduler of an offline server, in place of SGLang's.
+
+    Attributes:
+        jobs, registry, kv_accounting, kv_manager, prefixes, recorder, plan_scheduler:
+            made by ``init_load_inquirer`` and passed to each other there.
+    """
+
+    batch_result_processor: SchedulerBatchResultProcessor
+    load_inquirer: SchedulerLoadInquirer
+
+    def init_schedule_policy(self) -> None:
+        super().init_schedule_policy()
+        self.policy = OfflineSchedulePolicy(
+            "fcfs",
+            self.tree_cache,
+            self.enable_hierarchical_cache,
+            self.enable_priority_scheduling,
+            self.schedule_low_priority_values_first,
+        )
+
+    def init_all_attention_backends(self) -> None:
+        """Choose the backend before SGLang captures CUDA graphs with it."""
+        super().init_all_attention_backends()
+        share_by_default(self.tp_worker.model_runner)
+
+    def get_prefill_adder_class(self) -> type[OfflinePrefillAdder]:
+        return OfflinePrefillAdder
+
+    def get_output_streamer_class(self) -> type[OfflineOutputStreamer]:
+        return OfflineOutputStreamer
+
+    def init_batch_result_processor(self) -> None:
+        super().init_batch_result_processor()
+        self.output_streamer.is_online = self.registry.is_online
+        stock = self.batch_result_processor
+        self.batch_result_processor = OfflineResultProcessor.like(stock)
+
+    def init_request_dispatcher(self) -> None:
+        super().init_request_dispatcher()
+        self._request_dispatcher += TypeBasedDispatcher([(JobControl, self._control)])
+
+    def init_load_inquirer(self) -> None:
+        """Make our parts. SGLang calls this first of all overridden methods after its
+        cache, memory pools and grammar manager are ready."""
+        super().init_load_inquirer()
+        compile_planner()
+        cache: PlannedRadixCache = self.tree_cache
+        page_size = int(self.page_size)
+        step_tokens = self.chunked_prefill_size or self.max_prefill_tokens
+        self.jobs = OpenJobs()
+        self.kv_accounting = KvAccounting(int(self.max_total_num_tokens))
+        self.recorder = self._make_recorder(cache)
+        pinned = PinnedPrefixes(cache, self.jobs)
+        self.prefixes = SharedPrefixes(cache, pinned)
+        self.registry = RequestRegistry(
+            jobs=self.jobs,
+            prefixes=self.prefixes,
+            pinned=pinned,
+            kv_accounting=self.kv_accounting,
+            recorder=self.recorder,
+            page_size=page_size,
+            share=not cache.disable,
+        )
+        cache.attach(pinned, self.registry.released)
+        self.kv_manager = KvManager(
+            self,
+            jobs=self.jobs,
+            registry=self.registry,
+            kv_accounting=self.kv_accounting,
+            cache=cache,
+            pinned=pinned,
+            offloader=make_offloader(self),
+            recorder=self.recorder,
+            page_size=page_size,
+        )
+        online = OnlineQueue(
+            self,
+            jobs=self.jobs,
+            registry=self.registry,
+            kv_accounting=self.kv_accounting,
+            kv_manager=self.kv_manager,
+            pinned=pinned,
+            step_tokens=step_tokens,
+            page_size=page_size,
+        )
+        self.plan_scheduler = PlanScheduler(
+            self,
+            jobs=self.jobs,
+            registry=self.registry,
+            kv_accounting=self.kv_accounting,
+            kv_manager=self.kv_manager,
+            online=online,
+            cache=cache,
+            pinned=pinned,
+            prefixes=self.prefixes,
+            recorder=self.recorder,
+            step_tokens=step_tokens,
+            page_size=page_size,
+        )
+        self.sharing = Sharing(self.tp_worker.model_runner, self.registry)
+        self.load_inquirer = dataclasses.replace(
+            self.load_inquirer,
+            get_waiting_queue=lambda: WaitingView(
+                self.waiting_queue, self.jobs, self.kv_manager.num_offloaded
+            ),
+        )
+
+    def _make_recorder(self, cache: PlannedRadixCache) -> StepRecorder:
+        """Only the first TP rank of each DP rank publishes what it counts."""
+        log, metrics = None, None
+        if get_parallel().tp_rank == 0:
+            dp_rank = get_parallel().dp_rank
+            path = self.server_args.offline_config.step_log
+            log = Path(path) if path else None
+            if log is not None and dp_rank:
+                log = log.with_name(f"{log.name}.dp{dp_rank}")
+            metrics = step_metrics(self)
+        return StepRecorder(self.jobs, self.kv_accounting, cache, log, metrics)
+
+    def _offline_state(self) -> dict[str, object]:
+        """The settings, the current state and the totals, for ``/server_info``."""
+        state = super()._offline_state() | {
+            "jobs": len(self.jobs),
+            "waiting": self._num_waiting,
+            "offloaded_now": self.kv_manager.num_offloaded,
+            "offloaded_host_bytes": self.kv_manager.host_bytes,
+            "kv_use": dataclasses.asdict(_kv_use(self.kv_accounting, self.jobs)),
+            "shares_prefixes": bool(self.sharing.backends),
+            **self.recorder.totals,
+            **self.sharing.totals,
+        }
+        return state | {old: state[new] for old, new in _OLD_STATE_KEYS.items()}
+
+    @property
+    def _num_waiting(self) -> int:
+        """Requests of jobs that do not run, including offloaded ones."""
+        return self.jobs.num_waiting + self.kv_manager.num_offloaded
+
+    def _control(self, message: JobControl) -> JobControlOutput:
+        if message.action == CLOSE:
+            left = self.registry.close(message.job_id)
+        elif message.action == PRIORITY:
+            left = self.registry.set_priority(message.job_id, message.priority)
+        else:
+            plans, rank = message.plans, get_parallel().dp_rank or 0
+            plan = JobPlan.from_bytes(plans[min(rank, len(plans) - 1)])
+            left = self.registry.open(message.job_id, plan)
+        return JobControlOutput(job_id=message.job_id, num_requests=left)
+
+    # Steps ----------------------------------------------------------------------------
+
+    def get_next_batch_to_run(
+        self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None
+    ) -> PrefillPlan:
+        self.plan_scheduler.begin_step()
+        plan: PrefillPlan = super().get_next_batch_to_run(running_batch, last_batch)
+        self.plan_scheduler.end_step(plan.batch_to_run)
+        return plan
+
+    def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> PrefillPlan:
+        return self.plan_scheduler.next_batch(
+            running_batch, super().get_new_batch_prefill
+        )
+
+    def _reqs_finishing_inflight(self, batch: ScheduleBatch) -> list[Req]:
+        if not self.kv_accounting.num_complete:
+            return []
+        finishing: list[Req] = super()._reqs_finishing_inflight(batch)
+        return finishing
+
+    def update_running_batch(self, batch: ScheduleBatch) -> ScheduleBatch:
+        """SGLang's, without its checks of each request where the results are certain."""
+        if not self.plan_scheduler.all_decode(batch):
+            updated: ScheduleBatch = super().update_running_batch(batch)
+            return updated
+        self.new_token_ratio_tracker.decay_step()
+        batch.prepare_for_decode()
+        return batch
+
+    def run_batch(
+        self, batch: ScheduleBatch, *args: object, **kwargs: object
+    ) -> object:
+        if not self.sharing.backends:
+            return super().run_batch(batch, *args, **kwargs)
+        self.sharing.show(batch)
+        result = super().run_batch(batch, *args, **kwargs)
+        self.recorder.kv_saved_bytes = self.sharing.saved_bytes
+        return result
+
+    def on_idle(self) -> None:
+        self.recorder.flush()
+        super().on_idle()
+
+    # The waiting queue ----------------------------------------------------------------
+
+    def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
+        if not self.registry.enqueue(req):
+            super()._add_request_to_queue(req, is_retracted)
+            return
+        if not is_retracted:
+            req.time_stats.set_wait_queue_entry_time()
+            req.arrival_processed_tokens = self.processed_tokens_counter
+
+    def is_fully_idle(
+        self, for_health_check: bool = False, ignore_waiting: bool = False
+    ) -> bool:
+        idle = super().is_fully_idle(for_health_check, ignore_waiting)
+        if ignore_waiting:
+            return bool(idle and not self.kv_manager.num_offloaded)
+        return bool(idle and not self._num_waiting)
+
+    def abort_request(self, recv_req: AbortRequest) -> None:
+        for req in self.plan_scheduler.abort(
+            recv_req.rid, everything=recv_req.abort_all
+        ):
+            self._release_aborted_request(req)
+            reason = recv_req.finished_reason
+            self.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
+        super().abort_request(recv_req)
+
+    def pause_generation(self, recv_req: PauseRequest) -> None:
+        super().pause_generation(recv_req)
+        if recv_req.mode == "retract":
+            # New weights may be loaded meanwhile, and KV on the host is of the old ones.
+            self.kv_manager.recompute_all()
+
+
+# Names in /server_info before offloading was called that. Kept for one release.
+_OLD_STATE_KEYS = {
+    "parked": "offloaded",
+    "parked_now": "offloaded_now",
+    "parked_host_bytes": "offloaded_host_bytes",
+}
+
+
+def _kv_use(kv_accounting: KvAccounting, jobs: OpenJobs) -> KvUse:
+    left, right, online = kv_accounting.kv
+    return KvUse(
+        running=kv_accounting.num_running,
+        left=left,
+        right=right,
+        online=online,
+        shared=int(jobs.locked_tokens),
+        capacity=kv_accounting.capacity,
+    )

@@ -1,0 +1,66 @@
+"""Shared prefixes while they are computed: when followers of a leader may join.
+
+The first request that needs a prefix computes it and is its leader. Followers wait until
+the tree holds the prefix, which :class:`SharedPrefixes` then pins for them. Which node of
+the plan's tree is computed by whom is in ``scheduling.prefix_uses``.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.mem_cache.common import checkpoint_kv_cache
+
+from ...scheduling.job_state import JobState
+from ...scheduling.scheduled_request import ScheduledRequest
+from ..compat.scheduler_types import Req
+from .planned_cache import PinnedPrefixes, PlannedRadixCache
+
+
+class SharedPrefixes:
+    """The running leaders of all jobs."""
+
+    def __init__(self, cache: PlannedRadixCache, pinned: PinnedPrefixes) -> None:
+        self._cache = cache
+        self._pinned = pinned
+        self._leaders: list[tuple[JobState, ScheduledRequest]] = []
+
+    def started(self, job: JobState, request: ScheduledRequest, cached: int) -> None:
+        """A planned request was admitted with ``cached`` prompt tokens in the tree."""
+        job.uses.lead(request, cached)
+        if request.leading:
+            self.show(job, request, cached)
+        kept = [n for n in job.uses.path(request.node) if job.uses.depth[n] <= cached]
+        self._pinned.pin(job, request.req, kept)
+        self._pinned.unpin_spent(job, request)
+        if request.leading:
+            self._leaders.append((job, request))
+
+    def show(self, job: JobState, request: ScheduledRequest, num_tokens: int) -> None:
+        """The tree holds ``num_tokens`` of a leader's prompt: followers may join."""
+        done = job.uses.computed(request, num_tokens)
+        self._pinned.pin(job, request.req, done)
+        job.release_followers(done)
+
+    def show_computed(self, chunked: Req | None) -> None:
+        """Put prefixes that leaders computed in the last step into the tree.
+
+        SGLang would do so when it processes the step's result, which is after the next
+        batch is built. The next forward runs after the last one, so it may read KV that
+        the last one writes.
+
+        Args:
+            chunked: the request whose prompt is partly computed, or None.
+        """
+        if not self._leaders:
+            return
+        still_leading = []
+        for job, request in self._leaders:
+            if not request.running or not request.leading:
+                continue
+            req: Req = request.req
+            if req is chunked:  # SGLang has put it into the tree already
+                self.show(job, request, req.prefix_len)
+                still_leading.append((job, request))
+            elif not req.finished() and req.kv.holds_kv:
+                checkpoint_kv_cache(req, self._cache)
+                self.show(job, request, request.input_len)
+        self._leaders = still_leading

@@ -1,0 +1,166 @@
+"""An append-only file of records, one line each: every log that must survive a crash.
+
+A record is written whole, in one call, so it survives the end of the process by any
+means. :meth:`AppendLog.commit` makes it survive a power cut as well. Opening a log
+reads its records back and drops a torn last one. Any other damaged record is for the
+caller to handle: :meth:`AppendLog.move_damaged` keeps its bytes elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from ..errors import StoreWriteError
+from .files import sync_file
+
+
+def whole_lines(log: BinaryIO, end: int) -> Iterator[bytes]:
+    """The records of a log that may still grow, up to the offset ``end``.
+
+    Needs no lock: reading stops at the first record that is not complete.
+
+    Args:
+        log: opened by the reader, at the beginning of a record.
+    """
+    offset = log.tell()
+    for data in log:
+        offset += len(data)
+        if offset > end or not data.endswith(b"\n"):
+            return
+        yield data
+
+
+class AppendLog:
+    """One process writes a log. ``append`` and ``commit`` may run in two threads.
+
+    Args:
+        path: created if it does not exist.
+        read: called with the offset and the bytes of each line in the file. Returns
+            False if the line is not a record.
+        damaged: called with this log and each such line, except the last of the file.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        read: Callable[[int, bytes], bool],
+        damaged: Callable[[AppendLog, int, bytes], None],
+    ) -> None:
+        self.path = path
+        is_new = not path.exists()
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._end = self._recover(read, damaged)
+            if is_new:
+                sync_file(path.parent)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._synced = self._end
+
+    @property
+    def closed(self) -> bool:
+        return self._fd < 0
+
+    def append(self, data: bytes) -> int:
+        """Write one record, which ends with a newline, and return its offset.
+
+        Raises:
+            StoreWriteError: nothing of the record was written.
+        """
+        start = self._end
+        try:
+            written = os.pwrite(self._fd, data, start)
+        except OSError as error:
+            raise self._write_error(error) from error
+        if written != len(data):
+            os.ftruncate(self._fd, start)
+            raise StoreWriteError(
+                f"{self.path}: wrote {written} of {len(data)} bytes; is the disk full?"
+            )
+        self._end = start + len(data)
+        return start
+
+    def read(self, offset: int, length: int) -> bytes:
+        return os.pread(self._fd, length, offset)
+
+    def commit(self) -> None:
+        """Make everything appended so far survive a power cut.
+
+        Raises:
+            StoreWriteError: the disk failed to store it.
+        """
+        end = self._end
+        if end == self._synced or self.closed:
+            return
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise self._write_error(error) from error
+        self._synced = end
+
+    def close(self) -> None:
+        """Commit and close the file. It is closed even if the commit fails.
+
+        Raises:
+            StoreWriteError: the commit failed.
+        """
+        try:
+            self.commit()
+        finally:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
+
+    def move_damaged(self, offset: int, data: bytes) -> Path:
+        """Move a damaged record to ``<log>.damaged`` and return the path of that file.
+
+        A blank line of the same length takes its place, so no other record moves.
+
+        Raises:
+            StoreWriteError: there is no space for it. The log is unchanged.
+        """
+        path = self.path.with_name(f"{self.path.name}.damaged")
+        blank = b" " * (len(data) - 1) + b"\n"
+        try:
+            with open(path, "ab") as kept:
+                kept.write(data)
+                kept.flush()
+                os.fsync(kept.fileno())
+            # Only now: a crash in between leaves the record twice, not nowhere.
+            os.pwrite(self._fd, blank, offset)
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise StoreWriteError(f"{path}: {error.strerror}") from error
+        return path
+
+    def _recover(
+        self,
+        read: Callable[[int, bytes], bool],
+        damaged: Callable[[AppendLog, int, bytes], None],
+    ) -> int:
+        """Read the file back and return the offset of its end."""
+        offset = 0
+        unread: tuple[int, bytes] | None = None
+        with open(self.path, "rb") as log:
+            for data in log:
+                if unread is not None:
+                    damaged(self, *unread)
+                is_record = data.endswith(b"\n") and read(offset, data)
+                unread = None if is_record else (offset, data)
+                offset += len(data)
+        # A power cut tears the last record. If it destroyed the newline between two,
+        # they are one damaged line, and both are lost.
+        if unread is not None:
+            offset, _ = unread
+            os.ftruncate(self._fd, offset)
+        return offset
+
+    def _write_error(self, error: OSError) -> StoreWriteError:
+        return StoreWriteError(f"{self.path}: {error.strerror}")

@@ -1,0 +1,305 @@
+"""Planning on the host: from a batch and its prefix forest to a task table."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sgl_kernel_ext.shared_prefix_attention import forest, tasks
+from sgl_kernel_ext.shared_prefix_attention.buffers import (
+    HEADER_NODE_TASKS,
+    HEADER_TASKS,
+    HEADER_TOKENS,
+    HostPlan,
+    PlanBuffers,
+    Workspace,
+)
+from sgl_kernel_ext.shared_prefix_attention.checks import (
+    check_batch,
+    check_limit,
+    check_planner_sizes,
+)
+from sgl_kernel_ext.shared_prefix_attention.configs import DeviceConfig, pick_config
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """The tasks of one batch. Valid until the planner makes its next plan."""
+
+    planner: AttentionPlanner
+    num_requests: int
+    num_tokens: int
+    num_tasks: int
+    num_node_tasks: int
+    num_parts: int
+    num_kept_nodes: int
+    max_table_row: int
+    max_kv_len: int
+    kv_len: np.ndarray  # int32 [num_requests], as planned
+    task_table: np.ndarray  # int32 [num_tasks, tasks.NUM_FIELDS], on the host
+    gather: np.ndarray  # int32 [num_tokens]: flat query token, on the host
+    part_indptr: np.ndarray  # int32 [num_tokens + 1] in gather order, on the host
+    kv_bytes: int  # read per layer, a shared span counted once
+    kv_bytes_unshared: int  # if every request read all of its own KV
+    predicted_gain: float  # modelled cost without sharing / with this plan
+    reusable: bool  # only decodes: requests may grow without a new plan
+
+    def still_valid(self, kv_len: np.ndarray) -> bool:
+        """Whether the plan can run the same batch with these lengths.
+
+        Args:
+            kv_len: int32 ``[num_requests]``, of the same requests in the same order
+                with the same table rows and nodes, each with one query.
+
+        Returns:
+            True if the plan has only decodes and as many requests, none of them has
+            shrunk, and none has grown by more than ``planner.growth_tokens``. Beyond
+            that, the tasks would be out of balance.
+        """
+        if not self.reusable or len(kv_len) != self.num_requests:
+            return False
+        grown = kv_len - self.kv_len
+        most = self.planner.growth_tokens
+        return bool(grown.min() >= 0) and bool(grown.max() <= most)
+
+
+class AttentionPlanner:
+    """Plans batches of one attention shape on one device, in its own buffers.
+
+    A captured CUDA graph replays with the newest plan of its planner, because every
+    plan is at the same addresses.
+
+    Args:
+        num_q_heads, num_kv_heads, head_dim: of this rank's attention layers. K and V
+            have the same ``head_dim``, 16 to 256.
+        dtype: of q and the KV cache: float32, float16 or bfloat16.
+        page_size: KV tokens per page of the table.
+        device: of the kernels and their buffers. "cpu" for ``run_reference`` and
+            Triton's interpreter.
+        max_requests, max_tokens, max_nodes: of one batch.
+        max_tile: rows of the largest tile. 64 suits decodes, 128 prefill chunks. The
+            kernel is compiled for it.
+        max_tasks, max_parts: sizes of the task table and the workspace, derived from
+            the arguments above by default. A part takes
+            ``4 * num_q_heads * (head_dim + 1)`` bytes.
+        separate_nodes: order node tasks before suffix tasks, so that ``run`` can launch
+            them separately. Otherwise the largest tasks come first.
+        config: planning constants and tiles, those of the device by default.
+        workspace: partial results, newly allocated by default. Planners whose runs
+            follow each other may share one.
+
+    Raises:
+        ValueError: for sizes that the kernels do not support.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        page_size: int,
+        device: torch.device | str,
+        max_requests: int,
+        max_tokens: int,
+        max_nodes: int,
+        max_tile: int = 64,
+        max_tasks: int | None = None,
+        max_parts: int | None = None,
+        separate_nodes: bool = False,
+        config: DeviceConfig | None = None,
+        workspace: Workspace | None = None,
+    ) -> None:
+        check_planner_sizes(
+            num_q_heads, num_kv_heads, head_dim, dtype, page_size, max_tile
+        )
+        self.num_q_heads = num_q_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.page_size = page_size
+        self.device = torch.device(device)
+        self.max_requests = max_requests
+        self.max_tokens = max_tokens
+        self.max_nodes = max_nodes
+        self.max_tile = max_tile
+        self.separate_nodes = separate_nodes
+        self.group = num_q_heads // num_kv_heads  # query heads per KV head
+        self.config = config or pick_config(self.device, head_dim, dtype.itemsize)
+        self.growth_tokens = self.config.min_split_tokens
+        # Per KV head: bytes of a KV token, and of a row's part, written and read.
+        self._kv_bytes = 2 * head_dim * dtype.itemsize
+        self._part_bytes = 2 * 4 * (head_dim + 1)
+        self._settings = self._make_settings()
+        # Balanced splits at most double the target number of tasks.
+        splits = 2 * int(self._settings[tasks.TARGET_TASKS])
+        tile_tokens = max_tile // self.group
+        tiles = max_requests + -(-max_tokens // tile_tokens) * 2
+        self.max_tasks = max_tasks or 2 * (tiles + max_nodes) + splits
+        check_limit("tasks", self.max_tasks, tasks.MAX_TASKS)
+        max_parts = max_parts or 2 * max_tokens + splits * tile_tokens
+        self.workspace = workspace or Workspace.make(
+            max_parts, num_q_heads, head_dim, self.device
+        )
+        self.max_parts = self.workspace.o_parts.shape[0]
+        self.buffers = PlanBuffers(
+            max_requests, max_tokens, max_nodes, self.max_tasks, self.device
+        )
+
+    def _make_settings(self) -> np.ndarray:
+        config = self.config
+        settings = np.zeros(tasks.NUM_SETTINGS, np.int64)
+        settings[tasks.GROUP] = self.group
+        settings[tasks.MAX_TILE] = self.max_tile
+        settings[tasks.MIN_SPLIT] = config.min_split_tokens
+        settings[tasks.PART_BYTES] = self._part_bytes
+        wanted = config.items_per_sm * config.num_sms
+        settings[tasks.TARGET_TASKS] = max(1, wanted // self.num_kv_heads)
+        settings[tasks.TASK_BYTES] = config.task_bytes
+        settings[tasks.SEPARATE] = self.separate_nodes
+        for i, rows in enumerate(tasks.TILE_ROWS):
+            # Two products of rows x head_dim per KV token, two FLOPs each step.
+            flops = 4 * rows * self.head_dim
+            token_bytes = max(self._kv_bytes, flops // config.flops_per_byte)
+            settings[tasks.TOKEN_BYTES + i] = token_bytes
+            quantum = math.lcm(self.page_size, config.tiles.block_n[i])
+            settings[tasks.QUANTUM + i] = quantum
+        return settings
+
+    @property
+    def fixed_grid(self) -> int:
+        """A grid that fits every plan, for launches captured in a CUDA graph."""
+        most = self.max_tasks * self.num_kv_heads
+        return max(1, min(most, 16 * self.config.num_sms))
+
+    def plan(
+        self,
+        q_len: np.ndarray,
+        kv_len: np.ndarray,
+        table_row: np.ndarray,
+        node_parent: np.ndarray,
+        node_end: np.ndarray,
+        request_node: np.ndarray,
+    ) -> AttentionPlan:
+        """Plan one batch and start its copy to the device on the current stream.
+
+        All arrays are int32, contiguous and on the host. None is kept or changed. Query
+        ``j`` of request ``i`` has position ``kv_len[i] - q_len[i] + j`` and attends to
+        the positions up to its own.
+
+        Args:
+            q_len: ``[n]``, query tokens, in the order of the requests in q. 1 for a
+                decode.
+            kv_len: ``[n]``, all KV tokens, including those of the queries.
+            table_row: ``[n]``, row of the page table.
+            node_parent: ``[m]``, parent of each node of the forest, -1 for a root.
+                Parents come before children.
+            node_end: ``[m]``, tokens from the start of the sequence to the node's end.
+            request_node: ``[n]``, deepest node of each request, -1 for none.
+
+        Raises:
+            ValueError: for arrays that do not fit together, a node that reaches into
+                the queries of a request below it, or buffers that are too small.
+        """
+        batch = (q_len, kv_len, table_row, node_parent, node_end, request_node)
+        check_batch(*batch)
+        num_tokens = int(q_len.sum())
+        check_limit("requests", len(q_len), self.max_requests)
+        check_limit("nodes", len(node_parent), self.max_nodes)
+        check_limit("tokens", num_tokens, self.max_tokens)
+        host = self.buffers.next_host()
+        num_kept = self._fill(host, num_tokens, *batch)
+        results = self.buffers.results.tolist()
+        num_tasks, num_parts = results[tasks.NUM_TASKS], results[tasks.NUM_PARTS]
+        check_limit("tasks", num_tasks, self.max_tasks)
+        check_limit("parts", num_parts, self.max_parts)
+        host.header[HEADER_TASKS] = num_tasks
+        host.header[HEADER_NODE_TASKS] = results[tasks.NUM_NODE_TASKS]
+        host.header[HEADER_TOKENS] = num_tokens
+        self.buffers.send(host, num_tasks)
+        token_bytes = self._kv_bytes * self.num_kv_heads
+        return AttentionPlan(
+            planner=self,
+            num_requests=len(q_len),
+            num_tokens=num_tokens,
+            num_tasks=num_tasks,
+            num_node_tasks=results[tasks.NUM_NODE_TASKS],
+            num_parts=num_parts,
+            num_kept_nodes=num_kept,
+            max_table_row=int(table_row.max()),
+            max_kv_len=int(kv_len.max()),
+            kv_len=kv_len.copy(),
+            task_table=host.tasks[:num_tasks],
+            gather=host.gather[:num_tokens],
+            part_indptr=host.part_indptr[: num_tokens + 1],
+            kv_bytes=results[tasks.KV_TOKENS] * token_bytes,
+            kv_bytes_unshared=results[tasks.KV_TOKENS_UNSHARED] * token_bytes,
+            predicted_gain=results[tasks.COST_UNSHARED] / results[tasks.COST],
+            reusable=results[tasks.NUM_TAILS] == len(q_len),
+        )
+
+    def _fill(
+        self,
+        host: HostPlan,
+        num_tokens: int,
+        q_len: np.ndarray,
+        kv_len: np.ndarray,
+        table_row: np.ndarray,
+        node_parent: np.ndarray,
+        node_end: np.ndarray,
+        request_node: np.ndarray,
+    ) -> int:
+        """Write the plan into a host buffer. Returns the number of kept nodes."""
+        own = self.buffers
+        keep = own.keep[: len(node_parent)]
+        num_kept = forest.keep_nodes(
+            q_len,
+            node_parent,
+            node_end,
+            request_node,
+            self.group,
+            self.max_tile,
+            self._kv_bytes,
+            self._part_bytes,
+            self.config.task_bytes,
+            keep,
+        )
+        forest.lay_out(
+            q_len,
+            table_row,
+            node_parent,
+            node_end,
+            request_node,
+            keep,
+            own.node_start,
+            own.node_tokens,
+            own.node_above,
+            own.node_row,
+            own.request_start,
+            own.request_above,
+            host.gather,
+        )
+        tasks.emit_tasks(
+            q_len,
+            kv_len,
+            table_row,
+            own.request_start,
+            own.request_above,
+            keep,
+            node_end,
+            own.node_above,
+            own.node_start,
+            own.node_tokens,
+            own.node_row,
+            self._settings,
+            own.scratch,
+            own.keys,
+            host.tasks,
+            host.part_indptr[: num_tokens + 1],
+            own.results,
+        )
+        return int(num_kept)

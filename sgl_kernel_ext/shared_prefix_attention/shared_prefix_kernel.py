@@ -1,0 +1,291 @@
+# mypy: ignore-errors
+# Triton is untyped, and the arguments of its functions are not Python values.
+"""The attention kernel: one program per work item, a work item per task and KV head.
+
+Names: i_ index, o_ offsets, m_ mask, b_ block, p_ pointer. Logits are kept in base 2:
+they are multiplied by scale x log2(e) and exponentiated with exp2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sgl_kernel_ext.shared_prefix_attention import buffers, tasks
+
+LN2 = tl.constexpr(0.6931471805599453)
+HEADER_TASKS = tl.constexpr(buffers.HEADER_TASKS)
+HEADER_NODE_TASKS = tl.constexpr(buffers.HEADER_NODE_TASKS)
+NUM_FIELDS = tl.constexpr(tasks.NUM_FIELDS)
+START = tl.constexpr(tasks.START)
+COUNT = tl.constexpr(tasks.COUNT)
+KV_BEGIN = tl.constexpr(tasks.KV_BEGIN)
+KV_END = tl.constexpr(tasks.KV_END)
+TABLE_ROW = tl.constexpr(tasks.TABLE_ROW)
+FIRST_POSITION = tl.constexpr(tasks.FIRST_POSITION)
+TAIL_OF = tl.constexpr(tasks.TAIL_OF)
+PART = tl.constexpr(tasks.PART)
+TILE = tl.constexpr(tasks.TILE)
+
+# The tasks of a launch.
+ALL_TASKS = 0
+NODE_TASKS = 1
+SUFFIX_TASKS = 2
+
+
+@triton.jit
+def shared_prefix_attention_kernel(
+    header_ptr,
+    tasks_ptr,
+    gather_ptr,
+    indptr_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    kv_len_ptr,
+    out_ptr,
+    lse_ptr,
+    o_parts_ptr,
+    lse_parts_ptr,
+    scale_log2,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    stride_table,
+    stride_ot,
+    stride_oh,
+    stride_lt,
+    NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    MAX_TILE: tl.constexpr,
+    BLOCK_N_16: tl.constexpr,
+    BLOCK_N_64: tl.constexpr,
+    BLOCK_N_128: tl.constexpr,
+    STAGES_16: tl.constexpr,
+    STAGES_64: tl.constexpr,
+    STAGES_128: tl.constexpr,
+    SELECT: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Programs stride over the work items; any grid gives the same result."""
+    num_node_tasks = tl.load(header_ptr + HEADER_NODE_TASKS)
+    i_first = 0
+    i_last = tl.load(header_ptr + HEADER_TASKS)
+    if SELECT == 1:
+        i_last = num_node_tasks
+    if SELECT == 2:
+        i_first = num_node_tasks
+    i_begin = i_first * NUM_KV_HEADS + tl.program_id(0)
+    for i_item in range(i_begin, i_last * NUM_KV_HEADS, tl.num_programs(0)):
+        i_task = i_item // NUM_KV_HEADS
+        i_kv_head = tl.full([], 0, tl.int64) + i_item % NUM_KV_HEADS
+        p_task = tasks_ptr + i_task * NUM_FIELDS
+        i_tile = tl.load(p_task + TILE)
+        p_k = k_ptr + i_kv_head * stride_kh
+        p_v = v_ptr + i_kv_head * stride_vh
+        # One launch runs all tile sizes. Each branch is compiled for its own.
+        if i_tile == 0:
+            _attend(
+                p_task, gather_ptr, indptr_ptr, i_kv_head,
+                q_ptr, p_k, p_v, table_ptr, kv_len_ptr,
+                out_ptr, lse_ptr, o_parts_ptr, lse_parts_ptr, scale_log2,
+                stride_qt, stride_qh, stride_kt, stride_vt, stride_table,
+                stride_ot, stride_oh, stride_lt,
+                NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE,
+                16, BLOCK_N_16, STAGES_16, False, HAS_LSE, PRECISION,
+            )  # fmt: skip
+        if MAX_TILE >= 64:  # noqa: SIM102 - decided when compiling
+            if i_tile == 1:
+                _attend(
+                    p_task, gather_ptr, indptr_ptr, i_kv_head,
+                    q_ptr, p_k, p_v, table_ptr, kv_len_ptr,
+                    out_ptr, lse_ptr, o_parts_ptr, lse_parts_ptr, scale_log2,
+                    stride_qt, stride_qh, stride_kt, stride_vt, stride_table,
+                    stride_ot, stride_oh, stride_lt,
+                    NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE,
+                    64, BLOCK_N_64, STAGES_64, False, HAS_LSE, PRECISION,
+                )  # fmt: skip
+        if MAX_TILE >= 128:  # noqa: SIM102 - decided when compiling
+            if i_tile == 2:
+                _attend(
+                    p_task, gather_ptr, indptr_ptr, i_kv_head,
+                    q_ptr, p_k, p_v, table_ptr, kv_len_ptr,
+                    out_ptr, lse_ptr, o_parts_ptr, lse_parts_ptr, scale_log2,
+                    stride_qt, stride_qh, stride_kt, stride_vt, stride_table,
+                    stride_ot, stride_oh, stride_lt,
+                    NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE,
+                    128, BLOCK_N_128, STAGES_128, True, HAS_LSE, PRECISION,
+                )  # fmt: skip
+
+
+@triton.jit
+def _attend(
+    p_task,
+    gather_ptr,
+    indptr_ptr,
+    i_kv_head,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    kv_len_ptr,
+    out_ptr,
+    lse_ptr,
+    o_parts_ptr,
+    lse_parts_ptr,
+    scale_log2,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_vt,
+    stride_table,
+    stride_ot,
+    stride_oh,
+    stride_lt,
+    NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    TWO_LOOPS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One task and KV head in a tile of ``BLOCK_M`` rows.
+
+    With ``TWO_LOOPS`` the blocks that need no mask have a loop of their own. That
+    saves arithmetic. A tile that spends its time on reading KV is faster with one
+    loop, which fills its pipeline once.
+    """
+    GROUP: tl.constexpr = NUM_Q_HEADS // NUM_KV_HEADS
+    i_start = tl.load(p_task + START)
+    num_rows = tl.load(p_task + COUNT) * GROUP
+    i_begin = tl.load(p_task + KV_BEGIN)
+    i_end = tl.load(p_task + KV_END)
+    i_position = tl.load(p_task + FIRST_POSITION)
+    i_tail_of = tl.load(p_task + TAIL_OF)
+    i_part = tl.load(p_task + PART)
+    p_table = table_ptr + tl.load(p_task + TABLE_ROW).to(tl.int64) * stride_table
+    if i_tail_of >= 0:
+        i_end = tl.load(kv_len_ptr + i_tail_of).to(tl.int32)
+
+    # Row m of the tile is query head m % GROUP of the token m // GROUP.
+    o_row = tl.arange(0, BLOCK_M)
+    m_row = o_row < num_rows
+    o_gather = i_start + o_row // GROUP
+    o_head = i_kv_head * GROUP + o_row % GROUP
+    o_token = tl.load(gather_ptr + o_gather, mask=m_row, other=0).to(tl.int64)
+    o_dim = tl.arange(0, BLOCK_D)
+    m_dim = o_dim < HEAD_DIM
+    m_out = m_row[:, None] & m_dim[None, :]
+    # [BLOCK_M, BLOCK_D]
+    o_q = o_token * stride_qt + o_head * stride_qh
+    b_q = tl.load(q_ptr + o_q[:, None] + o_dim[None, :], mask=m_out, other=0.0)
+
+    # The first KV position after those that a row attends to.
+    b_limit = tl.minimum(i_position + 1 + o_row // GROUP, i_end)
+    b_top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    i_masked = i_begin
+    if TWO_LOOPS:
+        num_clear = tl.maximum(tl.minimum(i_position + 1, i_end) - i_begin, 0)
+        i_masked = i_begin + num_clear // BLOCK_N * BLOCK_N
+        for i_block in tl.range(i_begin, i_masked, BLOCK_N, num_stages=STAGES):
+            b_top, b_sum, b_acc = _step(
+                b_q, b_top, b_sum, b_acc, b_limit, i_block, i_end,
+                k_ptr, v_ptr, p_table, scale_log2, stride_kt, stride_vt,
+                HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, False, PRECISION,
+            )  # fmt: skip
+    for i_block in tl.range(i_masked, i_end, BLOCK_N, num_stages=STAGES):
+        b_top, b_sum, b_acc = _step(
+            b_q, b_top, b_sum, b_acc, b_limit, i_block, i_end,
+            k_ptr, v_ptr, p_table, scale_log2, stride_kt, stride_vt,
+            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, True, PRECISION,
+        )  # fmt: skip
+
+    # A row without any position has sum 0, so output 0 and lse -inf.
+    b_seen = b_sum > 0
+    b_divisor = tl.where(b_seen, b_sum, 1.0)
+    b_out = b_acc / b_divisor[:, None]
+    b_lse = tl.where(b_seen, (b_top + tl.log2(b_divisor)) * LN2, float("-inf"))
+    if i_part < 0:
+        o_out = o_token * stride_ot + o_head * stride_oh
+        p_out = out_ptr + o_out[:, None] + o_dim[None, :]
+        tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_out)
+        if HAS_LSE:
+            tl.store(lse_ptr + o_token * stride_lt + o_head, b_lse, mask=m_row)
+    else:
+        o_part = tl.load(indptr_ptr + o_gather, mask=m_row, other=0).to(tl.int64)
+        o_slot = (o_part + i_part) * NUM_Q_HEADS + o_head
+        p_part = o_parts_ptr + o_slot[:, None] * HEAD_DIM + o_dim[None, :]
+        tl.store(p_part, b_out, mask=m_out)
+        tl.store(lse_parts_ptr + o_slot, b_lse, mask=m_row)
+
+
+@triton.jit
+def _step(
+    b_q,
+    b_top,
+    b_sum,
+    b_acc,
+    b_limit,
+    i_block,
+    i_end,
+    k_ptr,
+    v_ptr,
+    p_table,
+    scale_log2,
+    stride_kt,
+    stride_vt,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add ``BLOCK_N`` KV positions to the running softmax of the rows."""
+    o_position = i_block + tl.arange(0, BLOCK_N)
+    # Past the end the last token is read again, so that K and V need no mask.
+    o_read = tl.minimum(o_position, i_end - 1) if MASKED else o_position
+    b_page = tl.load(p_table + o_read // PAGE_SIZE).to(tl.int64)
+    o_slot = b_page * PAGE_SIZE + o_read % PAGE_SIZE
+    o_dim = tl.arange(0, BLOCK_D)
+    # [BLOCK_N, BLOCK_D]
+    p_k = k_ptr + (o_slot * stride_kt)[:, None] + o_dim[None, :]
+    p_v = v_ptr + (o_slot * stride_vt)[:, None] + o_dim[None, :]
+    if BLOCK_D == HEAD_DIM:
+        b_k = tl.load(p_k)
+        b_v = tl.load(p_v)
+    else:
+        b_k = tl.load(p_k, mask=o_dim[None, :] < HEAD_DIM, other=0.0)
+        b_v = tl.load(p_v, mask=o_dim[None, :] < HEAD_DIM, other=0.0)
+
+    # [BLOCK_M, BLOCK_D] @ [BLOCK_D, BLOCK_N]
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    if MASKED:
+        b_s = tl.where(o_position[None, :] < b_limit[:, None], b_s, float("-inf"))
+    b_new = tl.maximum(b_top, tl.max(b_s, axis=1) * scale_log2)
+    b_pivot = b_new
+    if MASKED:
+        # A row without any position yet must not compute inf - inf.
+        b_pivot = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_p = tl.exp2(b_s * scale_log2 - b_pivot[:, None])
+    b_scale = tl.exp2(b_top - b_pivot)
+    b_sum = b_sum * b_scale + tl.sum(b_p, axis=1)
+    b_acc = b_acc * b_scale[:, None]
+    # [BLOCK_M, BLOCK_N] @ [BLOCK_N, BLOCK_D]
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
+    return b_new, b_sum, b_acc

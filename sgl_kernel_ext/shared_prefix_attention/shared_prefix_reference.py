@@ -1,0 +1,159 @@
+"""Shared-prefix attention in plain PyTorch.
+
+``attention_ref`` uses no plan and is the reference for all tests. ``run_reference``
+executes a plan's task table, for machines without a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sgl_kernel_ext.merge_state import merge_parts_ref
+from sgl_kernel_ext.shared_prefix_attention import tasks
+from sgl_kernel_ext.shared_prefix_attention.attention_plan import AttentionPlan
+from sgl_kernel_ext.shared_prefix_attention.checks import check_features
+from sgl_kernel_ext.shared_prefix_attention.launch import check_run
+
+
+def attention_ref(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table: torch.Tensor,
+    q_len: list[int],
+    kv_len: list[int],
+    table_row: list[int],
+    page_size: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each request over all of its KV, in float32.
+
+    Args:
+        q: ``[num_tokens, num_q_heads, head_dim]``.
+        k_cache, v_cache: ``[num_slots, num_kv_heads, head_dim]``.
+        table: int32 ``[rows, max_pages]``.
+        q_len, kv_len, table_row: per request, as in ``AttentionPlanner.plan``.
+
+    Returns:
+        The output ``[num_tokens, num_q_heads, head_dim]`` and the natural lse
+        ``[num_tokens, num_q_heads]``, both float32.
+    """
+    outs, lses = [], []
+    start = 0
+    for queries, length, row in zip(q_len, kv_len, table_row, strict=True):
+        b_q = q[start : start + queries].float()
+        slots = _slots(table, row, 0, length, page_size)
+        group = q.shape[1] // k_cache.shape[1]
+        b_k = k_cache[slots].float().repeat_interleave(group, dim=1)
+        b_v = v_cache[slots].float().repeat_interleave(group, dim=1)
+        logits = torch.einsum("qhd,khd->hqk", b_q, b_k) * scale
+        own = torch.arange(length - queries, length, device=q.device)
+        seen = torch.arange(length, device=q.device)[None, :] <= own[:, None]
+        logits = logits.masked_fill(~seen, -torch.inf)
+        outs.append(torch.einsum("hqk,khd->qhd", logits.softmax(-1), b_v))
+        lses.append(logits.logsumexp(-1).T)
+        start += queries
+    return torch.cat(outs), torch.cat(lses)
+
+
+def run_reference(
+    plan: AttentionPlan,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table: torch.Tensor,
+    kv_len: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    *,
+    lse: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    logit_cap: float | None = None,
+) -> None:
+    """Execute a plan task by task, each a few batched matrix products in float32.
+
+    Arguments and errors as in ``run``.
+    """
+    check_features(scale, sliding_window, logit_cap)
+    check_run(plan, q, k_cache, v_cache, table, kv_len, out, lse)
+    workspace = plan.planner.workspace
+    gather = torch.from_numpy(plan.gather).long().to(q.device)
+    indptr = torch.from_numpy(plan.part_indptr).to(q.device)
+    first_part = indptr.long()
+    lengths = kv_len.tolist()
+    for task in plan.task_table.tolist():
+        start, count = task[tasks.START], task[tasks.COUNT]
+        part_out, part_lse = _attend(
+            task,
+            q[gather[start : start + count]],
+            k_cache,
+            v_cache,
+            table,
+            lengths,
+            plan.planner.page_size,
+            scale,
+        )
+        if task[tasks.PART] < 0:
+            rows = gather[start : start + count]
+            out[rows] = part_out.to(out.dtype)
+            if lse is not None:
+                lse[rows] = part_lse
+        else:
+            slots = first_part[start : start + count] + task[tasks.PART]
+            workspace.o_parts[slots] = part_out
+            workspace.lse_parts[slots] = part_lse
+    merge_parts_ref(workspace.o_parts, workspace.lse_parts, indptr, gather, out, lse)
+
+
+def _attend(
+    task: list[int],
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    table: torch.Tensor,
+    lengths: list[int],
+    page_size: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output ``[count, num_q_heads, head_dim]`` and lse of one task, float32."""
+    count, num_heads, head_dim = q.shape
+    begin, end = task[tasks.KV_BEGIN], task[tasks.KV_END]
+    if task[tasks.TAIL_OF] >= 0:
+        end = lengths[task[tasks.TAIL_OF]]
+    if end <= begin:
+        return torch.zeros_like(q, dtype=torch.float32), torch.full(
+            (count, num_heads), -torch.inf, device=q.device
+        )
+    num_kv_heads = k_cache.shape[1]
+    group = num_heads // num_kv_heads
+    slots = _slots(table, task[tasks.TABLE_ROW], begin, end, page_size)
+    # [num_kv_heads, count * group, head_dim]: a row per token and head of the group
+    b_q = q.float().view(count, num_kv_heads, group, head_dim).transpose(0, 1)
+    b_q = b_q.reshape(num_kv_heads, count * group, head_dim)
+    b_k = k_cache[slots].float().permute(1, 2, 0)
+    b_v = v_cache[slots].float().transpose(0, 1)
+    logits = torch.bmm(b_q * scale, b_k)
+    first = task[tasks.FIRST_POSITION]
+    if first != tasks.NO_CAUSAL:
+        own = first + torch.arange(count, device=q.device).repeat_interleave(group)
+        seen = torch.arange(begin, end, device=q.device)[None, :] <= own[:, None]
+        logits.masked_fill_(~seen, -torch.inf)
+    top = logits.amax(-1, keepdim=True)
+    top.masked_fill_(top == -torch.inf, 0.0)
+    weights = logits.sub_(top).exp_()
+    total = weights.sum(-1, keepdim=True)
+    lse = (top + total.log()).view(num_kv_heads, count, group).transpose(0, 1)
+    out = torch.bmm(weights, b_v) / total.masked_fill(total == 0, 1.0)
+    out = out.view(num_kv_heads, count, group, head_dim).transpose(0, 1)
+    return out.reshape(q.shape), lse.reshape(count, num_heads)
+
+
+def _slots(
+    table: torch.Tensor, row: int, begin: int, end: int, page_size: int
+) -> torch.Tensor:
+    """Cache slots of the positions ``begin`` to ``end`` of a table row, int64."""
+    if page_size == 1:
+        return table[row, begin:end].long()
+    position = torch.arange(begin, end, device=table.device)
+    page = table[row].long()[position // page_size]
+    return page * page_size + position % page_size

@@ -1,0 +1,183 @@
+"""Whole jobs in one engine: of unknown lengths, of lines of many parts, by every policy.
+
+Runs in a process of its own: ``main`` prints one line of JSON, for the tests to look at.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from builders import CHAT, make_body
+
+from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.job.job import Job
+from sglang_batch.policies import POLICIES
+from sglang_batch.request import BatchRequestInput, RequestOutput
+from sglang_batch.srt.engine import in_process
+
+NUM_REQUESTS = 240
+MAX_INFLIGHT = 24
+TEXTS = [f"document {i % 4} {'x' * 40 * (i % 4)} question {i}" for i in range(24)]
+
+
+class Recorder:
+    """The engine, with a record of its calls."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.opened: list[Any] = []
+        self.sent: list[int] = []
+        self.in_flight: set[int] = set()
+        self.sides: list[tuple[int, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def open_job(self, job_id: str, plans: Any) -> None:
+        self.opened.append(plans)
+        await self._engine.open_job(job_id, plans)
+
+    async def execute(self, prepared: Any) -> Any:
+        number = int(prepared.rid.rpartition("-")[2])
+        self.sent.append(number)
+        self.in_flight.add(number)
+        plan = self.opened[-1][0] if self.opened and self.opened[-1] else None
+        if plan is not None and plan.density is not None:
+            positions = [plan.position[plan.leaf[each]] for each in self.in_flight]
+            right = sum(int(each >= plan.num_left) for each in positions)
+            self.sides.append((len(positions) - right, right))
+        try:
+            return await self._engine.execute(prepared)
+        finally:
+            self.in_flight.discard(number)
+
+
+def chat(index: int, text: str, **options: Any) -> BatchRequestInput:
+    body = json.dumps(make_body(text, **options)).encode()
+    return BatchRequestInput(index, f"r{index}", CHAT, body)
+
+
+def chats() -> Iterator[BatchRequestInput]:
+    # Half of them short questions, half long documents with one-word answers.
+    for i in range(NUM_REQUESTS):
+        long = i % 2
+        text = f"document {i % 8} {'x' * 400 * long} question {i}"
+        yield chat(i, text, max_tokens=6 if long else 60, temperature=0)
+
+
+def known_lengths() -> Iterator[BatchRequestInput]:
+    for i in range(8):
+        yield chat(i, f"question {i}", max_tokens=2, ignore_eos=True)
+
+
+def of_many_parts() -> Iterator[BatchRequestInput]:
+    several = {"prompt": [f"prompt {i}" for i in range(12)], "max_tokens": 3}
+    sampled = {"prompt": "one prompt", "n": 11, "max_tokens": 3}
+    both = {"prompt": ["a prompt", "another"], "n": 2, "max_tokens": 3}
+    for i, fields in enumerate([several, sampled, both]):
+        body = json.dumps({"model": "demo", **fields}).encode()
+        yield BatchRequestInput(i, f"r{i}", "/v1/completions", body)
+
+
+def run(
+    loop: Any,
+    engine: Any,
+    job_id: str,
+    requests: list[BatchRequestInput],
+    **config: Any,
+) -> tuple[Recorder, dict[int, RequestOutput]]:
+    recorder, answers = Recorder(engine), dict[int, RequestOutput]()
+    settings = OfflineBatchConfig(**config)
+
+    def sink(request: BatchRequestInput, output: RequestOutput) -> None:
+        assert request.index not in answers
+        answers[request.index] = output
+
+    job = Job(job_id, requests, range(len(requests)), recorder, settings, sink)
+    loop.run_until_complete(job.run())
+    return recorder, answers
+
+
+def by_every_policy(loop: Any, engine: Any) -> dict[str, Any]:
+    """The requests sent of a small job, and its plan, by policy."""
+    plans: list[Any] = []
+
+    make_plans = Job._plans
+
+    def planned(self: Job, *args: Any) -> Any:
+        shards, for_scheduler = make_plans(self, *args)
+        plans.append(shards[0].plan)
+        return shards, for_scheduler
+
+    Job._plans = planned  # type: ignore[method-assign]
+    found = {}
+    for policy in POLICIES:
+        requests = [
+            chat(i, text, max_tokens=1 + i * 7 % 5) for i, text in enumerate(TEXTS)
+        ]
+        recorder, answers = run(
+            loop, engine, f"batch_small_{policy}", requests,
+            policy=policy, seed=3, max_inflight=2,
+        )  # fmt: skip
+        plan = plans.pop() if plans else None
+        found[policy] = {
+            "sent": recorder.sent,
+            "ok": sum(output.ok for output in answers.values()),
+            "plan": plan and plan.order.tolist(),
+            "chosen": plan and plan.policy,
+        }
+    return found
+
+
+def main() -> None:
+    found: dict[str, Any] = {}
+    args = in_process.parse_server_args(sys.argv[1:])
+    with in_process.engine(args) as (engine, loop):
+        loop.run_until_complete(engine.connect())
+        manager = engine._tokenizer_manager
+        # The planner is compiled here, and not while a job waits for a plan.
+        run(loop, engine, "batch_first", list(known_lengths()), policy="auto")
+        rids: list[str] = []
+        send = manager._send_one_request
+
+        async def noting(tokenized: Any) -> Any:
+            rids.append(tokenized.rid)
+            return await send(tokenized)
+
+        manager._send_one_request = noting
+        for policy in ("dual-scan", "auto"):
+            rids.clear()
+            recorder, answers = run(
+                loop,
+                engine,
+                f"batch_{policy}",
+                list(chats()),
+                policy=policy,
+                max_inflight=MAX_INFLIGHT,
+            )
+            plans = [plans[0] for plans in recorder.opened]
+            found[policy] = {
+                "answers": {
+                    i: a.usage.output_tokens for i, a in answers.items() if a.ok
+                },
+                "opened": [plan.policy for plan in plans],
+                "same": all(plans[0].same_requests(plan) for plan in plans),
+                "estimates": [float(plan.est_decode_steps.mean()) for plan in plans],
+                "sides": recorder.sides,
+                "sent": sorted(recorder.sent),
+            }
+        rids.clear()
+        recorder, answers = run(loop, engine, "batch_parts", list(of_many_parts()))
+        found["parts"] = {
+            "rids": list(rids),
+            "choices": [
+                len(json.loads(answers[i].body).get("choices", ())) for i in range(3)
+            ],
+            "states_left": len(manager.rid_to_state),
+        }
+        found["policies"] = by_every_policy(loop, engine)
+        found["capacity"] = engine.machine.limits.kv_capacity_tokens
+        print(json.dumps(found))

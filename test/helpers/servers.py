@@ -1,0 +1,131 @@
+"""SGLang servers for tests: started as a user starts them, ended with all children."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+START_TIMEOUT_S = 300
+# Small enough for CI: the demo model needs a few megabytes.
+SERVER_ARGS = (
+    "--dtype=float32",
+    "--mem-fraction-static=0.3",
+    "--max-total-tokens=20000",
+    "--served-model-name=demo",
+)
+
+
+def shared(fixture: Callable[..., Any]) -> Any:
+    """A fixture of the session. All files that name it run in one process."""
+    return pytest.fixture(scope="session")(fixture)
+
+
+class Server:
+    """A running server; ``log`` is everything it printed."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], url: str, log_path: Path
+    ) -> None:
+        self.process = process
+        self.url = url
+        self.log_path = log_path
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def cpu_seconds(self, over_s: float) -> float:
+        """CPU seconds that all its processes use in this time."""
+        before = cpu_seconds(self.process.pid)
+        time.sleep(over_s)
+        return cpu_seconds(self.process.pid) - before
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the server, as a crash would."""
+        kill_group(self.process)
+
+
+@contextmanager
+def server(
+    model: Path,
+    *args: str,
+    log_dir: Path,
+    python: str = sys.executable,
+    env: dict[str, str] | None = None,
+) -> Iterator[Server]:
+    """Run ``python -m sglang.launch_server`` until the block ends."""
+    port = free_port()
+    command = [
+        *(python, "-m", "sglang.launch_server"),
+        f"--model-path={model}",
+        "--host=127.0.0.1",
+        f"--port={port}",
+        *SERVER_ARGS,
+        *args,
+    ]
+    log_path = log_dir / f"server-{port}.log"
+    with open(log_path, "wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+    running = Server(process, f"http://127.0.0.1:{port}", log_path)
+    try:
+        wait_until_ready(running)
+        yield running
+    finally:
+        kill_group(process)
+
+
+def wait_until_ready(running: Server) -> None:
+    """Wait for the server's end of warm-up; fail with its log if it ends first."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if running.process.poll() is not None:
+            raise AssertionError(f"the server ended:\n{running.log[-4000:]}")
+        try:
+            with urllib.request.urlopen(f"{running.url}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise AssertionError(f"the server did not start:\n{running.log[-4000:]}")
+
+
+def cpu_seconds(session: int) -> float:
+    """CPU seconds used so far by the processes of a session that still run."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # The name of the process, in parentheses, may contain spaces.
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL a process started in a session of its own, with all its children."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,88 @@
+"""Jobs on an engine and in the simulator; ``main`` prints the totals of both as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+from sglang.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+)
+from step_jobs import JOBS, plan_requests
+
+from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.job.job import Job
+from sglang_batch.planner.candidates import Candidates
+from sglang_batch.planner.machine_model import Machine
+from sglang_batch.planner.ordering.order import OrderSettings
+from sglang_batch.request import BatchRequestInput
+from sglang_batch.srt.engine import in_process
+
+
+def request(index: int, prompt: list[int], length: int) -> BatchRequestInput:
+    sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
+    body = json.dumps({"input_ids": prompt, "sampling_params": sampling})
+    return BatchRequestInput(index, f"r{index}", "/generate", body.encode())
+
+
+async def totals(manager: Any) -> tuple[int, int, int]:
+    state = (await manager.get_internal_state())[0]["offline_batch"]
+    return state["steps"], state["cached_tokens"], state["decode_tokens"]
+
+
+async def run(engine: Any, name: str, rows: Any, policy: str) -> list[int]:
+    """The totals of one job. Its steps start when all of its requests are there:
+    how fast they arrive is up to the machine."""
+    manager = engine._tokenizer_manager
+    requests = [request(i, *row) for i, row in enumerate(rows)]
+    config = OfflineBatchConfig(policy=policy, max_inflight=len(requests))
+    answers = []
+    job = Job(
+        f"batch_{name.replace(' ', '_')}_{policy}",
+        requests,
+        range(len(requests)),
+        engine,
+        config,
+        lambda request, output: answers.append(output.ok),
+    )
+    before = await totals(manager)
+    # Past the tokenizer manager, which would hold requests back, too.
+    manager._dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
+    running = asyncio.ensure_future(job.run())
+    while len(manager.rid_to_state) < len(requests) and not running.done():
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.2)
+    manager._dispatch_to_scheduler(ContinueGenerationReqInput())
+    await running
+    after = await totals(manager)
+    assert answers == [True] * len(requests)
+    await manager.flush_cache()
+    return [y - x for x, y in zip(before, after, strict=True)]
+
+
+def simulated(machine: Machine, rows: Any, policy: str) -> list[int]:
+    machine = Machine(machine.cost, replace(machine.limits, as_sglang=True))
+    job = Candidates(plan_requests(rows), machine, OrderSettings())
+    done = job.run(policy).simulation
+    return [done.num_steps, done.cached_tokens, done.output_tokens - len(rows)]
+
+
+def main() -> None:
+    policies = json.loads(sys.argv[1])
+    found = {}
+    with in_process.engine(in_process.parse_server_args(sys.argv[2:])) as (
+        engine,
+        loop,
+    ):
+        loop.run_until_complete(engine.connect())
+        for name, make in JOBS.items():
+            for policy in policies:
+                rows = make()
+                real = loop.run_until_complete(run(engine, name, rows, policy))
+                predicted = simulated(engine.machine, rows, policy)
+                found[f"{name}, {policy}"] = {"real": real, "simulated": predicted}
+    print(json.dumps(found))

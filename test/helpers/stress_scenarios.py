@@ -1,0 +1,337 @@
+"""Scenarios of stress tests. Each run has a process of its own.
+
+``main`` prints its counts as one line of JSON, which the test checks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from stress_engine import (
+    POLICIES,
+    Case,
+    RunningJob,
+    Stress,
+    random_cases,
+    stress,
+    tokens,
+)
+from stress_runs import KV, STATES
+
+ROWS, CHUNK = 8, 64
+ARGS = (f"--max-running-requests={ROWS}", f"--chunked-prefill-size={CHUNK}")
+
+
+# At random ----------------------------------------------------------------------------
+
+
+def random_rounds(s: Stress, seed: int, rounds: int) -> dict[str, Any]:
+    """Jobs of random shapes, some disturbed. After each round all must be idle."""
+    total: Counter[str] = Counter()
+    before = s.run(s.state())[0]
+    for number in range(rounds):
+        rng = random.Random(f"{seed}-{number}")
+        # Prompts of jobs that are open together may share prefixes, too.
+        shared = random_cases(rng, 60, KV // 3, 40) if rng.random() < 0.5 else []
+        jobs = [
+            s.job(
+                f"batch_{number}_{j}{rng.choice(('', '_times10', '_times0.1'))}",
+                random_cases(
+                    rng,
+                    rng.randint(5, 30),
+                    rng.choice((20, 80, KV // 3, KV - 160)),
+                    rng.choice((5, 40, 100)),
+                )
+                + rng.sample(shared, len(shared) // 3),
+                rng.choice(POLICIES),
+                rng.choice((0, 0, 0, 5)),
+                max_inflight=rng.choice((None, 10)),
+            )
+            for j in range(rng.randint(1, 3))
+        ]
+        aborted: set[str] = set()
+        s.run(_round(s, rng, jobs, aborted))
+        stopped = [one for one in jobs if one.stop.is_set()]
+        for one in jobs:
+            total["aborted"] += s.check_some(one, aborted)
+            assert one in stopped or len(one.answers) == len(one.cases)
+            total["lines"] += len(one.answers)
+        total.update(s.run(s.idle()))
+        if rng.random() < 0.3:
+            assert s.run(s.flush())
+    state = s.run(s.state())[0]
+    return dict(total) | {
+        name: state[name] - before[name] for name in ("offloaded", "resumed")
+    }
+
+
+async def _round(
+    s: Stress, rng: random.Random, jobs: list[RunningJob], aborted: set[str]
+) -> None:
+    work = asyncio.ensure_future(s.finish(*jobs))
+    others = [_online(s, rng)]
+    if rng.random() < 0.5:
+        others.append(_abort_some(s, rng, jobs, aborted, work))
+    if rng.random() < 0.3:
+        others.append(_stop(rng, jobs[0]))
+    if rng.random() < 0.3:
+        others.append(_pause(s, rng))
+    await asyncio.gather(work, *others)
+
+
+async def _online(s: Stress, rng: random.Random) -> None:
+    longest, most = rng.choice((20, KV // 3, KV - 160)), rng.choice((3, 30))
+    cases = random_cases(rng, rng.choice((0, 1, 12)), longest, most)
+
+    async def one(case: Case, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+        s.check(case, await s.online(case))
+
+    await asyncio.gather(*(one(case, rng.random() * 0.5) for case in cases))
+
+
+async def _abort_some(
+    s: Stress, rng: random.Random, jobs: list[RunningJob], aborted: set[str], work: Any
+) -> None:
+    while not work.done():
+        await asyncio.sleep(rng.random() * 0.1)
+        rid = rng.choice(rng.choice(jobs).rids)
+        aborted.add(rid)
+        await s.abort(rid)
+
+
+async def _stop(rng: random.Random, job: RunningJob) -> None:
+    await asyncio.sleep(rng.random() * 0.4)
+    job.stop.set()
+
+
+async def _pause(s: Stress, rng: random.Random) -> None:
+    await asyncio.sleep(rng.random() * 0.3)
+    mode = rng.choice(("retract", "in_place"))
+    await s.pause(mode)
+    if mode == "retract":
+        assert await s.flush(), "nothing may hold KV while retracted"
+    await s.go_on()
+
+
+# One thing at a time ------------------------------------------------------------------
+
+
+def _cases(seed: int, count: int, prompt: int, output: int, shared: int = 0) -> Any:
+    rng = random.Random(seed)
+    first = tokens(rng, shared)
+    params = {"max_new_tokens": output, "ignore_eos": True}
+    return [Case(first + tokens(rng, prompt), params) for _ in range(count)]
+
+
+def too_long(s: Stress) -> Any:
+    """Requests that do not fit together, and two that do not fit alone."""
+    together = s.job("together", _cases(1, 6, KV // 2, 30), "dfs")
+    s.run(s.finish(together))
+    s.check_job(together)
+    counts = s.run(s.idle())
+    cases = _cases(2, 8, 40, 20)
+    cases[3] = _cases(3, 1, KV + 50, 5)[0]
+    cases[5] = _cases(4, 1, 100, 2 * KV)[0]
+    alone = s.job("alone", cases, "fcfs")
+    s.run(s.finish(alone))
+    bad = alone.answers.pop(3)
+    long = json.loads(alone.answers.pop(5).body)
+    for index, output in alone.answers.items():
+        s.check(cases[index], json.loads(output.body))
+    s.check_tokens(cases[5].prompt, long["output_ids"])
+    return counts | {
+        "status": bad.status_code,
+        "answered": len(alone.answers),
+        "longest": len(cases[5].prompt) + len(long["output_ids"]),
+    }
+
+
+def aborts(s: Stress) -> dict[str, Any]:
+    """One request aborted in every state, then jobs, then everything.
+
+    Without further attempts, so that an abort is seen. :func:`random_rounds` has them.
+    """
+    found: dict[str, Any] = {}
+    for state in STATES:
+        # One prefix for all, computed in chunks. Answers are longer than estimated.
+        cases = _cases(10, 24, 12, 90, shared=3 * CHUNK)
+        name = f"job_times0.1_abort_{state}"
+        job = s.job(name, cases, "dfs", max_line_attempts=1)
+        s.run(s.finish(job))
+        assert len(job.answers) == len(cases)
+        ended = s.check_some(job, set(job.rids))
+        s.run(s.abort(job.rids[0]))
+        counts = s.run(s.idle())
+        found[state] = [ended, counts.get(f"aborted_{state}", 0)]
+    # Stopped before all its lines were sent: they still want the prefix.
+    cases = _cases(11, 60, 30, 60, shared=100)
+    job = s.job("stopped", cases, "dfs", max_inflight=10)
+    s.run(_stop_and_open_again(s, job))
+    found["stopped"] = len(job.answers)
+    cases = _cases(12, 40, 30, 90, shared=100)
+    everything = s.job("everything", cases, "dfs", max_line_attempts=1)
+    s.run(_abort_all(s, everything))
+    found["everything"] = s.check_some(everything, set(everything.rids))
+    s.run(s.idle())
+    return found
+
+
+async def _stop_and_open_again(s: Stress, job: RunningJob) -> None:
+    work = asyncio.ensure_future(s.finish(job))
+    while not job.answers:
+        await asyncio.sleep(0.01)
+    job.stop.set()
+    await work
+    s.check_some(job, set())
+    again = s.job(job.job_id, job.cases, "dfs")
+    await s.finish(again)
+    s.check_job(again)
+    await s.idle()
+
+
+async def _abort_all(s: Stress, job: RunningJob) -> None:
+    work = asyncio.ensure_future(s.finish(job))
+    while not job.answers:
+        await asyncio.sleep(0.01)
+    s.manager.abort_request(abort_all=True)
+    await work
+
+
+def online(s: Stress) -> dict[str, Any]:
+    """Online requests next to a full batch, and alone."""
+    found: dict[str, Any] = {}
+    for name, online_cases in {
+        "short": _cases(20, 4, 20, 10),
+        "long": _cases(21, 4, 5 * CHUNK, 10),
+        "many": _cases(22, 20, 30, 10),
+    }.items():
+        for shape, batch in {
+            "decodes": _cases(23, 40, 20, 70),
+            "chunks": _cases(24, 12, 10 * CHUNK, 8),
+        }.items():
+            # Estimated too short, the batch takes every row.
+            job = s.job(f"beside_{name}_{shape}_times0.1", batch, "dfs")
+            at_once = len(online_cases) if name == "many" else 1
+            found[f"{name}_{shape}"] = s.run(_beside(s, job, online_cases, at_once))
+    s.run(_all_online(s, _cases(25, 30, 100, 20)))
+    found["alone"] = s.run(s.idle())
+    return found
+
+
+async def _beside(
+    s: Stress, job: RunningJob, cases: list[Case], at_once: int
+) -> dict[str, Any]:
+    work = asyncio.ensure_future(s.finish(job))
+    # Every row decodes, or no more prompts fit with the one in chunks.
+    while not job.answers and (await s.state())[1]["decoding"] < ROWS:
+        await asyncio.sleep(0.005)
+    before = (await s.state())[0]["offloaded"]
+    for first in range(0, len(cases), at_once):
+        await _all_online(s, cases[first : first + at_once])
+    offloaded = (await s.state())[0]["offloaded"] - before
+    unfinished = len(job.cases) - len(job.answers)
+    await work
+    s.check_job(job)
+    counts: dict[str, Any] = await s.idle()
+    return counts | {"unfinished": unfinished, "offloaded_for": offloaded}
+
+
+async def _all_online(s: Stress, cases: list[Case]) -> None:
+    for case, answer in zip(
+        cases, await asyncio.gather(*map(s.online, cases)), strict=True
+    ):
+        s.check(case, answer)
+
+
+def kinds(s: Stress) -> Any:
+    """Lines with a grammar, of several answers and with logprobs among plain ones."""
+    cases = _cases(40, 30, 20, 60, shared=40)
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "y"]}},
+    }
+    schema |= {"required": ["a"], "additionalProperties": False}
+    written = {"max_new_tokens": 40, "json_schema": json.dumps(schema)}
+    for index in range(0, 30, 6):
+        cases[index].sampling = written
+        cases[index + 1].sampling = cases[1].sampling | {"n": 2}
+        cases[index + 2].more = {"return_logprob": True, "logprob_start_len": 0}
+    job = s.job("kinds_times0.1", cases, "dfs")
+    online = [Case(case.prompt, written) for case in _cases(41, 6, 20, 40)]
+    answers = s.run(_with_online(s, job, online))
+    for index, output in job.answers.items():
+        assert output.ok, output.body[:300]
+        answer = json.loads(output.body)
+        if cases[index].sampling is written:
+            answers.append(answer)
+        elif isinstance(answer, list):
+            assert len(answer) == 2
+        else:
+            s.check(cases[index], answer)
+    texts = {answer["text"].replace(" ", "").replace("\n", "") for answer in answers}
+    return s.run(s.idle()) | {"texts": sorted(texts), "written": len(answers)}
+
+
+async def _with_online(s: Stress, job: RunningJob, cases: list[Case]) -> list[Any]:
+    answers = await asyncio.gather(s.finish(job), *map(s.online, cases))
+    return list(answers[1:])
+
+
+def between(s: Stress) -> Any:
+    """The cache flushed, generation paused, requests of other kinds, while a job runs."""
+    cases = _cases(30, 40, 20, 120, shared=40)
+    for index in range(0, 40, 5):
+        cases[index].more = {"return_logprob": True, "logprob_start_len": 0}
+    job = s.job("paused_times0.1", cases, "dfs")
+    found = s.run(_pauses(s, job))
+    s.check_job(job)
+    s.run(s.idle())
+    found["flushed"] = s.run(s.flush())
+    return found
+
+
+async def _pauses(s: Stress, job: RunningJob) -> dict[str, Any]:
+    work = asyncio.ensure_future(s.finish(job))
+    while not (await s.state())[0]["offloaded_now"]:
+        await asyncio.sleep(0.005)
+    found: dict[str, Any] = {"flushed_busy": await s.flush()}
+    await s.pause("in_place")
+    found |= (await s.state())[0]
+    found["flushed_paused"] = await s.flush()
+    await s.go_on()
+    await s.pause("retract")
+    found["offloaded_retracted"] = (await s.state())[0]["offloaded_now"]
+    found["flushed_retracted"] = await s.flush()
+    await s.go_on()
+    await work
+    return found
+
+
+FOCUSED = {
+    "too_long": too_long,
+    "aborts": aborts,
+    "online": online,
+    "kinds": kinds,
+    "between": between,
+}
+
+
+def main() -> None:
+    model, what, seed, rounds, *argv = sys.argv[1:]
+    with stress(
+        Path(model), f"--max-total-tokens={KV}", "--log-level=info", *ARGS, *argv
+    ) as s:
+        found = {
+            name: random_rounds(s, int(seed), int(rounds))
+            if name == "random"
+            else FOCUSED[name](s)
+            for name in what.split(",")
+        }
+    print(json.dumps(found))

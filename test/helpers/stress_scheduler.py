@@ -1,0 +1,206 @@
+"""The offline scheduler of stress tests, which checks its sums after every step.
+
+A wrong sum fails an assertion, which ends the engine and with it the test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from typing import Any
+
+from sglang.srt.managers import scheduler as scheduler_module
+from sglang.srt.managers.io_struct import AbortReq
+
+from sglang_batch.scheduling.job_plan import JobPlan
+from sglang_batch.srt.scheduler import scheduler as offline
+
+STATE = "stress"
+# In a job's id, the factor by which its estimates are wrong.
+WRONG_BY = re.compile(r"_times([0-9.]+)")
+# In a job's id, the state in which its first request to be in it is aborted.
+ABORT_IN = re.compile(r"_abort_([a-z]+)")
+
+
+class StressScheduler(offline.OfflineScheduler):
+    """Adds counters of its own to ``get_internal_state``.
+
+    aborted_STATE: requests that were aborted in a state.
+    recomputed: tokens of a request that were computed again.
+    all_decode: decode steps in which SGLang's checks of each request were skipped.
+    delay: most steps between an online request's arrival and its first prompt token.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.number = 0
+        self.counts: Counter[str] = Counter()
+        self.computed: dict[str, int] = {}
+        self.arrived: dict[str, int] = {}
+        self.aborted: set[str] = set()
+        super().__init__(*args, **kwargs)
+
+    def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
+        for job in list(self.jobs):
+            found = ABORT_IN.search(job.job_id)
+            if found and job.job_id not in self.aborted:
+                self.abort_one(job, found[1])
+        plan = super().get_next_batch_to_run(running_batch, last_batch)
+        self.number += plan.batch_to_run is not None
+        self.check_books(plan)
+        return plan
+
+    def _control(self, message: Any) -> Any:
+        """A job whose id says so is estimated wrong, by that factor."""
+        found = WRONG_BY.search(message.job_id)
+        if found and message.plans:
+            plan = JobPlan.from_bytes(message.plans[0])
+            plan = dataclasses.replace(
+                plan, est_decode_steps=plan.est_decode_steps * float(found[1])
+            )
+            message.plans = (plan.to_bytes(),)
+        return super()._control(message)
+
+    def abort_one(self, job: Any, state: str) -> None:
+        """Abort the first request of a job that is found in a state, and no other."""
+        if state == "backlog":
+            found = list(job.backlog)
+        elif state == "follower":
+            found = [
+                request for requests in job._followers.values() for request in requests
+            ]
+        elif state == "offloaded":
+            found = [request for _, request, _ in self.kv_manager._offloaded.values()]
+        else:
+            found = [
+                request for request in self.kv_accounting.requests if request.running
+            ]
+            if state == "leader":
+                found = [x for x in found if x.req is self.chunked_req and x.leading]
+            else:
+                clock = self.kv_accounting.clock
+                found = [request for request in found if request.takes_steps(clock)]
+        found = [request for request in found if request.req.rid.startswith(job.job_id)]
+        if found:
+            self.aborted.add(job.job_id)
+            self.counts[f"aborted_{state}"] += 1
+            self.abort_request(AbortReq(rid=found[0].req.rid))
+
+    def check_books(self, plan: Any) -> None:
+        kv_accounting = self.kv_accounting
+        requests = kv_accounting.requests
+        assert kv_accounting.num_running == len(requests)
+        assert all(request.req.kv.holds_kv for request in requests)
+        sides = range(3)
+        decoding = [x for x in requests if x.takes_steps(kv_accounting.clock)]
+        for side in sides:
+            done = [x for x in requests if x.side == side]
+            kv = sum(x.own + x.steps_done(kv_accounting.clock) for x in done)
+            assert kv_accounting.kv[side] == kv, (kv_accounting.kv, side, kv)
+            rows = sum(x.side == side for x in decoding)
+            assert kv_accounting.decoding[side] == rows
+        running = plan.running_batch.reqs
+        batch = plan.batch_to_run.reqs if plan.batch_to_run is not None else []
+        known = {id(request.req) for request in requests}
+        for req in [*running, *batch]:
+            if not req.finished():
+                assert id(req) in known, f"{req.rid} runs and nobody counts it"
+        for job in self.jobs:
+            self.check_prefixes(job.uses)
+
+    def check_prefixes(self, uses: Any) -> None:
+        length, running = uses._length, uses._running
+        idle = sum(int(length[n]) for n in uses.pins if running[n] == 0)
+        assert uses.idle_tokens == idle, (uses.idle_tokens, idle)
+        locked = sum(int(k) for k, n in zip(length, running, strict=True) if n > 0)
+        assert uses.locked_tokens == locked, (uses.locked_tokens, locked)
+        assert (running >= 0).all()
+        assert (uses._uses_left >= 0).all(), uses._uses_left
+        for node, request in uses.computing.items():
+            assert request.running and node in request.leading
+
+    def _reqs_finishing_inflight(self, batch: Any) -> list[Any]:
+        found = super()._reqs_finishing_inflight(batch)
+        stock = super(offline.MarkedScheduler, self)._reqs_finishing_inflight(batch)
+        assert found == stock, (len(found), len(stock))
+        return found
+
+    def update_running_batch(self, batch: Any) -> Any:
+        if self.plan_scheduler.all_decode(batch):
+            # SGLang would check each request.
+            assert not any(req.finished() for req in batch.reqs)
+            assert not self._reqs_finishing_inflight(batch)
+            assert batch.check_decode_mem()
+            self.counts["all_decode"] += 1
+        return super().update_running_batch(batch)
+
+    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+        super()._add_request_to_queue(req, is_retracted)
+        if req.rid.startswith("online"):
+            self.arrived.setdefault(req.rid, self.number)
+
+    def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if batch.forward_mode.is_extend():
+            for req, start, length in zip(
+                batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
+            ):
+                decodes = batch.decoding_reqs and req in batch.decoding_reqs
+                self.note_extend(req, start, 0 if decodes else length)
+        return super().run_batch(batch, *args, **kwargs)
+
+    def note_extend(self, req: Any, start: int, length: int) -> None:
+        if not length:
+            return
+        done = self.computed.get(req.rid, 0)
+        again = max(0, min(done, start + length) - start)
+        self.counts["recomputed"] += again
+        self.computed[req.rid] = max(done, start + length)
+        if req.rid in self.arrived:
+            waited = self.number - self.arrived.pop(req.rid) - 1
+            self.counts["delay"] = max(self.counts["delay"], waited)
+            self.counts["delays"] += waited
+            self.counts["online"] += 1
+
+    def get_internal_state(self, recv_req: Any) -> Any:
+        output = super().get_internal_state(recv_req)
+        output.internal_state[STATE] = {**self.counts, "left": self.left()}
+        self.counts.clear()
+        return output
+
+    def left(self) -> dict[str, int]:
+        """Resources in use, all 0 when the engine is idle."""
+        kv_accounting = self.kv_accounting
+        rows = self.req_to_token_pool
+        kv = self.token_to_kv_pool_allocator
+        return {
+            "jobs": len(self.jobs),
+            "closed": len(self.registry._closed),
+            "known": len(self.registry._known),
+            "leaders": sum(request.running for _, request in self.prefixes._leaders),
+            "waiting": self._num_waiting + len(self.waiting_queue),
+            "tokens": self.jobs.waiting_tokens,
+            "running": kv_accounting.num_running,
+            "decoding": sum(kv_accounting.decoding),
+            "kv": sum(kv_accounting.kv),
+            "reads": sum(kv_accounting.reads),
+            "forecast": int(kv_accounting._forecast.running[0]),
+            "short": int(kv_accounting._forecast.short[0]),
+            "events": sum(
+                len(requests) for requests in kv_accounting._overruns.values()
+            ),
+            "ends": len(kv_accounting._last_steps),
+            "offloaded": self.kv_manager.num_offloaded,
+            "host_bytes": self.kv_manager.host_bytes,
+            "rows": rows.size - rows.available_size(),
+            "locked": int(self.tree_cache.protected_size()),
+            "kv_leak": self.max_total_num_tokens
+            - kv.available_size()
+            - self.tree_cache.evictable_size(),
+            "busy": int(not self.is_fully_idle()),
+        }
+
+
+def run_stress_scheduler_process(*args: Any, **kwargs: Any) -> None:
+    # The plugin puts this name in the place of SGLang's scheduler.
+    offline.OfflineScheduler = StressScheduler  # type: ignore[misc]
+    scheduler_module.run_scheduler_process(*args, **kwargs)

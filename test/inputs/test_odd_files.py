@@ -1,0 +1,119 @@
+"""Files that are not what they should be: each is refused with its reason, none is fatal."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from builders import make_body, make_file, make_line
+from input_files import batch_lines, ids_of_lines, packed, staged
+
+from sglang_batch.batch_api import jsonl, line_checks
+from sglang_batch.batch_api.jsonl import BatchFile, validate
+from sglang_batch.batch_api.line_checks import LineRules
+from sglang_batch.errors import ConfigError, InputError
+from sglang_batch.inputs import input_sources as sources
+from sglang_batch.inputs import line_digests
+from sglang_batch.inputs.local_input import LocalInput
+
+LINES = batch_lines("a", "b")
+ARRAY = [json.loads(line) for line in LINES.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("content", "hint"),
+    [
+        (LINES.decode().encode("utf-16"), "UTF-16"),
+        (LINES.decode().encode("utf-16-le"), "UTF-16"),
+        (json.dumps(ARRAY).encode(), "one JSON array"),
+        (json.dumps(ARRAY, indent=2).encode(), "one JSON array"),
+        (json.dumps(ARRAY[0], indent=2).encode(), "objects over several lines"),
+        (bz2.compress(LINES), "bzip2"),
+        (lzma.compress(LINES), "xz"),
+        (packed(gzip.compress(LINES), ".gz"), "compressed twice"),
+        (LINES.replace(b"\n", b"\r"), "carriage return"),
+    ],
+)
+def test_a_file_in_another_format_is_recognized(
+    tmp_path: Path, content: bytes, hint: str
+) -> None:
+    found = staged(tmp_path, make_file(tmp_path, content, "in.jsonl"))
+    with pytest.raises(InputError, match=hint):
+        found.requests(LineRules())
+
+
+def test_a_bad_line_in_a_good_file_gets_no_hint(tmp_path: Path) -> None:
+    found = staged(tmp_path, make_file(tmp_path, b"nope\n" + LINES, "in.jsonl"))
+    with pytest.raises(InputError) as error:
+        found.requests(LineRules())
+    assert "seems" not in str(error.value)
+
+
+def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(
+        target=lambda: (tmp_path / "pipe").write_bytes(packed(LINES, ".zst"))
+    )
+    writer.start()
+    found = staged(tmp_path, tmp_path / "pipe")
+    writer.join()
+    assert ids_of_lines(found) == ["a", "b"]
+
+
+def test_an_empty_name_is_no_file() -> None:
+    with pytest.raises(ConfigError, match="empty name"):
+        sources.input_sources([""])
+
+
+def test_a_number_of_too_many_digits_is_described(tmp_path: Path) -> None:
+    line = make_line(body=make_body(model="m", top_k="N")).replace('"N"', "1" * 5000)
+
+    def parsed(_: str, body: bytes) -> list[tuple[str, str | None]]:
+        try:
+            line_checks.loads_lenient(body)
+        except ValueError as error:
+            return [(str(error), "body")]
+        return []
+
+    found = LocalInput(make_file(tmp_path, [line]), "in.jsonl")
+    with pytest.raises(InputError, match=r"A number has more than 4,300 digits\."):
+        found.requests(LineRules(check_body=parsed))
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_line_that_is_too_long_is_never_held_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    long = make_line("long", text="x" * 5000).encode()
+    just = make_line("just", text="x" * (2000 - len(make_line("just", text=""))))
+    assert len(just) == 2000
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 2000)
+    monkeypatch.setattr(line_checks, "MAX_LINE_BYTES", 2000)
+    for module in (jsonl, sources, line_digests):
+        monkeypatch.setattr(
+            module, "_BLOCK_BYTES" if module is jsonl else "_PIECE_BYTES", 64
+        )
+    content = b"\n".join([long, just.encode(), LINES.rstrip(), long])
+    path = make_file(tmp_path, packed(content, suffix), f"in.jsonl{suffix}")
+    found = staged(tmp_path, path)
+    assert found.path.read_bytes().rstrip(b"\n") == content
+    kept = validate(found.path, LineRules(), skip_invalid=True)
+    assert isinstance(kept, BatchFile)
+    with kept.closing():
+        assert {i: error.line for i, error in kept.invalid.items()} == {0: 1, 4: 5}
+        assert "more than 2,000 bytes" in kept.invalid[0].message
+        assert [kept[i].custom_id for i in (1, 2, 3)] == ["just", "a", "b"]
+        assert kept.custom_id(0) is None
+    line_digests.write_digests(tmp_path / "digests", found)
+    changed = content.replace(b'"b"', b'"c"')
+    path.write_bytes(packed(changed, suffix))
+    now = staged(tmp_path, path)
+    change = line_digests.describe_change(tmp_path / "digests", now)
+    assert change is not None
+    assert change.endswith("line 4 changed")

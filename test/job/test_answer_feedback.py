@@ -1,0 +1,236 @@
+"""New plans as answers come, and the answers that they use."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from builders import Answers, run
+from dispatcher_jobs import (
+    DUAL,
+    Engine,
+    everything,
+    make_job,
+    plan_requests,
+    planner_of,
+    prompts_of,
+    settle,
+    unknown,
+    until_planned,
+)
+
+from sglang_batch.job.answer_feedback import MAX_REPLANS, AnswerFeedback
+from sglang_batch.planner.plan import make_plan
+from sglang_batch.request import BatchRequestInput
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+
+# Later plans --------------------------------------------------------------------
+
+
+async def run_answering_first(
+    engine: Engine, requests: Sequence[BatchRequestInput], policy: str, ends: list[int]
+) -> None:
+    """Run a job that waits for a new plan after each of ``ends`` answers.
+
+    The answers come in the order of the plan. The engine gives no more of them until
+    the plan is there: plans are made in threads, which take their time.
+    """
+    sample = planner_of(requests, policy).sample
+    order = make_plan(plan_requests(requests), engine.machine, policy).order
+    first = [*sample, *order[~np.isin(order, sample)]]
+    engine.hold(everything(requests))
+    job = make_job(engine, Answers(), requests, policy=policy, max_inflight=4)
+    work = asyncio.ensure_future(job.run())
+    for num_plans, end in enumerate(ends, 2):
+        engine.release(f"r{number}" for number in first[:end])
+        await until_planned(engine, num_plans)
+    engine.release()
+    await work
+
+
+def test_estimates_follow_the_answers_at_doubling_distances() -> None:
+    requests = unknown(1200)
+    engine = Engine()
+    ends = [64, 128, 256, 512, 1024]
+    run(run_answering_first(engine, requests, "dfs", ends))
+    assert len(engine.openings) - 1 == len(ends) <= MAX_REPLANS
+    means = [plans[0].est_decode_steps.mean() for plans in engine.openings]
+    true = np.mean([len(p) for p in prompts_of(requests)]) - 1
+    assert abs(means[-1] - true) < abs(means[0] - true) / 10
+    first = engine.openings[0][0]
+    assert all(first.same_requests(plans[0]) for plans in engine.openings)
+
+
+def test_answers_after_one_that_is_missing_are_not_learnt_from() -> None:
+    requests = unknown(400)
+    engine = Engine()
+    order = make_plan(plan_requests(requests), engine.machine, "dfs").order
+    slowest = f"r{order[1]}"
+    engine.hold([slowest])
+
+    async def scenario() -> None:
+        job = make_job(engine, Answers(), requests, policy="dfs", max_inflight=4)
+        work = asyncio.ensure_future(job.run())
+        await engine.until_stalled(399, 1)
+        await settle()
+        assert len(engine.openings) == 1
+        engine.release()
+        await work
+
+    run(scenario())
+
+
+def test_one_plan_is_made_at_a_time() -> None:
+    requests = unknown(600)
+    engine = Engine()
+    engine.slow[1] = asyncio.Event()
+    order = make_plan(plan_requests(requests), engine.machine, "dfs").order
+    engine.hold(f"r{number}" for number in order[-4:])
+
+    async def scenario() -> None:
+        job = make_job(engine, Answers(), requests, policy="dfs", max_inflight=4)
+        work = asyncio.ensure_future(job.run())
+        await engine.until_stalled(596, 4)
+        await engine.until(lambda: len(engine.openings) == 2)
+        await asyncio.sleep(0.2)  # plans are made in threads
+        assert len(engine.openings) == 2
+        engine.slow[1].set()
+        engine.release()
+        await work
+
+    run(scenario())
+
+
+def test_a_job_whose_last_answer_comes_does_not_wait_for_a_plan() -> None:
+    requests = unknown(100)
+    sample = [f"r{i}" for i in planner_of(requests).sample]
+    engine = Engine()
+    engine.slow[1] = asyncio.Event()
+    engine.hold(set(everything(requests)) - set(sample))
+    answers = Answers()
+
+    async def scenario() -> None:
+        work = asyncio.ensure_future(make_job(engine, answers, requests).run())
+        await engine.until(lambda: len(engine.openings) == 2)
+        engine.release()
+        await work
+
+    run(scenario())
+    assert len(answers) == 100
+    assert engine.closed == ["batch_1"]
+
+
+def test_stopping_while_a_plan_is_made() -> None:
+    requests = unknown(100)
+    engine = Engine()
+    engine.slow[1] = asyncio.Event()
+    sample = [f"r{i}" for i in planner_of(requests).sample]
+    engine.hold(set(everything(requests)) - set(sample))
+
+    async def scenario() -> None:
+        stop = asyncio.Event()
+        work = asyncio.ensure_future(
+            make_job(engine, Answers(), requests, max_inflight=20).run(stop)
+        )
+        await engine.until(
+            lambda: len(engine.openings) == 2 and len(engine.running) == 20
+        )
+        stop.set()
+        await work
+
+    run(scenario())
+    assert engine.running == set()
+    assert engine.closed == ["batch_1"]
+    assert len(engine.aborted) == 20
+
+
+def test_stopping_while_the_job_is_opened_closes_it() -> None:
+    engine = Engine()
+    engine.slow[0] = asyncio.Event()
+
+    async def scenario() -> None:
+        stop = asyncio.Event()
+        job = make_job(engine, Answers(), unknown(10))
+        work = asyncio.ensure_future(job.run(stop))
+        await engine.until(lambda: len(engine.openings) == 1)
+        stop.set()
+        await work
+
+    run(scenario())
+    assert engine.executed == []
+    assert engine.closed == ["batch_1"]
+
+
+@pytest.mark.parametrize("nth", [0, 1])
+def test_an_error_of_opening_a_job_is_raised_as_it_is(nth: int) -> None:
+    requests = unknown(100)
+    engine = Engine()
+    engine.broken[nth] = ConnectionError("the scheduler died")
+    sample = [f"r{i}" for i in planner_of(requests).sample]
+    engine.hold(set(everything(requests)) - set(sample))
+    with pytest.raises(ConnectionError, match="the scheduler died"):
+        run(make_job(engine, Answers(), requests, max_inflight=20).run())
+    assert engine.running == set()
+    assert bool(engine.executed) is bool(nth)
+
+
+@pytest.mark.parametrize("policy", [DUAL, "auto", "dfs"])
+def test_the_same_answers_make_the_same_plans(policy: str) -> None:
+    runs = []
+    for _ in range(2):
+        engine, requests = Engine(), unknown(300)
+        sample = planner_of(requests, policy).sample
+        ends = [len(sample)] if len(sample) else [64, 128, 256]
+        run(run_answering_first(engine, requests, policy, ends))
+        runs.append(engine.openings[: len(ends) + 1])
+    first, second = runs
+    for a, b in zip(first, second, strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert np.array_equal(x.position, y.position)
+            assert np.array_equal(x.est_decode_steps, y.est_decode_steps)
+            assert x.policy == y.policy
+
+
+# Usable answers -----------------------------------------------------------------
+
+
+def test_only_answers_without_a_gap_in_their_stream_are_used(eager: None) -> None:
+    feedback = AnswerFeedback(np.zeros(0, np.int64), 10)
+    for number in range(4):
+        feedback.add_sent("left", number)
+        feedback.add_sent("right", 10 + number)
+    for number, length in ((1, 5), (10, 7), (11, None), (13, 9)):
+        feedback.add_answer("left" if number < 10 else "right", number, length)
+    assert feedback.is_due  # two ended at the beginning of the right
+    numbers, lengths = feedback.pop_answers()
+    assert numbers.tolist() == [10] and lengths.tolist() == [7]
+    assert not feedback.is_due
+    feedback.add_answer("left", 0, 4)
+    assert feedback.is_due  # twice as many as then
+    numbers, lengths = feedback.pop_answers()
+    assert numbers.tolist() == [0, 1] and lengths.tolist() == [4, 5]
+
+
+def test_a_sample_is_waited_for_and_no_longer(eager: None) -> None:
+    feedback = AnswerFeedback(np.array([3, 4, 5]), 10)
+    for number in (3, 4, 6, 7, 8):
+        feedback.add_sent(0, number)
+    for number in (3, 6, 7, 8):
+        feedback.add_answer(0, number, 1)
+    feedback.skip(5)
+    assert not feedback.is_due
+    feedback.add_answer(0, 4, None)
+    assert feedback.is_due
+    assert feedback.pop_answers()[0].tolist() == [3, 6, 7, 8]
+
+
+def test_nothing_is_learnt_where_all_is_known(eager: None) -> None:
+    feedback = AnswerFeedback(np.zeros(0, np.int64), 0)
+    for number in range(100):
+        feedback.add_sent(0, number)
+        feedback.add_answer(0, number, 1)
+    assert not feedback.is_due

@@ -1,0 +1,110 @@
+"""Bodies are checked by SGLang's request classes before SGLang is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from builders import CHAT
+
+from sglang_batch.srt.engine.body_checks import body_errors
+
+# A body for each endpoint, and one with errors in these fields.
+BODIES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "/v1/chat/completions": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                {"role": "tool", "content": "b", "tool_call_id": "1"},
+            ],
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "response_format": {"type": "json_object"},
+        },
+        {"messages": "hi", "n": "many"},
+        ["messages", "n"],
+    ),
+    "/v1/completions": ({"prompt": [1, 2]}, {"prompt": 5}, ["prompt"]),
+    "/v1/embeddings": ({"input": ["a"]}, {"input": 1.5}, ["input"]),
+    "/v1/responses": (
+        {"input": "a", "tools": [{"type": "function", "name": "f"}]},
+        {"input": "a", "max_output_tokens": "x"},
+        ["max_output_tokens"],
+    ),
+    "/v1/messages": (
+        {
+            "model": "m",
+            "max_tokens": 1,
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+        },
+        {"model": "m", "max_tokens": 1, "messages": 1},
+        ["messages"],
+    ),
+    "/v1/score": ({"query": "a", "items": ["b"]}, {"items": 1}, ["items"]),
+    "/v1/rerank": ({"query": "a", "documents": ["b"]}, {"query": 1}, ["query"]),
+    "/v1/classify": ({"input": "a"}, {"input": None}, ["input"]),
+}
+CHECK = """
+import json, sys
+from sglang_batch.batch_api.protocol import ENDPOINTS
+from sglang_batch.srt.engine.body_checks import body_errors
+
+cases = json.load(sys.stdin)
+assert set(cases) == set(ENDPOINTS)
+found = {
+    url: [body_errors(url, json.dumps(body).encode()) for body in bodies]
+    for url, (*bodies, _) in cases.items()
+}
+loaded = [name for name in sys.modules if name.partition(".")[0] in ("sglang", "torch")]
+print(json.dumps([found, loaded]))
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK],
+        input=json.dumps(BODIES),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("url", BODIES)
+def test_each_endpoint_has_its_rules(found: Any, url: str) -> None:
+    good, bad = found[0][url]
+    assert good == []
+    params = {param.removeprefix("body.").split(".")[0] for _, param in bad}
+    assert params >= set(BODIES[url][2])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", "0"), ("n", "100000"), ("temperature", "5"), ("temperature", "-1"),
+        ("temperature", "NaN"), ("temperature", "1e999"), ("top_p", "0"),
+        ("max_tokens", "-1"), ("seed", "1e30"), ("user", '"\\ud800"'),
+        ("top_k", "1" * 5000),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_be_sampled_with_are_found(field: str, value: str) -> None:
+    body = f'{{"messages": [], "{field}": {value}}}'.encode()
+    [(message, param)] = body_errors(CHAT, body)
+    assert param in (f"body.{field}", "body"), message
+
+
+@pytest.mark.parametrize("url", BODIES)
+def test_a_body_need_not_name_a_model(url: str) -> None:
+    body = {**BODIES[url][0]}
+    body.pop("model", None)
+    assert body_errors(url, json.dumps(body).encode()) == []
+    assert body_errors(url, json.dumps({**body, "model": None}).encode()) == []
+
+
+def test_neither_torch_nor_sglang_stays_imported(found: Any) -> None:
+    assert found[1] == []

@@ -1,0 +1,171 @@
+"""The command line: help, and errors that end it before SGLang is imported."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from sglang_batch.cli import main
+from sglang_batch.errors import InputError, StoreError
+from sglang_batch.request import Usage
+from sglang_batch.run.job_directory import JobDirectory, JobRecord
+from sglang_batch.run.outputs import Outputs
+
+
+def run(tmp_path: Path, content: bytes, *options: str, output: str = "out") -> int:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(content)
+    paths = ["-i", str(source), "-o", str(tmp_path / output)]
+    return main(["run", *paths, f"--model-path={model(tmp_path)}", *options])
+
+
+def model(tmp_path: Path) -> Path:
+    """The directory of a model, next to ``tmp_path``."""
+    directory = tmp_path.with_name(f"{tmp_path.name}-model")
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "The input file is empty."),
+        (b"{}\nnope\n", "line 2: This line is not parseable as valid JSON."),
+        (
+            json.dumps(
+                {"custom_id": "a", "method": "POST", "url": "/v1/other", "body": {}}
+            ).encode(),
+            "line 1: The URL provided for this request does not match",
+        ),
+    ],
+)
+def test_a_bad_file_ends_with_line_and_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, said: str
+) -> None:
+    assert run(tmp_path, content) == 2
+    assert said in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_files_of_others_in_the_job_directory_are_kept(tmp_path: Path) -> None:
+    foreign = tmp_path / "out.job" / "data.txt"
+    foreign.parent.mkdir()
+    foreign.write_text("mine")
+    assert run(tmp_path, b"nope\n") == 2
+    assert [path.name for path in foreign.parent.iterdir()] == ["data.txt"]
+
+
+def test_the_model_is_looked_for_before_inputs_are_copied(tmp_path: Path) -> None:
+    names = [str(tmp_path / name) for name in ("1.jsonl", "2.jsonl", "out")]
+    for name in names[:2]:
+        Path(name).write_bytes(b"{}\n")
+    command = ["run", "-i", *names[:2], "-o", names[2], "--model-path", "./none"]
+    assert main(command) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.jsonl", "2.jsonl"]
+
+
+def test_a_missing_input_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "no.jsonl"
+    assert main(["run", "-i", str(missing), "-o", str(tmp_path / "out")]) == 2
+    assert f"input file {missing} does not exist." in capsys.readouterr().err
+
+
+def test_input_and_output_must_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, b"{}\n", output="in.jsonl") == 2
+    assert "is both input and output." in capsys.readouterr().err
+
+
+def test_an_output_without_a_directory_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, b"{}\n", output="none/out.jsonl") == 2
+    assert "its directory does not exist." in capsys.readouterr().err
+
+
+def test_overwriting_spares_a_run_in_progress(tmp_path: Path) -> None:
+    outputs = Outputs.of(str(tmp_path / "out"), None, None)
+    job = JobRecord(input_sha256="1", model="m", num_requests=1)
+    with JobDirectory(outputs) as running:
+        running.begin(job, overwrite=False)
+        log = running.open_log()
+        log.put(0, b"{}", ok=True, usage=Usage())
+        with (
+            pytest.raises(StoreError, match="is in use by another sglang-batch run"),
+            JobDirectory(outputs),
+        ):
+            pass
+        assert log.path.exists()
+    with JobDirectory(outputs) as afresh:
+        afresh.begin(job, overwrite=True)
+        assert list(afresh.open_log().unfinished()) == [0]
+
+
+def test_a_model_without_results_can_be_changed(tmp_path: Path) -> None:
+    outputs = Outputs.of(str(tmp_path / "out"), None, None)
+
+    def begun(model: str, results: int = 0) -> str:
+        job = JobRecord(input_sha256="1", model=model, num_requests=1)
+        with JobDirectory(outputs) as running:
+            running.check_model(Namespace(model_path=model))
+            running.begin(job, overwrite=False)
+            log = running.open_log()
+            for index in range(results):
+                log.put(index, b"{}", ok=True, usage=Usage())
+            return running.record.model
+
+    assert begun("does-not-load") == "does-not-load"
+    assert begun("good", results=1) == "good"
+    with pytest.raises(InputError, match="another --model-path: it was good, now"):
+        begun("other")
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["demo-model"]])
+def test_every_command_has_help(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    assert ended.value.code == 0
+    assert "usage: sglang-batch" in capsys.readouterr().out
+
+
+def test_a_demo_model_is_replaced_only_on_demand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = tmp_path / "model.safetensors"
+
+    def written(*options: str) -> tuple[int, str]:
+        status = main(["demo-model", str(tmp_path), *options])
+        out, err = capsys.readouterr()
+        return status, out + err
+
+    assert written() == (0, f"wrote a demo model to {tmp_path}\n")
+    first = weights.stat()
+    assert written() == (0, f"the same demo model is already in {tmp_path}\n")
+    assert weights.stat().st_mtime_ns == first.st_mtime_ns
+    status, said = written("--seed", "1")
+    assert status == 2
+    assert "another demo model (seed 0); --overwrite replaces it" in said
+    assert weights.stat().st_mtime_ns == first.st_mtime_ns
+    data = weights.read_bytes()
+    assert written("--seed", "1", "--overwrite")[0] == 0
+    assert weights.read_bytes() != data
+    weights.unlink()  # as if the command had been killed
+    assert written("--seed", "1")[0] == 0
+    assert weights.exists()
+
+
+def test_a_folder_with_other_things_is_not_overwritten_by_the_demo_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    assert main(["demo-model", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err

@@ -1,0 +1,162 @@
+"""Mistakes end with the documented status, in one sentence, before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from builders import make_file
+
+from sglang_batch.store.lock import FileLock
+
+# Runs each list of arguments, and prints the statuses and what was said.
+PROGRAM = """\
+import contextlib, io, json, sys
+from sglang_batch.cli import main
+found = []
+for arguments in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            status = main(arguments)
+        except SystemExit as end:
+            status = end.code
+    found.append((status, said.getvalue()))
+heavy = sorted({"torch", "sglang", "numba"} & set(sys.modules))
+print(json.dumps([found, heavy]))
+"""
+
+
+class Mistake(NamedTuple):
+    arguments: str
+    status: int
+    said: str
+
+
+RUN = "run -i in.jsonl -o out --model-path model"
+MISTAKES = {
+    "no model": Mistake("run -i in.jsonl -o out", 2, "--model-path MODEL is required"),
+    "no such model": Mistake(
+        f"{RUN}/none/x", 2, "cannot be the name of a Hugging Face"
+    ),
+    "model not cached": Mistake(f"{RUN}/none", 2, "and HF_HUB_OFFLINE is set"),
+    "no model's directory": Mistake(f"{RUN}/../empty", 2, "has no config.json"),
+    "no such tokenizer": Mistake(
+        f"{RUN} --tokenizer-path ./none", 2, "--tokenizer-path ./none: there is no"
+    ),
+    "unknown option": Mistake(
+        f"{RUN} --max-totl-tokens 9", 2, "did you mean --max-total-tokens?"
+    ),
+    "stray word": Mistake(f"{RUN} more", 2, "unrecognized arguments: more"),
+    "no number": Mistake(f"{RUN} --tp two", 2, "invalid int value: 'two'"),
+    "no choice": Mistake(f"{RUN} --load-format zip", 2, "invalid choice: 'zip'"),
+    "no input": Mistake("run -i none -o out --model-path model", 2, "does not exist"),
+    "bad line": Mistake("run -i bad -o out --model-path model", 2, "line 2: "),
+    "output elsewhere": Mistake(
+        "run -i in.jsonl -o none/out --model-path model", 2, "directory does not exist"
+    ),
+    "output of another": Mistake(
+        "run -i in.jsonl -o bad --model-path model",
+        2,
+        "was not written by this command",
+    ),
+    "output in use": Mistake(
+        "run -i in.jsonl -o busy --model-path model", 1, "is in use by another test"
+    ),
+    "damaged record": Mistake(
+        "run -i in.jsonl -o torn --model-path model",
+        2,
+        "pass --overwrite to start again",
+    ),
+    "changed model": Mistake(
+        "run -i in.jsonl -o done --model-path empty", 2, "with another --model-path"
+    ),
+    "serve: port in use": Mistake(
+        "serve --model-path model --port {port}", 1, "in use"
+    ),
+    "serve: bad port": Mistake("serve --model-path model --port 99999", 2, "99999"),
+    "serve: directory in use": Mistake(
+        "serve --model-path model --port {free} --offline-batch-dir busy.job",
+        1,
+        "in use",
+    ),
+    "serve: no setting": Mistake(
+        'serve --model-path model --offline-batch-config {{"x":1}}', 2, "no setting 'x'"
+    ),
+    "no such file of options": Mistake(
+        "run -i in.jsonl -o out --config none.yaml", 2, "--config none.yaml: there is"
+    ),
+    "serve: no model": Mistake("serve --model-path ./none", 2, "no such directory"),
+}
+LINE = {
+    "custom_id": "a",
+    "method": "POST",
+    "url": "/v1/chat/completions",
+    "body": {"messages": [{"role": "user", "content": "Hello"}]},
+}
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[object]]]:
+    """How each of MISTAKES ended, and the heavy modules that were imported."""
+    home = tmp_path_factory.mktemp("mistakes")
+    make_file(home, [json.dumps(LINE)], "in.jsonl")
+    make_file(home, [json.dumps(LINE), "nope"], "bad")
+    for name in ("model", "empty", "busy.job", "torn.job", "done.job"):
+        (home / name).mkdir()
+    make_file(home / "model", b"{}", "config.json")
+    make_file(home / "torn.job", b"{", "job.json")
+    record = {"input_sha256": _sha256(home / "in.jsonl"), "model": "model"}
+    record |= {"num_requests": 1, "complete": True}
+    make_file(home / "done.job", json.dumps(record).encode(), "job.json")
+    make_file(home, b"", "done")
+    lock = FileLock(home / "busy.job" / "lock")
+    assert lock.acquire("another test") is None
+    with socket.socket() as taken, socket.socket() as free:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        free.bind(("127.0.0.1", 0))
+        ports = {"port": taken.getsockname()[1], "free": free.getsockname()[1]}
+        free.close()
+        commands = [m.arguments.format(**ports).split() for m in MISTAKES.values()]
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, json.dumps(commands)],
+            cwd=home,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+        )
+    lock.release()
+    assert done.returncode == 0, done.stderr
+    found, heavy = json.loads(done.stdout.splitlines()[-1])
+    yield {**dict(zip(MISTAKES, found, strict=True)), "heavy": heavy}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_ends_with_its_status_and_one_sentence(
+    name: str, ends: dict[str, list[object]]
+) -> None:
+    status, said = ends[name]
+    mistake = MISTAKES[name]
+    assert mistake.said in str(said)
+    assert status == mistake.status
+    assert str(said).startswith("error: ") and "Traceback" not in str(said)
+    listed = name == "bad line"  # each bad line has a line of its own
+    assert listed or len(str(said).splitlines()) == 1
+
+
+def test_nothing_heavy_is_imported_for_it(ends: dict[str, list[object]]) -> None:
+    assert ends["heavy"] == []
+
+
+def _sha256(path: Path) -> str:
+    import hashlib
+
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,80 @@
+"""What a run shows: a status on a terminal, lines at growing distances in a file."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from sglang_batch.request import Usage
+from sglang_batch.run import progress
+from sglang_batch.run.progress import Display, Progress
+from sglang_batch.store.result_log import ResultLog
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
+
+
+def test_a_file_gets_lines_at_doubling_distances(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, file = Clock(monkeypatch), io.StringIO()
+    display = Display(file)
+    began = clock.now
+    with display.showing(lambda: f"{clock.now - began:.0f} s"):
+        for _ in range(400):
+            clock.now += 1
+            display._tick()
+    assert file.getvalue().split("\n") == [
+        *("5 s", "15 s", "35 s", "75 s", "155 s", "315 s", "")
+    ]
+
+
+def test_a_terminal_shows_the_present_status_below_the_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, terminal = Clock(monkeypatch), Terminal()
+    display = Display(terminal)
+    with display.showing(lambda: "x" * 200):
+        display._tick()
+        clock.now += 1
+        display.say("a line")
+    redrawn = "\r\x1b[K" + "x" * 79
+    assert terminal.getvalue() == f"{redrawn}\r\x1b[Ka line\n"
+
+
+def test_progress_tells_what_the_job_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    log = ResultLog(tmp_path / "log", 4)
+    log.put(0, b"{}", ok=True, usage=Usage())  # of an earlier run
+    compiling = [True]
+    shown = Progress(Display(io.StringIO()), 4, log, lambda: compiling[0])
+    shown.rendered()
+    assert str(shown).startswith("Reading prompts: 33%, 1/3")
+    shown.rendered()
+    shown.rendered()
+    clock.now += 7
+    assert str(shown) == "Compiling the planner, once per installation (7 s)"
+    compiling.clear()
+    compiling.append(False)
+    assert str(shown) == "Planning, and computing the first prompts (7 s)"
+    usage = Usage(input_tokens=10, cached_tokens=9, output_tokens=1)
+    log.put(1, b"{}", ok=True, usage=usage)
+    shown.answered()
+    log.put(2, b"{}", ok=False, usage=Usage())
+    shown.answered()
+    assert str(shown).startswith("Running: 75%, 3/4 [00:07<")
+    assert str(shown).endswith(", 1 failed, cached 90%]")

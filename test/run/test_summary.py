@@ -1,0 +1,85 @@
+"""The summary: errors by reason, this run and the whole job, tokens by kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from sglang_batch.request import Usage
+from sglang_batch.run.outputs import Outputs
+from sglang_batch.run.summary import Counts, ErrorGroup, Summary, error_groups
+from sglang_batch.store.result_log import ResultLog
+
+
+def answer(custom_id: str, message: str | None = None) -> bytes:
+    body = {} if message is None else {"error": {"message": message}}
+    response = {"status_code": 400 if message else 200, "body": body}
+    line = {"custom_id": custom_id, "response": response, "error": None}
+    return json.dumps(line).encode()
+
+
+def resumed_log(path: Path) -> tuple[ResultLog, Counts]:
+    """A job of six: three done by an earlier run. Its log, and its counts then."""
+    log = ResultLog(path, 6)
+    usage = Usage(input_tokens=100, cached_tokens=60, output_tokens=10)
+    log.put(0, answer("a"), ok=True, usage=usage)
+    log.put(1, answer("b", "Input of 90 tokens is too long"), ok=False, usage=Usage())
+    log.put(2, answer("c"), ok=True, usage=usage)
+    before = Counts.of(log)
+    log.put(3, answer("d", "Input of 7 tokens is too long"), ok=False, usage=Usage())
+    log.put(4, answer("e", "no tool 'x'"), ok=False, usage=Usage())
+    log.put(5, answer("f"), ok=True, usage=usage)
+    return log, before
+
+
+def test_errors_are_grouped_by_reason(tmp_path: Path) -> None:
+    log, before = resumed_log(tmp_path / "log")
+    summary = Summary.of_log(log, before, seconds=2.0)
+    assert summary.errors == (
+        ErrorGroup("Input of 90 tokens is too long", 2, "b"),
+        ErrorGroup("no tool 'x'", 1, "e"),
+    )
+    shown = summary.as_table()
+    assert "2 x Input of 90 tokens is too long (such as b)" in shown
+
+
+def test_errors_of_any_shape_are_grouped() -> None:
+    shapes: list[dict[str, object]] = [
+        {"response": {"body": {"error": "as text"}}},
+        {"response": {"body": ["a list"]}},
+        {"response": {"body": None}, "error": "of the line"},
+        {"response": "text", "error": {"message": None}},
+        {"response": {"body": {"error": 5}}},
+    ]
+    found = error_groups(json.dumps({"custom_id": "a", **s}).encode() for s in shapes)
+    reasons = ["as text", "['a list']", "of the line", "unknown error", "5"]
+    assert [group.reason for group in found] == reasons
+
+
+def test_rates_are_of_this_run_and_counts_of_the_job(tmp_path: Path) -> None:
+    log, before = resumed_log(tmp_path / "log")
+    summary = Summary.of_log(log, before, seconds=2.0)
+    assert (summary.completed, summary.failed) == (3, 3)
+    assert summary.output_tokens == 30
+    assert summary.this_run == Counts(1, 2, 100, 60, 10)
+    assert summary.output_tokens_per_second == 5.0
+    assert summary.computed_tokens_per_second == 20.0
+    shown = " ".join(summary.as_table().split())
+    assert "this run 3 requests, 10 output tokens" in shown
+    alone = Summary.of_log(log, Counts(), seconds=2.0)
+    assert alone.this_run is None and "this run" not in alone.as_table()
+
+
+def test_the_files_are_named(tmp_path: Path) -> None:
+    log, before = resumed_log(tmp_path / "log")
+    summary = Summary.of_log(log, before, seconds=2.0)
+    together = " ".join(summary.as_table(Outputs.of("out", None, None)).split())
+    assert together.endswith("results out errors among the results")
+    apart = " ".join(summary.as_table(Outputs.of("out", "bad", None)).split())
+    assert apart.endswith("results out errors bad")
+
+
+def test_a_recorded_summary_is_read_back(tmp_path: Path) -> None:
+    log, before = resumed_log(tmp_path / "log")
+    summary = Summary.of_log(log, before, seconds=2.0)
+    assert Summary.of_record(json.loads(summary.as_json())) == summary

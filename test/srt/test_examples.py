@@ -1,0 +1,42 @@
+"""The scripts in examples/ run as they are and end well."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from servers import Server
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# By script: whether it takes the URL of a server, and a line that it prints.
+SCRIPTS = {
+    "batch_api.py": (True, "completed=3, failed=0"),
+    "message_batches.py": (True, "succeeded=3"),
+    "programs.py": (True, "What is a page of KV? "),
+    "engine.py": (False, "2 of 3 programs"),
+    "plan_file.py": (False, "order: dfs"),
+    "run_file.py": (False, "question-2: "),
+    "run_table.py": (False, "c: "),
+}
+
+
+def test_every_script_is_run() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*SCRIPTS, "demo.py"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_example_ends_well(script: str, offline_server: Server) -> None:
+    takes_url, said = SCRIPTS[script]
+    arguments = ["--url", offline_server.url] if takes_url else []
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / script), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-4000:]
+    assert said in output

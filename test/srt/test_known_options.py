@@ -1,0 +1,111 @@
+"""The list of SGLang's options, which is read in place of SGLang, is SGLang's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from sglang_batch.errors import ConfigError
+from sglang_batch.srt.compat.command_line import OPTIONS, describe
+from sglang_batch.srt.engine.cpu_memory import KV_BYTES, default_limits
+from sglang_batch.srt.plugin import quiet_log
+
+WRITE = "run `python -m sglang_batch.srt.compat.command_line`"
+
+
+def test_the_recorded_options_are_those_of_the_release() -> None:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    recorded = json.loads(OPTIONS.read_bytes())
+    assert recorded["release"] == version("sglang"), WRITE
+    assert recorded["options"] == describe(parser), WRITE
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_token", "context", "gib", "limits"),
+    [
+        (512, 2048, 16, {"max_total_tokens": 256 * 2048}),  # 256 of full length
+        (131_072, 8192, 16, {"max_total_tokens": 8192}),
+        (
+            131_072, 131_072, 63,
+            {"max_total_tokens": 8192, "max_running_requests": 256},
+        ),
+        (  # one request of full length, in a quarter of the memory
+            131_072, 131_072, 64,
+            {"max_total_tokens": 131_072, "max_running_requests": 256},
+        ),
+        (1 << 20, 4096, 1, {"max_total_tokens": 4096}),  # the least
+    ],
+)  # fmt: skip
+def test_a_cpu_gets_memory_that_a_laptop_holds(
+    bytes_per_token: int, context: int, gib: int, limits: dict[str, int]
+) -> None:
+    found = default_limits(bytes_per_token, context, gib << 30)
+    assert found == limits
+    most = max(4 * KV_BYTES, (gib << 30) // 4)
+    assert found["max_total_tokens"] * bytes_per_token <= most
+
+
+def test_a_file_of_options_that_cannot_be_read_is_a_mistake(tmp_path: Path) -> None:
+    from sglang_batch.srt.engine.in_process import parse_server_args
+
+    torn = tmp_path / "torn.yaml"
+    torn.write_text("{")
+    with pytest.raises(ConfigError, match="SGLang refuses an option: "):
+        parse_server_args(["--config", str(torn)])
+
+
+def record(name: str, message: str, *args: object) -> bool:
+    """Whether a logger prints a line, after its filters."""
+    logger = logging.getLogger(name)
+    made = logger.makeRecord(name, logging.INFO, "", 0, message, args, None)
+    return bool(logger.filter(made))
+
+
+def test_the_log_has_no_lines_that_nobody_reads() -> None:
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.managers.scheduler_components import metrics_reporter
+
+    assert engine.logger.name in quiet_log.LONG_LINES
+    assert metrics_reporter.logger.name == quiet_log.STEPS
+    quiet_log.quiet_server()
+    quiet_log.quiet_scheduler()
+    access = '%s - "%s %s HTTP/%s" %d'
+
+    def called(method: str, path: str, status: int) -> bool:
+        return record(quiet_log.ACCESS, access, "::1", method, path, "1.1", status)
+
+    assert not record(quiet_log.STEPS, "Prefill batch, #new-seq: 1")
+    assert record(quiet_log.STEPS, "Decode batch, #running-req: 1")
+    assert not called("GET", "/v1/batches/batch_1?x=1", 200)
+    assert called("GET", "/v1/batches/batch_1", 404)
+    assert called("POST", "/v1/batches", 200)
+    assert called("GET", "/v1/files/file-1/content", 200)
+    assert called("GET", "/get_model_info", 200)
+    root = logging.getLogger()
+    before = root.level
+    root.setLevel(logging.DEBUG)
+    try:
+        assert called("GET", "/v1/batches/batch_1", 200)
+    finally:
+        root.setLevel(before)
+
+
+def test_a_long_line_is_cut() -> None:
+    quiet_log.quiet_server()
+    logger = logging.getLogger(quiet_log.LONG_LINES[0])
+    text = "server_args=" + "x" * 19_000
+    made = logger.makeRecord(logger.name, logging.INFO, "", 0, text, (), None)
+    assert logger.filter(made)
+    assert len(made.getMessage()) < 1100
+    assert "19012 characters; --log-level debug" in made.getMessage()

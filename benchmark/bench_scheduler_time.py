@@ -194,7 +194,8 @@ def _steady(steps: Steps, running: int) -> Steps:
     full = (steps["decode_rows"] == running) & (steps["prefill_tokens"] == 0)
     full[1:] &= full[:-1].copy()
     full[1:] &= full[:-1].copy()
-    return steps[full]
+    steady: Steps = steps[full]
+    return steady
 
 
 def figures_of(measured: list[Measured], running: int) -> list[Figure]:
@@ -282,7 +283,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="sglang-batch-bench-") as scratch:
         model = Path(scratch) / "model"
         write_demo_model(model)
-        measured = []
+        measured: list[Measured] = []
         for running in sizes:
             same = [case for case in cases if case.running == running]
             measured += measure(same, model, options.seed, repeats)

@@ -22,7 +22,7 @@ from openai import OpenAI
 from openai.types import Batch
 
 from sglang_batch.demo_model import write_demo_model
-from sglang_batch.run.summary import Summary
+from sglang_batch.run.summary import Counts, Summary
 
 DATA = Path(__file__).parent / "data" / "demo_requests.jsonl"
 NUM_SHOWN = 3
@@ -95,17 +95,15 @@ def show_answers(api: OpenAI, batch: Batch, path: Path) -> None:
 def summarize(batch: Batch, seconds: float) -> Summary:
     assert batch.request_counts is not None and batch.usage is not None
     usage = batch.usage
-    return Summary.of_counts(
+    counts = Counts(
         completed=batch.request_counts.completed,
         failed=batch.request_counts.failed,
         prompt_tokens=usage.input_tokens,
         cached_tokens=usage.input_tokens_details.cached_tokens,
         output_tokens=usage.output_tokens,
-        seconds=seconds,
-        optimal_cached_share=getattr(
-            usage.input_tokens_details, "optimal_cached_share", None
-        ),
     )
+    optimal = getattr(usage.input_tokens_details, "optimal_cached_share", None)
+    return Summary.of_counts(counts, seconds, optimal)
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ class Probe:
 
             return timed(next_batch)(plan_scheduler, running_batch, timed_build)
 
-        PlanScheduler.next_batch = timed_next_batch  # type: ignore[method-assign]
+        PlanScheduler.next_batch = timed_next_batch  # type: ignore[assignment,method-assign]
         for owner, name in (
             (PlanScheduler, "begin_step"), (PlanScheduler, "end_step"),
             (RequestRegistry, "released"),

@@ -39,7 +39,7 @@ class Inputs:
     @property
     def token_bytes(self) -> int:
         """K and V of one token."""
-        return 2 * self.heads[1] * self.q.shape[2] * self.q.dtype.itemsize
+        return int(2 * self.heads[1] * self.q.shape[2] * self.q.dtype.itemsize)
 
     @property
     def unique_bytes(self) -> int:
@@ -49,12 +49,12 @@ class Inputs:
     @property
     def floor_bytes(self) -> int:
         """Bytes that one layer must move: unique KV, the queries, and the output."""
-        return self.unique_bytes + 2 * self.q.nbytes
+        return int(self.unique_bytes + 2 * self.q.nbytes)
 
     @property
     def flops(self) -> int:
         """Of one layer: two products per pair of tokens and query head."""
-        return 4 * self.heads[0] * self.q.shape[2] * self.layout.pairs
+        return int(4 * self.heads[0] * self.q.shape[2] * self.layout.pairs)
 
     def truth(self) -> torch.Tensor:
         """float32 attention of the first layer."""

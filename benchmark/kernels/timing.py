@@ -8,8 +8,8 @@ from functools import partial
 
 import numpy as np
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 
 READ_BYTES = 4 << 30
 MATRIX = 8192
@@ -95,19 +95,19 @@ def seconds_of(launch: Callable[[], object], repeats: int) -> float:
 
 
 def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     return begin, end
 
 
 def num_layers(unique_bytes: int, device: torch.device) -> int:
     """KV copies to rotate over, so that the cache holds nothing of the next one."""
     cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(2, -(-CACHE_TIMES * cache // max(unique_bytes, 1)))
+    return max(2, -(-CACHE_TIMES * int(cache) // max(unique_bytes, 1)))
 
 
 def capture(launch: Callable[[int], object], layers: int) -> torch.cuda.CUDAGraph:
     """A graph of ``launch(0)`` to ``launch(layers - 1)``, warmed up."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for layer in range(layers):

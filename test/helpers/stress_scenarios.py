@@ -52,6 +52,8 @@ def random_rounds(s: Stress, seed: int, rounds: int) -> dict[str, Any]:
                 rng.choice(POLICIES),
                 rng.choice((0, 0, 0, 5)),
                 max_inflight=rng.choice((None, 10)),
+                # Aborted lines are errors at once, or are tried again.
+                max_line_attempts=rng.choice((1, 3)),
             )
             for j in range(rng.randint(1, 3))
         ]

@@ -21,9 +21,15 @@ def signals() -> Iterator[StopSignals]:
     def terminate(signum: int, frame: object) -> None:
         raise Terminated
 
-    earlier = signal.signal(signal.SIGTERM, terminate)
+    # A shell starts background jobs with SIGINT ignored.
+    handlers = {
+        signal.SIGTERM: terminate,
+        signal.SIGINT: signal.default_int_handler,
+    }
+    earlier = {signum: signal.signal(signum, f) for signum, f in handlers.items()}
     yield StopSignals()
-    signal.signal(signal.SIGTERM, earlier)
+    for signum, handler in earlier.items():
+        signal.signal(signum, handler)
 
 
 async def run_until_stopped(signals: StopSignals, sent: list[int]) -> list[str]:

@@ -235,6 +235,21 @@ def test_a_prompt_that_was_begun_waits_for_room(decode_rows: int, dual: bool) ->
     assert (none.requests, none.tokens) == ([], 0)
 
 
+def test_a_request_that_runs_alone_has_room_for_its_whole_prompt() -> None:
+    # The cache may hold a part of the prompt by chance, which SGLang locks. With room
+    # for the next chunk alone it would then refuse the request in every step.
+    job = job_of(plan_of([(1,) * 90, (2,) * 90]))
+    requests = arrive_all(job)
+    kv_accounting = KvAccounting(10_000)
+    choice = choose(job, kv_accounting, now_of(step_tokens=40))
+    assert (choice.requests, choice.tokens) == ([requests[0]], 40)
+    assert choice.room_needed == 90 + 1
+    # Others that run do make room, so the next one takes what its first step needs.
+    choice = choose(job, kv_accounting, now_of(step_tokens=40))
+    assert choice.requests == [requests[1]]
+    assert choice.room_needed == 40 + 1
+
+
 def test_who_finds_no_room_waits() -> None:
     job = job_of(plan_of([(1,) * 10, (2,) * 50]))
     requests = arrive_all(job)

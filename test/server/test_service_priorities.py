@@ -19,8 +19,7 @@ from batch_service import (
 from builders import ids_of, make_line, make_lines, make_request, run
 from fake_engine import FakeEngine
 
-from sglang_batch.access.key_table import set_allowance
-from sglang_batch.access.keys import Allowance
+from sglang_batch.access.key_table import change_allowance
 from sglang_batch.batch_api import protocol as api
 from sglang_batch.request import engine_request_id
 from sglang_batch.server import runner as runner_module
@@ -281,7 +280,7 @@ def test_ids_of_lines_tell_batches_apart(tmp_path: Path) -> None:
 
 
 def limit_tokens(service: BatchService, name: str, tokens: int | None) -> None:
-    set_allowance(service.store, name, Allowance(tokens=tokens), "client")
+    change_allowance(service.store, name, {"tokens": tokens})
 
 
 async def until_paused(service: BatchService, batch_id: str, reason: str) -> None:

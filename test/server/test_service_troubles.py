@@ -23,8 +23,7 @@ from batch_service import (
 from builders import ids_of, make_line, make_lines, run
 from fake_engine import FakeEngine
 
-from sglang_batch.access.key_table import set_allowance
-from sglang_batch.access.keys import Allowance
+from sglang_batch.access.key_table import change_allowance
 from sglang_batch.batch_api import protocol as api
 from sglang_batch.server import batch_input, finish
 from sglang_batch.store.batch_store import BatchStore
@@ -197,7 +196,7 @@ def test_a_batch_that_is_over_is_not_paused(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running_service(tmp_path, policy="fcfs") as service:
             assert service.runner is not None
-            set_allowance(service.store, "ann", Allowance(tokens=1), "client")
+            change_allowance(service.store, "ann", {"tokens": 1})
             batch_id = submit(service, make_lines(1), owner="ann")
             while not service.runner._runs:
                 await asyncio.sleep(0)

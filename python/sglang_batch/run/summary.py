@@ -104,7 +104,27 @@ class Summary:
             seconds: see :class:`Summary`.
         """
         job = Counts.of(log)
-        this_run = job.since(before) if before.completed or before.failed else None
+        return cls.of_counts(
+            job,
+            seconds,
+            optimal_cached_share,
+            refused=log.num_refused,
+            this_run=job.since(before) if before.completed or before.failed else None,
+            errors=_errors_of(log) if log.num_failed else (),
+        )
+
+    @classmethod
+    def of_counts(
+        cls,
+        job: Counts,
+        seconds: float,
+        optimal_cached_share: float | None = None,
+        *,
+        refused: int = 0,
+        this_run: Counts | None = None,
+        errors: tuple[ErrorGroup, ...] = (),
+    ) -> Summary:
+        """The summary of a job with these counts. See :class:`Summary`."""
         part = this_run or job
 
         def rate(tokens: int) -> float:
@@ -116,13 +136,13 @@ class Summary:
             **dataclasses.asdict(job),
             seconds=round(seconds, 3),
             tokens_per_second=rate(part.prompt_tokens + part.output_tokens),
-            cached_share=round(log.usage.cache_hit_rate, 4),
+            cached_share=round(job.cached_tokens / max(job.prompt_tokens, 1), 4),
             optimal_cached_share=optimal_cached_share,
-            refused=log.num_refused,
+            refused=refused,
             output_tokens_per_second=rate(part.output_tokens),
             computed_tokens_per_second=rate(part.prompt_tokens - part.cached_tokens),
             this_run=this_run,
-            errors=_errors_of(log) if log.num_failed else (),
+            errors=errors,
         )
 
     @classmethod

@@ -198,6 +198,12 @@ class _Filling:
             locked += self.now.locked_elsewhere
             if not kv_accounting.fits(request, locked, reserved):
                 return False
+            needed = some
+        else:
+            # The cache may hold a part of the prompt of which the plan does not know.
+            # SGLang locks it, which leaves less to evict for the rest. As nothing runs,
+            # nothing else will make room: have enough for the whole prompt.
+            needed = extend
         self.job.backlog.remove(request)
         request.side = side
         kv_accounting.admit(request)
@@ -205,7 +211,7 @@ class _Filling:
             uses.start(request, kept)
         self.choice.requests.append(request)
         self.choice.tokens += some
-        self.choice.room_needed += some + self.now.page_size
+        self.choice.room_needed += needed + self.now.page_size
         return True
 
 

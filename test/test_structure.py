@@ -51,6 +51,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "sglang_batch.srt": (
         ("compat",),
         ("engine",),
+        ("calls",),
         ("attention",),
         ("scheduler",),
         ("plugin",),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +10,9 @@ import msgspec
 
 from ..batch_api.protocol import error_body
 from ..config import OfflineBatchConfig
-from ..engine import Engine, KvUse, PreparedRequest
-from ..planner.machine_model import Machine
+from ..engine import Engine, PreparedRequest
 from ..request import BatchRequestInput, RequestOutput, attempt_request_id
-from ..scheduling.job_plan import JobPlan
+from .forwarding_engine import ForwardingEngine
 
 # HTTP statuses of errors that may not recur.
 TRANSIENT = frozenset((408, 425, 429, 500, 502, 503, 504))
@@ -45,7 +43,7 @@ class _PreparedLine:
         return bool(self.prepared.ignore_eos)
 
 
-class RetryingEngine:
+class RetryingEngine(ForwardingEngine):
     """An :class:`~sglang_batch.engine.Engine` that retries transient errors.
 
     A line answered with a transient error is rendered and sent again, in at most
@@ -58,46 +56,10 @@ class RetryingEngine:
     """
 
     def __init__(self, engine: Engine, config: OfflineBatchConfig) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._config = config
         self.in_flight: set[int] = set()
         self.num_retries = 0
-
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        return self._engine.model_names
-
-    @property
-    def is_paused(self) -> bool:
-        return self._engine.is_paused
-
-    @property
-    def default_max_inflight(self) -> int:
-        return self._engine.default_max_inflight
-
-    @property
-    def max_running_requests(self) -> int:
-        return self._engine.max_running_requests
-
-    @property
-    def machine(self) -> Machine:
-        return self._engine.machine
-
-    @property
-    def num_replicas(self) -> int:
-        return self._engine.num_replicas
-
-    async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
-        await self._engine.open_job(job_id, plans)
-
-    async def kv_use(self) -> KvUse | None:
-        return await self._engine.kv_use()
-
-    async def set_priority(self, job_id: str, priority: int) -> None:
-        await self._engine.set_priority(job_id, priority)
-
-    async def close_job(self, job_id: str) -> None:
-        await self._engine.close_job(job_id)
 
     async def prepare(
         self, request: BatchRequestInput, rid: str, *, tokenize: bool

@@ -23,6 +23,10 @@ REQUEST_HOOKS = (
 MESSAGE_HOOK = (
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
 )
+LIST_HOOK = (
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_request"
+)
+ABORT_HOOK = "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request"
 MODEL_CONFIG_HOOK = "sglang.srt.configs.model_config.ModelConfig.__init__"
 LOAD_MODEL_HOOK = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 SCHEDULER_HOOK = "sglang.srt.managers.scheduler.Scheduler"
@@ -36,7 +40,14 @@ DP_CONTROLLER_HOOK = (
 )
 
 # In the processes that answer HTTP.
-HTTP_HOOKS = (ENGINE_DEATH_HOOK, ROUTE_LABEL_HOOK, *REQUEST_HOOKS, MESSAGE_HOOK)
+HTTP_HOOKS = (
+    ENGINE_DEATH_HOOK,
+    ROUTE_LABEL_HOOK,
+    *REQUEST_HOOKS,
+    MESSAGE_HOOK,
+    LIST_HOOK,
+    ABORT_HOOK,
+)
 MAIN_PROCESS_HOOKS = (
     *FLAG_HOOKS,
     SERVER_HOOK,

@@ -21,12 +21,15 @@ class JobControl(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
 
     plans: a pickled :class:`~sglang_batch.scheduling.job_plan.JobPlan` for each DP rank,
         to open a job; else empty.
+    names: to open a job, the ids of its requests by their numbers, if they do not name
+        the job themselves.
     priority: among open jobs, requests of the job with the highest join first.
     """
 
     job_id: str
     action: str
     plans: tuple[bytes, ...] = ()
+    names: tuple[str, ...] = ()
     priority: int = 0
 
 

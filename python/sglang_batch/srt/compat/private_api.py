@@ -276,6 +276,20 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "sglang.srt.managers.tokenizer_manager:TokenizerManager": {
         "_dispatch_to_scheduler": ("obj", "sends them"),
         "generate_request": ("obj, request", "holds a request until it may be sent"),
+        "_handle_batch_request": (
+            "obj, request, request_states",
+            "plans a call with several prompts as a job",
+        ),
+        "_should_use_batch_tokenization": ("batch_size, requests", "as SGLang does"),
+        "_batch_tokenize_and_process": ("batch_size, obj", "messages of all prompts"),
+        "_tokenize_one_request": ("obj", "the message of one prompt"),
+        "_send_one_request": ("tokenized_obj", "sends a message when its turn comes"),
+        "_wait_one_response": ("obj, request", "SGLang's answers to one prompt"),
+        "_collect_batch_responses": ("generators", "all answers, in input order"),
+        "_stream_batch_responses": ("generators, rids", "answers as they come"),
+        "_init_req_state": ("obj, request", "the state of a further sample"),
+        "_handle_abort_req": ("recv_obj", "ends a request that was not sent yet"),
+        "abort_request": ("rid, abort_all", "requests that were not sent yet"),
         "_create_tokenized_object": (
             "obj, input_text, input_ids, input_embeds, mm_inputs, token_type_ids",
             "the last check of a request",

@@ -7,20 +7,33 @@ an online request, which runs before all lines.
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections.abc import Iterator
 
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from ...request import part_request_id
+from ...request import engine_request_id, part_request_id
 from ..compat.server_types import EngineRequest
 
 # An attribute of SGLang's requests that no body sets: SGLang ignores unknown fields.
 _OURS = "_offline_batch_has_our_id"
+# How the ids of jobs begin that are lists of prompts in one call.
+LIST_ID = "list_"
 
 
 def has_our_id(adapted: EngineRequest) -> bool:
     """Whether :func:`set_rid` chose the id of a request, and not its client."""
     return _OURS in vars(adapted)
+
+
+def name_list(adapted: EngineRequest) -> None:
+    """Give the prompts of a call ids of a job, where SGLang made up random ones."""
+    job_id = new_list_id()
+    adapted.rid = [engine_request_id(job_id, i) for i in range(len(adapted.rid or ()))]
+
+
+def new_list_id() -> str:
+    return LIST_ID + uuid.uuid4().hex
 
 
 def set_rid(adapted: EngineRequest, rid: str) -> None:

@@ -63,7 +63,9 @@ class SGLangEngine:
     """
 
     def __init__(
-        self, tokenizer_manager: TokenizerManager, template_manager: TemplateManager
+        self,
+        tokenizer_manager: TokenizerManager,
+        template_manager: TemplateManager | None,
     ) -> None:
         self._tokenizer_manager = tokenizer_manager
         holding = HoldingManager(tokenizer_manager)
@@ -138,11 +140,23 @@ class SGLangEngine:
             total.update(state[STATE_KEY]["kv_use"])
         return KvUse(**total)
 
-    async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
+    async def open_job(
+        self, job_id: str, plans: Sequence[JobPlan], names: tuple[str, ...] = ()
+    ) -> None:
+        """Announce a job, or a new plan for it.
+
+        Args:
+            names: ids of its requests by their numbers, if their clients chose them.
+        """
         if self._job_control is not None:
             data = await asyncio.to_thread(lambda: [plan.to_bytes() for plan in plans])
             await self._job_control(
-                JobControl(job_id=job_id, action=job_control.OPEN, plans=tuple(data))
+                JobControl(
+                    job_id=job_id,
+                    action=job_control.OPEN,
+                    plans=tuple(data),
+                    names=names,
+                )
             )
 
     async def set_priority(self, job_id: str, priority: int) -> None:

@@ -8,8 +8,10 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from ..compat import sglang_version
 from ..compat.hook_targets import (
+    ABORT_HOOK,
     ENGINE_DEATH_HOOK,
     HTTP_HOOKS,
+    LIST_HOOK,
     MAIN_PROCESS_HOOKS,
     MESSAGE_HOOK,
     REQUEST_HOOKS,
@@ -65,6 +67,7 @@ def enter_tokenizer_worker() -> None:
 
 def _register_http_hooks() -> None:
     from ...http_api.middleware import route_labels
+    from ..calls import list_calls
     from ..engine.checks import request_checks
     from . import engine_death, quiet_log
 
@@ -76,3 +79,5 @@ def _register_http_hooks() -> None:
     for target in REQUEST_HOOKS:
         HookRegistry.register(target, request_checks.normalize, HookType.AROUND)
     HookRegistry.register(MESSAGE_HOOK, request_checks.create_message, HookType.AROUND)
+    HookRegistry.register(LIST_HOOK, list_calls.plan_list, HookType.AROUND)
+    HookRegistry.register(ABORT_HOOK, list_calls.abort_unsent, HookType.BEFORE)

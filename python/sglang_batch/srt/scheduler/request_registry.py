@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ...request import parse_request_id
 from ...scheduling.job_plan import JobPlan
@@ -47,11 +47,22 @@ class RequestRegistry:
         self._closed: set[str] = set()
         self._num_retired = 0
         self._known: dict[str, Known] = {}
+        # Job and number of requests that have not arrived yet, by ids of their clients.
+        self._named: dict[str, tuple[str, int]] = {}
 
     # Jobs -----------------------------------------------------------------------------
 
-    def open(self, job_id: str, plan: JobPlan) -> int:
-        """Open a job, or give it a new plan. Returns the number of its requests here."""
+    def open(self, job_id: str, plan: JobPlan, names: Sequence[str] = ()) -> int:
+        """Open a job, or give it a new plan.
+
+        Args:
+            names: ids of its requests by their numbers. Other requests of the job are
+                known by ids of ours.
+
+        Returns:
+            The number of its requests here.
+        """
+        self._named.update({name: (job_id, i) for i, name in enumerate(names)})
         if not self._share:
             plan = plan.without_prefixes()
         job = self._jobs.get(job_id)
@@ -101,6 +112,12 @@ class RequestRegistry:
 
     def _drop_if_done(self, job: JobState) -> None:
         if job.job_id in self._closed and not len(job):
+            if self._named:  # requests that never arrived
+                self._named = {
+                    name: place
+                    for name, place in self._named.items()
+                    if place[0] != job.job_id
+                }
             self._closed.discard(job.job_id)
             self._pinned.unpin_job(job)
             self._jobs.remove(job)
@@ -119,7 +136,7 @@ class RequestRegistry:
                 job.backlog.add(request)
                 self._recorder.retracted += 1
             return True
-        job_id, number, part = parse_request_id(req.rid)
+        job_id, number, part = self._parse(req.rid)
         job = self._jobs.get(job_id)
         if job is None:
             return False
@@ -132,6 +149,11 @@ class RequestRegistry:
         )
         self._known[req.rid] = (job, request)
         return True
+
+    def _parse(self, rid: str) -> tuple[str, int, int]:
+        """Job, number and part of a request that arrives."""
+        named = self._named.pop(rid, None)
+        return parse_request_id(rid) if named is None else (*named, 0)
 
     def known(self, req: Req) -> Known | None:
         return self._known.get(req.rid)

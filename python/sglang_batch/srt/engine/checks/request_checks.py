@@ -18,7 +18,7 @@ from sglang.srt.runtime_context import get_exec, get_observability
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from ...compat.server_types import EngineRequest, TokenizerManager
-from ..request_ids import has_our_id
+from ..request_ids import LIST_ID, has_our_id, name_list
 from .request_fields import (
     REQUEST_FIELDS,
     SAMPLING_FIELDS,
@@ -37,7 +37,7 @@ MAX_ALL_SEQUENCES = 1 << 16
 _SHAPE_ERRORS = (TypeError, LookupError, AttributeError, OverflowError)
 # How the ids of lines begin. The scheduler recognises lines by their ids, and SGLang
 # aborts every request whose id begins with the given one.
-_OUR_IDS = ("batch_", "wave_")
+_OUR_IDS = ("batch_", LIST_ID, "wave_")
 # Made by SGLang itself, of types that are not sent as plain values.
 _NOT_PLAIN = frozenset(
     {
@@ -187,6 +187,7 @@ def normalize(original: Callable[[Any], None], adapted: Any) -> None:
     # SGLang reads it after a refusal too, to abort what was sent.
     adapted.is_single = True
     check_request(adapted)
+    unnamed = adapted.rid is None
     try:
         original(adapted)
         if adapted.is_single:
@@ -202,6 +203,8 @@ def normalize(original: Callable[[Any], None], adapted: Any) -> None:
             # Lists of fewer values than there are prompts are found here.
             for i in range(len(adapted.rid)):
                 adapted[i]
+            if unnamed:
+                name_list(adapted)
     except _SHAPE_ERRORS as error:
         raise ValueError(f"The request cannot be used: {error}") from error
     finally:

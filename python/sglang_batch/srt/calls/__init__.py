@@ -1,0 +1,1 @@
+"""Calls of SGLang's own API that are planned as jobs."""

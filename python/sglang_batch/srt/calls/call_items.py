@@ -1,0 +1,129 @@
+"""One prompt of a call: SGLang's message for it, and its answer on the way back."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
+
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+
+from ...request import RequestOutput, Usage
+from ..compat.server_types import EngineRequest, SequenceAnswer
+
+
+class Message(Protocol):
+    """``TokenizedGenerateReqInput`` or ``TokenizedEmbeddingReqInput``."""
+
+    rid: str
+    input_ids: array[int] | None
+    sampling_params: Any
+    mm_inputs: object
+    lora_id: str | None
+    time_stats: Any
+    routed_dp_rank: int | None
+
+
+class CallItem:
+    """A prepared request of a job, which SGLang's own code answers.
+
+    Attributes:
+        obj: the caller's request for this prompt.
+        message: the request as the scheduler gets it.
+        over: its outcome, once it has one. The job counts it, and its caller gets the
+            answer from SGLang.
+    """
+
+    __slots__ = ("message", "obj", "over", "sent")
+
+    def __init__(self, obj: EngineRequest, message: Message) -> None:
+        self.obj = obj
+        self.message = message
+        self.over: asyncio.Future[RequestOutput] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self.sent = False
+
+    @property
+    def input_ids(self) -> list[int]:
+        return list(self.message.input_ids or ())
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        if not isinstance(self.message, TokenizedGenerateReqInput):
+            return 1  # an embedding: only its prompt is computed
+        most: int | None = self.message.sampling_params.max_new_tokens
+        return most if most is None else max(most, 1)
+
+    @property
+    def ignore_eos(self) -> bool:
+        if not isinstance(self.message, TokenizedGenerateReqInput):
+            return True
+        params = self.message.sampling_params
+        # One token, or a prompt's logprobs: it cannot end earlier.
+        return bool(params.ignore_eos) or params.max_new_tokens in (0, 1)
+
+    async def watch(
+        self, answers: AsyncGenerator[SequenceAnswer]
+    ) -> AsyncGenerator[SequenceAnswer]:
+        """SGLang's answers to this request. The last one sets :attr:`over`.
+
+        SGLang does not ask for another answer before it has one of each request, so the
+        last answer is known by its content.
+        """
+        try:
+            async for answer in answers:
+                if not getattr(self.obj, "stream", False) or _is_last(answer):
+                    self._settle(200, answer)
+                yield answer
+        finally:
+            self._settle(500, None)
+            await answers.aclose()
+
+    def _settle(self, status_code: int, answer: SequenceAnswer | None) -> None:
+        if self.over.done():
+            return
+        info = answer["meta_info"] if answer is not None else {}
+        usage = Usage(
+            int(info.get("prompt_tokens") or 0),
+            int(info.get("cached_tokens") or 0),
+            int(info.get("completion_tokens") or 0),
+        )
+        self.over.set_result(RequestOutput(status_code, self.message.rid, b"", usage))
+
+
+def _is_last(answer: SequenceAnswer) -> bool:
+    return answer["meta_info"].get("finish_reason") is not None
+
+
+def share_prefixes(messages: list[Message]) -> bool:
+    """Whether equal tokens of these requests have equal KV.
+
+    Those of another adapter or cache key, of media or of embedded inputs do not, and a
+    plan only has their tokens.
+    """
+    first = messages[0]
+    return all(
+        message.input_ids is not None
+        and message.mm_inputs is None
+        and not any(getattr(message, name, None) for name in _ELSEWHERE)
+        and all(
+            getattr(message, name, None) == getattr(first, name, None) for name in _KEYS
+        )
+        for message in messages
+    )
+
+
+# Fields of requests whose KV, or whose place, is not that of their tokens.
+_ELSEWHERE = (
+    "input_embeds",
+    "multi_item_delimiter_indices",
+    "positional_embed_overrides",
+    "session_id",
+    "session_params",
+    "token_indices_to_pool",
+    "token_type_ids",
+)
+# Fields of which the cache's keys are made, besides the tokens.
+_KEYS = ("cache_salt", "extra_key", "lora_id")

@@ -1,0 +1,257 @@
+"""A call that carries several prompts is planned as one job.
+
+``Engine.generate(prompts)``, lists POSTed to ``/generate``, ``/v1/completions``,
+``/v1/embeddings`` and ``/v1/rerank``, ``score``, and ``n`` samples of one prompt all
+reach SGLang's tokenizer manager as one request, which sends its prompts in the order of
+the list. Here they are sent in the order of a plan. The rest stays SGLang's: what is
+checked, the order of the answers, streams, errors and aborts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import logging
+import os
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+from sglang.srt.managers.io_struct import AbortReq
+
+from ...engine import GENERATE_URL, PreparedRequest
+from ...job.forwarding_engine import ForwardingEngine
+from ...job.job import Job
+from ...request import (
+    BatchRequestInput,
+    RequestOutput,
+    engine_request_id,
+    parse_request_id,
+)
+from ...scheduling.job_plan import JobPlan
+from ..engine.request_ids import LIST_ID, has_our_id, new_list_id
+from ..engine.sglang_engine import SGLangEngine
+from .call_items import CallItem, Message, share_prefixes
+
+logger = logging.getLogger(__name__)
+
+# SGLang's setting for training frameworks that send prompts to all engines in one order.
+_COLOCATED = "SGLANG_ENABLE_COLOCATED_BATCH_GEN"
+
+
+async def plan_list(
+    original: Callable[..., AsyncGenerator[Any]],
+    manager: Any,
+    obj: Any,
+    request: Any,
+    request_states: dict[str, Any],
+) -> AsyncGenerator[Any]:
+    """AROUND hook on ``TokenizerManager._handle_batch_request``.
+
+    Yields SGLang's answers: one list, or the items of a stream as they come.
+
+    Raises:
+        Exception: SGLang's error for the first request that has one.
+    """
+    samples = int(getattr(obj, "parallel_sample_num", 1))
+    if not _is_planned(obj, samples):
+        async for answer in original(manager, obj, request, request_states):
+            yield answer
+        return
+    messages = await _tokenize(manager, obj)
+    # The ids that the request got, unless its client chose them.
+    job_id, number, _ = parse_request_id(messages[0].rid)
+    if number < 0 or not job_id.startswith(LIST_ID) or samples > 1:
+        job_id = new_list_id()
+    if samples > 1:
+        items = _sample_items(manager, obj, messages, job_id, request_states)
+    else:
+        items = [CallItem(obj[i], message) for i, message in enumerate(messages)]
+    for item in items:
+        if getattr(item.obj, "return_prompt_token_ids", False):
+            state = manager.rid_to_state[item.message.rid]
+            state.prompt_token_ids = item.input_ids
+    answers = [
+        item.watch(manager._wait_one_response(item.obj, request)) for item in items
+    ]
+    async with _running(manager, job_id, items):
+        if getattr(obj, "stream", False):
+            rids = [item.message.rid for item in items]
+            async for answer in manager._stream_batch_responses(answers, rids):
+                yield answer
+            return
+        collected = await manager._collect_batch_responses(answers)
+    # Engine.generate takes one answer and leaves the generator where it is.
+    yield collected
+
+
+def _is_planned(obj: Any, samples: int) -> bool:
+    return (
+        obj.batch_size * samples > 1
+        and not has_our_id(obj)
+        and getattr(obj, "routed_dp_rank", None) is None
+        and not obj.contains_mm_input()
+        and os.environ.get(_COLOCATED, "").lower() not in ("1", "true")
+    )
+
+
+async def _tokenize(manager: Any, obj: Any) -> list[Message]:
+    """SGLang's messages for the prompts, by its own rules."""
+    if manager._should_use_batch_tokenization(obj.batch_size, obj):
+        messages: list[Message] = await manager._batch_tokenize_and_process(
+            obj.batch_size, obj
+        )
+        return messages
+    return [await manager._tokenize_one_request(obj[i]) for i in range(obj.batch_size)]
+
+
+def _sample_items(
+    manager: Any,
+    obj: Any,
+    messages: Sequence[Message],
+    job_id: str,
+    request_states: dict[str, Any],
+) -> list[CallItem]:
+    """An item for each sample of each prompt, in place of SGLang's for the prompts.
+
+    SGLang first computes each prompt once, one after another, so that its samples find
+    it in the cache. The plan has them share it anyway.
+    """
+    initial = {}
+    for rid in obj.rid:
+        state = request_states[rid]
+        if manager.rid_to_state.get(rid) is state:
+            del manager.rid_to_state[rid]
+            state.lora_released = True  # the samples release the adapter
+            initial[rid] = state
+    items = []
+    numbers = itertools.count()
+    for i, message in enumerate(messages):
+        prompt = obj[i]
+        for _ in range(obj.parallel_sample_num):
+            sample, own = copy.copy(prompt), copy.copy(message)
+            sample.rid = own.rid = engine_request_id(job_id, next(numbers))
+            manager._init_req_state(sample)
+            state = request_states[sample.rid] = manager.rid_to_state[sample.rid]
+            own.time_stats = state.time_stats
+            items.append(CallItem(sample, own))
+        if prompt.rid in initial:
+            initial[prompt.rid].time_stats.set_finished_time()
+    return items
+
+
+# The job --------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _running(
+    manager: Any, job_id: str, items: Sequence[CallItem]
+) -> AsyncGenerator[None]:
+    """Run the items as a job in the background, until the block ends."""
+    unsent = unsent_items(manager)
+    unsent.update({item.message.rid: item for item in items})
+    job = asyncio.ensure_future(_run(manager, job_id, items))
+    try:
+        yield
+        await job
+    finally:
+        for item in items:
+            unsent.pop(item.message.rid, None)
+        if not job.done():
+            job.cancel()
+            with suppress(asyncio.CancelledError):
+                await job
+
+
+async def _run(manager: Any, job_id: str, items: Sequence[CallItem]) -> None:
+    unsent = unsent_items(manager)
+    try:
+        if share_prefixes([item.message for item in items]):
+            engine = _ListEngine(await _engine_of(manager), manager, items)
+            config = replace(
+                manager.server_args.offline_config,
+                max_line_attempts=1,
+                line_timeout_s=None,
+            )
+            requests = [
+                BatchRequestInput(index, item.message.rid, GENERATE_URL, b"")
+                for index, item in enumerate(items)
+            ]
+            job = Job(
+                job_id, requests, range(len(items)), engine, config, _ignore_answer
+            )
+            return await job.run()
+    except Exception:
+        logger.exception("A list of %d prompts could not be planned", len(items))
+    for item in items:
+        if unsent.pop(item.message.rid, None) is not None:
+            await manager._send_one_request(item.message)
+
+
+def _ignore_answer(request: BatchRequestInput, output: RequestOutput) -> None:
+    """The caller gets each answer from SGLang."""
+
+
+class _ListEngine(ForwardingEngine):
+    """Sends the messages of a call. Only the scheduler's part of a job is left to do."""
+
+    def __init__(
+        self, engine: SGLangEngine, manager: Any, items: Sequence[CallItem]
+    ) -> None:
+        super().__init__(engine)
+        self._sglang = engine
+        self._manager = manager
+        self._items = items
+        self._names: Iterator[tuple[str, ...]] = iter([self._chosen_ids()])
+
+    def _chosen_ids(self) -> tuple[str, ...]:
+        """The ids of the requests, if their client chose them."""
+        rids = tuple(item.message.rid for item in self._items)
+        return () if rids[0].startswith(LIST_ID) else rids
+
+    async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
+        await self._sglang.open_job(job_id, plans, next(self._names, ()))
+
+    async def prepare(
+        self, request: BatchRequestInput, rid: str, *, tokenize: bool
+    ) -> PreparedRequest:
+        return self._items[request.index]
+
+    async def execute(self, prepared: Any, replica: int | None = None) -> RequestOutput:
+        message = prepared.message
+        if unsent_items(self._manager).pop(message.rid, None) is not None:
+            if replica is not None:
+                message.routed_dp_rank = replica
+            await self._manager._send_one_request(message)
+        output: RequestOutput = await asyncio.shield(prepared.over)
+        return output
+
+
+async def _engine_of(manager: Any) -> SGLangEngine:
+    """The engine behind a tokenizer manager, connected once."""
+    if not hasattr(manager, "offline_engine"):
+        engine = SGLangEngine(manager, None)
+        await engine.connect()
+        manager.offline_engine = engine
+    connected: SGLangEngine = manager.offline_engine
+    return connected
+
+
+# Aborts ---------------------------------------------------------------------------------
+
+
+def unsent_items(manager: Any) -> dict[str, CallItem]:
+    """Items that wait for their turn, by id. The scheduler does not know them yet."""
+    items: dict[str, CallItem] = vars(manager).setdefault("offline_unsent", {})
+    return items
+
+
+def abort_unsent(manager: Any, rid: str = "", abort_all: bool = False) -> None:
+    """BEFORE hook on ``TokenizerManager.abort_request``: requests not sent yet end as
+    they would in the scheduler's queue."""
+    unsent = unsent_items(manager)
+    for each in list(unsent) if abort_all else [rid]:
+        if unsent.pop(each, None) is not None:
+            manager._handle_abort_req(AbortReq(rid=each))

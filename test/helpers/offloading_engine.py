@@ -17,12 +17,12 @@ from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_batch.srt.scheduler.offloading import (
+from sglang_batch.srt.scheduler.kv.offloading import (
     KvOffloader,
     can_offload,
     drain_results,
 )
-from sglang_batch.srt.scheduler.token_counts import count_retracted
+from sglang_batch.srt.scheduler.kv.token_counts import count_retracted
 
 OFFLOAD = "offload/"
 SETTINGS = "OFFLOADING_TEST_SETTINGS"

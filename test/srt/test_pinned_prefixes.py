@@ -10,7 +10,10 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_batch.scheduling.open_jobs import OpenJobs
-from sglang_batch.srt.scheduler.planned_cache import PinnedPrefixes, PlannedRadixCache
+from sglang_batch.srt.scheduler.kv.planned_cache import (
+    PinnedPrefixes,
+    PlannedRadixCache,
+)
 
 FREE = 1
 EACH = 2  # tokens of each prefix

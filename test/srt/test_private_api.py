@@ -94,7 +94,7 @@ def test_parameters_are_names_and_stars() -> None:
             "sglang.srt.managers.schedule_policy:SchedulePolicy",
         ),
         (
-            "scheduler.planned_cache.PlannedRadixCache",
+            "scheduler.kv.planned_cache.PlannedRadixCache",
             "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache",
         ),
         (

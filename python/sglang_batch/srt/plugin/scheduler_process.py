@@ -48,7 +48,8 @@ def hook_scheduler() -> None:
     from ..attention import graph_variants
     from ..compat import support
     from ..engine import pooling
-    from ..scheduler import dead_grammars, planned_cache
+    from ..scheduler import dead_grammars
+    from ..scheduler.kv import planned_cache
     from ..scheduler.scheduler import MarkedScheduler, OfflineScheduler
     from . import quiet_log
 

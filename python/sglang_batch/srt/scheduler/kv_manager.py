@@ -11,8 +11,8 @@ from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req, RunningRows, ScheduleBatch
-from .offloading import KvOffloader, OffloadedRequest, can_offload, drain_results
-from .planned_cache import PinnedPrefixes, PlannedRadixCache
+from .kv.offloading import KvOffloader, OffloadedRequest, can_offload, drain_results
+from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .request_registry import RequestRegistry
 from .step_recorder import StepRecorder
 

@@ -8,9 +8,9 @@ from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req, ScheduleBatch, WaitingRequests
+from .kv.offloading import drain_results
+from .kv.planned_cache import PinnedPrefixes
 from .kv_manager import KvManager
-from .offloading import drain_results
-from .planned_cache import PinnedPrefixes
 from .request_registry import RequestRegistry
 
 # Decode steps of an online request for which requests of jobs make room.

@@ -37,13 +37,13 @@ from ..compat.scheduler_types import (
     ScheduleBatch,
     StepScheduler,
 )
+from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
+from .kv.token_counts import count_retracted
 from .kv_manager import KvManager
 from .online_queue import OnlineQueue
-from .planned_cache import PinnedPrefixes, PlannedRadixCache
 from .request_registry import RequestRegistry
 from .shared_prefixes import SharedPrefixes
 from .step_recorder import StepRecorder
-from .token_counts import count_retracted
 
 
 @dataclass(slots=True)

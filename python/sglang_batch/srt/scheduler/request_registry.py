@@ -11,7 +11,7 @@ from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req
-from .planned_cache import PinnedPrefixes
+from .kv.planned_cache import PinnedPrefixes
 from .shared_prefixes import SharedPrefixes
 from .step_recorder import StepRecorder
 

@@ -40,11 +40,11 @@ from ..compat.scheduler_types import (
 )
 from ..compat.server_types import OfflineArgs
 from ..compat.support import STATE_KEY
+from .kv.offloading import make_offloader
+from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .kv_manager import KvManager
-from .offloading import make_offloader
 from .online_queue import OnlineQueue
 from .plan_scheduler import PlanScheduler
-from .planned_cache import PinnedPrefixes, PlannedRadixCache
 from .prefill_adder import OfflinePrefillAdder, OfflineSchedulePolicy
 from .request_registry import RequestRegistry
 from .shared_prefixes import SharedPrefixes

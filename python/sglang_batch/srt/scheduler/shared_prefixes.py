@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from ...scheduling.job_state import JobState
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req
-from .planned_cache import PinnedPrefixes, PlannedRadixCache
+from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 
 
 class SharedPrefixes:

@@ -9,7 +9,7 @@ from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
 from ...scheduling.step_record import StepLog, StepRecord
-from .planned_cache import PlannedRadixCache
+from .kv.planned_cache import PlannedRadixCache
 from .step_metrics import StepMetrics
 
 _NO_COST = StepCost(0.0, 0.0, 0.0, 0.0)

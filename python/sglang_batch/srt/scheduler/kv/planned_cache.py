@@ -33,11 +33,11 @@ from sglang.srt.mem_cache.registry import (
 )
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from ...scheduling.job_state import JobState
-from ...scheduling.open_jobs import OpenJobs
-from ...scheduling.scheduled_request import ScheduledRequest
-from ..compat.scheduler_types import EvictResult, PrefixMatch, Req, TreeLock
-from ..compat.support import CACHE_BACKEND
+from ....scheduling.job_state import JobState
+from ....scheduling.open_jobs import OpenJobs
+from ....scheduling.scheduled_request import ScheduledRequest
+from ...compat.scheduler_types import EvictResult, PrefixMatch, Req, TreeLock
+from ...compat.support import CACHE_BACKEND
 
 
 class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]

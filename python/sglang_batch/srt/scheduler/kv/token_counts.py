@@ -13,7 +13,7 @@ from copy import copy
 import torch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from ..compat.scheduler_types import SamplingInfo, SamplingParams, ScheduleBatch
+from ...compat.scheduler_types import SamplingInfo, SamplingParams, ScheduleBatch
 
 
 def counts_tokens(params: SamplingParams) -> bool:

@@ -39,8 +39,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from ...errors import EngineError
-from ..compat.scheduler_types import (
+from ....errors import EngineError
+from ...compat.scheduler_types import (
     HostKv,
     OffloadingScheduler,
     PrefixMatch,

@@ -41,7 +41,8 @@ def random_rounds(s: Stress, seed: int, rounds: int) -> dict[str, Any]:
         shared = random_cases(rng, 60, KV // 3, 40) if rng.random() < 0.5 else []
         jobs = [
             s.job(
-                f"batch_{number}_{j}{rng.choice(('', '_times10', '_times0.1'))}",
+                f"batch_{number}_{j}{rng.choice(('', '_times10', '_times0.1'))}"
+                f"{rng.choice(('', '_grows'))}",
                 random_cases(
                     rng,
                     rng.randint(5, 30),

@@ -6,13 +6,16 @@ A wrong sum fails an assertion, which ends the engine and with it the test.
 from __future__ import annotations
 
 import dataclasses
+import random
 import re
 from collections import Counter
 from typing import Any
 
+import numpy as np
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import AbortReq
 
+from sglang_batch.planner.prefixes.prefix_tree import PrefixTree
 from sglang_batch.scheduling.job_plan import JobPlan
 from sglang_batch.srt.scheduler import scheduler as offline
 
@@ -21,6 +24,8 @@ STATE = "stress"
 WRONG_BY = re.compile(r"_times([0-9.]+)")
 # In a job's id, the state in which its first request to be in it is aborted.
 ABORT_IN = re.compile(r"_abort_([a-z]+)")
+# In a job's id: its plan covers some of its requests at first, and others later.
+GROWS = "_grows"
 
 
 class StressScheduler(offline.OfflineScheduler):
@@ -38,6 +43,7 @@ class StressScheduler(offline.OfflineScheduler):
         self.computed: dict[str, int] = {}
         self.arrived: dict[str, int] = {}
         self.aborted: set[str] = set()
+        self.growing: dict[str, GrowingPlan] = {}
         super().__init__(*args, **kwargs)
 
     def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
@@ -45,6 +51,7 @@ class StressScheduler(offline.OfflineScheduler):
             found = ABORT_IN.search(job.job_id)
             if found and job.job_id not in self.aborted:
                 self.abort_one(job, found[1])
+            self.grow(job)
         plan = super().get_next_batch_to_run(running_batch, last_batch)
         self.number += plan.batch_to_run is not None
         self.check_books(plan)
@@ -59,7 +66,25 @@ class StressScheduler(offline.OfflineScheduler):
                 plan, est_decode_steps=plan.est_decode_steps * float(found[1])
             )
             message.plans = (plan.to_bytes(),)
+        if GROWS in message.job_id and message.plans:
+            plan = JobPlan.from_bytes(message.plans[0])
+            growing = self.growing[message.job_id] = GrowingPlan(plan, self.number)
+            message.plans = (growing.some().to_bytes(),)
         return super()._control(message)
+
+    def grow(self, job: Any) -> None:
+        """Every few steps, a job that grows gets a plan of other requests."""
+        growing = self.growing.get(job.job_id)
+        if growing is None or self.number < growing.next_at:
+            return
+        if job.job_id in self.registry._closed:
+            return
+        here = {request.number for request in job._requests.values()}
+        plan = growing.next(self.number, here)
+        self.registry.open(job.job_id, plan)
+        self.counts["grown"] += 1
+        if plan is growing.whole:
+            del self.growing[job.job_id]
 
     def abort_one(self, job: Any, state: str) -> None:
         """Abort the first request of a job that is found in a state, and no other."""
@@ -198,6 +223,79 @@ class StressScheduler(offline.OfflineScheduler):
             - self.tree_cache.evictable_size(),
             "busy": int(not self.is_fully_idle()),
         }
+
+
+class GrowingPlan:
+    """Plans of some of a job's requests, and at last the plan of all."""
+
+    def __init__(self, whole: JobPlan, step: int) -> None:
+        self.whole = whole
+        self.random = random.Random(len(whole.number))
+        self.share = self.random.choice((0.1, 0.5))
+        self.next_at = step + 1
+        self.seen: set[int] = set()
+        self.gone: set[int] = set()
+
+    def next(self, step: int, here: set[int]) -> JobPlan:
+        """``here``: numbers of the requests that are in the scheduler."""
+        self.next_at = step + self.random.choice((1, 2, 5))
+        # Whatever was here and ended unplanned is known to the scheduler. What a plan
+        # leaves out does not come back.
+        self.gone |= self.seen - here
+        self.seen |= here
+        self.share += self.random.choice((0.0, 0.1, 0.3))
+        return self.whole if self.share > 1 else self.some()
+
+    def some(self) -> JobPlan:
+        numbers = self.whole.number.tolist()
+        kept = [
+            leaf
+            for leaf, number in enumerate(numbers)
+            if number not in self.gone and self.random.random() < self.share
+        ]
+        return restricted(self.whole, kept)
+
+
+def restricted(plan: JobPlan, leaves: list[int]) -> JobPlan:
+    """The plan of some of a plan's requests."""
+    at = np.array(leaves, np.int64)
+    tree = PrefixTree(
+        order=np.arange(plan.num_requests),
+        input_len=plan.input_len,
+        lcp=_shared_with_last(plan),
+        leaf_parent=plan.node,
+        parent=plan.parent,
+        depth=plan.depth,
+        leaf_begin=plan.leaf_begin,
+        leaf_end=plan.leaf_end,
+    ).restricted_to(at)
+    taken = np.sort(plan.position[at])
+    return dataclasses.replace(
+        plan,
+        number=plan.number[at],
+        position=np.searchsorted(taken, plan.position[at]).astype(np.int32),
+        node=tree.leaf_parent,
+        input_len=tree.input_len,
+        read_len=plan.read_len[at],
+        est_decode_steps=plan.est_decode_steps[at],
+        est_decode_steps_sq=plan.est_decode_steps_sq[at],
+        parent=tree.parent,
+        depth=tree.depth,
+        leaf_begin=tree.leaf_begin,
+        leaf_end=tree.leaf_end,
+        density=None if plan.density is None else plan.density[taken],
+        num_left=int(np.searchsorted(taken, plan.num_left)),
+    )
+
+
+def _shared_with_last(plan: JobPlan) -> Any:
+    shared = np.zeros(plan.num_requests, np.int32)
+    for leaf in range(1, plan.num_requests):
+        node = int(plan.node[leaf])
+        while not plan.leaf_begin[node] <= leaf - 1:
+            node = int(plan.parent[node])
+        shared[leaf] = plan.depth[node]
+    return shared
 
 
 def run_stress_scheduler_process(*args: Any, **kwargs: Any) -> None:

@@ -38,23 +38,25 @@ def plan_of(
     density: Sequence[float] | None = None,
     num_left: int = 0,
     est_decode_steps: float = 8.0,
+    numbers: Sequence[int] | None = None,
 ) -> JobPlan:
     """A plan of prompts, all of which are estimated at ``est_decode_steps``.
 
     position: by request, in the order; that of the tree if left out.
     density: by position, of an order that is taken from both ends.
+    numbers: of the requests in the job.
     """
     n = len(prompts)
+    number = np.arange(n) if numbers is None else np.array(numbers)
+    number = number.astype(np.int32)
     tokens = np.array([t for prompt in prompts for t in prompt], dtype=np.int32)
     offsets = np.cumsum([0, *map(len, prompts)], dtype=np.int64)
     tree = build_prefix_tree(tokens, offsets)
-    leaf = np.empty(n, np.int32)
-    leaf[tree.order] = np.arange(n, dtype=np.int32)
     by_leaf = np.arange(n) if position is None else np.array(position)[tree.order]
     return replace(
         unplanned(MACHINE),
         policy="dfs" if density is None else "dual-scan",
-        leaf=leaf,
+        number=number[tree.order],
         position=by_leaf.astype(np.int32),
         node=tree.leaf_parent.astype(np.int32),
         input_len=tree.input_len,

@@ -120,7 +120,7 @@ def test_the_same_requests_in_another_order_are_one_job() -> None:
     )
     assert not plan.same_requests(plan_of(prompts[:3]))
     assert not plan.same_requests(plan_of([(i, 0, 0) for i in range(4)]))
-    assert not plan.same_requests(replace(plan, leaf=plan.leaf[::-1]))
+    assert not plan.same_requests(replace(plan, number=plan.number[::-1]))
 
 
 def test_a_plan_without_prefixes_has_the_same_order_and_no_followers() -> None:

@@ -1,8 +1,9 @@
 """The part of a job's plan that the scheduler needs, as arrays that can be sent.
 
 It is made next to the planner and sent to every scheduler process when a job opens, and
-again when estimates or the order change. The number at the end of a request's id is its
-index in the plan.
+again when estimates or the order change, or when the plan grows. The number at the end of
+a request's id is its number in the job. It never changes, while a request's leaf may be
+another one in each plan that covers other requests.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class JobPlan:
     """A job, or one replica's shard of it; ``n`` planned requests, ``m`` tree nodes.
 
     policy: the order's name.
-    leaf: int32 by number of the request in the job: its leaf, -1 for not planned here.
+    number: int32 ``[n]`` by leaf: the request's number in the job.
     position, node, input_len: int32 ``[n]`` by leaf: position in the order, the node
         above the leaf, prompt tokens.
     read_len: int32 ``[n]`` by leaf: prompt tokens that a decode step reads. Where
@@ -62,7 +63,7 @@ class JobPlan:
     """
 
     policy: str
-    leaf: Int32s
+    number: Int32s
     position: Int32s
     node: Int32s
     input_len: Int32s
@@ -84,9 +85,16 @@ class JobPlan:
     def num_requests(self) -> int:
         return len(self.position)
 
+    @property
+    def leaf(self) -> Int32s:
+        """The leaf of each request by its number, int32, -1 for not planned here."""
+        leaf = np.full(int(self.number.max(initial=-1)) + 1, -1, np.int32)
+        leaf[self.number] = np.arange(len(self.number), dtype=np.int32)
+        return leaf
+
     def same_requests(self, other: JobPlan) -> bool:
-        """Whether two plans have the same requests. Only then are they of one job."""
-        names = ("leaf", "node", "input_len", "parent", "depth")
+        """Whether two plans have the same requests, and so the same tree."""
+        names = ("number", "node", "input_len", "parent", "depth")
         return all(
             np.array_equal(getattr(self, name), getattr(other, name)) for name in names
         )
@@ -120,12 +128,10 @@ def job_plan(plan: Plan, numbers: Int64s, machine: Machine) -> JobPlan:
         numbers: int64, the number in the job of each planned request.
     """
     tree, estimates, cost = plan.tree, plan.estimates, machine.cost
-    numbered = numbers[plan.fits]
+    number = numbers[plan.fits][tree.order].astype(np.int32)
     n = tree.num_requests
     leaf_of_place = np.empty(n, np.int32)
     leaf_of_place[tree.order] = np.arange(n, dtype=np.int32)
-    leaf = np.full(int(numbers.max(initial=-1)) + 1, -1, np.int32)
-    leaf[numbered] = leaf_of_place
     place_of = np.empty(int(plan.fits.max(initial=-1)) + 1, np.int64)
     place_of[plan.fits] = np.arange(n)
     position = np.empty(n, np.int32)
@@ -134,7 +140,7 @@ def job_plan(plan: Plan, numbers: Int64s, machine: Machine) -> JobPlan:
     compute_s, kv_read_s = planned_work(tree, cost, steps, est_decode_steps_sq)
     return JobPlan(
         policy=plan.policy,
-        leaf=leaf,
+        number=number,
         position=position,
         node=tree.leaf_parent.astype(np.int32),
         input_len=tree.input_len.astype(np.int32),
@@ -160,7 +166,7 @@ def unplanned(machine: Machine) -> JobPlan:
     root = np.zeros(1, np.int32)
     return JobPlan(
         policy="fcfs",
-        leaf=none,
+        number=none,
         position=none,
         node=none,
         input_len=none,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from .backlog import Backlog
 from .job_plan import JobPlan
+from .leaf_numbers import LeafNumbers
 from .prefix_uses import PrefixUses
 from .scheduled_request import ScheduledRequest
 from .work_left import WorkLeft
@@ -15,6 +18,22 @@ from .work_left import WorkLeft
 UNPLANNED_POSITION = 1 << 40
 # Estimate for a request without any other.
 DEFAULT_EST_DECODE_STEPS = 256
+# Unplanned requests beyond it are not noted when they end. A plan that has them then
+# pins their prefixes longer than necessary.
+_MOST_ENDED = 1 << 24
+
+
+class Extension(NamedTuple):
+    """The consequences of a plan that covers other requests.
+
+    released: the cache's locks on prefixes that are no longer needed.
+    running: the planned requests that run.
+    resized: running requests whose own tokens have changed, and their number before.
+    """
+
+    released: list[object]
+    running: list[ScheduledRequest]
+    resized: list[tuple[ScheduledRequest, int]]
 
 
 class JobState:
@@ -34,6 +53,10 @@ class JobState:
     def __init__(self, job_id: str, plan: JobPlan, page_size: int) -> None:
         self.job_id = job_id
         self.plan = plan
+        self._page_size = page_size
+        self._leaves = LeafNumbers(plan.number)
+        # By number, from the lowest of the plan on: whether a request ended unplanned.
+        self._ended = bytearray()
         self.uses = PrefixUses(plan, page_size)
         self.backlog = Backlog(plan.num_left, both_ends=plan.density is not None)
         self._followers: dict[int, list[ScheduledRequest]] = {}
@@ -92,41 +115,61 @@ class JobState:
             part: the index of this sequence among those of a request with several. A
                 plan has one of them, and the others get its position.
         """
-        plan = self.plan
-        leaf = int(plan.leaf[number]) if 0 <= number < len(plan.leaf) else -1
-        position = int(plan.position[leaf]) if leaf >= 0 else UNPLANNED_POSITION
-        if part:
-            leaf = -1
-        if leaf >= 0 and plan.input_len[leaf] != input_len:
-            # The engine has another prompt than was planned.
-            self.uses.skip_leaf(leaf, int(plan.node[leaf]))
-            leaf = -1
-        if leaf < 0:
-            est_decode_steps = min(max_decode_steps, DEFAULT_EST_DECODE_STEPS)
-            request = ScheduledRequest(
-                req, -1, 0, position, input_len, input_len, max_decode_steps,
-                est_decode_steps,
-            )  # fmt: skip
-        else:
-            node = int(plan.node[leaf])
-            request = ScheduledRequest(
-                req=req,
-                leaf=leaf,
-                node=node,
-                position=position,
-                input_len=input_len,
-                own=input_len - int(self.uses.depth[node]),
-                max_decode_steps=max_decode_steps,
-                est_decode_steps=self._est_decode_steps(leaf, max_decode_steps),
-                read_len=int(plan.read_len[leaf]),
-            )
+        request = ScheduledRequest(
+            req,
+            leaf=-1,
+            node=0,
+            position=UNPLANNED_POSITION,
+            input_len=input_len,
+            own=input_len,
+            max_decode_steps=max_decode_steps,
+            est_decode_steps=min(max_decode_steps, DEFAULT_EST_DECODE_STEPS),
+            number=number,
+            part=part,
+        )
+        skipped = self._place(request)
+        if skipped >= 0:
+            self.uses.skip_leaf(skipped, int(self.plan.node[skipped]))
         self._requests[req.rid] = request
         self.backlog.add(request)
         return request
 
+    def _place(self, request: ScheduledRequest) -> int:
+        """Set a request's place in the plan.
+
+        Returns:
+            The leaf that the plan has for a request whose prompt is another one, else -1.
+        """
+        plan = self.plan
+        leaf, skipped = self._leaves.of(request.number), -1
+        request.position = int(plan.position[leaf]) if leaf >= 0 else UNPLANNED_POSITION
+        if leaf >= 0 and request.part:
+            leaf = -1
+        if leaf >= 0 and plan.input_len[leaf] != request.input_len:
+            # The engine has another prompt than was planned.
+            leaf, skipped = -1, leaf
+        request.leaf = leaf
+        request.node = int(plan.node[leaf]) if leaf >= 0 else 0
+        request.own = request.input_len - int(self.uses.depth[request.node])
+        request.cached_node = -1
+        if leaf >= 0 and not request.running:
+            request.read_len = int(plan.read_len[leaf])
+            if request.steps == 0:
+                request.est_decode_steps = self._est_decode_steps(
+                    leaf, request.max_decode_steps
+                )
+        return skipped
+
     def forget(self, request: ScheduledRequest) -> None:
         """Remove a request that ended or was aborted."""
-        self._requests.pop(request.req.rid, None)
+        known = self._requests.pop(request.req.rid, None)
+        if known is None or request.leaf >= 0 or request.part:
+            return
+        # A later plan may still have it.
+        place = request.number - self._leaves.lowest
+        if 0 <= place < _MOST_ENDED:
+            self._ended.extend(bytes(max(0, place + 1 - len(self._ended))))
+            self._ended[place] = 1
 
     def density_at(self, request: ScheduledRequest | None) -> float:
         density = self.plan.density
@@ -179,6 +222,67 @@ class JobState:
                     request.leaf, request.max_decode_steps
                 )
         self.backlog.reorder(plan.num_left, both_ends=plan.density is not None)
+
+    def extend(
+        self, plan: JobPlan, cached_len: Callable[[ScheduledRequest], int]
+    ) -> Extension:
+        """Take a plan that covers other requests of the job, usually more of them.
+
+        Every request keeps its state: requests that wait get their places in the new
+        plan, also those that arrived before a plan had them, and running ones count for
+        their prefixes in the new tree. A plan may leave out requests that have ended.
+        One that is left out and has not ended is unplanned from now on. The time is
+        linear in the requests of both plans.
+
+        Args:
+            cached_len: tokens of a running request's prompt that the cache holds.
+        """
+        old, self.plan = self.plan, plan
+        followers = [*self.followers()]
+        leaves = LeafNumbers(plan.number)
+        moved = leaves.of_all(old.number)
+        over = leaves.of_all(self._numbers_ended()).astype(np.int32)
+        over = over[over >= 0]
+        first, self._leaves = self._leaves.lowest, leaves
+        if leaves.lowest > first:
+            del self._ended[: leaves.lowest - first]
+        elif leaves.lowest < first:
+            self._ended[:0] = bytes(first - leaves.lowest)
+        self.uses, released = self.uses.extended(plan, self._page_size, moved, over)
+        self.work.extend(plan, old, moved, over)
+        running, resized = [], []
+        for request in self._requests.values():
+            own = request.own
+            request.leading = []
+            skipped = self._place(request)
+            if skipped >= 0:
+                self.uses.mark_started(skipped)
+            if not request.running:
+                continue
+            if own != request.own:
+                resized.append((request, own))
+            if request.leaf >= 0:
+                self.uses.resume(request)
+                running.append(request)
+        released += self.uses.settle()
+        for request in running:
+            self.uses.lead(request, cached_len(request))
+        self._followers.clear()
+        self.num_followers = 0
+        self.backlog.reorder(plan.num_left, both_ends=plan.density is not None)
+        for request in followers:
+            node = self.uses.blocked_by(request.node)
+            if node:
+                self._followers.setdefault(node, []).append(request)
+                self.num_followers += 1
+            else:
+                self.backlog.add(request)
+        return Extension(released, running, resized)
+
+    def _numbers_ended(self) -> Any:
+        """Numbers of the requests that ended unplanned, int64."""
+        ended = np.frombuffer(bytes(self._ended), np.uint8)
+        return np.flatnonzero(ended) + self._leaves.lowest
 
     def _est_decode_steps(self, leaf: int, max_decode_steps: int) -> int:
         """The plan's estimate of a request, rounded."""

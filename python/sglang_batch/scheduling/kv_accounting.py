@@ -137,6 +137,12 @@ class KvAccounting:
         request.cached_node = -1
         request.steps = steps
 
+    def resize(self, request: ScheduledRequest, own_before: int) -> None:
+        """A running request shares more or fewer of its tokens than before."""
+        self.kv[request.side] += request.own - own_before
+        self._leave_forecast(request)
+        self._join_forecast(request)
+
     def undo_admit(self, request: ScheduledRequest) -> None:
         """Remove a request that could not start, and restore its estimate."""
         self.remove(request)

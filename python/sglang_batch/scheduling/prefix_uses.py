@@ -34,6 +34,7 @@ class PrefixUses:
 
     def __init__(self, plan: JobPlan, page_size: int) -> None:
         self._parent = plan.parent
+        self._node = plan.node
         # The cache shares whole pages.
         self.depth: Int32s = plan.depth // page_size * page_size
         above = np.where(plan.parent >= 0, self.depth[plan.parent], 0)
@@ -202,6 +203,71 @@ class PrefixUses:
         self._noted.clear()
         for node in self.pins:
             self._note(node)
+
+    # A plan of other requests ---------------------------------------------------------
+
+    def extended(
+        self, plan: JobPlan, page_size: int, moved: Int32s, over: Int32s
+    ) -> tuple[PrefixUses, list[object]]:
+        """The uses of a plan that covers more requests, or no longer all of them.
+
+        Running requests have to be added with :meth:`resume`, then :meth:`settle`.
+
+        Args:
+            moved: int32 ``[n]``, the new leaf of each leaf, -1 for none.
+            over: new leaves of further requests that will never run.
+
+        Returns:
+            The new uses, and the locks on prefixes that the new plan does not share.
+        """
+        uses = PrefixUses(plan, page_size)
+        uses._started[moved[self._started & (moved >= 0)]] = True
+        uses._started[over] = True
+        released: list[object] = []
+        # The first leaf from each on that the new plan has.
+        kept = np.where(moved >= 0, np.arange(len(moved)), len(moved))
+        kept = np.minimum.accumulate(kept[::-1])[::-1]
+        for node, lock in self.pins.items():
+            begin, end = int(self._begin[node]), int(self._end[node])
+            leaf = int(kept[begin]) if begin < end else end
+            at = uses._at_depth(int(moved[leaf]), self.depth[node]) if leaf < end else 0
+            if at and at not in uses.pins:
+                uses.pins[at] = lock
+            else:
+                released.append(lock)
+        return uses, released
+
+    def _at_depth(self, leaf: int, depth: int) -> int:
+        """The node above a leaf that ends in the cache at ``depth`` tokens, or 0."""
+        for node in self.path(int(self._node[leaf])):
+            if self.depth[node] <= depth:
+                return node if self.depth[node] == depth else 0
+        return 0
+
+    def resume(self, request: ScheduledRequest) -> None:
+        """A request was running when the plan was extended."""
+        self.mark_started(request.leaf)
+        for node in self.path(request.node):
+            self._running[node] += 1
+
+    def mark_started(self, leaf: int) -> None:
+        """The request at a leaf runs, or never will. Only before :meth:`settle`."""
+        self._started[leaf] = True
+
+    def settle(self) -> list[object]:
+        """All requests are added. Returns the locks on prefixes no longer needed."""
+        to_come = np.zeros(len(self._started) + 1, np.int32)
+        np.cumsum(~self._started, out=to_come[1:])
+        self._uses_left = to_come[self._end] - to_come[self._begin]
+        spent = [node for node in self.pins if self._uses_left[node] == 0]
+        released = [self.pins.pop(node) for node in spent]
+        self.locked_tokens = int(self._length[self._running > 0].sum(dtype=np.int64))
+        self.idle_tokens = sum(
+            int(self._length[node]) for node in self.pins if not self._running[node]
+        )
+        for node in self.pins:
+            self._note(node)
+        return released
 
     # Pins -----------------------------------------------------------------------------
 

@@ -26,6 +26,9 @@ class ScheduledRequest:
     est_decode_steps: estimate of the decode steps that it takes in total.
     side: the scanner that admitted it.
     read_len: prompt tokens that its decodes read, -1 for all of them.
+    number: its number in the job, -1 if it has none.
+    part: the index of this sequence among those of a request with several. Only the
+        first can be planned.
     """
 
     req: Any
@@ -38,6 +41,8 @@ class ScheduledRequest:
     est_decode_steps: int
     side: int = LEFT
     read_len: int = -1
+    number: int = -1
+    part: int = 0
     waiting: bool = False
     arrival: int = -1  # its number among the job's requests, by arrival
     entry: int = -1  # its key in the backlog

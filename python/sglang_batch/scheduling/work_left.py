@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..planner.requests import Floats, Int64s
+from ..planner.requests import Floats, Int32s, Int64s
 from .job_plan import JobPlan
 from .scheduled_request import ScheduledRequest
 
@@ -26,6 +26,9 @@ class WorkLeft:
     def __init__(self, plan: JobPlan) -> None:
         self._done_compute_s = 0.0
         self._done_kv_read_s = 0.0
+        # Of requests that ended and that no plan counts.
+        self._uncounted_compute_s = 0.0
+        self._uncounted_kv_read_s = 0.0
         self._ended = np.zeros(plan.num_requests, np.bool_)
         self._follow(plan)
 
@@ -36,8 +39,8 @@ class WorkLeft:
         self._reads = (
             plan.read_len * plan.est_decode_steps + plan.est_decode_steps_sq / 2
         )
-        self._compute_s = plan.compute_s
-        self._kv_read_s = plan.kv_read_s
+        self._compute_s = plan.compute_s + self._uncounted_compute_s
+        self._kv_read_s = plan.kv_read_s + self._uncounted_kv_read_s
 
     def replan(self, plan: JobPlan) -> None:
         """Take a new plan of the same requests, which may still count ended requests."""
@@ -45,6 +48,31 @@ class WorkLeft:
         steps = self._steps[ended]
         self._follow(plan)
         self._correct(ended, steps)
+
+    def extend(self, plan: JobPlan, old: JobPlan, moved: Int32s, over: Int32s) -> None:
+        """Take a plan of other requests.
+
+        Args:
+            moved: int32, the new leaf of each leaf of the ``old`` plan, -1 for none.
+            over: new leaves of requests that ended before a plan counted them.
+        """
+        left_out = np.flatnonzero(self._ended & (moved < 0))
+        own = old.input_len[left_out] - old.depth[old.node[left_out]]
+        self._ended_uncounted(
+            float((own + self._steps[left_out]).sum()),
+            float(self._reads[left_out].sum()),
+        )
+        ended = np.flatnonzero(self._ended & (moved >= 0))
+        steps = self._steps[ended]
+        self._ended = np.zeros(plan.num_requests, np.bool_)
+        self._follow(plan)
+        self._correct(moved[ended], steps)
+        self._correct(over, np.zeros(len(over)))
+        self._ended[moved[ended]] = self._ended[over] = True
+
+    def _ended_uncounted(self, tokens: float, reads: float) -> None:
+        self._uncounted_compute_s += tokens * self._cost.token_time_s
+        self._uncounted_kv_read_s += reads * self._cost.kv_read_time_s
 
     def apply_estimates(self, requests: Sequence[ScheduledRequest]) -> None:
         """Count planned requests by their own estimates in place of the plan's."""
@@ -62,12 +90,14 @@ class WorkLeft:
             self._ended[request.leaf] = True
             return
         # No plan has counted it.
+        before = self._uncounted_compute_s, self._uncounted_kv_read_s
         steps = float(request.steps)
-        self._compute_s += (request.own + steps) * self._cost.token_time_s
         reads = request.read_len * steps + _own_reads(steps)
-        self._kv_read_s += reads * self._cost.kv_read_time_s
+        self._ended_uncounted(request.own + steps, reads)
+        self._compute_s += self._uncounted_compute_s - before[0]
+        self._kv_read_s += self._uncounted_kv_read_s - before[1]
 
-    def _correct(self, leaves: Int64s, steps: Floats) -> None:
+    def _correct(self, leaves: Int32s | Int64s, steps: Floats) -> None:
         reads = self._read_len[leaves] * steps + _own_reads(steps)
         more_steps = float((steps - self._steps[leaves]).sum())
         more_reads = float((reads - self._reads[leaves]).sum())

@@ -55,6 +55,9 @@ class RequestRegistry:
     def open(self, job_id: str, plan: JobPlan, names: Sequence[str] = ()) -> int:
         """Open a job, or give it a new plan.
 
+        A plan of an open job may cover other requests than the last one. Usually these
+        are more, because the job is planned while its prompts are still being read.
+
         Args:
             names: ids of its requests by their numbers. Other requests of the job are
                 known by ids of ours.
@@ -68,6 +71,8 @@ class RequestRegistry:
         job = self._jobs.get(job_id)
         if job is not None and job.plan.same_requests(plan):
             job.replan(plan)
+        elif job is not None and job_id not in self._closed:
+            self._extend(job, plan)
         else:
             if job is not None:
                 self._retire(job)
@@ -78,6 +83,14 @@ class RequestRegistry:
         longest = plan.est_decode_steps.max(initial=1.0)
         self._kv_accounting.extend_forecast(int(longest) + 1)
         return len(job)
+
+    def _extend(self, job: JobState, plan: JobPlan) -> None:
+        extension = job.extend(plan, _cached_len)
+        self._pinned.unlock(extension.released)
+        for request, own in extension.resized:
+            self._kv_accounting.resize(request, own)
+        running = [(request, _cached_len(request)) for request in extension.running]
+        self._prefixes.extended(job, running)
 
     def set_priority(self, job_id: str, priority: int) -> int:
         """Change a job's priority. Returns the number of its requests here."""
@@ -252,3 +265,9 @@ class RequestRegistry:
         if job is not None:
             job.forget(request)
             self._drop_if_done(job)
+
+
+def _cached_len(request: ScheduledRequest) -> int:
+    """Tokens of a running request's prompt that the cache holds for others."""
+    req: Req = request.req
+    return request.input_len if request.decoding else int(req.prefix_len)

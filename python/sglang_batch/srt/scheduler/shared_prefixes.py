@@ -7,6 +7,8 @@ the plan's tree is computed by whom is in ``scheduling.prefix_uses``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
 from ...scheduling.job_state import JobState
@@ -28,11 +30,31 @@ class SharedPrefixes:
         job.uses.lead(request, cached)
         if request.leading:
             self.show(job, request, cached)
-        kept = [n for n in job.uses.path(request.node) if job.uses.depth[n] <= cached]
-        self._pinned.pin(job, request.req, kept)
+        self._pin_cached(job, request, cached)
         self._pinned.unpin_spent(job, request)
         if request.leading:
             self._leaders.append((job, request))
+
+    def extended(
+        self, job: JobState, running: Sequence[tuple[ScheduledRequest, int]]
+    ) -> None:
+        """A job got a plan with other prefixes.
+
+        Args:
+            running: its running requests, and the prompt tokens of each in the tree.
+        """
+        self._leaders = [each for each in self._leaders if each[0] is not job]
+        for request, cached in running:
+            self._pin_cached(job, request, cached)
+            if request.leading:
+                self._leaders.append((job, request))
+
+    def _pin_cached(
+        self, job: JobState, request: ScheduledRequest, cached: int
+    ) -> None:
+        path = job.uses.path(request.node)
+        kept = [node for node in path if job.uses.depth[node] <= cached]
+        self._pinned.pin(job, request.req, kept)
 
     def show(self, job: JobState, request: ScheduledRequest, num_tokens: int) -> None:
         """The tree holds ``num_tokens`` of a leader's prompt: followers may join."""

@@ -126,6 +126,11 @@ class PinnedPrefixes:
         for node in nodes:
             self._cache.unlock(job.uses.unpin(node))
 
+    def unlock(self, locks: list[object]) -> None:
+        """Remove pins that a job has forgotten."""
+        for lock in locks:
+            self._cache.unlock(lock)
+
     def unpin_spent(self, job: JobState, request: ScheduledRequest) -> None:
         """Unpin a request's prefixes that no later request needs."""
         self.unpin(job, job.uses.spent(request))

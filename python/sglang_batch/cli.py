@@ -65,6 +65,16 @@ def _parser() -> argparse.ArgumentParser:
     prediction_options.add_simulate(commands, _simulate)
     client_options.add(commands)
 
+    module = commands.add_parser(
+        "exec",
+        help="run one of SGLang's own tools with --offline-batch",
+        description="Run a Python module as `python -m` does, with --offline-batch "
+        "among SGLang's options.",
+    )
+    module.add_argument("module", help="such as sglang.benchmark.offline_throughput")
+    module.add_argument("arguments", nargs=argparse.REMAINDER, help="of the module")
+    module.set_defaults(run=_exec)
+
     demo = commands.add_parser(
         "demo-model",
         help="write a small random-weight model for trying out commands",
@@ -138,6 +148,12 @@ def _simulate(options: argparse.Namespace, rest: list[str]) -> int:
     from .prediction.simulate_command import simulate
 
     return simulate(options)
+
+
+def _exec(options: argparse.Namespace, rest: list[str]) -> int:
+    from .srt.plugin.exec_command import exec_module
+
+    return exec_module(options.module, options.arguments)
 
 
 def _demo_model(options: argparse.Namespace, rest: list[str]) -> int:

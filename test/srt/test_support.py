@@ -45,8 +45,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("min_free_slots_delay", 4, "--min-free-slots-delay 4 does"),
     ("prefill_decode_interval", 2, "--prefill-decode-interval 2 does"),
     ("max_queued_requests", 100, "--max-queued-requests 100 does"),
-    ("chunked_prefill_size", -1, "--chunked-prefill-size -1 does"),
-    ("chunked_prefill_size", 0, "--chunked-prefill-size 0 does"),
     ("enable_pdmux", True, "--enable-pdmux does"),
     ("enable_two_batch_overlap", True, "--enable-two-batch-overlap does"),
     ("enable_megamoe_for_layernorm_sp", True, "--enable-megamoe-for-layernorm-sp does"),

@@ -141,12 +141,6 @@ REFUSALS = (
         """limit it with --offline-batch-config '{"max_inflight": ...}'""",
     ),
     # The shape of a step: prompts in chunks, mixed with decoding.
-    Refusal(
-        ("chunked_prefill_size",),
-        lambda value: isinstance(value, int | float) and value <= 0,
-        "chunks of prompts are mixed with decoding",
-        "give a size above 0",
-    ),
     Refusal(("enable_pdmux",), _given, "it runs prefill and decode in its own loop"),
     Refusal(
         ("enable_two_batch_overlap",), _given, "it is not tested with mixed chunks"

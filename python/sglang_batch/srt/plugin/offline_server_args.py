@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ from ...errors import ConfigError, SGLangBatchError, refuse
 from ..compat.hook_targets import FLAG_HOOKS
 from ..compat.support import ATTENTION_ARGUMENTS, ATTENTION_BACKEND, check_supported
 from .scheduler_process import enter_offline_child
+
+logger = logging.getLogger(__name__)
 
 FLAG = "offline_batch"
 COMPANIONS = ("offline_batch_config", "offline_batch_dir")
@@ -166,6 +169,22 @@ def make_server_args(**kwargs: Any) -> stock.ServerArgs:
     return stock.ServerArgs(**kwargs)
 
 
+def _cut_prompts(values: dict[str, Any]) -> None:
+    """Take SGLang's default size where prompts must not be cut.
+
+    Evaluation harnesses ask for that without being told to. A plan fills every step, and
+    answers do not depend on the size.
+    """
+    size = values.get("chunked_prefill_size")
+    if isinstance(size, int) and size <= 0:
+        logger.warning(
+            "--chunked-prefill-size %d has no effect with the offline scheduler, which "
+            "fills every step; SGLang's default size is used.",
+            size,
+        )
+        values["chunked_prefill_size"] = None
+
+
 def _activate(values: dict[str, Any]) -> None:
     from ..compat import private_api
     from .client_keys import check_client_keys
@@ -189,6 +208,7 @@ def _activate(values: dict[str, Any]) -> None:
     check_client_keys(values, config)
     if config.scheduler == "offline":
         check_supported(values)
+        _cut_prompts(values)
     enter_offline_main()
     if config.scheduler == "offline":
         private_api.check_private_api()

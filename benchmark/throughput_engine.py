@@ -45,6 +45,8 @@ class Task:
     max_inflight: of our job. None leaves it to the engine.
     stop_after: of our job: end when that many requests are answered. The scheduler then
         has all requests before its first step.
+    callers: how many tasks send the prompts of stock's engine one by one, each the next
+        of the list when it has its answer. None sends all in one call.
     """
 
     ours: bool
@@ -54,6 +56,7 @@ class Task:
     sampling_params: list[dict[str, Any]]
     max_inflight: int | None = None
     stop_after: int | None = None
+    callers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +290,7 @@ def blend_spread(job: ThroughputJob, steps: Steps) -> float:
 
 
 def run_stock(task: Task, scratch: Path, started: float) -> dict[str, Any]:
-    """All prompts in one call of plain ``sglang.Engine``."""
+    """All prompts in one call of ``sglang.Engine``, or from several callers."""
     import sglang
     from sglang.srt.plugins import load_plugins
 
@@ -301,12 +304,33 @@ def run_stock(task: Task, scratch: Path, started: float) -> dict[str, Any]:
         engine.generate(input_ids=WARM_UP_PROMPTS, sampling_params=_short())
         wait_for_go(scratch)
         begin = time.perf_counter()
-        answers = engine.generate(
-            input_ids=task.prompts, sampling_params=task.sampling_params
-        )
+        if task.callers is None:
+            answers = engine.generate(
+                input_ids=task.prompts, sampling_params=task.sampling_params
+            )
+        else:
+            calls = call_one_by_one(engine, task, task.callers)
+            answers = engine.loop.run_until_complete(calls)
         return _summary(answers, started, begin)
     finally:
         engine.shutdown()
+
+
+async def call_one_by_one(
+    engine: Any, task: Task, callers: int
+) -> list[dict[str, Any]]:
+    answers: dict[int, dict[str, Any]] = {}
+    numbers = iter(range(len(task.prompts)))
+
+    async def call() -> None:
+        for number in numbers:
+            answers[number] = await engine.async_generate(
+                input_ids=task.prompts[number],
+                sampling_params=task.sampling_params[number],
+            )
+
+    await asyncio.gather(*(call() for _ in range(callers)))
+    return [answers[number] for number in sorted(answers)]
 
 
 def run_ours(task: Task, scratch: Path, started: float) -> dict[str, Any]:

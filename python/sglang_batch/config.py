@@ -73,6 +73,10 @@ _FITS: dict[str, tuple[_Fits, str]] = {
     "max_line_attempts": _FROM_1,
     "line_timeout_s": (lambda v: _number(v) and v > 0, "a number of seconds above 0"),
     "max_batches": _FROM_1,
+    "gather_s": (
+        lambda v: _number(v) and 0 <= v <= 10,
+        "a number of seconds from 0 to 10",
+    ),
     "batch_hours": (
         lambda v: _hours(v) is not None,
         "a time of day from and to, such as '22:00-06:00'",
@@ -100,6 +104,7 @@ _FITS: dict[str, tuple[_Fits, str]] = {
     "open_metrics": (lambda v: isinstance(v, bool), "true or false"),
 }
 _OPTIONAL = {
+    "gather_s",
     "max_inflight",
     "step_log",
     "mixed_chunk",
@@ -189,6 +194,8 @@ class OfflineBatchConfig:
 
     max_batches: batches that a server runs at a time. Batches of a higher priority
         start in addition to them.
+    gather_s: seconds that a single call waits for others, to be planned with them. None
+        sends it at once, ahead of all jobs.
     batch_hours: local time of day in which batches run, such as ``22:00-06:00``. None
         is all day. Outside these hours running lines finish and no more are sent.
     batch_share: largest share of the engine's running requests that may be lines of
@@ -228,6 +235,7 @@ class OfflineBatchConfig:
     max_line_attempts: int = 3
     line_timeout_s: float | None = None
     max_batches: int = 4
+    gather_s: float | None = None
     batch_hours: str | None = None
     batch_share: float = 1.0
     max_batch_requests: int | None = None

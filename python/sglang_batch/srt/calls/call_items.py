@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 
+from ...job.rendering import NO_LIMIT
 from ...request import RequestOutput, Usage
 from ..compat.server_types import EngineRequest, SequenceAnswer
 
@@ -50,19 +51,12 @@ class CallItem:
         return list(self.message.input_ids or ())
 
     @property
-    def max_new_tokens(self) -> int | None:
-        if not isinstance(self.message, TokenizedGenerateReqInput):
-            return 1  # an embedding: only its prompt is computed
-        most: int | None = self.message.sampling_params.max_new_tokens
-        return most if most is None else max(most, 1)
+    def max_new_tokens(self) -> int:
+        return output_limits(self.message)[0]
 
     @property
     def ignore_eos(self) -> bool:
-        if not isinstance(self.message, TokenizedGenerateReqInput):
-            return True
-        params = self.message.sampling_params
-        # One token, or a prompt's logprobs: it cannot end earlier.
-        return bool(params.ignore_eos) or params.max_new_tokens in (0, 1)
+        return output_limits(self.message)[1]
 
     async def watch(
         self, answers: AsyncGenerator[SequenceAnswer]
@@ -95,6 +89,19 @@ class CallItem:
 
 def _is_last(answer: SequenceAnswer) -> bool:
     return answer["meta_info"].get("finish_reason") is not None
+
+
+def output_limits(message: Message) -> tuple[int, bool]:
+    """Most tokens that a request may generate, and whether it generates exactly these."""
+    if not isinstance(message, TokenizedGenerateReqInput):
+        return 1, True  # an embedding: only its prompt is computed
+    params = message.sampling_params
+    most = params.max_new_tokens
+    if most in (0, 1):
+        return 1, True  # one token, or a prompt's logprobs: it cannot end earlier
+    if most is None:
+        return NO_LIMIT, False
+    return min(int(most), NO_LIMIT), bool(params.ignore_eos)
 
 
 def share_prefixes(messages: list[Message]) -> bool:

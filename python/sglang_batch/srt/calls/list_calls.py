@@ -19,8 +19,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from sglang.srt.managers.io_struct import AbortReq
-
 from ...engine import GENERATE_URL, PreparedRequest
 from ...job.forwarding_engine import ForwardingEngine
 from ...job.job import Job
@@ -34,6 +32,7 @@ from ...scheduling.job_plan import JobPlan
 from ..engine.request_ids import LIST_ID, has_our_id, new_list_id
 from ..engine.sglang_engine import SGLangEngine
 from .call_items import CallItem, Message, share_prefixes
+from .connection import engine_of, send, unsent_messages
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +149,8 @@ async def _running(
     manager: Any, job_id: str, items: Sequence[CallItem]
 ) -> AsyncGenerator[None]:
     """Run the items as a job in the background, until the block ends."""
-    unsent = unsent_items(manager)
-    unsent.update({item.message.rid: item for item in items})
+    unsent = unsent_messages(manager)
+    unsent.update({item.message.rid: item.message for item in items})
     job = asyncio.ensure_future(_run(manager, job_id, items))
     try:
         yield
@@ -166,10 +165,10 @@ async def _running(
 
 
 async def _run(manager: Any, job_id: str, items: Sequence[CallItem]) -> None:
-    unsent = unsent_items(manager)
+    unsent = unsent_messages(manager)
     try:
         if share_prefixes([item.message for item in items]):
-            engine = _ListEngine(await _engine_of(manager), manager, items)
+            engine = _ListEngine(await engine_of(manager), manager, items)
             config = replace(
                 manager.server_args.offline_config,
                 max_line_attempts=1,
@@ -187,7 +186,7 @@ async def _run(manager: Any, job_id: str, items: Sequence[CallItem]) -> None:
         logger.exception("A list of %d prompts could not be planned", len(items))
     for item in items:
         if unsent.pop(item.message.rid, None) is not None:
-            await manager._send_one_request(item.message)
+            await send(manager, item.message)
 
 
 def _ignore_answer(request: BatchRequestInput, output: RequestOutput) -> None:
@@ -221,37 +220,9 @@ class _ListEngine(ForwardingEngine):
 
     async def execute(self, prepared: Any, replica: int | None = None) -> RequestOutput:
         message = prepared.message
-        if unsent_items(self._manager).pop(message.rid, None) is not None:
+        if unsent_messages(self._manager).pop(message.rid, None) is not None:
             if replica is not None:
                 message.routed_dp_rank = replica
-            await self._manager._send_one_request(message)
+            await send(self._manager, message)
         output: RequestOutput = await asyncio.shield(prepared.over)
         return output
-
-
-async def _engine_of(manager: Any) -> SGLangEngine:
-    """The engine behind a tokenizer manager, connected once."""
-    if not hasattr(manager, "offline_engine"):
-        engine = SGLangEngine(manager, None)
-        await engine.connect()
-        manager.offline_engine = engine
-    connected: SGLangEngine = manager.offline_engine
-    return connected
-
-
-# Aborts ---------------------------------------------------------------------------------
-
-
-def unsent_items(manager: Any) -> dict[str, CallItem]:
-    """Items that wait for their turn, by id. The scheduler does not know them yet."""
-    items: dict[str, CallItem] = vars(manager).setdefault("offline_unsent", {})
-    return items
-
-
-def abort_unsent(manager: Any, rid: str = "", abort_all: bool = False) -> None:
-    """BEFORE hook on ``TokenizerManager.abort_request``: requests not sent yet end as
-    they would in the scheduler's queue."""
-    unsent = unsent_items(manager)
-    for each in list(unsent) if abort_all else [rid]:
-        if unsent.pop(each, None) is not None:
-            manager._handle_abort_req(AbortReq(rid=each))

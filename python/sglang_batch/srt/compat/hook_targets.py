@@ -26,6 +26,7 @@ MESSAGE_HOOK = (
 LIST_HOOK = (
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_request"
 )
+SEND_HOOK = "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request"
 ABORT_HOOK = "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request"
 MODEL_CONFIG_HOOK = "sglang.srt.configs.model_config.ModelConfig.__init__"
 LOAD_MODEL_HOOK = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
@@ -46,6 +47,7 @@ HTTP_HOOKS = (
     *REQUEST_HOOKS,
     MESSAGE_HOOK,
     LIST_HOOK,
+    SEND_HOOK,
     ABORT_HOOK,
 )
 MAIN_PROCESS_HOOKS = (

@@ -21,8 +21,8 @@ class JobControl(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
 
     plans: a pickled :class:`~sglang_batch.scheduling.job_plan.JobPlan` for each DP rank,
         to open a job; else empty.
-    names: to open a job, the ids of its requests by their numbers, if they do not name
-        the job themselves.
+    names: ids of the job's requests from number ``first`` on, if they do not name the
+        job themselves.
     priority: among open jobs, requests of the job with the highest join first.
     """
 
@@ -30,6 +30,7 @@ class JobControl(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
     action: str
     plans: tuple[bytes, ...] = ()
     names: tuple[str, ...] = ()
+    first: int = 0
     priority: int = 0
 
 

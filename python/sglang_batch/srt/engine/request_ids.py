@@ -17,8 +17,9 @@ from ..compat.server_types import EngineRequest
 
 # An attribute of SGLang's requests that no body sets: SGLang ignores unknown fields.
 _OURS = "_offline_batch_has_our_id"
-# How the ids of jobs begin that are lists of prompts in one call.
-LIST_ID = "list_"
+# How the ids of jobs begin: of lists of prompts in one call, of gathered calls, and all.
+LIST_ID, GATHERED_ID = "list_", "gathered_"
+OUR_IDS = ("batch_", GATHERED_ID, LIST_ID, "wave_")
 
 
 def has_our_id(adapted: EngineRequest) -> bool:

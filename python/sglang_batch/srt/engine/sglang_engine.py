@@ -141,12 +141,17 @@ class SGLangEngine:
         return KvUse(**total)
 
     async def open_job(
-        self, job_id: str, plans: Sequence[JobPlan], names: tuple[str, ...] = ()
+        self,
+        job_id: str,
+        plans: Sequence[JobPlan],
+        names: tuple[str, ...] = (),
+        first: int = 0,
     ) -> None:
         """Announce a job, or a new plan for it.
 
         Args:
-            names: ids of its requests by their numbers, if their clients chose them.
+            names: ids of its requests from number ``first`` on, if these do not name
+                the job themselves.
         """
         if self._job_control is not None:
             data = await asyncio.to_thread(lambda: [plan.to_bytes() for plan in plans])
@@ -156,6 +161,7 @@ class SGLangEngine:
                     action=job_control.OPEN,
                     plans=tuple(data),
                     names=names,
+                    first=first,
                 )
             )
 

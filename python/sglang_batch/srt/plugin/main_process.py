@@ -16,6 +16,7 @@ from ..compat.hook_targets import (
     MESSAGE_HOOK,
     REQUEST_HOOKS,
     ROUTE_LABEL_HOOK,
+    SEND_HOOK,
     SERVER_HOOK,
     WAIT_HOOK,
     check_hooks_took,
@@ -67,7 +68,7 @@ def enter_tokenizer_worker() -> None:
 
 def _register_http_hooks() -> None:
     from ...http_api.middleware import route_labels
-    from ..calls import list_calls
+    from ..calls import connection, gathered_calls, list_calls
     from ..engine.checks import request_checks
     from . import engine_death, quiet_log
 
@@ -80,4 +81,5 @@ def _register_http_hooks() -> None:
         HookRegistry.register(target, request_checks.normalize, HookType.AROUND)
     HookRegistry.register(MESSAGE_HOOK, request_checks.create_message, HookType.AROUND)
     HookRegistry.register(LIST_HOOK, list_calls.plan_list, HookType.AROUND)
-    HookRegistry.register(ABORT_HOOK, list_calls.abort_unsent, HookType.BEFORE)
+    HookRegistry.register(SEND_HOOK, gathered_calls.gather, HookType.AROUND)
+    HookRegistry.register(ABORT_HOOK, connection.abort_unsent, HookType.BEFORE)

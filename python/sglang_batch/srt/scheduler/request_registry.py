@@ -52,20 +52,22 @@ class RequestRegistry:
 
     # Jobs -----------------------------------------------------------------------------
 
-    def open(self, job_id: str, plan: JobPlan, names: Sequence[str] = ()) -> int:
+    def open(
+        self, job_id: str, plan: JobPlan, names: Sequence[str] = (), first: int = 0
+    ) -> int:
         """Open a job, or give it a new plan.
 
         A plan of an open job may cover other requests than the last one. Usually these
         are more, because the job is planned while its prompts are still being read.
 
         Args:
-            names: ids of its requests by their numbers. Other requests of the job are
-                known by ids of ours.
+            names: ids of its requests from number ``first`` on. Other requests of the
+                job are known by ids of ours.
 
         Returns:
             The number of its requests here.
         """
-        self._named.update({name: (job_id, i) for i, name in enumerate(names)})
+        self._named.update({name: (job_id, i) for i, name in enumerate(names, first)})
         if not self._share:
             plan = plan.without_prefixes()
         job = self._jobs.get(job_id)

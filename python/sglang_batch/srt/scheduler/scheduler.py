@@ -240,7 +240,9 @@ class OfflineScheduler(MarkedScheduler):
         else:
             plans, rank = message.plans, get_parallel().dp_rank or 0
             plan = JobPlan.from_bytes(plans[min(rank, len(plans) - 1)])
-            left = self.registry.open(message.job_id, plan, message.names)
+            left = self.registry.open(
+                message.job_id, plan, message.names, message.first
+            )
         return JobControlOutput(job_id=message.job_id, num_requests=left)
 
     # Steps ----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from sglang.srt.runtime_context import get_exec, get_observability
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from ...compat.server_types import EngineRequest, TokenizerManager
-from ..request_ids import LIST_ID, has_our_id, name_list
+from ..request_ids import OUR_IDS, has_our_id, name_list
 from .request_fields import (
     REQUEST_FIELDS,
     SAMPLING_FIELDS,
@@ -35,9 +35,6 @@ from .value_checks import FieldError, check_type, check_value, short
 MAX_ALL_SEQUENCES = 1 << 16
 # Errors that values of the wrong shape raise in SGLang's code.
 _SHAPE_ERRORS = (TypeError, LookupError, AttributeError, OverflowError)
-# How the ids of lines begin. The scheduler recognises lines by their ids, and SGLang
-# aborts every request whose id begins with the given one.
-_OUR_IDS = ("batch_", LIST_ID, "wave_")
 # Made by SGLang itself, of types that are not sent as plain values.
 _NOT_PLAIN = frozenset(
     {
@@ -148,7 +145,9 @@ def _check_id(adapted: EngineRequest) -> None:
             continue
         if not isinstance(rid, str):
             raise FieldError("rid", f"{short(rid)} is not text")
-        if any(i.startswith(rid) or rid.startswith(i) for i in _OUR_IDS):
+        # The scheduler recognises lines by their ids, and SGLang aborts every request
+        # whose id begins with the given one.
+        if any(i.startswith(rid) or rid.startswith(i) for i in OUR_IDS):
             raise FieldError(
                 "rid", f"{rid[:100]!r} is, or begins, the id of a line; choose another"
             )

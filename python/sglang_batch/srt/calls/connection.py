@@ -1,0 +1,51 @@
+"""State of the calls of one tokenizer manager: its engine, and requests not sent yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.managers.io_struct import AbortReq
+
+from ..engine.sglang_engine import SGLangEngine
+from .call_items import Message
+
+
+async def engine_of(manager: Any) -> SGLangEngine:
+    """The engine behind a tokenizer manager, connected once."""
+    if not hasattr(manager, "offline_engine"):
+        engine = SGLangEngine(manager, None)
+        await engine.connect()
+        manager.offline_engine = engine
+    connected: SGLangEngine = manager.offline_engine
+    return connected
+
+
+def unsent_messages(manager: Any) -> dict[str, Message]:
+    """Messages that wait for their turn, by id. The scheduler does not know them yet."""
+    messages: dict[str, Message] = vars(manager).setdefault("offline_unsent", {})
+    return messages
+
+
+def passing(manager: Any) -> set[str]:
+    """Ids of messages that :func:`send` passes to SGLang."""
+    rids: set[str] = vars(manager).setdefault("offline_passing", set())
+    return rids
+
+
+async def send(manager: Any, message: Message) -> None:
+    """Send a message of a job at once, whatever its id."""
+    rids = passing(manager)
+    rids.add(message.rid)
+    try:
+        await manager._send_one_request(message)
+    finally:
+        rids.discard(message.rid)
+
+
+def abort_unsent(manager: Any, rid: str = "", abort_all: bool = False) -> None:
+    """BEFORE hook on ``TokenizerManager.abort_request``: requests not sent yet end as
+    they would in the scheduler's queue."""
+    unsent = unsent_messages(manager)
+    for each in list(unsent) if abort_all else [rid]:
+        if unsent.pop(each, None) is not None:
+            manager._handle_abort_req(AbortReq(rid=each))

@@ -1,0 +1,166 @@
+"""Single calls of many tasks at the same time, planned as one job without an end.
+
+Rollout frameworks send one request per sample, and evaluation harnesses 64 at a time.
+With the setting ``gather_s``, requests wait that long for others. All that have no answer
+yet are planned together, and the plan grows with each new group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...config import OfflineBatchConfig
+from ...job.job_planner import JobPlanner
+from ...planner.requests import UNKNOWN, Int32s, PlanRequests
+from ...request import parse_request_id
+from ...scheduling.job_plan import JobPlan
+from ..engine.request_ids import GATHERED_ID, OUR_IDS
+from ..engine.sglang_engine import SGLangEngine
+from .call_items import Message, output_limits, share_prefixes
+from .connection import engine_of, passing, unsent_messages
+
+logger = logging.getLogger(__name__)
+
+# The order of waiting requests: the prefix that most of them share comes first, since
+# nobody knows whether more will come.
+POLICY = "dfs-weight"
+
+
+async def gather(
+    original: Callable[[Any, Message], Awaitable[None]], manager: Any, message: Message
+) -> None:
+    """AROUND hook on ``TokenizerManager._send_one_request``.
+
+    Returns at once. The message is sent with the next group.
+    """
+    config: OfflineBatchConfig = manager.server_args.offline_config
+    if (
+        config.gather_s is None
+        or _is_ours(manager, message)
+        or getattr(message, "routed_dp_rank", None) is not None
+        or not share_prefixes([message])
+    ):
+        return await original(manager, message)
+    if not hasattr(manager, "offline_gathering"):
+        manager.offline_gathering = _Gathering(manager, original, config)
+    gathering: _Gathering = manager.offline_gathering
+    gathering.add(message)
+    return None
+
+
+def _is_ours(manager: Any, message: Message) -> bool:
+    """Whether a message belongs to another job already."""
+    job_id, number, _ = parse_request_id(message.rid)
+    ours = number >= 0 and job_id.startswith(OUR_IDS)
+    return ours or message.rid in passing(manager)
+
+
+class _Call(NamedTuple):
+    """A call without an answer.
+
+    tokens: int32, the prompt.
+    known: whether it generates exactly ``max_new_tokens``.
+    """
+
+    rid: str
+    tokens: Int32s
+    max_new_tokens: int
+    known: bool
+
+
+class _Gathering:
+    """The open job of one tokenizer manager.
+
+    Args:
+        send: SGLang's method that sends a message.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        send: Callable[[Any, Message], Awaitable[None]],
+        config: OfflineBatchConfig,
+    ) -> None:
+        self._manager = manager
+        self._send = send
+        self._config = config
+        self._wait_s = config.gather_s or 0.0
+        self._numbers = itertools.count()
+        # Requests without an answer, by number, and those of them not sent yet.
+        self._active: dict[int, _Call] = {}
+        self._new: dict[int, Message] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, message: Message) -> None:
+        number = next(self._numbers)
+        self._new[number] = message
+        tokens = np.asarray(message.input_ids, np.int32)
+        self._active[number] = _Call(message.rid, tokens, *output_limits(message))
+        unsent_messages(self._manager)[message.rid] = message
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        """Send groups until no request is left."""
+        engine: SGLangEngine = await engine_of(self._manager)
+        job_id = GATHERED_ID + uuid.uuid4().hex
+        try:
+            while self._new or self._forget_answered():
+                await asyncio.sleep(self._wait_s)
+                if self._new:
+                    await self._send_group(engine, job_id)
+        finally:
+            await engine.close_job(job_id)
+
+    def _forget_answered(self) -> bool:
+        """Whether requests are left once those with an answer are forgotten."""
+        known = self._manager.rid_to_state
+        self._active = {
+            number: call for number, call in self._active.items() if call.rid in known
+        }
+        return bool(self._active)
+
+    async def _send_group(self, engine: SGLangEngine, job_id: str) -> None:
+        new, self._new = self._new, {}
+        self._forget_answered()
+        calls = dict(self._active)
+        try:
+            if not calls:  # all were aborted
+                return
+            plans = await asyncio.to_thread(self._plans, engine, calls)
+            rids = tuple(message.rid for message in new.values())
+            await engine.open_job(job_id, plans, rids, next(iter(new)))
+        except Exception:
+            logger.exception("%d calls could not be planned", len(new))
+        unsent = unsent_messages(self._manager)
+        for message in new.values():
+            if unsent.pop(message.rid, None) is not None:
+                await self._send(self._manager, message)
+
+    def _plans(self, engine: SGLangEngine, calls: dict[int, _Call]) -> list[JobPlan]:
+        """The plan of all calls without an answer, in any thread."""
+        of = list(calls.values())
+        requests = PlanRequests(
+            tokens=np.concatenate([call.tokens for call in of]),
+            offsets=np.cumsum([0, *(len(call.tokens) for call in of)], dtype=np.int64),
+            max_new_tokens=np.array([call.max_new_tokens for call in of], np.int32),
+            known_output_len=np.array(
+                [call.max_new_tokens if call.known else UNKNOWN for call in of],
+                np.int32,
+            ),
+        )
+        planner = JobPlanner(
+            requests,
+            np.array(list(calls)),
+            engine.machine,
+            replace(self._config, policy=POLICY),
+        )
+        return [shard.for_scheduler(engine.machine) for shard in planner.plans()]

@@ -135,6 +135,24 @@ class Engine(Protocol):
         """
         ...
 
+    def stored(self, prepared: Any) -> bytes | None:
+        """A prepared request without its ``input_ids``, to be kept on disk.
+
+        Returns:
+            None where the request can only be prepared again.
+        """
+        ...
+
+    def restore(
+        self,
+        request: BatchRequestInput,
+        rid: str,
+        stored: bytes,
+        input_ids: Sequence[int],
+    ) -> PreparedRequest:
+        """The prepared request of :meth:`stored`, without template and tokenizer."""
+        ...
+
     async def execute(self, prepared: Any, replica: int | None = None) -> RequestOutput:
         """Run a prepared request to its end. Cancelling the call aborts it.
 

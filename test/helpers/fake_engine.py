@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from builders import MODEL, make_machine
@@ -142,6 +142,21 @@ class FakeEngine:
         return FakePrepared(
             request.custom_id, rid, text, input_ids, most, body.get("ignore_eos", False)
         )
+
+    def stored(self, prepared: Any) -> bytes | None:
+        kept = replace(prepared, input_ids=None, rid="")
+        return json.dumps(asdict(kept)).encode()
+
+    def restore(
+        self,
+        request: BatchRequestInput,
+        rid: str,
+        stored: bytes,
+        input_ids: Sequence[int],
+    ) -> PreparedRequest:
+        fields = json.loads(stored)
+        assert list(fields["text"].encode()) == list(input_ids)
+        return FakePrepared(**fields | {"rid": rid})
 
     async def execute(self, prepared: Any, replica: int | None = None) -> RequestOutput:
         custom_id = prepared.custom_id

@@ -92,18 +92,26 @@ def test_a_job_with_nothing_to_do_ends(policy: str) -> None:
     assert engine.num_prepared == 0
 
 
-@pytest.mark.parametrize(
-    ("limits", "rendered"),
-    [({}, 8), ({"KEPT_REQUESTS": 3}, 13), ({"KEPT_TOKENS": 5}, 14)],
-)
-def test_what_is_rendered_for_the_plan_is_sent_as_far_as_it_is_small(
-    monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], rendered: int
+@pytest.mark.parametrize("limits", [{}, {"KEPT_REQUESTS": 3}, {"KEPT_TOKENS": 5}])
+def test_each_request_is_rendered_once(
+    monkeypatch: pytest.MonkeyPatch, limits: dict[str, int]
 ) -> None:
     for name, value in limits.items():
         monkeypatch.setattr(rendering, name, value)
     engine = FakeEngine()
+    answers = run_job(engine, ["aaaa", *"bcdefgh"])
+    assert engine.num_prepared == 8
+    assert all(answer.ok for answer in answers.values())
+
+
+def test_what_an_engine_cannot_store_is_rendered_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rendering, "KEPT_REQUESTS", 3)
+    monkeypatch.setattr(FakeEngine, "stored", lambda *_: None)
+    engine = FakeEngine()
     run_job(engine, ["aaaa", *"bcdefgh"])
-    assert engine.num_prepared == rendered
+    assert engine.num_prepared == 8 + 5
 
 
 def test_the_ratio_of_shareable_tokens_is_known_after_planning() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,6 +142,9 @@ def test_a_sample_that_cannot_be_rendered_a_second_time_is_not_waited_for(
     sample = [f"r{i}" for i in planner_of(requests).sample]
 
     class Forgetful(Engine):
+        def stored(self, prepared: Any) -> bytes | None:
+            return None
+
         async def prepare(
             self, request: BatchRequestInput, rid: str, *, tokenize: bool
         ) -> PreparedRequest | RequestOutput:

@@ -32,22 +32,48 @@ class AnswerFeedback:
         sample: numbers of the requests that the first new plan waits for. Empty if
             there is no sample.
         num_unknown: requests of unknown output length. With none, no plan is due.
+        grows: whether :meth:`grow` will be called. Answers are collected until then.
     """
 
-    def __init__(self, sample: Int64s, num_unknown: int) -> None:
+    def __init__(
+        self, sample: Int64s, num_unknown: int, *, grows: bool = False
+    ) -> None:
         self._sample = set(sample.tolist())
         self._waits_for_sample = bool(self._sample)
-        self._learns = num_unknown > 0
+        self._num_unknown = num_unknown
+        self._learns = grows or num_unknown > 0
         # Without an answer, or with unanswered requests before them in their stream.
         self._unanswered: dict[Hashable, deque[int]] = {}
         self._early: dict[int, int] = {}
         # Number and output length of each usable answer, _FAILED for an error.
         self._usable: list[tuple[int, int]] = []
         self._num_usable = self._num_popped = 0
-        self._wanted = max(_MIN_ANSWERS, int(_MIN_SHARE * num_unknown))
+        self._wanted = _first_wanted(num_unknown)
         self._num_plans = 0
         # Usable answers at which each due plan was found to be due.
         self._due_at: deque[int] = deque()
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether a plan was due."""
+        return self._num_plans > 0
+
+    def grow(self, sample: Int64s, num_unknown: int, *, grows: bool) -> None:
+        """The job has more requests.
+
+        Args:
+            sample: numbers of unanswered requests to wait for, unless a plan was due
+                before.
+            num_unknown, grows: as for the constructor.
+        """
+        self._num_unknown = num_unknown
+        if not self.has_learned:
+            self._sample = set(sample.tolist())
+            self._waits_for_sample = bool(self._sample)
+            self._wanted = _first_wanted(num_unknown)
+        if not grows and not num_unknown:
+            self._stop_learning()
+        self._check_due()
 
     def add_sent(self, stream: Hashable, number: int) -> None:
         """Add a request that was sent, to the end of its stream."""
@@ -88,7 +114,7 @@ class AnswerFeedback:
 
     def _check_due(self) -> None:
         """Note whether a new plan is due with the answers usable now."""
-        if not self._learns:
+        if not self._learns or not self._num_unknown:
             return
         if self._waits_for_sample:
             enough = not self._sample
@@ -101,6 +127,13 @@ class AnswerFeedback:
         self._due_at.append(self._num_usable)
         self._num_plans += 1
         if self._num_plans == MAX_REPLANS:
-            self._learns = False
-            self._unanswered.clear()
-            self._early.clear()
+            self._stop_learning()
+
+    def _stop_learning(self) -> None:
+        self._learns = False
+        self._unanswered.clear()
+        self._early.clear()
+
+
+def _first_wanted(num_unknown: int) -> int:
+    return max(_MIN_ANSWERS, int(_MIN_SHARE * num_unknown))

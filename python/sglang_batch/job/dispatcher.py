@@ -29,8 +29,8 @@ from .shard_plan import ShardPlan
 Sink = Callable[[BatchRequestInput, RequestOutput], None]
 # Renders one request of the job, by its number.
 Render = Callable[[int], Coroutine[Any, Any, Rendered]]
-# Makes new plans from answers (numbers, output lengths) and passes them to the engine.
-Replan = Callable[[Int64s, Int32s], Awaitable[Sequence[ShardPlan]]]
+# Makes new plans from answers (numbers, output lengths) and has them carried out.
+Replan = Callable[[Int64s, Int32s], Awaitable[None]]
 
 
 class Dispatcher:
@@ -45,6 +45,9 @@ class Dispatcher:
         sink: called once per request.
         limit: how many requests may be in the engine, for jobs that are throttled
             while they run.
+
+    Attributes:
+        grows: whether further plans will have more requests.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Dispatcher:
         self._replicas: list[Replica] = []
         # Requests that a new plan no longer moves: sent, or taken by another replica.
         self._settled = np.zeros(num_requests, np.bool_)
+        self._replica_of = np.full(num_requests, -1, np.int32)
         self._rendering: dict[int, asyncio.Task[Rendered]] = {}
         self._lookahead = config.render_lookahead
         self._changed = asyncio.Event()
@@ -71,6 +75,7 @@ class Dispatcher:
         self._feedback: AnswerFeedback | None = None
         self._replan: Replan | None = None
         self._replanning: asyncio.Task[None] | None = None
+        self.grows = False
 
     def set_order(self, order: Int64s) -> None:
         """Send requests in this order and let the engine choose the replicas."""
@@ -78,13 +83,15 @@ class Dispatcher:
         replica.set_sides((order, order[:0]), self._window(False), False)
         self._replicas = [replica]
 
-    def set_plans(self, plans: Sequence[ShardPlan]) -> None:
-        """Send the remaining requests by these plans, one for each replica."""
+    def set_plans(self, plans: Sequence[ShardPlan], *, grows: bool = False) -> None:
+        """Send the remaining requests by these plans, one for each replica.
+
+        Args:
+            grows: whether a later plan will have more requests.
+        """
         if not self._replicas:
             single = len(plans) == 1
             self._replicas = [Replica(None if single else i) for i in range(len(plans))]
-            for replica, plan in zip(self._replicas, plans, strict=True):
-                replica.rest = SendQueue(plan.too_large)
         both_ends = any(plan.both_ends for plan in plans)
         windows = divide_window(self._window(both_ends), len(plans))
         num_sides = len(plans) * (2 if both_ends else 1)
@@ -94,6 +101,15 @@ class Dispatcher:
             unsent = left[~self._settled[left]], right[~self._settled[right]]
             replica.set_sides(unsent, window, both_ends)
             replica.reassign_in_flight(right)
+            new = plan.too_large[~self._settled[plan.too_large]]
+            replica.rest = SendQueue(np.concatenate([replica.rest.unsent, new]))
+            self._settle(replica, new)
+        self.grows = grows
+        self._changed.set()
+
+    def replica_of(self) -> Int32s:
+        """The replica of each request that a new plan no longer moves, else -1."""
+        return self._replica_of.copy()
 
     def replan_from(self, feedback: AnswerFeedback, replan: Replan) -> None:
         """Call ``replan`` whenever ``feedback`` has enough answers for a new plan."""
@@ -117,7 +133,8 @@ class Dispatcher:
                 while True:
                     self._changed.clear()
                     self._send_ready(group)
-                    if not any(r.num_unsent or r.in_flight for r in self._replicas):
+                    busy = any(r.num_unsent or r.in_flight for r in self._replicas)
+                    if not busy and not self.grows:
                         break
                     self._replan_if_due(group)
                     await self._changed.wait()
@@ -160,7 +177,7 @@ class Dispatcher:
         ):
             return False
         queue.pop()
-        self._settled[number] = True
+        self._settle(replica, number)
         del self._rendering[number]
         if isinstance(rendered, RequestOutput):
             self._sink(request, rendered)
@@ -203,7 +220,11 @@ class Dispatcher:
         queue = max((*victim.sides, victim.rest), key=len)
         stolen = queue.pop_last(min((len(queue) + 1) // 2, thief.window))
         thief.rest = SendQueue(stolen)
-        self._settled[stolen] = True
+        self._settle(thief, stolen)
+
+    def _settle(self, replica: Replica, numbers: int | Int64s) -> None:
+        self._settled[numbers] = True
+        self._replica_of[numbers] = replica.index or 0
 
     # New plans ------------------------------------------------------------------------
 
@@ -217,5 +238,5 @@ class Dispatcher:
 
     async def _make_plans(self, numbers: Int64s, output_len: Int32s) -> None:
         assert self._replan is not None
-        self.set_plans(await self._replan(numbers, output_len))
+        await self._replan(numbers, output_len)
         self._changed.set()

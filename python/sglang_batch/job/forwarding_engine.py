@@ -58,5 +58,17 @@ class ForwardingEngine:
     ) -> PreparedRequest | RequestOutput:
         return await self._engine.prepare(request, rid, tokenize=tokenize)
 
+    def stored(self, prepared: Any) -> bytes | None:
+        return self._engine.stored(prepared)
+
+    def restore(
+        self,
+        request: BatchRequestInput,
+        rid: str,
+        stored: bytes,
+        input_ids: Sequence[int],
+    ) -> PreparedRequest:
+        return self._engine.restore(request, rid, stored, input_ids)
+
     async def execute(self, prepared: Any, replica: int | None = None) -> RequestOutput:
         return await self._engine.execute(prepared, replica=replica)

@@ -1,8 +1,8 @@
 """One job, from its requests to their answers: render, plan, dispatch, store.
 
 Every entry point of the product runs its requests as a job. A job reads requests one at
-a time from :class:`~.rendering.Requests`, so that only their tokens are ever held for
-all of them. It uses the engine through :class:`~sglang_batch.engine.Engine` and passes
+a time from :class:`~.rendering.Requests` and keeps them on disk once they are rendered.
+The first ones run while the others are being rendered. It uses the engine through :class:`~sglang_batch.engine.Engine` and passes
 each answer to a sink as soon as it arrives. An error of the server is an answer only after
 several attempts.
 """
@@ -10,7 +10,6 @@ several attempts.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,19 +17,14 @@ import numpy as np
 
 from ..config import OfflineBatchConfig
 from ..engine import Engine
-from ..planner.requests import Int32s, Int64s
 from ..policies import POLICY_TABLE
 from ..request import RequestOutput
-from ..scheduling.job_plan import JobPlan, unplanned
-from .answer_feedback import AnswerFeedback
+from ..scheduling.job_plan import unplanned
 from .dispatcher import Dispatcher, Sink
 from .inflight_limit import InflightLimit
-from .job_planner import JobPlanner
+from .live_plan import LivePlan
 from .rendering import Indices, JobRenderer, Rendered, Requests
 from .retrying_engine import retrying
-from .shard_plan import ShardPlan
-
-logger = logging.getLogger(__name__)
 
 
 class Job:
@@ -43,13 +37,14 @@ class Job:
         on_rendered: called once per request rendered for planning.
         limit: how many requests may be in the engine, for jobs that are throttled
             while they run.
-        directory: where the prompts' tokens are kept during planning. The system's
+        directory: where rendered requests are kept until they are sent. The system's
             temporary directory by default.
         priority: jobs of the highest priority are admitted first.
 
     Attributes:
         prefix_sharing_ratio: share of the prompt tokens that a perfect prefix cache
-            would save. None until the job is planned, and for policies without a plan.
+            would save, among the requests that have been planned so far. None until the
+            first are, and for policies without a plan.
     """
 
     def __init__(
@@ -79,7 +74,11 @@ class Job:
         self._dispatcher = Dispatcher(
             engine, config, len(requests), self._renderer.render, sink, limit
         )
-        self.prefix_sharing_ratio: float | None = None
+        self._plan = LivePlan(job_id, engine, config, self._dispatcher, self._renderer)
+
+    @property
+    def prefix_sharing_ratio(self) -> float | None:
+        return self._plan.prefix_sharing_ratio
 
     async def set_priority(self, priority: int) -> None:
         """Change the priority, also of the requests that are in the engine."""
@@ -113,75 +112,42 @@ class Job:
         return None
 
     async def _run(self) -> None:
-        # A single request needs no order.
-        if POLICY_TABLE[self._config.policy].uses_prompts and len(self._todo) > 1:
-            plans = await self._planned(await self._read_prompts())
-        else:
-            plans = self._in_input_order()
         try:
-            await self._engine.open_job(self._job_id, plans)
-            if self._priority:
-                await self.set_priority(self._priority)
-            await self._dispatcher.run()
+            # A single request needs no order.
+            if POLICY_TABLE[self._config.policy].uses_prompts and len(self._todo) > 1:
+                await self._run_planned()
+            else:
+                await self._run_in_input_order()
         finally:
             await self._engine.close_job(self._job_id)
 
-    def _in_input_order(self) -> list[JobPlan]:
+    async def _run_in_input_order(self) -> None:
         self._dispatcher.set_order(np.asarray(self._todo, dtype=np.int64))
-        return [unplanned(self._engine.machine)]
+        await self._engine.open_job(self._job_id, [unplanned(self._engine.machine)])
+        await self._apply_priority()
+        await self._dispatcher.run()
 
-    async def _read_prompts(self) -> JobPlanner:
-        """Render every request for the plan. One that fails is answered here."""
+    async def _run_planned(self) -> None:
+        """Render and plan, and run what is planned meanwhile."""
+        with self._renderer.spool(self._directory):
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._renderer.read(self._todo, self._rendered))
+                    await self._plan.start()
+                    await self._apply_priority()
+                    group.create_task(self._plan.grow())
+                    await self._dispatcher.run()
+            except BaseExceptionGroup as failures:
+                # The first failure cancelled the rest; it is the one to report.
+                raise failures.exceptions[0] from None
 
-        def rendered(result: Rendered) -> None:
-            self._on_rendered()
-            request, prepared = result
-            if isinstance(prepared, RequestOutput):
-                self._sink(request, prepared)
+    async def _apply_priority(self) -> None:
+        if self._priority:
+            await self.set_priority(self._priority)
 
-        async with self._renderer.prompts(
-            self._todo, self._directory, rendered
-        ) as prompts:
-            return await asyncio.to_thread(
-                JobPlanner,
-                prompts.requests,
-                prompts.numbers,
-                self._engine.machine,
-                self._config,
-                self._engine.num_replicas,
-            )
-
-    async def _planned(self, planner: JobPlanner) -> list[JobPlan]:
-        """Plan the job, now and again as answers come."""
-
-        async def replan(numbers: Int64s, output_len: Int32s) -> list[ShardPlan]:
-            await asyncio.to_thread(planner.observe, numbers, output_len)
-            shards, plans = await asyncio.to_thread(self._plans, planner)
-            logger.info(
-                "Job %s: new plan from %d answers; order %s",
-                self._job_id,
-                len(numbers),
-                shards[0].plan.policy,
-            )
-            await self._engine.open_job(self._job_id, plans)
-            return shards
-
-        shards, plans = await asyncio.to_thread(self._plans, planner)
-        self.prefix_sharing_ratio = planner.tree.prefix_sharing_ratio
-        logger.info(
-            "Job %s: %d requests, %d prompt tokens, %.1f%% of them shareable; order %s",
-            self._job_id,
-            planner.num_requests,
-            planner.tree.num_tokens,
-            100 * planner.tree.prefix_sharing_ratio,
-            shards[0].plan.policy,
-        )
-        feedback = AnswerFeedback(planner.sample, planner.num_unknown)
-        self._dispatcher.set_plans(shards)
-        self._dispatcher.replan_from(feedback, replan)
-        return plans
-
-    def _plans(self, planner: JobPlanner) -> tuple[list[ShardPlan], list[JobPlan]]:
-        """Each replica's plan, and the part of it that its scheduler executes."""
-        shards = planner.plans()
-        return shards, [shard.for_scheduler(self._engine.machine) for shard in shards]
+    def _rendered(self, result: Rendered) -> None:
+        """A request was rendered. One that failed is answered here."""
+        self._on_rendered()
+        request, prepared = result
+        if isinstance(prepared, RequestOutput):
+            self._sink(request, prepared)

@@ -8,6 +8,9 @@ into a shard for each, and every shard has a plan of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
 from ..config import OfflineBatchConfig
@@ -21,7 +24,7 @@ from ..planner.ordering.order import Order, OrderSettings
 from ..planner.ordering.order_functions import make_order
 from ..planner.plan import Plan
 from ..planner.prefixes.prefix_tree import build_prefix_tree
-from ..planner.requests import UNKNOWN, Int32s, Int64s, PlanRequests
+from ..planner.requests import UNKNOWN, Bools, Int32s, Int64s, PlanRequests
 from ..planner.sharding.partition import partition
 from ..planner.sharding.shard import ShardJob, shard_job
 from ..planner.simulator.simulator import Simulation, simulate
@@ -41,12 +44,15 @@ class JobPlanner:
         requests: the job's requests. Their prompts are only read by this call.
         numbers: int64 ``[n]``, the number of each request in the job.
         num_shards: replicas of the engine.
+        replica_of: int32 by number, the replica of each request that is there already,
+            -1 for the others. None if all are to be divided.
 
     Attributes:
         tree: the prefix tree of the requests that fit into the KV cache.
         sample: int64, numbers of the requests that the first plan begins with, so that
             their answers improve the next one. Empty if the policy needs no estimates.
         num_unknown: requests of unknown output length.
+        policy: of the last plan.
     """
 
     def __init__(
@@ -56,10 +62,11 @@ class JobPlanner:
         machine: Machine,
         config: OfflineBatchConfig,
         num_shards: int = 1,
+        replica_of: Int32s | None = None,
     ) -> None:
         self._machine = machine
         self._settings = OrderSettings(seed=config.seed)
-        self._policy = config.policy
+        self._policy = self.policy = config.policy
         # SGLang's own scheduler runs requests in the order of arrival, so it cannot
         # take them from both ends.
         self._stock_scheduler = config.scheduler == "stock"
@@ -77,8 +84,10 @@ class JobPlanner:
         needs_estimates = POLICY_TABLE[config.policy].needs_estimates
         if needs_estimates and self.num_unknown >= MIN_SAMPLED:
             self._sample = choose_sample(self.tree, kept, seed=config.seed)
+        self._is_sampling = len(self._sample) > 0
         self.sample = self._numbers[self._sample]
-        self._shards = self._split(num_shards)
+        assigned = None if replica_of is None else replica_of[self._numbers]
+        self._shards = self._split(num_shards, assigned)
 
     @property
     def num_requests(self) -> int:
@@ -100,15 +109,35 @@ class JobPlanner:
         usable = output_len <= limit
         self._estimator.observe(place[usable], output_len[usable])
         self._sample = self._sample[:0]
+        self._is_sampling = False
+
+    def observed_before(
+        self, answers: Sequence[tuple[Int64s, Int32s]], sent: Bools
+    ) -> None:
+        """Take over from the planner of fewer requests, before the first plan.
+
+        The sample has only unsent requests then. With answers, the estimates are good
+        enough for an order without it, but its requests still come first.
+
+        Args:
+            answers: all that were observed, in the order of :meth:`observe`.
+            sent: bool by number, the requests that were sent.
+        """
+        sample, self._sample = self._sample, self._sample[:0]
+        for numbers, output_len in answers:
+            self.observe(numbers, output_len)
+        self._sample = sample[~sent[self._numbers[sample]]]
+        self.sample = self._numbers[self._sample]
 
     def plans(self) -> list[ShardPlan]:
         """A plan for each replica, from the answers observed so far."""
         estimates = self._estimator.estimates()
         policy = self._policy
-        if policy == AUTO and len(self._sample):
+        if policy == AUTO and self._is_sampling:
             policy = _UNTIL_SAMPLED
         elif policy == AUTO:
             policy = self._policy = self._choose(estimates)
+        self.policy = policy
         return [
             self._plan(
                 shard, policy, estimates, self._too_large[i :: len(self._shards)]
@@ -116,7 +145,7 @@ class JobPlanner:
             for i, shard in enumerate(self._shards)
         ]
 
-    def _split(self, num_shards: int) -> list[ShardJob]:
+    def _split(self, num_shards: int, assigned: Int32s | None) -> list[ShardJob]:
         everything = np.arange(len(self._requests))
         if num_shards == 1:
             return [ShardJob(everything, self.tree, self._requests)]
@@ -126,6 +155,8 @@ class JobPlanner:
             self.tree, cost, estimates.est_output_len, estimates.est_output_len_sq
         )
         cut = partition(self.tree, cost, work, num_shards)
+        if assigned is not None:
+            cut = replace(cut, shard=np.where(assigned < 0, cut.shard, assigned))
         return [
             shard_job(self.tree, self._requests, cut, shard)
             for shard in range(num_shards)
@@ -176,7 +207,7 @@ class JobPlanner:
     def _lengths_unknown(self) -> bool:
         """Whether too few output lengths are known to tell left from right."""
         most_unknown = 2 * self.num_unknown > len(self._requests)
-        return most_unknown and len(self._sample) > 0
+        return most_unknown and self._is_sampling
 
     def _order(self, shard: ShardJob, policy: str, own: OutputEstimates) -> Order:
         return make_order(

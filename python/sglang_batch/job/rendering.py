@@ -1,11 +1,16 @@
-"""Renders a job's requests: all of them for the plan, then each one to be sent."""
+"""Renders a job's requests, each of them once: for the plan, and to be sent.
+
+Rendered requests are kept until they are sent: the first ones in memory, all others on
+disk. The prompts' tokens are on disk in any case.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,12 +22,12 @@ from numpy.typing import NDArray
 from ..engine import Engine, PreparedRequest
 from ..planner.requests import UNKNOWN, Int64s, PlanRequests
 from ..request import BatchRequestInput, RequestOutput, engine_request_id
-from ..store.token_spool import TokenSpool
+from ..store.token_spool import RecordSpool, TokenSpool
 
 # For requests that declare no limit. Longer than any context.
 NO_LIMIT = 1 << 24
-# Requests rendered for the plan are kept until they are sent, up to this number of
-# requests and this number of prompt tokens in all. The others are rendered again.
+# Requests rendered for the plan are kept in memory until they are sent, up to this number
+# of requests and this number of prompt tokens in all. The others are on disk.
 KEPT_REQUESTS = 1 << 12
 KEPT_TOKENS = 1 << 21
 
@@ -54,7 +59,10 @@ class JobRenderer:
     """Renders the requests of one job.
 
     Args:
-        render_lookahead: requests that :meth:`prompts` renders at the same time.
+        render_lookahead: requests that :meth:`read` renders at the same time.
+
+    Attributes:
+        is_done: whether :meth:`read` has rendered everything.
     """
 
     def __init__(
@@ -65,50 +73,77 @@ class JobRenderer:
         self._engine = engine
         self._render_lookahead = render_lookahead
         self._kept: dict[int, PreparedRequest] = {}
+        self._spool: _Spool | None = None
+        self._grown = asyncio.Event()
+        self.is_done = False
 
     async def render(self, number: int) -> Rendered:
         """Render one request to be sent, by its number in the job."""
+        request = self._requests[number]
         if (kept := self._kept.pop(number, None)) is not None:
-            return self._requests[number], kept
+            return request, kept
+        if self._spool is not None:
+            rid = engine_request_id(self._job_id, request.index)
+            restored = self._spool.restore(self._engine, request, rid)
+            if restored is not None:
+                return request, restored
         return await self._render(number, tokenize=False)
 
-    @asynccontextmanager
-    async def prompts(
-        self,
-        numbers: Indices,
-        directory: Path | None,
-        on_rendered: Callable[[Rendered], None],
-    ) -> AsyncIterator[Prompts]:
-        """Render these requests with their tokens.
+    @contextmanager
+    def spool(self, directory: Path | None) -> Iterator[None]:
+        """Room on disk for rendered requests, below ``directory`` or the system's
+        temporary directory, until the context is left."""
+        with ExitStack() as stack:
+            made = TemporaryDirectory(prefix="tokens-", dir=directory)
+            place = Path(stack.enter_context(made))
+            tokens = stack.enter_context(TokenSpool(place / "tokens.i32"))
+            records = stack.enter_context(RecordSpool(place / "requests.bin"))
+            self._spool = _Spool(tokens, records, len(self._requests))
+            try:
+                yield
+            finally:
+                self._spool = None
 
-        The tokens are on disk, below ``directory`` or the system's temporary
-        directory, until the context is left. ``on_rendered`` is called for each
-        request, also for those that cannot be rendered and are left out.
+    async def read(
+        self, numbers: Indices, on_rendered: Callable[[Rendered], None]
+    ) -> None:
+        """Render these requests with their tokens, inside of :meth:`spool`.
+
+        ``on_rendered`` is called for each request, also for those that cannot be
+        rendered and are left out.
         """
-        planned: list[int] = []
-        limits: list[tuple[int, int]] = []
-        num_tokens = 0
-        with (
-            TemporaryDirectory(prefix="tokens-", dir=directory) as temporary,
-            TokenSpool(Path(temporary) / "tokens.i32") as spool,
-        ):
-            async with aclosing(self._render_in_order(numbers)) as rendered:
-                async for request, prepared in rendered:
-                    on_rendered((request, prepared))
-                    if isinstance(prepared, RequestOutput):
-                        continue
-                    input_ids = prepared.input_ids or ()
-                    spool.append(input_ids)
-                    num_tokens += len(input_ids)
-                    if num_tokens <= KEPT_TOKENS and len(planned) < KEPT_REQUESTS:
-                        self._kept[request.index] = prepared
-                    limits.append(_output_limits(prepared))
-                    planned.append(request.index)
-            max_new_tokens, known = np.array(limits, np.int32).reshape(-1, 2).T
-            yield Prompts(
-                np.asarray(planned, dtype=np.int64),
-                PlanRequests(*spool.arrays(), max_new_tokens.copy(), known.copy()),
-            )
+        spool = self._spool
+        assert spool is not None
+        async with aclosing(self._render_in_order(numbers)) as rendered:
+            async for request, prepared in rendered:
+                on_rendered((request, prepared))
+                if isinstance(prepared, RequestOutput):
+                    continue
+                stored = None
+                kept = len(spool) < KEPT_REQUESTS and spool.num_tokens <= KEPT_TOKENS
+                if kept:
+                    self._kept[request.index] = prepared
+                else:
+                    stored = self._engine.stored(prepared)
+                spool.append(request.index, prepared, stored)
+                self._grown.set()
+        self.is_done = True
+        self._grown.set()
+
+    async def until(self, num_requests: int, num_tokens: int) -> None:
+        """Wait until :meth:`read` has so many requests or tokens, or has ended."""
+        spool = self._spool
+        assert spool is not None
+        while not self.is_done:
+            if len(spool) >= num_requests or spool.num_tokens >= num_tokens:
+                return
+            self._grown.clear()
+            await self._grown.wait()
+
+    def prompts(self) -> Prompts:
+        """The requests that could be rendered so far."""
+        assert self._spool is not None
+        return self._spool.prompts()
 
     async def _render_in_order(self, numbers: Indices) -> AsyncGenerator[Rendered]:
         """Render several requests at a time, and yield them in the given order."""
@@ -137,3 +172,54 @@ def _output_limits(prepared: PreparedRequest) -> tuple[int, int]:
     if prepared.max_new_tokens is not None:
         limit = min(prepared.max_new_tokens, NO_LIMIT)
     return limit, limit if prepared.ignore_eos and limit < NO_LIMIT else UNKNOWN
+
+
+class _Spool:
+    """Rendered requests on disk, in the order in which they were rendered."""
+
+    def __init__(
+        self, tokens: TokenSpool, records: RecordSpool, num_requests: int
+    ) -> None:
+        self._tokens = tokens
+        self._records = records
+        self._numbers = array("q")
+        self._limits = array("i")
+        self._place = np.full(num_requests, -1, np.int32)  # by number
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def append(
+        self, number: int, prepared: PreparedRequest, stored: bytes | None
+    ) -> None:
+        """Add a request. ``stored``: None if it is kept, or has to be rendered again."""
+        input_ids = prepared.input_ids or ()
+        self.num_tokens += len(input_ids)
+        self._place[number] = len(self._numbers)
+        self._numbers.append(number)
+        self._tokens.append(input_ids)
+        self._records.append(stored or b"")
+        self._limits.extend(_output_limits(prepared))
+
+    def restore(
+        self, engine: Engine, request: BatchRequestInput, rid: str
+    ) -> PreparedRequest | None:
+        """A request that was stored, or None."""
+        place = int(self._place[request.index])
+        stored = self._records.read(place) if place >= 0 else b""
+        if not stored:
+            return None
+        return engine.restore(request, rid, stored, self._tokens.read(place))
+
+    def prompts(self) -> Prompts:
+        """All requests so far."""
+        limits = np.array(self._limits, np.int32).reshape(-1, 2)
+        max_new_tokens, known = limits.T
+        tokens, offsets = self._tokens.arrays()
+        return Prompts(
+            np.array(self._numbers, np.int64),
+            PlanRequests(
+                tokens[: offsets[-1]], offsets, max_new_tokens.copy(), known.copy()
+            ),
+        )

@@ -17,6 +17,11 @@ class SendQueue:
     def __len__(self) -> int:
         return self._end - self._begin
 
+    @property
+    def unsent(self) -> Int64s:
+        """All numbers in the queue."""
+        return self._numbers[self._begin : self._end]
+
     def peek(self, count: int) -> list[int]:
         """The next ``count`` numbers, or fewer. They stay in the queue."""
         end = min(self._begin + count, self._end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,19 @@ class RetryingEngine(ForwardingEngine):
         prepared = await self._engine.prepare(request, rid, tokenize=tokenize)
         if isinstance(prepared, RequestOutput):
             return prepared
+        return _PreparedLine(request, rid, prepared)
+
+    def stored(self, prepared: Any) -> bytes | None:
+        return self._engine.stored(prepared.prepared)
+
+    def restore(
+        self,
+        request: BatchRequestInput,
+        rid: str,
+        stored: bytes,
+        input_ids: Sequence[int],
+    ) -> PreparedRequest:
+        prepared = self._engine.restore(request, rid, stored, input_ids)
         return _PreparedLine(request, rid, prepared)
 
     async def execute(self, prepared: Any, replica: int | None = None) -> RequestOutput:

@@ -1,7 +1,8 @@
-"""Prompt token ids of a job, on disk: one flat int32 file and an offset per request."""
+"""Rendered requests of a job, on disk: their prompts' token ids, and the rest of each."""
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,18 +16,29 @@ class TokenSpool:
     """Append prompts in order, then read them all as two arrays.
 
     Half a million long prompts do not fit in memory. The file is mapped, so only the
-    parts in use are loaded. It is deleted when the spool is closed.
+    parts in use are loaded. It is deleted when the spool is closed. More prompts may be
+    appended after the arrays were read.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = open(path, "wb")  # noqa: SIM115 - closed with the spool
+        self._file = open(path, "w+b")  # noqa: SIM115 - closed with the spool
         self._offsets = array("q", [0])
+        self._flushed = 0  # bytes
 
     def append(self, input_ids: Sequence[int]) -> None:
         """Add the next request's prompt."""
         self._file.write(np.asarray(input_ids, dtype=np.int32).tobytes())
         self._offsets.append(self._offsets[-1] + len(input_ids))
+
+    def read(self, index: int) -> list[int]:
+        """One prompt, by its place in the order of :meth:`append`."""
+        begin, end = 4 * self._offsets[index], 4 * self._offsets[index + 1]
+        if begin < end > self._flushed:
+            self._file.flush()
+            self._flushed = 4 * self._offsets[-1]
+        tokens = os.pread(self._file.fileno(), end - begin, begin)
+        return array("i", tokens).tolist()
 
     def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """``tokens`` int32 ``[num_tokens]`` and ``offsets`` int64 ``[n + 1]``."""
@@ -37,6 +49,40 @@ class TokenSpool:
         return np.memmap(self._path, dtype=np.int32, mode="r"), offsets
 
     def __enter__(self) -> TokenSpool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+class RecordSpool:
+    """Append a record of bytes for each request, and read any of them again.
+
+    The file is deleted when the spool is closed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = open(path, "w+b", buffering=0)  # noqa: SIM115 - closed with the spool
+        self._offsets = array("q", [0])
+
+    def append(self, record: bytes) -> None:
+        """Add the next request's record."""
+        self._file.write(record)
+        self._offsets.append(self._offsets[-1] + len(record))
+
+    def read(self, index: int) -> bytes:
+        """A record by its place in the order of :meth:`append`."""
+        begin, end = self._offsets[index], self._offsets[index + 1]
+        return os.pread(self._file.fileno(), end - begin, begin)
+
+    def __enter__(self) -> RecordSpool:
         return self
 
     def __exit__(

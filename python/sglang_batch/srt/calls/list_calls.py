@@ -218,6 +218,9 @@ class _ListEngine(ForwardingEngine):
     ) -> PreparedRequest:
         return self._items[request.index]
 
+    def stored(self, prepared: Any) -> bytes | None:
+        return None  # it is in memory, and is not prepared by anyone
+
     async def execute(self, prepared: Any, replica: int | None = None) -> RequestOutput:
         message = prepared.message
         if unsent_messages(self._manager).pop(message.rid, None) is not None:

@@ -18,6 +18,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from ...engine import GENERATE_URL
 from ..compat.server_types import (
     EngineAnswer,
+    EngineRequest,
     JsonObject,
     ServingHandler,
     TemplateManager,
@@ -35,6 +36,9 @@ ServingCoroutine: TypeAlias = Coroutine[Any, Any, object]
 Serve: TypeAlias = Callable[[BaseModel], ServingCoroutine]
 """Answers a parsed body."""
 
+Converted: TypeAlias = tuple[EngineRequest, Any]
+"""SGLang's internal request, and the parsed body that its answer is formatted from."""
+
 
 class ServingEndpoints:
     """The endpoints of batches and ``/generate``, served by one engine.
@@ -48,6 +52,7 @@ class ServingEndpoints:
     ) -> None:
         self._managers = (tokenizer_manager, template_manager)
         self._serve: dict[str, Serve | Exception] = {}
+        self._handlers: dict[str, ServingHandler] = {}
 
     async def open(self, url: str) -> None:
         """Prepare an endpoint for :meth:`call`, which raises if this fails."""
@@ -55,21 +60,30 @@ class ServingEndpoints:
             return
         try:
             # In a thread, also because an import may keep a reference to its frames.
-            self._serve[url] = await asyncio.to_thread(
-                _serve_function, url, *self._managers
-            )
+            serve = await asyncio.to_thread(_serve_function, url, *self._managers)
+            if isinstance(serve, partial) and serve.func is _serve:
+                self._handlers[url] = serve.args[0]
+            self._serve[url] = serve
         except Exception as error:
             self._serve[url] = error
 
-    def call(self, url: str, body: JsonObject) -> ServingCoroutine:
+    def call(
+        self, url: str, body: JsonObject, keep: Callable[[Converted], None]
+    ) -> ServingCoroutine:
         """SGLang's work on one request, as a coroutine that has not started.
+
+        Args:
+            keep: called with the converted request where :meth:`continued` can go on
+                from it.
 
         Raises:
             ValueError: the endpoint does not accept the body.
             Exception: this model cannot serve the endpoint.
         """
         if url == GENERATE_URL:
-            return self._generate(_native_request(body))
+            native = _native_request(body)
+            keep((native, None))
+            return self._generate(native)
         manager = self._managers[0]
         # SGLang's answers repeat the request's name of the model.
         if body.get("model") is None:
@@ -79,7 +93,17 @@ class ServingEndpoints:
         serve = self._serve[url]
         if isinstance(serve, Exception):
             raise serve
+        if url in self._handlers:
+            return _serve(self._handlers[url], parsed, keep)
         return serve(parsed)
+
+    def continued(self, url: str, converted: Converted) -> ServingCoroutine:
+        """SGLang's work on a request from where it was converted, not started."""
+        adapted, parsed = converted
+        if url == GENERATE_URL:
+            return self._generate(adapted)
+        handler = self._handlers[url]
+        return handler._handle_non_streaming_request(adapted, parsed, None)
 
     async def _generate(self, request: GenerateReqInput) -> EngineAnswer:
         return await self._managers[0].generate_request(request, None).__anext__()
@@ -157,9 +181,14 @@ def _handler(
     return handler_class(manager, templates)
 
 
-async def _serve(handler: ServingHandler, parsed: BaseModel) -> object:
+async def _serve(
+    handler: ServingHandler,
+    parsed: BaseModel,
+    keep: Callable[[Converted], None] = lambda _: None,
+) -> object:
     """SGLang's ``handle_request`` without its HTTP request and its thread."""
     if message := handler._validate_request(parsed):
         raise ValueError(message)
     adapted, parsed = handler._convert_to_internal_request(parsed, None)
+    keep((adapted, parsed))
     return await handler._handle_non_streaming_request(adapted, parsed, None)

@@ -26,10 +26,11 @@ from ..compat.server_types import (
 from ..compat.support import STATE_KEY
 from .body_checks import parse_body
 from .checks.request_checks import check_ids, check_request
-from .endpoints import ServingEndpoints
+from .endpoints import Converted, ServingEndpoints
 from .machine import machine_of
 from .responses import abort_reason, aborted, output_of, rejection
 from .serving_call import HoldingManager, ServingCall
+from .stored_request import load, store
 
 # With fewer requests in flight the engine may run out of work between answers.
 MIN_INFLIGHT = 1024
@@ -44,6 +45,7 @@ class Prepared:
 
     adapted: SGLang's internal request, or the first of several.
     call: SGLang's serving code, held where it passes that request to the engine.
+    converted: where the call can be taken up again, None where only from its start.
     """
 
     url: str
@@ -53,6 +55,7 @@ class Prepared:
     input_ids: list[int] | None
     max_new_tokens: int | None
     ignore_eos: bool
+    converted: Converted | None = None
 
 
 class SGLangEngine:
@@ -191,8 +194,10 @@ class SGLangEngine:
         self, request: BatchRequestInput, rid: str, tokenize: bool
     ) -> Prepared | RequestOutput:
         url = request.url
+        converted: list[Converted] = []
         try:
-            call = ServingCall(self._endpoints.call(url, parse_body(request.body)), rid)
+            body = parse_body(request.body)
+            call = ServingCall(self._endpoints.call(url, body, converted.append), rid)
             adapted = call.render()
             if adapted is None:
                 return output_of(url, rid, call.answer, ())
@@ -205,7 +210,41 @@ class SGLangEngine:
         except Exception as error:
             return rejection(url, rid, error)
         limits = _output_limits(adapted)
-        return Prepared(url, rid, adapted, call, input_ids, *limits)
+        kept = converted[0] if converted else None
+        return Prepared(url, rid, adapted, call, input_ids, *limits, kept)
+
+    def stored(self, prepared: Prepared) -> bytes | None:
+        converted = prepared.converted
+        # Serving code that composes its requests converts a body into something else.
+        if converted is None or converted[0] is not prepared.adapted:
+            return None
+        return store(
+            converted, prepared.input_ids, prepared.max_new_tokens, prepared.ignore_eos
+        )
+
+    def restore(
+        self,
+        request: BatchRequestInput,
+        rid: str,
+        stored: bytes,
+        input_ids: Sequence[int],
+    ) -> Prepared:
+        converted, found = load(stored, input_ids)
+        call = ServingCall(self._endpoints.continued(request.url, converted), rid)
+        adapted = call.render()
+        if adapted is None:
+            raise EngineError(
+                f"{request.custom_id}: it was rendered, and now it is not."
+            )
+        return Prepared(
+            request.url,
+            rid,
+            adapted,
+            call,
+            None,
+            found.max_new_tokens,
+            found.ignore_eos,
+        )
 
     async def execute(
         self, prepared: Prepared, replica: int | None = None
@@ -237,7 +276,15 @@ class SGLangEngine:
         tokenizer = self._tokenizer_manager.tokenizer
         if not text or tokenizer is None:
             return []
-        return text_token_ids(tokenizer, text)
+        found = text_token_ids(tokenizer, text)
+        if (
+            isinstance(adapted, GenerateReqInput)
+            and isinstance(adapted.text, str)
+            and not adapted.contains_mm_input()
+        ):
+            # SGLang need not tokenize it again.
+            adapted.text, adapted.input_ids = None, found
+        return found
 
 
 def text_token_ids(tokenizer: Tokenizer, text: str | list[str]) -> list[int]:

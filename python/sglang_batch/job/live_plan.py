@@ -1,0 +1,130 @@
+"""The plan of a running job: made early, extended as prompts arrive, improved by answers.
+
+A job is rendered while it runs. The first plan has the first stretch of its requests. At
+each doubling, and when the last request is rendered, the plan is extended to all that
+have been rendered. The last one is the plan of the whole job. In between, and after,
+plans learn from answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from ..config import OfflineBatchConfig
+from ..engine import Engine
+from ..planner.requests import Int32s, Int64s
+from .answer_feedback import AnswerFeedback
+from .dispatcher import Dispatcher
+from .job_planner import JobPlanner
+from .rendering import JobRenderer, Prompts
+
+logger = logging.getLogger(__name__)
+
+# The first stretch ends with so many requests, or with so many prompt tokens.
+FIRST_REQUESTS = 1 << 11
+FIRST_TOKENS = 1 << 20
+
+
+class LivePlan:
+    """Plans one job, and has the engine and the dispatcher carry the plans out.
+
+    Attributes:
+        prefix_sharing_ratio: share of the prompt tokens that a perfect prefix cache
+            would save, of the requests planned so far. None before the first plan.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        engine: Engine,
+        config: OfflineBatchConfig,
+        dispatcher: Dispatcher,
+        renderer: JobRenderer,
+    ) -> None:
+        self._job_id = job_id
+        self._engine = engine
+        self._config = config
+        self._dispatcher = dispatcher
+        self._renderer = renderer
+        self._planner: JobPlanner | None = None
+        self._feedback: AnswerFeedback | None = None
+        self._answers: list[tuple[Int64s, Int32s]] = []
+        self._lock = asyncio.Lock()
+        self.prefix_sharing_ratio: float | None = None
+
+    async def start(self) -> None:
+        """Plan the first stretch, or a smaller job as a whole."""
+        await self._renderer.until(FIRST_REQUESTS, FIRST_TOKENS)
+        await self._extend()
+
+    async def grow(self) -> None:
+        """Extend the plan until it covers the whole job."""
+        num_requests, num_tokens = FIRST_REQUESTS, FIRST_TOKENS
+        while self._dispatcher.grows:
+            num_requests, num_tokens = 2 * num_requests, 2 * num_tokens
+            await self._renderer.until(num_requests, num_tokens)
+            await self._extend()
+
+    async def _extend(self) -> None:
+        """Plan all that has been rendered so far."""
+        async with self._lock:
+            grows = not self._renderer.is_done
+            prompts = self._renderer.prompts()
+            planner = await asyncio.to_thread(self._make_planner, prompts)
+            await self._carry_out(planner, grows=grows)
+            if self._feedback is None:
+                self._feedback = AnswerFeedback(
+                    planner.sample, planner.num_unknown, grows=grows
+                )
+                self._dispatcher.replan_from(self._feedback, self._replan)
+            else:
+                self._feedback.grow(planner.sample, planner.num_unknown, grows=grows)
+            self.prefix_sharing_ratio = planner.tree.prefix_sharing_ratio
+        logger.info(
+            "Job %s: %s%d requests, %d prompt tokens, %.1f%% of them shareable; order %s",
+            self._job_id,
+            "the first " if grows else "",
+            planner.num_requests,
+            planner.tree.num_tokens,
+            100 * planner.tree.prefix_sharing_ratio,
+            planner.policy,
+        )
+
+    def _make_planner(self, prompts: Prompts) -> JobPlanner:
+        replica_of = self._dispatcher.replica_of()
+        planner = JobPlanner(
+            prompts.requests,
+            prompts.numbers,
+            self._engine.machine,
+            self._config,
+            self._engine.num_replicas,
+            replica_of,
+        )
+        planner.observed_before(self._answers, replica_of >= 0)
+        return planner
+
+    async def _replan(self, numbers: Int64s, output_len: Int32s) -> None:
+        """Make a new plan of the same requests, from more answers."""
+        async with self._lock:
+            assert self._planner is not None
+            self._answers.append((numbers, output_len))
+            await asyncio.to_thread(self._planner.observe, numbers, output_len)
+            await self._carry_out(self._planner, grows=self._dispatcher.grows)
+            logger.info(
+                "Job %s: new plan from %d answers; order %s",
+                self._job_id,
+                len(numbers),
+                self._planner.policy,
+            )
+
+    async def _carry_out(self, planner: JobPlanner, *, grows: bool) -> None:
+        """Give the engine its part of a plan first, then send by it."""
+        shards = await asyncio.to_thread(planner.plans)
+        machine = self._engine.machine
+        plans = await asyncio.to_thread(
+            lambda: [shard.for_scheduler(machine) for shard in shards]
+        )
+        await self._engine.open_job(self._job_id, plans)
+        self._planner = planner
+        self._dispatcher.set_plans(shards, grows=grows)

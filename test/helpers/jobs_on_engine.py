@@ -5,6 +5,7 @@ Runs in a process of its own: ``main`` prints one line of JSON, for the tests to
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,10 @@ from typing import Any
 from builders import CHAT, make_body
 
 from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.job import live_plan, rendering
 from sglang_batch.job.job import Job
+from sglang_batch.job.job_planner import JobPlanner
+from sglang_batch.job.shard_plan import ShardPlan
 from sglang_batch.policies import POLICIES
 from sglang_batch.request import BatchRequestInput, RequestOutput
 from sglang_batch.srt.engine import in_process
@@ -82,6 +86,109 @@ def of_many_parts() -> Iterator[BatchRequestInput]:
         yield BatchRequestInput(i, f"r{i}", "/v1/completions", body)
 
 
+def of_every_kind() -> Iterator[BatchRequestInput]:
+    """Lines that SGLang's serving classes render, by two of each kind."""
+    chat_line = make_body("hello there", max_tokens=9)
+    text = {"model": "demo", "max_tokens": 9}
+    native = {"sampling_params": {"max_new_tokens": 9, "temperature": 0}}
+    tool = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, chat_line),
+        (CHAT, chat_line | {"logprobs": True, "top_logprobs": 2}),
+        (CHAT, chat_line | {"n": 2, "stop": ["q", "zz"]}),
+        (CHAT, chat_line | {"tools": [{"type": "function", "function": tool}]}),
+        ("/v1/completions", text | {"prompt": "a text", "echo": True, "logprobs": 1}),
+        ("/v1/completions", text | {"prompt": ["one", "another"]}),
+        ("/v1/completions", text | {"prompt": [40, 41, 42, 43]}),
+        ("/generate", native | {"text": "a text", "return_logprob": True}),
+        ("/generate", native | {"input_ids": [50, 51, 52]}),
+        ("/v1/responses", text | {"input": "a question", "max_output_tokens": 9}),
+    ]
+    number = itertools.count()
+    for url, body in kinds * 2:
+        for name in ("max_tokens",) if url == "/v1/responses" else ():
+            body = {key: value for key, value in body.items() if key != name}
+        if url != "/generate":
+            body = body | {"temperature": 0}
+        i = next(number)
+        yield BatchRequestInput(i, f"r{i}", url, json.dumps(body).encode())
+
+
+def from_disk(loop: Any, engine: Any) -> dict[str, Any]:
+    """Answers of lines whose rendered form waited in memory, and on disk."""
+    prepared: list[str] = []
+    tokenized: list[str] = []
+    prepare = engine._prepare
+
+    def counted(request: BatchRequestInput, *args: Any) -> Any:
+        prepared.append(request.url)
+        return prepare(request, *args)
+
+    engine._prepare = counted
+    manager = engine._tokenizer_manager
+    tokenize = manager._tokenize_texts
+
+    async def noted(texts: Any, *args: Any) -> Any:
+        tokenized.append(str(texts))
+        return await tokenize(texts, *args)
+
+    manager._tokenize_texts = noted
+    answers = []
+    live_plan.FIRST_REQUESTS = 8
+    for name, kept in (("memory", 1000), ("disk", 0)):
+        rendering.KEPT_REQUESTS = kept
+        prepared.clear()
+        lines = list(of_every_kind())
+        _, found = run(loop, engine, f"batch_{name}", lines, policy="dfs")
+        answers.append([_without_ids(found[i]) for i in range(len(lines))])
+    del engine._prepare, manager._tokenize_texts
+    return {
+        "differing": [
+            i for i, (a, b) in enumerate(zip(*answers, strict=True)) if a != b
+        ],
+        "ok": all(output["ok"] for run in answers for output in run),
+        "prepared": {url: prepared.count(url) for url in prepared},
+        "lines": {line.url: [x.url for x in lines].count(line.url) for line in lines},
+        "tokenized_by_sglang": tokenized,
+    }
+
+
+# Of the fields in ``meta_info``, most of which are times.
+NATIVE_FACTS = ("finish_reason", "prompt_tokens", "completion_tokens")
+
+
+def _without_ids(output: RequestOutput) -> dict[str, Any]:
+    """An answer without what differs each time: ids, times and cached tokens."""
+    changing = {
+        *(
+            "id",
+            "created",
+            "created_at",
+            "completed_at",
+            "e2e_latency",
+            "cached_tokens",
+        ),
+        *("prompt_tokens_details", "input_tokens_details", "cached_tokens_details"),
+    }
+
+    def stable(value: Any) -> Any:
+        if isinstance(value, list):
+            return [stable(each) for each in value]
+        if isinstance(value, float):
+            return round(value, 3)
+        if isinstance(value, dict):
+            return {
+                key: {name: each.get(name) for name in NATIVE_FACTS}
+                if key == "meta_info"
+                else stable(each)
+                for key, each in value.items()
+                if key not in changing
+            }
+        return value
+
+    return {"ok": output.ok, "body": stable(json.loads(output.body))}
+
+
 def run(
     loop: Any,
     engine: Any,
@@ -105,14 +212,14 @@ def by_every_policy(loop: Any, engine: Any) -> dict[str, Any]:
     """The requests sent of a small job, and its plan, by policy."""
     plans: list[Any] = []
 
-    make_plans = Job._plans
+    make_plans = JobPlanner.plans
 
-    def planned(self: Job, *args: Any) -> Any:
-        shards, for_scheduler = make_plans(self, *args)
+    def planned(self: JobPlanner) -> list[ShardPlan]:
+        shards = make_plans(self)
         plans.append(shards[0].plan)
-        return shards, for_scheduler
+        return shards
 
-    Job._plans = planned  # type: ignore[method-assign]
+    JobPlanner.plans = planned  # type: ignore[method-assign]
     found = {}
     for policy in POLICIES:
         requests = [
@@ -178,6 +285,7 @@ def main() -> None:
             ],
             "states_left": len(manager.rid_to_state),
         }
+        found["from_disk"] = from_disk(loop, engine)
         found["policies"] = by_every_policy(loop, engine)
         found["capacity"] = engine.machine.limits.kv_capacity_tokens
         print(json.dumps(found))

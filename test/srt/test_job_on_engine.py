@@ -69,6 +69,19 @@ def test_no_part_is_taken_for_an_online_request(found: dict[str, Any]) -> None:
     assert tokens < 20  # SGLang's own warm-up at most
 
 
+def test_a_line_is_rendered_once_wherever_it_waits(found: dict[str, Any]) -> None:
+    stored = found["from_disk"]
+    assert stored["ok"]
+    assert stored["differing"] == []
+    again = {url for url, count in stored["lines"].items() if url == "/v1/responses"}
+    assert stored["prepared"] == {
+        url: count * (2 if url in again else 1)
+        for url, count in stored["lines"].items()
+    }
+    # Only a list of prompts, which SGLang tokenizes at once.
+    assert set(stored["tokenized_by_sglang"]) == {"['one', 'another']"}
+
+
 def no_prefixes(ids: Iterable[str]) -> bool:
     """Whether no id is the beginning of another: SGLang aborts by prefix."""
     ordered = sorted(ids)

@@ -18,7 +18,7 @@ import sys
 from report import RESULTS, Figure, finish, print_figures
 
 # Each module has ``measure(quick) -> list[Figure]``; its first line of text is its help.
-PARTS: tuple[str, ...] = ("lists", "trickle")
+PARTS: tuple[str, ...] = ("lists", "trickle", "stream")
 
 
 def main() -> int:

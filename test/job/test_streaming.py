@@ -78,7 +78,7 @@ def test_the_first_stretch_runs_while_the_rest_is_rendered(policy: str) -> None:
         await settle()
         assert not work.done()
         engine.allow(50)
-        await engine.until(lambda: len(answers) == 2 * FIRST)
+        await engine.until(lambda: len(answers) >= 2 * FIRST)
         engine.allow(100)
         await work
 
@@ -86,7 +86,8 @@ def test_the_first_stretch_runs_while_the_rest_is_rendered(policy: str) -> None:
     assert len(answers) == engine.num_prepared == 100
     sizes = [len(numbers) for numbers in numbers_of(engine)]
     assert sizes == sorted(sizes)
-    assert {FIRST, 2 * FIRST, 100} <= set(sizes)
+    assert sizes[0] == FIRST and sizes[-1] == 100
+    assert any(2 * FIRST <= size <= 50 for size in sizes)
     for numbers in numbers_of(engine):
         assert numbers == list(range(len(numbers)))
 

@@ -1,0 +1,181 @@
+"""One engine in a process of its own, for ``doors/stream.py``: jobs while they are rendered.
+
+    python benchmark/stream_engine.py DIRECTORY
+
+DIRECTORY has the model and ``task.json``. Results are written to ``result.json`` there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import throughput_probe
+
+CHAT = "/v1/chat/completions"
+GROUP = 24
+TASK_FILE, RESULT_FILE, STEPS_FILE = "task.json", "result.json", "steps.bin"
+ARGUMENTS = (
+    "--dtype=float32",
+    "--mem-fraction-static=0.3",
+    "--max-total-tokens=16384",
+    "--max-running-requests=64",
+    "--chunked-prefill-size=512",
+)
+
+
+class Lines:
+    """Chat lines, made when they are read. Those of a group share a prefix, and the lines
+    of all groups are mixed: neighbours in the file are of different groups."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Any:
+        from sglang_batch.request import BatchRequestInput
+
+        group = index * 7919 % max(1, self._count // GROUP)
+        text = f"{group:06d} " + "a document " * (8 + group % 16) + f"question {index}"
+        body = {
+            "model": "demo",
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": 2 + index % 5,
+            "temperature": 0,
+        }
+        return BatchRequestInput(index, str(index), CHAT, json.dumps(body).encode())
+
+
+class Counted:
+    """Counts where templates and tokenizers run, and what is sent to the scheduler."""
+
+    def __init__(self, engine: Any) -> None:
+        self.prepared = 0
+        self.control_bytes = 0
+        prepare, control = engine._prepare, engine._job_control
+
+        def counted(*args: Any) -> Any:
+            self.prepared += 1
+            return prepare(*args)
+
+        async def noted(message: Any) -> Any:
+            self.control_bytes += sum(map(len, message.plans))
+            return await control(message)
+
+        engine._prepare, engine._job_control = counted, noted
+
+
+class Progress:
+    """When lines were rendered and answered, by ``time.perf_counter``."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.rendered: list[float] = []
+        self.answered: list[float] = []
+        self.cached = self.prompt = 0
+        self.texts: dict[int, bytes] = {}
+        self.rss: list[int] = []
+
+    def on_rendered(self) -> None:
+        if len(self.rendered) % 1000 == 0:
+            self.rss.append(psutil.Process().memory_info().rss)
+        self.rendered.append(time.perf_counter())
+
+    def on_answer(self, request: Any, output: Any) -> None:
+        if not output.ok:
+            raise RuntimeError(output.body.decode())
+        self.answered.append(time.perf_counter())
+        self.cached += output.usage.cached_tokens
+        self.prompt += output.usage.input_tokens
+        message = json.loads(output.body)["choices"][0]["message"]
+        self.texts[request.index] = str(message["content"]).encode()
+
+
+async def run_job(engine: Any, name: str, count: int, stop_s: float | None) -> Progress:
+    """Run a job of this many lines. ``stop_s``: end so long after the first answer."""
+    from sglang_batch.config import OfflineBatchConfig
+    from sglang_batch.job.job import Job
+
+    progress, stop = Progress(count), asyncio.Event()
+    job = Job(
+        name,
+        Lines(count),
+        range(count),
+        engine,
+        OfflineBatchConfig(),
+        progress.on_answer,
+        on_rendered=progress.on_rendered,
+    )
+    work = asyncio.ensure_future(job.run(stop))
+    while stop_s is not None and not work.done():
+        await asyncio.sleep(0.05)
+        late = progress.answered and time.perf_counter() - progress.answered[0] > stop_s
+        if late or len(progress.rendered) == count:
+            stop.set()
+            break
+    await work
+    return progress
+
+
+def main() -> None:
+    scratch = Path(sys.argv[1])
+    task = json.loads((scratch / TASK_FILE).read_text())
+    throughput_probe.install(scratch / STEPS_FILE)
+    from sglang_batch.job import live_plan
+    from sglang_batch.srt.engine import in_process
+
+    args = in_process.parse_server_args([f"--model-path={task['model']}", *ARGUMENTS])
+    with in_process.engine(args) as (engine, loop):
+
+        def run(name: str, count: int, stop_s: float | None = None) -> Progress:
+            return loop.run_until_complete(run_job(engine, name, count, stop_s))
+
+        loop.run_until_complete(engine.connect())
+        run("warm-up", 100)
+        counted = Counted(engine)
+        mid = task["mid"]
+        streamed = run("streamed", mid)
+        found: dict[str, Any] = {
+            "prepared": counted.prepared / mid,
+            "control_bytes": counted.control_bytes / mid,
+            "share_streamed": streamed.cached / streamed.prompt,
+        }
+        loop.run_until_complete(engine._tokenizer_manager.flush_cache())
+        first = live_plan.FIRST_REQUESTS, live_plan.FIRST_TOKENS
+        live_plan.FIRST_REQUESTS = live_plan.FIRST_TOKENS = 1 << 40
+        whole = run("whole", mid)
+        live_plan.FIRST_REQUESTS, live_plan.FIRST_TOKENS = first
+        found["share_whole"] = whole.cached / whole.prompt
+        found["differing"] = sum(
+            streamed.texts[i] != whole.texts[i] for i in whole.texts
+        )
+        loop.run_until_complete(engine._tokenizer_manager.flush_cache())
+        begin = time.perf_counter()
+        long = run("long", task["long"], task["stop_s"])
+        end = min(long.rendered[-1], time.perf_counter())
+        steps = throughput_probe.read_steps(scratch / STEPS_FILE, long.answered[0])
+        steps = steps[steps["start"] < end]
+        idle = steps["gap_s"] - steps["schedule_s"] - steps["result_s"]
+        found |= {
+            "first_answer_s": long.answered[0] - long.rendered[min(2000, mid) - 1],
+            "first_read_s": long.rendered[min(2000, mid) - 1] - begin,
+            "idle": float(np.maximum(idle, 0.0).sum()) / (end - long.answered[0]),
+            "window_s": end - long.answered[0],
+            "rendered": len(long.rendered),
+            "answered": len(long.answered),
+            "bytes_per_line": (long.rss[-1] - long.rss[5 if len(long.rss) > 9 else 0])
+            / (1000 * max(1, len(long.rss) - 6)),
+        }
+        (scratch / RESULT_FILE).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
+import psutil  # type: ignore[import-untyped]
 import throughput_probe
 
 CHAT = "/v1/chat/completions"
@@ -139,6 +139,7 @@ def main() -> None:
             return loop.run_until_complete(run_job(engine, name, count, stop_s))
 
         loop.run_until_complete(engine.connect())
+        manager: Any = engine._tokenizer_manager
         run("warm-up", 100)
         counted = Counted(engine)
         mid = task["mid"]
@@ -148,7 +149,7 @@ def main() -> None:
             "control_bytes": counted.control_bytes / mid,
             "share_streamed": streamed.cached / streamed.prompt,
         }
-        loop.run_until_complete(engine._tokenizer_manager.flush_cache())
+        loop.run_until_complete(manager.flush_cache())
         first = live_plan.FIRST_REQUESTS, live_plan.FIRST_TOKENS
         live_plan.FIRST_REQUESTS = live_plan.FIRST_TOKENS = 1 << 40
         whole = run("whole", mid)
@@ -157,7 +158,7 @@ def main() -> None:
         found["differing"] = sum(
             streamed.texts[i] != whole.texts[i] for i in whole.texts
         )
-        loop.run_until_complete(engine._tokenizer_manager.flush_cache())
+        loop.run_until_complete(manager.flush_cache())
         begin = time.perf_counter()
         long = run("long", task["long"], task["stop_s"])
         end = min(long.rendered[-1], time.perf_counter())

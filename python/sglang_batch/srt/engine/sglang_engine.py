@@ -278,7 +278,8 @@ class SGLangEngine:
             return []
         found = text_token_ids(tokenizer, text)
         if (
-            isinstance(adapted, GenerateReqInput)
+            found
+            and isinstance(adapted, GenerateReqInput)
             and isinstance(adapted.text, str)
             and not adapted.contains_mm_input()
         ):

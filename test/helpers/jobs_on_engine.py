@@ -285,7 +285,7 @@ def main() -> None:
             ],
             "states_left": len(manager.rid_to_state),
         }
-        found["from_disk"] = from_disk(loop, engine)
         found["policies"] = by_every_policy(loop, engine)
+        found["from_disk"] = from_disk(loop, engine)
         found["capacity"] = engine.machine.limits.kv_capacity_tokens
         print(json.dumps(found))

@@ -44,7 +44,7 @@ class Lines:
         from sglang_batch.request import BatchRequestInput
 
         group = index * 7919 % max(1, self._count // GROUP)
-        text = f"{group:06d} " + "a document " * (8 + group % 16) + f"question {index}"
+        text = f"{group:06d} " + "a document " * (4 + group % 8) + f"question {index}"
         body = {
             "model": "demo",
             "messages": [{"role": "user", "content": text}],
@@ -125,6 +125,26 @@ async def run_job(engine: Any, name: str, count: int, stop_s: float | None) -> P
     return progress
 
 
+def _while_rendering(job: Progress, scratch: Path) -> dict[str, Any]:
+    """The engine from a job's first answer to the last line that was rendered."""
+    begin, end = job.answered[0], job.rendered[-1]
+    steps = throughput_probe.read_steps(scratch / STEPS_FILE, begin)
+    steps = steps[steps["start"] < end]
+    idle = steps["gap_s"] - steps["schedule_s"] - steps["result_s"]
+    first_read_s = job.rendered[min(2000, len(job.rendered)) - 1]
+    skipped = min(5, len(job.rss) - 1)  # before them, requests are kept in memory
+    return {
+        "first_answer_s": begin - first_read_s,
+        "first_read_s": first_read_s,
+        "idle": float(np.maximum(idle, 0.0).sum()) / (end - begin),
+        "window_s": end - begin,
+        "rendered": len(job.rendered),
+        "answered": len(job.answered),
+        "bytes_per_line": (job.rss[-1] - job.rss[skipped])
+        / (1000 * max(1, len(job.rss) - 1 - skipped)),
+    }
+
+
 def main() -> None:
     scratch = Path(sys.argv[1])
     task = json.loads((scratch / TASK_FILE).read_text())
@@ -142,39 +162,27 @@ def main() -> None:
         manager: Any = engine._tokenizer_manager
         run("warm-up", 100)
         counted = Counted(engine)
+        begin = time.perf_counter()
+        found = _while_rendering(run("long", task["long"], task["stop_s"]), scratch)
+        found["first_read_s"] -= begin
+        print(found, file=sys.stderr)
         mid = task["mid"]
+        counted.prepared = counted.control_bytes = 0
+        loop.run_until_complete(manager.flush_cache())
         streamed = run("streamed", mid)
-        found: dict[str, Any] = {
+        found |= {
             "prepared": counted.prepared / mid,
             "control_bytes": counted.control_bytes / mid,
             "share_streamed": streamed.cached / streamed.prompt,
         }
+        print(found, file=sys.stderr)
         loop.run_until_complete(manager.flush_cache())
-        first = live_plan.FIRST_REQUESTS, live_plan.FIRST_TOKENS
         live_plan.FIRST_REQUESTS = live_plan.FIRST_TOKENS = 1 << 40
         whole = run("whole", mid)
-        live_plan.FIRST_REQUESTS, live_plan.FIRST_TOKENS = first
         found["share_whole"] = whole.cached / whole.prompt
         found["differing"] = sum(
             streamed.texts[i] != whole.texts[i] for i in whole.texts
         )
-        loop.run_until_complete(manager.flush_cache())
-        begin = time.perf_counter()
-        long = run("long", task["long"], task["stop_s"])
-        end = min(long.rendered[-1], time.perf_counter())
-        steps = throughput_probe.read_steps(scratch / STEPS_FILE, long.answered[0])
-        steps = steps[steps["start"] < end]
-        idle = steps["gap_s"] - steps["schedule_s"] - steps["result_s"]
-        found |= {
-            "first_answer_s": long.answered[0] - long.rendered[min(2000, mid) - 1],
-            "first_read_s": long.rendered[min(2000, mid) - 1] - begin,
-            "idle": float(np.maximum(idle, 0.0).sum()) / (end - long.answered[0]),
-            "window_s": end - long.answered[0],
-            "rendered": len(long.rendered),
-            "answered": len(long.answered),
-            "bytes_per_line": (long.rss[-1] - long.rss[5 if len(long.rss) > 9 else 0])
-            / (1000 * max(1, len(long.rss) - 6)),
-        }
         (scratch / RESULT_FILE).write_text(json.dumps(found))
 
 

@@ -117,7 +117,9 @@ async def run_job(engine: Any, name: str, count: int, stop_s: float | None) -> P
     work = asyncio.ensure_future(job.run(stop))
     while stop_s is not None and not work.done():
         await asyncio.sleep(0.05)
-        late = progress.answered and time.perf_counter() - progress.answered[0] > stop_s
+        if not progress.answered:
+            continue
+        late = time.perf_counter() - progress.answered[0] > stop_s
         if late or len(progress.rendered) == count:
             stop.set()
             break

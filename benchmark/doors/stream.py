@@ -24,7 +24,7 @@ TIMEOUT_S = 1200
 
 
 def measure(quick: bool) -> list[Figure]:
-    task = {"mid": 2500, "long": 6000, "stop_s": 10.0} if quick else _FULL
+    task = {"mid": 2500, "long": 50_000, "stop_s": 15.0} if quick else _FULL
     with tempfile.TemporaryDirectory(prefix="sglang-batch-bench-") as scratch:
         found = _run(Path(scratch), task)
     mid, long = f"{task['mid']} lines", f"{task['long']} lines"

@@ -9,6 +9,7 @@ from scheduling_jobs import arrive_all, job_of, plan_of, random_prompts
 from sglang_batch.scheduling.admission import Choice, EngineNow, choose, put_back
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.kv_accounting import KvAccounting
+from sglang_batch.scheduling.open_jobs import ScanPace
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
 
 
@@ -34,6 +35,7 @@ class ToyEngine:
         self.job, self.random, self.mixed = job, random, mixed
         self.kv_accounting = KvAccounting(capacity)
         self.kv_accounting.extend_forecast(400)
+        self.scan = ScanPace()
         self.step_tokens, self.page_size = step_tokens, page_size
         self.max_running, self.refuse, self.retract = max_running, refuse, retract
         self.chunk: ScheduledRequest | None = None
@@ -158,7 +160,7 @@ class ToyEngine:
 
     def step(self) -> Choice:
         self.begin()
-        choice = choose(self.job, self.kv_accounting, self.now())
+        choice = choose([self.job], self.kv_accounting, self.now(), self.scan)
         self.run(choice)
         return choice
 

@@ -17,6 +17,7 @@ from sglang_batch.planner.requests import LEFT, RIGHT
 from sglang_batch.scheduling.admission import Choice, EngineNow, choose, put_back
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.kv_accounting import KvAccounting
+from sglang_batch.scheduling.open_jobs import ScanPace
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
 
 
@@ -89,7 +90,7 @@ def test_runs_to_the_end(
                 break
             engine.begin()
             now, idle = engine.now(), job.uses.idle_tokens
-            choice = choose(job, engine.kv_accounting, now)
+            choice = choose([job], engine.kv_accounting, now, engine.scan)
             check_limits(engine, now, idle, choice)
             check_order(engine, choice)
             check_leaders(job, choice)
@@ -156,7 +157,7 @@ def test_putting_back_restores_everything(seed: int, dual: bool) -> None:
         engine.begin()
         before = state(job, engine.kv_accounting)
         for _ in range(2):
-            choice = choose(job, engine.kv_accounting, engine.now())
+            choice = choose([job], engine.kv_accounting, engine.now(), engine.scan)
             for request in choice.requests:
                 put_back(job, engine.kv_accounting, request)
             assert state(job, engine.kv_accounting) == before
@@ -169,18 +170,27 @@ def now_of(**changes: Any) -> EngineNow:
     return EngineNow(1024, 0, None, 0, 64, 100_000, 1)._replace(**changes)
 
 
+def choose_from(
+    job: JobState,
+    kv_accounting: KvAccounting,
+    now: EngineNow,
+    scan: ScanPace | None = None,
+) -> Choice:
+    return choose([job], kv_accounting, now, scan or ScanPace())
+
+
 def test_siblings_follow_the_one_that_computes_their_prefix() -> None:
     job = job_of(plan_of([(1,) * 50 + (i,) for i in range(4)] + [(9,)]))
     requests = arrive_all(job)
     kv_accounting = KvAccounting(10_000)
-    choice = choose(job, kv_accounting, now_of())
+    choice = choose_from(job, kv_accounting, now_of())
     assert choice.requests == [requests[0], requests[4]]
     assert choice.tokens == 52
     assert job.num_waiting == 3
-    assert choose(job, kv_accounting, now_of()).requests == []
+    assert choose_from(job, kv_accounting, now_of()).requests == []
     done = job.uses.computed(requests[0], 51)
     job.release_followers(done)
-    choice = choose(job, kv_accounting, now_of())
+    choice = choose_from(job, kv_accounting, now_of())
     assert choice.requests == requests[1:4]
     assert choice.tokens == 3
 
@@ -195,27 +205,27 @@ def test_no_prefix_is_begun_in_room_that_followers_need() -> None:
         requests = arrive_all(job)
         kv_accounting = KvAccounting(capacity)
         kv_accounting.extend_forecast(8)
-        choice = choose(job, kv_accounting, now_of())
+        choice = choose_from(job, kv_accounting, now_of())
         assert choice.requests == [requests[number] for number in joins]
         job.release_followers(job.uses.computed(requests[0], 51))
-        assert requests[1] in choose(job, kv_accounting, now_of()).requests
+        assert requests[1] in choose_from(job, kv_accounting, now_of()).requests
 
 
 def test_a_prompt_that_was_begun_goes_first() -> None:
     job = job_of(plan_of([(1,) * 90, (2,) * 30]))
     requests = arrive_all(job)
     kv_accounting = KvAccounting(10_000)
-    choice = choose(job, kv_accounting, now_of(step_tokens=40))
+    choice = choose_from(job, kv_accounting, now_of(step_tokens=40))
     assert (choice.requests, choice.tokens) == ([requests[0]], 40)
     now = now_of(step_tokens=40, chunk=requests[0], chunk_left=50)
-    choice = choose(job, kv_accounting, now)
+    choice = choose_from(job, kv_accounting, now)
     assert (choice.requests, choice.tokens) == ([], 40)
-    choice = choose(job, kv_accounting, now._replace(chunk_left=10))
+    choice = choose_from(job, kv_accounting, now._replace(chunk_left=10))
     assert (choice.requests, choice.tokens) == ([requests[1]], 40)
     full = now_of(step_tokens=40, decode_rows=40, chunk=requests[0], chunk_left=9)
-    assert choose(job, kv_accounting, full).tokens == 0
+    assert choose_from(job, kv_accounting, full).tokens == 0
     nothing = now_of(step_tokens=0, chunk=requests[0], chunk_left=9, page_size=4)
-    assert choose(job, kv_accounting, nothing).tokens == 4
+    assert choose_from(job, kv_accounting, nothing).tokens == 4
 
 
 @pytest.mark.parametrize("decode_rows", [0, 3])
@@ -226,12 +236,12 @@ def test_a_prompt_that_was_begun_waits_for_room(decode_rows: int, dual: bool) ->
     requests = arrive_all(job)
     kv_accounting = KvAccounting(10_000)
     now = now_of(step_tokens=40)
-    assert choose(job, kv_accounting, now).requests == requests
+    assert choose_from(job, kv_accounting, now).requests == requests
     now = now._replace(
         chunk=requests[0], chunk_left=50, decode_rows=decode_rows, room=0, chunk_room=16
     )
-    assert choose(job, kv_accounting, now).tokens <= 16
-    none = choose(job, kv_accounting, now._replace(chunk_room=0))
+    assert choose_from(job, kv_accounting, now).tokens <= 16
+    none = choose_from(job, kv_accounting, now._replace(chunk_room=0))
     assert (none.requests, none.tokens) == ([], 0)
 
 
@@ -241,11 +251,11 @@ def test_a_request_that_runs_alone_has_room_for_its_whole_prompt() -> None:
     job = job_of(plan_of([(1,) * 90, (2,) * 90]))
     requests = arrive_all(job)
     kv_accounting = KvAccounting(10_000)
-    choice = choose(job, kv_accounting, now_of(step_tokens=40))
+    choice = choose_from(job, kv_accounting, now_of(step_tokens=40))
     assert (choice.requests, choice.tokens) == ([requests[0]], 40)
     assert choice.room_needed == 90 + 1
     # Others that run do make room, so the next one takes what its first step needs.
-    choice = choose(job, kv_accounting, now_of(step_tokens=40))
+    choice = choose_from(job, kv_accounting, now_of(step_tokens=40))
     assert choice.requests == [requests[1]]
     assert choice.room_needed == 40 + 1
 
@@ -255,9 +265,9 @@ def test_who_finds_no_room_waits() -> None:
     requests = arrive_all(job)
     kv_accounting = KvAccounting(10_000)
     # The first always joins, since nothing else runs.
-    assert choose(job, kv_accounting, now_of(room=5)).requests == [requests[0]]
-    assert choose(job, kv_accounting, now_of(room=50)).requests == []
-    assert choose(job, kv_accounting, now_of(room=51)).requests == [requests[1]]
+    assert choose_from(job, kv_accounting, now_of(room=5)).requests == [requests[0]]
+    assert choose_from(job, kv_accounting, now_of(room=50)).requests == []
+    assert choose_from(job, kv_accounting, now_of(room=51)).requests == [requests[1]]
 
 
 def dual_job(num_right: int = 50) -> tuple[JobState, list[ScheduledRequest]]:
@@ -274,9 +284,12 @@ def test_the_right_side_leaves_the_left_its_kv() -> None:
     job, _ = dual_job(num_right=150)
     kv_accounting = KvAccounting(2000)
     kv_accounting.extend_forecast(400)
+    scan = ScanPace()
     decode_rows = 0
     for _ in range(30):
-        choose(job, kv_accounting, now_of(decode_rows=decode_rows, room=2000))
+        choose_from(
+            job, kv_accounting, now_of(decode_rows=decode_rows, room=2000), scan
+        )
         for request in kv_accounting.requests:
             if not request.decoding:
                 kv_accounting.begin_decoding(request)
@@ -288,15 +301,16 @@ def test_the_right_side_leaves_the_left_its_kv() -> None:
     assert job.backlog.last() is not None
     for request in [each for each in kv_accounting.requests if each.side == RIGHT]:
         kv_accounting.remove(request)
-    job.left_blocked = True  # and it goes before any other of the right
-    assert choose(job, kv_accounting, now_of(room=2000)).requests[0].side == LEFT
+    scan.left_blocked = True  # and it goes before any other of the right
+    choice = choose_from(job, kv_accounting, now_of(room=2000), scan)
+    assert choice.requests[0].side == LEFT
 
 
 def test_the_right_side_starts_when_the_left_is_spent() -> None:
     job, requests = dual_job()
     for request in requests[:50]:
         job.take(request)
-    choice = choose(job, KvAccounting(2000), now_of())
+    choice = choose_from(job, KvAccounting(2000), now_of())
     assert {request.side for request in choice.requests} <= {LEFT, RIGHT}
     assert choice.requests
 
@@ -321,11 +335,11 @@ def test_a_step_in_which_nothing_fits_costs_microseconds(dual: bool) -> None:
     arrive_all(job)
     kv_accounting = busy(job, 1000)
     now = now_of(step_tokens=8192, decode_rows=1000, rows=24)
-    assert choose(job, kv_accounting, now).requests == []
+    assert choose_from(job, kv_accounting, now).requests == []
     times = []
     for _ in range(200):
         begin = time.perf_counter()
-        choose(job, kv_accounting, now)
+        choose_from(job, kv_accounting, now)
         times.append(time.perf_counter() - begin)
     print(f"median {sorted(times)[100] * 1e6:.1f} us")
     # Measured: 10 to 30 us. Iterating over all requests would take far longer.

@@ -1,13 +1,21 @@
 """Chooses the requests that join the next step, and the number of prompt tokens.
 
-A step has the decodes of all running requests, and prompt tokens. An order that is
-followed fills every step up to its limit. The dual scanner takes requests from both ends
-of the order so that every step has the compute density of the job. Its state machine,
-``planner.admission_rules.dual_scanner``, is shared with the simulator.
+A step has the decodes of all running requests, and prompt tokens. Orders that are
+followed fill every step up to its limit. The dual scanner takes requests from both ends
+of an order so that every step has the compute density of the remaining work. Its state
+machine, ``planner.admission_rules.dual_scanner``, is shared with the simulator.
+
+The jobs of one priority are scanned together. Of their next requests, the one joins with
+which its job would have the least work, done or begun (``job_work``). A request that needs
+much work thus waits until the other jobs had as much. Then it is its turn, and nobody
+overtakes it until it fits. If one of the jobs is taken from both ends, there is one
+budget of density for all. It may put a job behind the others by the prompts of a full
+step, and no more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +29,9 @@ from ..planner.requests import LEFT, RIGHT
 from .job_plan import StepCost
 from .job_state import JobState
 from .kv_accounting import KvAccounting
+from .open_jobs import ScanPace
 from .scheduled_request import ScheduledRequest
+from .work_left import density_of
 
 # Factor by which a step may exceed its target while no request of the right side runs.
 _RAMP = 1.5
@@ -41,7 +51,8 @@ class EngineNow(NamedTuple):
     page_size: tokens in a page, the unit in which KV is allocated.
     mixed: whether decodes and prompts share a step. Otherwise a step with prompts has
         no decodes.
-    locked_elsewhere: tokens of shared prefixes that other jobs' requests use.
+    locked_elsewhere: tokens of shared prefixes that requests of other jobs than those
+        that are scanned use.
     chunk_room: most tokens of ``chunk`` that fit, in whole pages. Its KV was counted
         when it joined, but pages are not full to the last token, and other requests may
         have outlived their estimates.
@@ -67,7 +78,7 @@ class EngineNow(NamedTuple):
         return max(0, self.step_tokens - (self.decode_rows if self.mixed else 0))
 
     def after(self, choice: Choice) -> EngineNow:
-        """The engine for the next job, once the requests of one have joined."""
+        """The engine for the next jobs, once the requests of some have joined."""
         return self._replace(
             step_tokens=self.step_tokens - choice.tokens,
             chunk=None,
@@ -95,16 +106,22 @@ class Choice:
         self.room_needed += other.room_needed
 
 
-def choose(job: JobState, kv_accounting: KvAccounting, now: EngineNow) -> Choice:
-    """Fill the next step from one job.
+def choose(
+    jobs: Sequence[JobState],
+    kv_accounting: KvAccounting,
+    now: EngineNow,
+    scan: ScanPace,
+) -> Choice:
+    """Fill the next step from the jobs of one priority.
 
     The chosen requests leave the backlog and count as running. :func:`put_back` reverts
     that for a request that could not join after all.
     """
-    filling = _Filling(job, kv_accounting, now)
+    filling = _Filling(jobs, kv_accounting, now)
     limit = now.prompt_tokens
-    if job.dual:
-        _from_both_ends(filling, limit)
+    waiting = [job for job in jobs if job.backlog.count]
+    if any(job.dual for job in waiting or jobs):
+        _from_both_ends(filling, limit, scan)
     else:
         filling.continue_chunk(limit)
         filling.take(LEFT, limit, 0)
@@ -128,9 +145,9 @@ class _Filling:
     """A step being filled."""
 
     def __init__(
-        self, job: JobState, kv_accounting: KvAccounting, now: EngineNow
+        self, jobs: Sequence[JobState], kv_accounting: KvAccounting, now: EngineNow
     ) -> None:
-        self.job = job
+        self.jobs = jobs
         self.kv_accounting = kv_accounting
         self.now = now
         self.choice = Choice(room_needed=now.decode_rows)
@@ -142,48 +159,90 @@ class _Filling:
         self.choice.tokens += some
         self.choice.room_needed += some
 
+    @property
+    def locked_tokens(self) -> int:
+        """Tokens of shared prefixes that running requests of any job use."""
+        locked = self.now.locked_elsewhere
+        for job in self.jobs:
+            locked += job.uses.locked_tokens
+        return locked
+
+    def in_turn(self) -> list[JobState]:
+        """The jobs whose turn it is, first the one that would have the least work.
+
+        The others have more than that job by at least the prompts of a full step.
+        """
+        if len(self.jobs) == 1:
+            return [*self.jobs]
+        turns = []
+        for place, job in enumerate(self.jobs):
+            request = job.backlog.first()
+            if request is not None:
+                kept = job.uses.kept_depth(request.node)
+                work = job.done.charged_s + job.done.expected_s(request, kept)
+                turns.append((work, place))
+        turns.sort()
+        slack = self.now.step_tokens * self.jobs[0].plan.cost.token_time_s
+        return [
+            self.jobs[place] for work, place in turns if work <= turns[0][0] + slack
+        ]
+
+    def _next(self, side: int) -> tuple[JobState, ScheduledRequest] | None:
+        """The next request of a side, of the first job in turn that has one."""
+        for job in self.in_turn():
+            backlog = job.backlog
+            request = backlog.first() if side == LEFT else backlog.last()
+            if request is not None:
+                return job, request
+        return None
+
     def take(self, side: int, tokens: int, reserved: int) -> bool:
         """Admit from one side until ``tokens`` prompt tokens are in the step.
 
         Returns:
             Whether that side had to stop because a request did not fit.
         """
-        backlog = self.job.backlog
         while self.choice.tokens < tokens:
-            request = backlog.first() if side == LEFT else backlog.last()
-            if request is None:
+            found = self._next(side)
+            if found is None:
                 break
-            node = self.job.uses.blocked_by(request.node)
+            job, request = found
+            node = job.uses.blocked_by(request.node)
             if node:
                 self._num_new_followers += 1
                 if self._num_new_followers > _MOST_FOLLOWERS:
                     break
-                self.job.follow(request, node)
-            elif self._overtakes(request):
+                job.follow(request, node)
+            elif self._overtakes(job, request):
                 break
-            elif not self._admit(request, side, tokens, reserved):
+            elif not self._admit(job, request, side, tokens, reserved):
                 return True
         return False
 
-    def _overtakes(self, request: ScheduledRequest) -> bool:
+    def _overtakes(self, job: JobState, request: ScheduledRequest) -> bool:
         """Whether a request would compute a prefix in KV that followers need earlier.
 
         The prefix would be evicted before the requests that share it can join.
         """
-        job, uses = self.job, self.job.uses
-        if not job.num_followers:
+        uses = job.uses
+        followed = [each for each in self.jobs if each.num_followers]
+        if not followed:
             return False
         if uses.kept_depth(request.node) == uses.depth[request.node]:
             return False
-        claimed = sum(each.whole_kv for each in job.followers())
-        locked = uses.locked_tokens + uses.newly_locked(request.node)
-        locked += self.now.locked_elsewhere
+        claimed = sum(each.whole_kv for job in followed for each in job.followers())
+        locked = self.locked_tokens + uses.newly_locked(request.node)
         return not self.kv_accounting.fits(request, locked, claimed)
 
     def _admit(
-        self, request: ScheduledRequest, side: int, tokens: int, reserved: int
+        self,
+        job: JobState,
+        request: ScheduledRequest,
+        side: int,
+        tokens: int,
+        reserved: int,
     ) -> bool:
-        uses, kv_accounting = self.job.uses, self.kv_accounting
+        uses, kv_accounting = job.uses, self.kv_accounting
         if len(self.choice.requests) >= self.now.rows:
             return False
         kept = uses.kept_depth(request.node)
@@ -194,8 +253,7 @@ class _Filling:
         if kv_accounting.num_running > 0:
             if some + uses.newly_kept(request.node) + self.now.page_size > room:
                 return False
-            locked = uses.locked_tokens + uses.newly_locked(request.node)
-            locked += self.now.locked_elsewhere
+            locked = self.locked_tokens + uses.newly_locked(request.node)
             if not kv_accounting.fits(request, locked, reserved):
                 return False
             needed = some
@@ -204,9 +262,10 @@ class _Filling:
             # SGLang locks it, which leaves less to evict for the rest. As nothing runs,
             # nothing else will make room: have enough for the whole prompt.
             needed = extend
-        self.job.backlog.remove(request)
+        job.backlog.remove(request)
         request.side = side
         kv_accounting.admit(request)
+        job.done.start(request, kept)
         if request.leaf >= 0:
             uses.start(request, kept)
         self.choice.requests.append(request)
@@ -215,72 +274,87 @@ class _Filling:
         return True
 
 
-def _from_both_ends(filling: _Filling, limit: int) -> None:
-    job, kv_accounting, now = filling.job, filling.kv_accounting, filling.now
-    job.pace = next_pace(job.pace, job.left_blocked)
-    allowed = _budgets(job, kv_accounting, now)
+def _from_both_ends(filling: _Filling, limit: int, scan: ScanPace) -> None:
+    kv_accounting, now = filling.kv_accounting, filling.now
+    min_step_tokens = filling.jobs[0].plan.min_step_tokens
+    scan.pace = next_pace(scan.pace, scan.left_blocked)
+    allowed = _budgets(filling, scan)
     tokens = allowed.prefill_tokens
     if not now.mixed:
-        tokens = _saved_up(job, now, tokens)
+        tokens = _saved_up(scan, now, tokens)
         if not tokens and now.decode_rows:
             return
-    right = min(limit, max(tokens, job.plan.min_step_tokens))
+    right = min(limit, max(tokens, min_step_tokens))
     # If the left side did not fit last time, it goes first. Otherwise the right side
     # goes first: the more it reads, the more prompt tokens the left side may compute.
-    may_join = not job.left_blocked
+    may_join = not scan.left_blocked
     if now.chunk is not None:
         more = may_join or now.chunk.side == RIGHT
         filling.continue_chunk(right if more else min(limit, tokens))
     if may_join:
         # Most shared prefixes are those of the left side.
-        left_kv = kv_accounting.kv[LEFT] + job.uses.locked_tokens
+        left_kv = kv_accounting.kv[LEFT] + filling.locked_tokens
         kept = max(0, allowed.left_kv - left_kv)
         filling.take(RIGHT, right, kept)
     # While no request of the right side decodes, the left side need not hold back.
     if kv_accounting.decoding[RIGHT] == 0 and filling.choice.tokens == 0:
-        tokens = max(int(tokens * _RAMP), job.plan.min_step_tokens)
+        tokens = max(int(tokens * _RAMP), min_step_tokens)
         filling.continue_chunk(min(limit, tokens))
-    job.left_blocked = filling.take(LEFT, min(limit, tokens), 0)
+    scan.left_blocked = filling.take(LEFT, min(limit, tokens), 0)
     for side in (RIGHT, LEFT):
         # A step must not be empty, whatever the budgets.
         if filling.choice.tokens == 0 and now.decode_rows == 0 and now.chunk is None:
             filling.take(side, limit, 0)
 
 
-def _saved_up(job: JobState, now: EngineNow, tokens: int) -> int:
+def _saved_up(scan: ScanPace, now: EngineNow, tokens: int) -> int:
     """Prompt tokens of this step if a step has either prompts or decodes.
 
     The tokens that each step may take are saved up until they fill a step.
     """
-    job.saved_tokens = min(job.saved_tokens + tokens, now.prompt_tokens)
-    if job.saved_tokens < now.prompt_tokens and now.decode_rows:
+    scan.saved_tokens = min(scan.saved_tokens + tokens, now.prompt_tokens)
+    if scan.saved_tokens < now.prompt_tokens and now.decode_rows:
         return 0
-    saved, job.saved_tokens = job.saved_tokens, 0
+    saved, scan.saved_tokens = scan.saved_tokens, 0
     return saved
 
 
-def _budgets(job: JobState, kv_accounting: KvAccounting, now: EngineNow) -> ScanBudgets:
-    cost = job.plan.cost
-    left, right = job.backlog.first(), job.backlog.last()
+def _budgets(filling: _Filling, scan: ScanPace) -> ScanBudgets:
+    """The budgets of a step, for the jobs whose turn it is."""
+    kv_accounting, now = filling.kv_accounting, filling.now
+    jobs = filling.in_turn() or [*filling.jobs]
+    cost = jobs[0].plan.cost
+    left = _density(jobs, LEFT)
+    right = _density(jobs, RIGHT)
     on_left = now.chunk if now.chunk is not None and now.chunk.side == LEFT else None
     return budgets(
         ScanState(
             kv_accounting.capacity,
-            sum(kv_accounting.kv) + job.uses.locked_tokens,
-            job.density_at(left),
-            job.density_at(right),
+            sum(kv_accounting.kv) + filling.locked_tokens,
+            1.0 if left is None else left,
+            1.0 if right is None else right,
             left is not None,
             right is not None,
-            job.work.density,
+            density_of([job.work for job in jobs]),
             now.decode_rows,
             cost.kv_read_time_s * sum(kv_accounting.reads),
             kv_accounting.reads[LEFT],
             kv_accounting.reads[RIGHT],
             cost.token_time_s,
-            _prompt_token_time(cost, left if on_left is None else on_left),
-            job.pace,
+            _prompt_token_time(cost, on_left or jobs[0].backlog.first()),
+            scan.pace,
         )
     )
+
+
+def _density(jobs: Sequence[JobState], side: int) -> float | None:
+    """Mean density of the jobs' next requests on one side. None if there is none."""
+    nexts = [
+        job.density_at(request)
+        for job in jobs
+        if (request := job.backlog.first() if side == LEFT else job.backlog.last())
+    ]
+    return sum(nexts) / len(nexts) if nexts else None
 
 
 def _prompt_token_time(cost: StepCost, request: ScheduledRequest | None) -> float:

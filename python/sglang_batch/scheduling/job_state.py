@@ -9,6 +9,7 @@ import numpy as np
 
 from .backlog import Backlog
 from .job_plan import JobPlan
+from .job_work import JobWork
 from .leaf_numbers import LeafNumbers
 from .prefix_uses import PrefixUses
 from .scheduled_request import ScheduledRequest
@@ -43,11 +44,9 @@ class JobState:
         uses: its shared prefixes.
         backlog: requests that may be admitted.
         work: its remaining compute and KV reads.
+        done: the work that was done for it, and that its running requests need.
         num_followers: requests that wait for a prefix to be computed.
-        pace, left_blocked, saved_tokens: state of the dual scanner.
         priority: among open jobs, requests of the job with the highest join first.
-        served: tokens of it that were admitted. Among jobs of one priority, the one that
-            was served least is next.
     """
 
     def __init__(self, job_id: str, plan: JobPlan, page_size: int) -> None:
@@ -65,11 +64,8 @@ class JobState:
             str, ScheduledRequest
         ] = {}  # by request id, until they end
         self.work = WorkLeft(plan)
-        self.pace = 1.0
-        self.left_blocked = False
-        self.saved_tokens = 0
+        self.done = JobWork(plan.cost)
         self.priority = 0
-        self.served = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -126,6 +122,7 @@ class JobState:
             est_decode_steps=min(max_decode_steps, DEFAULT_EST_DECODE_STEPS),
             number=number,
             part=part,
+            work=self.done,
         )
         skipped = self._place(request)
         if skipped >= 0:

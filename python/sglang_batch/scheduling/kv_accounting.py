@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ..planner.admission_rules import kv_forecast
 from ..planner.admission_rules.kv_forecast import KvForecast, make_forecast
 from ..planner.requests import LEFT, ONLINE, RIGHT
+from .job_work import JobWork, read_base
 from .scheduled_request import ScheduledRequest
 
 # Share of the KV that stays free for requests that outlive their estimates: at rest,
@@ -32,6 +33,8 @@ class _LastSteps:
 
     decoding: list[int] = field(default_factory=lambda: [0, 0, 0])
     reads: list[int] = field(default_factory=lambda: [0, 0, 0])
+    # By job, their number and the sum of their ``read_base``.
+    of_jobs: dict[JobWork, list[int]] = field(default_factory=dict)
 
 
 class KvAccounting:
@@ -100,6 +103,7 @@ class KvAccounting:
         """Count a request whose prompt is computed from now on."""
         request.running = True
         request.begin = self.clock
+        request.first = request.steps
         request.initial_est_decode_steps = request.est_decode_steps
         request.est_decode_steps = self.corrected_est_decode_steps(request)
         self._requests[id(request)] = request
@@ -116,6 +120,8 @@ class KvAccounting:
             return
         self.decoding[request.side] += 1
         self.reads[request.side] += request.read_len + request.steps + 1
+        if request.work is not None:
+            request.work.decodes(request, 1)
         self._count_last_step(request, 1)
         self._schedule_overrun(request)
 
@@ -129,10 +135,14 @@ class KvAccounting:
         if request.takes_steps(self.clock):
             self.decoding[request.side] -= 1
             self.reads[request.side] -= request.read_len + steps + 1
+            if request.work is not None:
+                request.work.decodes(request, -1)
             self._count_last_step(request, -1)
             self._cancel_overrun(request)
         elif request.decoding:
             self.num_complete -= 1
+        if request.work is not None:
+            request.work.leave(request, request.first, steps)
         request.running = request.decoding = False
         request.cached_node = -1
         request.steps = steps
@@ -167,6 +177,9 @@ class KvAccounting:
                 decoding[side] -= ends.decoding[side]
                 reads[side] -= ends.reads[side]
                 self.num_complete += ends.decoding[side]
+            for work, (rows, base) in ends.of_jobs.items():
+                work.decoding -= rows
+                work.read_base -= base
         due = self._overruns.pop(self.clock, None)
         if due is None:
             return _NOBODY
@@ -196,7 +209,10 @@ class KvAccounting:
         steps = request.steps_done(self.clock)
         longer = min(steps + steps // 2 + 16, request.max_decode_steps)
         self._leave_forecast(request)
+        before = request.est_decode_steps
         request.est_decode_steps = max(longer, steps + 1)
+        if request.work is not None:
+            request.work.estimate_raised(request, before)
         # Counted now, since it will end late.
         self._learn(request, request.est_decode_steps)
         self._join_forecast(request)
@@ -214,6 +230,10 @@ class KvAccounting:
         steps = request.steps + request.last - request.begin
         ends.decoding[request.side] += count
         ends.reads[request.side] += count * (request.read_len + steps + 1)
+        if request.work is not None:
+            of_job = ends.of_jobs.setdefault(request.work, [0, 0])
+            of_job[0] += count
+            of_job[1] += count * read_base(request)
         if not any(ends.decoding):
             del self._last_steps[request.last]
 

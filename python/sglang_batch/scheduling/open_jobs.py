@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from .job_state import JobState
+
+
+@dataclass(slots=True)
+class ScanPace:
+    """State of the dual scanner over all jobs that are taken from both ends.
+
+    pace: see ``planner.admission_rules.dual_scanner.next_pace``.
+    left_blocked: whether the left side's next request did not fit.
+    saved_tokens: prompt tokens saved up for a step of prompts only.
+    """
+
+    pace: float = 1.0
+    left_blocked: bool = False
+    saved_tokens: int = 0
 
 
 class OpenJobs:
@@ -12,11 +27,13 @@ class OpenJobs:
 
     Attributes:
         each: the jobs; quicker to iterate over than this object itself.
+        scan: state of the dual scanner.
     """
 
     def __init__(self) -> None:
         self._jobs: dict[str, JobState] = {}
         self.each = self._jobs.values()
+        self.scan = ScanPace()
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -28,35 +45,63 @@ class OpenJobs:
         return self._jobs.get(job_id)
 
     def add(self, job: JobState) -> None:
+        if not any(other.dual for other in self.each):
+            self.scan = ScanPace()
         self._jobs[job.job_id] = job
 
     def remove(self, job: JobState) -> None:
         del self._jobs[job.job_id]
 
     def in_order(self) -> Iterable[JobState]:
-        """The jobs, first the one whose requests join first.
-
-        Jobs are ordered by priority. Among equals, the job that was served least comes
-        first, so that each gets the same share. An order taken from both ends is
-        different: it balances everything that runs, so two such jobs would hold each
-        other back. They run one after the other.
-        """
+        """The jobs by priority, and among equals those with the least work first."""
         if len(self._jobs) < 2:
             return self.each
-        return sorted(
-            self.each, key=lambda job: (-job.priority, 0 if job.dual else job.served)
-        )
+        return sorted(self.each, key=lambda job: (-job.priority, job.done.charged_s))
+
+    def by_priority(self) -> list[list[JobState]]:
+        """The jobs of each priority, the highest first.
+
+        Jobs of one priority share the engine by work done.
+        """
+        if len(self._jobs) < 2:
+            return [[*self.each]]
+        groups: dict[int, list[JobState]] = {}
+        for job in self.each:
+            groups.setdefault(job.priority, []).append(job)
+        return [groups[priority] for priority in sorted(groups, reverse=True)]
+
+    # Shares of the engine -------------------------------------------------------------
+
+    def arrives(self, job: JobState) -> None:
+        """A request of a job arrives. Call this before the request is added.
+
+        A job without waiting requests gets no more of the engine, and is not owed it
+        later: it starts again level with its peers.
+        """
+        if len(self._jobs) > 1 and not job.num_waiting:
+            job.done.raise_by(max(0.0, self._level(job) - job.done.done_s))
 
     def set_priority(self, job: JobState, priority: int) -> None:
         """Change a job's priority. From now on it gets the same share as its new peers;
-        it does not catch up with what they were served before."""
+        it does not catch up with the work that was done for them before."""
         job.priority = priority
+        job.done.raise_by(self._level(job) - job.done.done_s)
+
+    def _level(self, job: JobState) -> float:
+        """Work done for that peer of a job, with requests here, that has the least.
+
+        If no peer has requests, the most that was done for one: when it has some again,
+        nobody has to wait until the job has caught up.
+        """
         peers = [
-            other.served
+            other
             for other in self.each
-            if other is not job and other.priority == priority
+            if other is not job and other.priority == job.priority
         ]
-        job.served = min(peers, default=job.served)
+        busy = [peer.done.done_s for peer in peers if len(peer)]
+        if busy:
+            return min(busy)
+        return max((peer.done.done_s for peer in peers), default=job.done.done_s)
 
     @property
     def num_waiting(self) -> int:

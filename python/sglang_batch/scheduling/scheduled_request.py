@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..planner.requests import LEFT
+
+if TYPE_CHECKING:
+    from .job_work import JobWork
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +32,7 @@ class ScheduledRequest:
     number: its number in the job, -1 if it has none.
     part: the index of this sequence among those of a request with several. Only the
         first can be planned.
+    work: the work of its job, None for an online request.
     """
 
     req: Any
@@ -43,6 +47,7 @@ class ScheduledRequest:
     read_len: int = -1
     number: int = -1
     part: int = 0
+    work: JobWork | None = None
     waiting: bool = False
     arrival: int = -1  # its number among the job's requests, by arrival
     entry: int = -1  # its key in the backlog
@@ -52,6 +57,9 @@ class ScheduledRequest:
     steps: int = 0  # decode steps before it last began to decode
     initial_est_decode_steps: int = 0  # before it was admitted
     counted: int = 0  # its tokens in the bias of estimates
+    first: int = 0  # decode steps before it joined
+    charged_s: float = 0.0  # its part of its job's charged work
+    prompt_s: float = 0.0  # work on its prompt since it joined
     begin: int = 0  # decode clock at which it began
     last: int = 0  # decode clock once it has taken all steps that it may take
     # Its part of the KV forecast.

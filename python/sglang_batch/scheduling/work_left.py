@@ -7,7 +7,7 @@ have ended still in the sum, it would mislead the dual scanner there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,11 +112,29 @@ class WorkLeft:
         self._done_kv_read_s += kv_read_s
 
     @property
+    def compute_s(self) -> float:
+        """Compute time of the remaining work."""
+        return max(self._compute_s - self._done_compute_s, 0.0)
+
+    @property
+    def kv_read_s(self) -> float:
+        """KV read time of the remaining work."""
+        return max(self._kv_read_s - self._done_kv_read_s, 0.0)
+
+    @property
     def density(self) -> float:
-        """Compute time over KV read time of the remaining work, within 1e-6 to 1e6."""
-        reads = max(self._kv_read_s - self._done_kv_read_s, 1e-9)
-        density = max(self._compute_s - self._done_compute_s, 0.0) / reads
-        return min(max(density, 1.0 / _DENSITY_RANGE), _DENSITY_RANGE)
+        """See :func:`density_of`."""
+        return density_of([self])
+
+
+def density_of(works: Iterable[WorkLeft]) -> float:
+    """Compute time over KV read time of the remaining work of all, 1e-6 to 1e6."""
+    compute_s = kv_read_s = 0.0
+    for work in works:
+        compute_s += work.compute_s
+        kv_read_s += work.kv_read_s
+    density = compute_s / max(kv_read_s, 1e-9)
+    return min(max(density, 1.0 / _DENSITY_RANGE), _DENSITY_RANGE)
 
 
 def _own_reads(steps: Any) -> Any:

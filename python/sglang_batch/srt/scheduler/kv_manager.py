@@ -242,6 +242,7 @@ class KvManager:
             return None
         self.note_allocation()
         self._kv_accounting.admit(request)
+        job.done.start(request, -1)
         self._kv_accounting.begin_decoding(request)
         if request.leaf >= 0:
             job.uses.start(request, request.input_len)

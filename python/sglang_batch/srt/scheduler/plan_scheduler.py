@@ -164,13 +164,10 @@ class PlanScheduler:
             return
         mode = batch.forward_mode
         decodes = mode.is_decode() or (mode.is_mixed() and bool(batch.decoding_reqs))
-        record = self._recorder.record(self._kv_manager.num_offloaded, decodes=decodes)
-        # Jobs take turns, so their work is counted in equal shares.
-        share = 1.0 / max(1, len(self._jobs))
+        self._recorder.record(self._kv_manager.num_offloaded, decodes=decodes)
+        clock = self._kv_accounting.clock
         for job in self._jobs.each:
-            job.work.did(
-                share * record.compute_s, share * self._recorder.last_kv_read_s
-            )
+            job.work.did(*job.done.end_step(clock, decodes=decodes))
         if decodes:
             outlived = self._kv_accounting.count_decode_step()
             if outlived:
@@ -238,14 +235,14 @@ class PlanScheduler:
             room_needed=self._cache.free_or_evictable() - now.room,
         )
         offloaded = self._kv_manager.num_offloaded
-        for job in self._jobs.in_order():
+        for jobs in self._jobs.by_priority():
             if offloaded:  # they resume before any new request joins
                 break
-            elsewhere = self._jobs.locked_tokens - job.uses.locked_tokens
-            now = now._replace(locked_elsewhere=elsewhere)
-            choice = choose(job, self._kv_accounting, now)
+            own = sum(job.uses.locked_tokens for job in jobs)
+            now = now._replace(locked_elsewhere=self._jobs.locked_tokens - own)
+            choice = choose(jobs, self._kv_accounting, now, self._jobs.scan)
             total.add(choice)
-            if len(job.backlog):
+            if any(job.backlog.count for job in jobs):
                 break
             now = now.after(choice)
         if offloaded and now.chunk_left:
@@ -377,7 +374,7 @@ class PlanScheduler:
         if req is not self._scheduler.chunked_req:
             self._starting.append(request)
         if job is not None:
-            job.served += req.extend_end - cached + request.est_decode_steps
+            job.done.prefilled(request, req.extend_end - cached, cached)
             if request.leaf >= 0:
                 self._prefixes.started(job, request, cached)
 
@@ -386,8 +383,11 @@ class PlanScheduler:
         known = self._registry.known(chunked)
         if known is None:
             return
-        request = known[1]
-        self._recorder.prefilled(request, chunked.extend_end - chunked.prefix_len)
+        job, request = known
+        tokens, before = chunked.extend_end - chunked.prefix_len, chunked.prefix_len
+        self._recorder.prefilled(request, tokens)
+        if job is not None:
+            job.done.prefilled(request, tokens, before)
         if self._scheduler.chunked_req is not chunked:
             self._starting.append(request)
 

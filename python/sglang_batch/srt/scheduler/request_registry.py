@@ -155,6 +155,7 @@ class RequestRegistry:
         job = self._jobs.get(job_id)
         if job is None:
             return False
+        self._jobs.arrives(job)
         request = job.add(
             req,
             number,

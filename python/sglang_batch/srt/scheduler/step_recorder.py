@@ -31,7 +31,6 @@ class StepRecorder:
         offloaded, resumed, retracted: requests, in the current step.
         totals: sums over all steps, for ``/server_info``.
         kv_saved_bytes: KV that attention did not read twice, up to the last step.
-        last_kv_read_s: time to read KV in the last step, by the cost model.
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class StepRecorder:
         self._log = StepLog(log) if log is not None else None
         self._metrics = metrics
         self.kv_saved_bytes = self._saved_before = 0
-        self.last_kv_read_s = 0.0
         self.totals = dict.fromkeys(_TOTALS, 0)
         self._reset()
 
@@ -92,7 +90,7 @@ class StepRecorder:
         prefill_tokens, decode_tokens = sum(self._prefill), sum(decode)
         tokens = prefill_tokens + decode_tokens
         reads = sum(kv_accounting.reads) if decodes else 0
-        self.last_kv_read_s = reads * cost.kv_read_time_s
+        kv_read_s = reads * cost.kv_read_time_s
         totals = self.totals
         totals["steps"] += 1
         evicted = self._cache.evicted_tokens - totals["evicted_tokens"]
@@ -111,7 +109,7 @@ class StepRecorder:
             waiting,
             self.kv_saved_bytes - self._saved_before,
             tokens * cost.token_time_s + self._attention * cost.attention_time_s,
-            self.last_kv_read_s + cost.weight_read_time_s,
+            kv_read_s + cost.weight_read_time_s,
         )
         # Same as StepRecord(*values), in half the time.
         record: StepRecord = tuple.__new__(StepRecord, values)

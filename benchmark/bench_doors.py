@@ -18,7 +18,7 @@ import sys
 from report import RESULTS, Figure, finish, print_figures
 
 # Each module has ``measure(quick) -> list[Figure]``; its first line of text is its help.
-PARTS: tuple[str, ...] = ("lists", "trickle", "stream")
+PARTS: tuple[str, ...] = ("fair", "lists", "stream", "trickle")
 
 
 def main() -> int:

@@ -13,10 +13,10 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmark"
 
 
-def quick_run(script: str) -> dict[str, Any]:
+def quick_run(script: str, *arguments: str) -> dict[str, Any]:
     """The JSON of a ``--quick`` run, which has to end with status 0."""
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), "--quick"],
+        [sys.executable, str(BENCHMARKS / script), *arguments, "--quick"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -24,7 +24,7 @@ def quick_run(script: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout + done.stderr
     document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert {"cpu", "cores", "numpy", "commit", "date"} <= document["machine"].keys()
-    assert document["command"].endswith(f"{script} --quick")
+    assert document["command"].endswith(" ".join((script, *arguments, "--quick")))
     return document
 
 
@@ -51,3 +51,12 @@ def test_the_orders() -> None:
     assert all(figure["met"] for figure in document["figures"])
     (traces,) = document["tables"]
     assert len(traces["rows"]) == 4 * 3
+
+
+@pytest.mark.timeout(150)
+def test_jobs_that_share_an_engine() -> None:
+    document = quick_run("bench_doors.py", "fair")
+    assert document["missed"] == []
+    names = {figure["name"]: figure["value"] for figure in document["figures"]}
+    assert names["small job, 6 beside 150"] <= 1.3
+    assert names["two equal jobs, off by"] <= 0.05

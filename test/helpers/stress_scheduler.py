@@ -132,6 +132,18 @@ class StressScheduler(offline.OfflineScheduler):
                 assert id(req) in known, f"{req.rid} runs and nobody counts it"
         for job in self.jobs:
             self.check_prefixes(job.uses)
+            self.check_work(job, requests)
+
+    def check_work(self, job: Any, requests: list[Any]) -> None:
+        """Sums of the job's work. Without requests, it was charged for all that was done."""
+        own = [request for request in requests if request.work is job.done]
+        clock = self.kv_accounting.clock
+        rows = [request for request in own if request.takes_steps(clock)]
+        assert job.done.decoding == len(rows)
+        reads = sum(x.read_len + x.steps_done(clock) + 1 for x in rows)
+        assert job.done.read_base + len(rows) * clock == reads
+        if not own:
+            assert abs(job.done.charged_s - job.done.done_s) <= 1e-6 * job.done.done_s
 
     def check_prefixes(self, uses: Any) -> None:
         length, running = uses._length, uses._running

@@ -141,7 +141,8 @@ def state(job: JobState, kv_accounting: KvAccounting) -> dict[str, Any]:
             kv_accounting.num_complete,
             kv_accounting.clock,
         ),
-        "learnt": (kv_accounting.bias, kv_accounting.margin),
+        "learnt": (job.done.bias.job, kv_accounting.margin),
+        "work": (round(job.done.charged_s, 9), job.done.done_s, job.done.decoding),
         "events": sorted(kv_accounting._overruns),
         "forecast": [array.tolist() for array in forecast[:4]],
     }
@@ -152,7 +153,7 @@ def state(job: JobState, kv_accounting: KvAccounting) -> dict[str, Any]:
 def test_putting_back_restores_everything(seed: int, dual: bool) -> None:
     job, random = random_job(seed, dual=dual, page_size=1)
     engine = ToyEngine(job, random, capacity=400, retract=0.02)
-    engine.kv_accounting._observed *= 3  # estimates were too low so far
+    job.done.bias.job.learn(observed=3e3, estimated=1e3)  # too low so far
     while len(job) and len(engine.trace) < 300:
         engine.begin()
         before = state(job, engine.kv_accounting)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 import pytest
-from scheduling_jobs import request_of
+from scheduling_jobs import job_of, plan_of, request_of
 
 from sglang_batch.scheduling.kv_accounting import MARGIN_MAX, MARGIN_MIN, KvAccounting
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
@@ -37,7 +37,6 @@ def check_sums(kv_accounting: KvAccounting, running: list[Known]) -> None:
     assert kv_accounting.num_complete == sum(not each.decoding for each in running)
     assert kv_accounting.requests == [each.request for each in running]
     assert MARGIN_MIN <= kv_accounting.margin <= MARGIN_MAX
-    assert 1.0 <= kv_accounting.bias <= 16.0
 
 
 def most_kv(running: list[Known], own: int, remaining: int) -> int:
@@ -244,8 +243,10 @@ def test_margin_grows_when_room_ran_out_and_comes_back() -> None:
 def test_a_line_that_ran_before_needs_what_its_estimate_says() -> None:
     """Joining again does not raise its estimate, so room for more is not asked."""
     kv_accounting = KvAccounting(1000)
-    kv_accounting._observed = 4 * kv_accounting._estimated
+    known = job_of(plan_of([(1, 2)], est_decode_steps=100.0)).done
+    known.bias.job.learn(observed=4e6, estimated=1e6)
     request = request_of(own=10, est_decode_steps=100, max_decode_steps=500)
+    request.work = known
     assert kv_accounting.corrected_est_decode_steps(request) == 400
     kv_accounting.admit(request)
     assert request.est_decode_steps == 400
@@ -260,34 +261,3 @@ def test_a_line_that_ran_before_needs_what_its_estimate_says() -> None:
 def test_nothing_runs_so_anything_fits() -> None:
     kv_accounting = KvAccounting(10)
     assert kv_accounting.fits(request_of(own=1000), 1000, 1000)
-
-
-@pytest.mark.parametrize("ratio", [1, 2, 4, 8])
-def test_estimates_that_were_too_low_raise_the_next(ratio: int) -> None:
-    kv_accounting = KvAccounting(10**6)
-    for _ in range(20):
-        requests = [
-            request_of(est_decode_steps=20, max_decode_steps=1000) for _ in range(20)
-        ]
-        for request in requests:
-            kv_accounting.admit(request)
-            kv_accounting.begin_decoding(request)
-        for _ in range(20 * ratio):
-            kv_accounting.count_decode_step()
-        for request in requests:
-            kv_accounting.remove(request)
-            kv_accounting.learn_output_len(request)
-    assert 0.8 * ratio <= kv_accounting.bias <= 1.3 * ratio
-
-
-def test_known_lengths_say_nothing_of_estimates() -> None:
-    kv_accounting = KvAccounting(10**6)
-    for _ in range(50):
-        request = request_of(est_decode_steps=20, max_decode_steps=20)
-        kv_accounting.admit(request)
-        kv_accounting.begin_decoding(request)
-        for _ in range(20):
-            kv_accounting.count_decode_step()
-        kv_accounting.remove(request)
-        kv_accounting.learn_output_len(request)
-    assert kv_accounting._observed == kv_accounting._estimated

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from scheduling_jobs import arrive_all, plan_of
+from scheduling_jobs import arrive, arrive_all, plan_of
 
+from sglang_batch.scheduling.admission import EngineNow, choose
 from sglang_batch.scheduling.job_state import JobState
+from sglang_batch.scheduling.kv_accounting import KvAccounting
 from sglang_batch.scheduling.open_jobs import OpenJobs
 from sglang_batch.scheduling.waiting_view import WaitingView
 
@@ -28,29 +30,102 @@ def job(jobs: OpenJobs, name: str) -> JobState:
     return found
 
 
-def test_jobs_join_by_priority_and_among_equals_by_what_they_were_served() -> None:
+def work(jobs: OpenJobs, **seconds: float) -> None:
+    for name, each in seconds.items():
+        job(jobs, name).done.raise_by(each)
+
+
+def test_jobs_are_ordered_by_priority_and_among_equals_by_their_work() -> None:
     jobs = open_jobs("a", "b", "c")
-    job(jobs, "a").served = 10
+    work(jobs, a=10.0)
     assert order(jobs) == ["b", "c", "a"]
     job(jobs, "c").priority = 1
     assert order(jobs) == ["c", "b", "a"]
-
-
-def test_jobs_taken_from_both_ends_run_one_after_the_other() -> None:
-    jobs = open_jobs("a", "b", density=[2.0, 1.0, 0.5])
-    job(jobs, "a").served = 10
-    assert order(jobs) == ["a", "b"]
+    assert [[each.job_id for each in group] for group in jobs.by_priority()] == [
+        ["c"],
+        ["a", "b"],
+    ]
+    assert OpenJobs().by_priority() == []
 
 
 def test_a_job_does_not_catch_up_with_its_new_peers() -> None:
     jobs = open_jobs("a", "b", "c")
-    for name, served in (("a", 50), ("b", 30), ("c", 0)):
-        job(jobs, name).served = served
-    job(jobs, "a").priority = job(jobs, "b").priority = 2
+    work(jobs, a=50.0, b=30.0)
+    for name in "ab":
+        job(jobs, name).priority = 2
+        arrive_all(job(jobs, name))
     jobs.set_priority(job(jobs, "c"), 2)
-    assert job(jobs, "c").served == 30
+    assert job(jobs, "c").done.done_s == 30.0
     jobs.set_priority(job(jobs, "c"), 7)  # it has no peers
-    assert job(jobs, "c").served == 30
+    assert job(jobs, "c").done.done_s == 30.0
+
+
+def test_a_job_is_not_owed_the_time_in_which_nothing_of_it_waited() -> None:
+    jobs = open_jobs("a", "b")
+    a, b = job(jobs, "a"), job(jobs, "b")
+    arrive_all(a)
+    work(jobs, a=50.0)
+    jobs.arrives(b)
+    assert b.done.done_s == 50.0
+    arrive(b, 0)
+    work(jobs, a=20.0)
+    jobs.arrives(b)  # it has waited meanwhile
+    assert b.done.done_s == 50.0
+    b.take(next(b.waiting()))
+    jobs.arrives(b)
+    assert b.done.done_s == 70.0
+
+
+def test_a_job_without_requests_is_not_behind_a_new_one() -> None:
+    """Or nobody else would join until the new job had as much work."""
+    jobs = open_jobs("a", "b")
+    a, b = job(jobs, "a"), job(jobs, "b")
+    work(jobs, a=50.0)
+    jobs.arrives(b)
+    assert b.done.done_s == a.done.done_s == 50.0
+
+
+def of_lengths(*lengths: int) -> OpenJobs:
+    """Jobs of ten prompts each; every answer is estimated at 8 decode steps."""
+    jobs = OpenJobs()
+    for number, length in enumerate(lengths):
+        prompts = [(100 * number + i,) * length for i in range(10)]
+        one = JobState("abc"[number], plan_of(prompts), 1)
+        arrive_all(one, max_decode_steps=8)
+        jobs.add(one)
+    return jobs
+
+
+def joined(jobs: OpenJobs, kv_accounting: KvAccounting, tokens: int = 1000) -> str:
+    """Jobs of the requests that join a step, in order."""
+    now = EngineNow(tokens, 0, None, 0, 64, 100_000, 1)
+    (group,) = jobs.by_priority()
+    choice = choose(group, kv_accounting, now, jobs.scan)
+    names = {id(each.done): each.job_id for each in group}
+    return "".join(names[id(request.work)] for request in choice.requests)
+
+
+def test_requests_join_by_the_work_of_their_jobs_not_by_their_number() -> None:
+    # 110 and 10 tokens a prompt, and 8 decode steps: 118 and 18 tokens to compute.
+    seen = joined(of_lengths(110, 10), KvAccounting(100_000), tokens=2000)
+    assert seen[:8] == "bbbbbbab"
+    assert sorted(seen) == list("aaaaaaaaaabbbbbbbbbb")
+
+
+def test_a_request_that_needs_much_gets_its_turn_and_nobody_overtakes_it() -> None:
+    jobs, kv_accounting = of_lengths(110, 10), KvAccounting(150)
+    kv_accounting.extend_forecast(100)
+    # After six of the other's, it is its turn, and it does not fit.
+    assert joined(jobs, kv_accounting) == "bbbbbb"
+    running = kv_accounting.requests
+    for request in running:
+        request.prompt_s = request.charged_s  # as if all its work was done
+    for request in running[:4]:
+        kv_accounting.remove(request)
+    assert joined(jobs, kv_accounting) == ""  # the other's would fit
+    for request in running[4:]:
+        kv_accounting.remove(request)
+    assert joined(jobs, kv_accounting)[0] == "a"
 
 
 def test_waiting_requests_are_seen_as_one_item_of_all_their_tokens() -> None:

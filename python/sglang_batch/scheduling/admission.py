@@ -9,8 +9,8 @@ The jobs of one priority are scanned together. Of their next requests, the one j
 which its job would have the least work, done or begun (``job_work``). A request that needs
 much work thus waits until the other jobs had as much. Then it is its turn, and nobody
 overtakes it until it fits. If one of the jobs is taken from both ends, there is one
-budget of density for all. It may put a job behind the others by the prompts of a full
-step, and no more.
+budget of density for all. A job that it puts behind the others by the prompts of a full
+step catches up without it.
 """
 
 from __future__ import annotations
@@ -151,11 +151,13 @@ class _Filling:
         self.kv_accounting = kv_accounting
         self.now = now
         self.choice = Choice(room_needed=now.decode_rows)
+        self._chunk_left = min(now.chunk_left, now.chunk_room)
         self._num_new_followers = 0
 
     def continue_chunk(self, tokens: int) -> None:
         """Continue the prompt in progress, which comes before all others."""
-        some = min(self.now.chunk_left, tokens, self.now.chunk_room)
+        some = min(self._chunk_left, tokens - self.choice.tokens)
+        self._chunk_left -= some
         self.choice.tokens += some
         self.choice.room_needed += some
 
@@ -175,35 +177,50 @@ class _Filling:
         if len(self.jobs) == 1:
             return [*self.jobs]
         turns = []
+        usual = self.kv_accounting.usual_steps
         for place, job in enumerate(self.jobs):
             request = job.backlog.first()
             if request is not None:
                 kept = job.uses.kept_depth(request.node)
-                work = job.done.charged_s + job.done.expected_s(request, kept)
-                turns.append((work, place))
+                expected_s = job.done.expected_s(request, kept, usual)
+                turns.append((job.done.share_s + expected_s, place))
         turns.sort()
         slack = self.now.step_tokens * self.jobs[0].plan.cost.token_time_s
         return [
             self.jobs[place] for work, place in turns if work <= turns[0][0] + slack
         ]
 
-    def _next(self, side: int) -> tuple[JobState, ScheduledRequest] | None:
-        """The next request of a side, of the first job in turn that has one."""
-        for job in self.in_turn():
+    def _next(
+        self, side: int, behind: JobState | None
+    ) -> tuple[JobState, ScheduledRequest] | None:
+        """The next request of a side, of the first job in turn that has one.
+
+        Args:
+            behind: if given, only of this job, as long as it is the turn of no other.
+        """
+        turn = self.in_turn()
+        if behind is not None and turn != [behind]:
+            return None
+        for job in turn:
             backlog = job.backlog
             request = backlog.first() if side == LEFT else backlog.last()
             if request is not None:
                 return job, request
         return None
 
-    def take(self, side: int, tokens: int, reserved: int) -> bool:
+    def take(
+        self, side: int, tokens: int, reserved: int, behind: JobState | None = None
+    ) -> bool:
         """Admit from one side until ``tokens`` prompt tokens are in the step.
+
+        Args:
+            behind: see :meth:`_next`.
 
         Returns:
             Whether that side had to stop because a request did not fit.
         """
         while self.choice.tokens < tokens:
-            found = self._next(side)
+            found = self._next(side, behind)
             if found is None:
                 break
             job, request = found
@@ -264,8 +281,8 @@ class _Filling:
             needed = extend
         job.backlog.remove(request)
         request.side = side
+        job.done.start(request, kept, kv_accounting.usual_steps)
         kv_accounting.admit(request)
-        job.done.start(request, kept)
         if request.leaf >= 0:
             uses.start(request, kept)
         self.choice.requests.append(request)
@@ -277,6 +294,8 @@ class _Filling:
 def _from_both_ends(filling: _Filling, limit: int, scan: ScanPace) -> None:
     kv_accounting, now = filling.kv_accounting, filling.now
     min_step_tokens = filling.jobs[0].plan.min_step_tokens
+    if _catches_up(filling, limit, scan):
+        return
     scan.pace = next_pace(scan.pace, scan.left_blocked)
     allowed = _budgets(filling, scan)
     tokens = allowed.prefill_tokens
@@ -292,10 +311,7 @@ def _from_both_ends(filling: _Filling, limit: int, scan: ScanPace) -> None:
         more = may_join or now.chunk.side == RIGHT
         filling.continue_chunk(right if more else min(limit, tokens))
     if may_join:
-        # Most shared prefixes are those of the left side.
-        left_kv = kv_accounting.kv[LEFT] + filling.locked_tokens
-        kept = max(0, allowed.left_kv - left_kv)
-        filling.take(RIGHT, right, kept)
+        filling.take(RIGHT, right, _left_kv(filling, allowed))
     # While no request of the right side decodes, the left side need not hold back.
     if kv_accounting.decoding[RIGHT] == 0 and filling.choice.tokens == 0:
         tokens = max(int(tokens * _RAMP), min_step_tokens)
@@ -305,6 +321,31 @@ def _from_both_ends(filling: _Filling, limit: int, scan: ScanPace) -> None:
         # A step must not be empty, whatever the budgets.
         if filling.choice.tokens == 0 and now.decode_rows == 0 and now.chunk is None:
             filling.take(side, limit, 0)
+
+
+def _catches_up(filling: _Filling, limit: int, scan: ScanPace) -> bool:
+    """Let a job that is behind the others join at the full rate.
+
+    Returns:
+        Whether it found no room, so that nobody else may join.
+    """
+    turn = filling.in_turn()
+    if len(turn) > 1 or not any(
+        job.backlog.count for job in filling.jobs if job not in turn
+    ):
+        return False
+    (behind,) = turn
+    filling.continue_chunk(limit)
+    if behind.dual:
+        filling.take(RIGHT, limit, _left_kv(filling, _budgets(filling, scan)), behind)
+    return filling.take(LEFT, limit, 0, behind)
+
+
+def _left_kv(filling: _Filling, allowed: ScanBudgets) -> int:
+    """KV that has to stay free for requests of the left side, in tokens."""
+    # Most shared prefixes are those of the left side.
+    left_kv = filling.kv_accounting.kv[LEFT] + filling.locked_tokens
+    return max(0, allowed.left_kv - left_kv)
 
 
 def _saved_up(scan: ScanPace, now: EngineNow, tokens: int) -> int:

@@ -11,6 +11,7 @@ from .backlog import Backlog
 from .job_plan import JobPlan
 from .job_work import JobWork
 from .leaf_numbers import LeafNumbers
+from .length_bias import LengthBias, subtrees
 from .prefix_uses import PrefixUses
 from .scheduled_request import ScheduledRequest
 from .work_left import WorkLeft
@@ -65,6 +66,7 @@ class JobState:
         ] = {}  # by request id, until they end
         self.work = WorkLeft(plan)
         self.done = JobWork(plan.cost)
+        self._subtree = subtrees(plan.parent, plan.leaf_begin, plan.leaf_end)
         self.priority = 0
 
     def __len__(self) -> int:
@@ -147,6 +149,7 @@ class JobState:
             leaf, skipped = -1, leaf
         request.leaf = leaf
         request.node = int(plan.node[leaf]) if leaf >= 0 else 0
+        request.subtree = int(self._subtree[request.node])
         request.own = request.input_len - int(self.uses.depth[request.node])
         request.cached_node = -1
         if leaf >= 0 and not request.running:
@@ -210,6 +213,7 @@ class JobState:
         self.plan = plan
         self.uses.reorder(plan)
         self.work.replan(plan)
+        self.done.bias = LengthBias()  # the new estimates have learnt from the answers
         for request in self._requests.values():
             if request.leaf < 0:
                 continue
@@ -247,6 +251,8 @@ class JobState:
             self._ended[:0] = bytes(first - leaves.lowest)
         self.uses, released = self.uses.extended(plan, self._page_size, moved, over)
         self.work.extend(plan, old, moved, over)
+        self.done.bias.forget_subtrees()
+        self._subtree = subtrees(plan.parent, plan.leaf_begin, plan.leaf_end)
         running, resized = [], []
         for request in self._requests.values():
             own = request.own

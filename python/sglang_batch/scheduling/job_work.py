@@ -4,7 +4,9 @@ Two sums count it. ``done_s`` grows step by step, as prompt tokens are computed 
 read. ``charged_s`` also has the work that the running requests are expected to need: a
 request is charged when it joins, and the charge is corrected when its estimate changes
 and when it leaves. Who has the least of it is next, so that a job with long answers does
-not get a place for each place of a job with short ones.
+not get a place for each place of a job with short ones. Charged are the decode steps
+that the job's last answers make likely, since estimates may be far off: of a job without
+answers they are what others usually take.
 
 Every sum changes by event, so that no step iterates over the running requests.
 """
@@ -12,13 +14,18 @@ Every sum changes by event, so that no step iterates over the running requests.
 from __future__ import annotations
 
 from .job_plan import StepCost
+from .length_bias import LengthBias
 from .scheduled_request import ScheduledRequest
+
+# Answers of a job that the usual length of all jobs counts as.
+_USUAL = 4.0
 
 
 class JobWork:
     """Work that was done for a job's requests, and that they are expected to need.
 
     Attributes:
+        bias: how far its estimates have been off.
         done_s: compute and KV read time of the steps so far.
         charged_s: the same of requests that left, and all of the running ones.
         decoding: running requests of the job that decode.
@@ -28,6 +35,7 @@ class JobWork:
 
     def __init__(self, cost: StepCost) -> None:
         self.cost = cost
+        self.bias = LengthBias()
         self.done_s = 0.0
         self.charged_s = 0.0
         self.decoding = 0
@@ -39,23 +47,50 @@ class JobWork:
         self.done_s += seconds
         self.charged_s += seconds
 
-    def expected_s(self, request: ScheduledRequest, kept: int) -> float:
-        """Work of a waiting request, with ``kept`` tokens of its prompt in the cache."""
-        prompt = max(1, request.input_len + request.steps - kept)
-        return self._prompt_s(prompt, kept) + self._decode_s(
-            request, request.steps, max(request.est_decode_steps, request.steps)
-        )
+    @property
+    def share_s(self) -> float:
+        """Work that was done or begun. Requests may have outlived their charge."""
+        return max(self.charged_s, self.done_s)
 
-    # A running request ----------------------------------------------------------------
+    def expected_s(
+        self, request: ScheduledRequest, kept: int, usual_steps: float | None
+    ) -> float:
+        """Work of a waiting request.
 
-    def start(self, request: ScheduledRequest, kept: int) -> None:
-        """A request joins. A resumed one has all its tokens: ``kept`` is -1."""
-        request.charged_s = self._decode_s(
-            request, request.steps, max(request.est_decode_steps, request.steps)
+        Args:
+            kept: tokens of its prompt in the cache. A request that is resumed has all
+                its tokens: -1.
+            usual_steps: mean decode steps of the last answers of all jobs, if any.
+        """
+        seconds = self._decode_s(
+            request, request.steps, self._likely_steps(request, usual_steps)
         )
         if kept >= 0:
             prompt = max(1, request.input_len + request.steps - kept)
-            request.charged_s += self._prompt_s(prompt, kept)
+            seconds += self._prompt_s(prompt, kept)
+        return seconds
+
+    def _likely_steps(
+        self, request: ScheduledRequest, usual_steps: float | None
+    ) -> int:
+        steps = float(request.est_decode_steps)
+        if request.steps == 0 and steps < request.max_decode_steps:
+            lately = self.bias.job
+            if lately.weight:
+                steps *= lately.observed / lately.estimated
+            if usual_steps is not None:
+                usual = _USUAL * usual_steps
+                steps = (lately.weight * steps + usual) / (lately.weight + _USUAL)
+        return max(min(int(steps + 0.5), request.max_decode_steps), request.steps)
+
+    # A running request ----------------------------------------------------------------
+
+    def start(
+        self, request: ScheduledRequest, kept: int, usual_steps: float | None
+    ) -> None:
+        """A request joins; see :meth:`expected_s`."""
+        request.charged_s = self.expected_s(request, kept, usual_steps)
+        request.charged_steps = self._likely_steps(request, usual_steps)
         request.prompt_s = 0.0
         self.charged_s += request.charged_s
 
@@ -65,11 +100,15 @@ class JobWork:
         request.prompt_s += seconds
         self._step_compute_s += seconds
 
-    def estimate_raised(self, request: ScheduledRequest, before: int) -> None:
-        """A running request is estimated at more decode steps than ``before``."""
-        more = self._decode_s(request, before, request.est_decode_steps)
-        request.charged_s += more
-        self.charged_s += more
+    def estimate_raised(self, request: ScheduledRequest) -> None:
+        """A running request takes more decode steps than it was estimated at."""
+        if request.est_decode_steps > request.charged_steps:
+            more = self._decode_s(
+                request, request.charged_steps, request.est_decode_steps
+            )
+            request.charged_steps = request.est_decode_steps
+            request.charged_s += more
+            self.charged_s += more
 
     def decodes(self, request: ScheduledRequest, count: int) -> None:
         """A running request begins to decode (1), or no longer does (-1)."""

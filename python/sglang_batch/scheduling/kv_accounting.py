@@ -13,16 +13,13 @@ from ..planner.admission_rules import kv_forecast
 from ..planner.admission_rules.kv_forecast import KvForecast, make_forecast
 from ..planner.requests import LEFT, ONLINE, RIGHT
 from .job_work import JobWork, read_base
+from .length_bias import LengthBias, LengthSums
 from .scheduled_request import ScheduledRequest
 
 # Share of the KV that stays free for requests that outlive their estimates: at rest,
 # at most, and the factors by which it changes when KV ran out and when it did not.
 MARGIN_MIN, MARGIN_MAX = 0.01, 0.2
 _MARGIN_UP, _MARGIN_DOWN = 2.0, 0.998
-# Requests that outlived their estimates raise those of the next, by at most this much.
-_BIAS_MAX = 16.0
-# Tokens that count as estimated correctly before anything was observed.
-_PRIOR = 32.0
 _EACH_SIDE = (LEFT, RIGHT, ONLINE)
 _NOBODY: tuple[ScheduledRequest, ...] = ()
 
@@ -61,8 +58,8 @@ class KvAccounting:
         self.num_running = 0
         self.num_complete = 0
         self.margin = MARGIN_MIN
-        self._estimated = _PRIOR
-        self._observed = _PRIOR
+        self._online_bias = LengthBias()
+        self._usual = LengthSums()
         self._forecast: KvForecast = make_forecast(1)
         self._longest = 1
         self._requests: dict[int, ScheduledRequest] = {}
@@ -76,16 +73,22 @@ class KvAccounting:
         return list(self._requests.values())
 
     @property
-    def bias(self) -> float:
-        """The factor by which estimates have been too low so far, at least 1."""
-        return min(max(1.0, self._observed / self._estimated), _BIAS_MAX)
+    def usual_steps(self) -> float | None:
+        """Mean decode steps of the last answers of all jobs. None before the first."""
+        usual = self._usual
+        return usual.observed / usual.weight if usual.weight else None
+
+    def _bias_of(self, request: ScheduledRequest) -> LengthBias:
+        work: JobWork | None = request.work
+        return self._online_bias if work is None else work.bias
 
     def corrected_est_decode_steps(self, request: ScheduledRequest) -> int:
-        """A waiting request's estimate, corrected by :attr:`bias`."""
+        """A waiting request's estimate, corrected by how far others were off."""
         if request.steps > 0 or request.est_decode_steps >= request.max_decode_steps:
             return min(request.est_decode_steps, request.max_decode_steps)
+        factor = self._bias_of(request).factor(request)
         return min(
-            request.max_decode_steps, int(request.est_decode_steps * self.bias + 0.5)
+            request.max_decode_steps, int(request.est_decode_steps * factor + 0.5)
         )
 
     def extend_forecast(self, longest: int) -> None:
@@ -105,6 +108,8 @@ class KvAccounting:
         request.begin = self.clock
         request.first = request.steps
         request.initial_est_decode_steps = request.est_decode_steps
+        if request.bias is None:
+            request.bias = self._bias_of(request)
         request.est_decode_steps = self.corrected_est_decode_steps(request)
         self._requests[id(request)] = request
         self.num_running += 1
@@ -157,6 +162,8 @@ class KvAccounting:
         """Remove a request that could not start, and restore its estimate."""
         self.remove(request)
         request.est_decode_steps = request.initial_est_decode_steps
+        if not request.counted:
+            request.bias = None
 
     def count_decode_step(self) -> Sequence[ScheduledRequest]:
         """Count a step in which the running requests decode.
@@ -193,26 +200,25 @@ class KvAccounting:
 
     def learn_output_len(self, request: ScheduledRequest) -> None:
         """Correct estimates by the length of a request that ended."""
+        self._usual.learn(request.steps, 0.0)
         self._learn(request, request.steps)
 
     def _learn(self, request: ScheduledRequest, steps: int) -> None:
-        """Correct :attr:`bias` by a request that takes at least ``steps`` decode steps."""
+        """Count a request that takes at least ``steps`` decode steps."""
         if request.initial_est_decode_steps >= request.max_decode_steps:
             return  # it was not estimated
-        if not request.counted:
-            self._estimated += request.initial_est_decode_steps + 1
-        self._observed += steps + 1 - request.counted
-        request.counted = steps + 1
+        # A new plan has other estimates, which say nothing of those that it had.
+        if request.bias is not None and request.bias is self._bias_of(request):
+            request.bias.learn(request, steps)
 
     def _raise_estimate(self, request: ScheduledRequest) -> None:
         request.overrun_at = -1
         steps = request.steps_done(self.clock)
         longer = min(steps + steps // 2 + 16, request.max_decode_steps)
         self._leave_forecast(request)
-        before = request.est_decode_steps
         request.est_decode_steps = max(longer, steps + 1)
         if request.work is not None:
-            request.work.estimate_raised(request, before)
+            request.work.estimate_raised(request)
         # Counted now, since it will end late.
         self._learn(request, request.est_decode_steps)
         self._join_forecast(request)

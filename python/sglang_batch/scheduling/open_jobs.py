@@ -56,14 +56,14 @@ class OpenJobs:
         """The jobs by priority, and among equals those with the least work first."""
         if len(self._jobs) < 2:
             return self.each
-        return sorted(self.each, key=lambda job: (-job.priority, job.done.charged_s))
+        return sorted(self.each, key=lambda job: (-job.priority, job.done.share_s))
 
     def by_priority(self) -> list[list[JobState]]:
         """The jobs of each priority, the highest first.
 
         Jobs of one priority share the engine by work done.
         """
-        if len(self._jobs) < 2:
+        if len(self._jobs) == 1:
             return [[*self.each]]
         groups: dict[int, list[JobState]] = {}
         for job in self.each:

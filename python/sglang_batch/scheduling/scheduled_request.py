@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..planner.requests import LEFT
-
-if TYPE_CHECKING:
-    from .job_work import JobWork
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +29,7 @@ class ScheduledRequest:
     number: its number in the job, -1 if it has none.
     part: the index of this sequence among those of a request with several. Only the
         first can be planned.
-    work: the work of its job, None for an online request.
+    work: the ``JobWork`` of its job, None for an online request.
     """
 
     req: Any
@@ -47,7 +44,7 @@ class ScheduledRequest:
     read_len: int = -1
     number: int = -1
     part: int = 0
-    work: JobWork | None = None
+    work: Any = None
     waiting: bool = False
     arrival: int = -1  # its number among the job's requests, by arrival
     entry: int = -1  # its key in the backlog
@@ -56,8 +53,12 @@ class ScheduledRequest:
     decoding: bool = False  # from the end of its prefill until it leaves
     steps: int = 0  # decode steps before it last began to decode
     initial_est_decode_steps: int = 0  # before it was admitted
-    counted: int = 0  # its tokens in the bias of estimates
+    subtree: int = 0  # the subtree with which its length is compared, 0 for the job
+    bias: Any = None  # the LengthBias that it counts in, from its admission
+    counted: int = 0  # its tokens in them
+    counted_in: tuple[tuple[Any, int], ...] = ()  # in which sums, and as which answer
     first: int = 0  # decode steps before it joined
+    charged_steps: int = 0  # decode steps that its job was charged for
     charged_s: float = 0.0  # its part of its job's charged work
     prompt_s: float = 0.0  # work on its prompt since it joined
     begin: int = 0  # decode clock at which it began

@@ -241,8 +241,8 @@ class KvManager:
         if back is None:
             return None
         self.note_allocation()
+        job.done.start(request, -1, self._kv_accounting.usual_steps)
         self._kv_accounting.admit(request)
-        job.done.start(request, -1)
         self._kv_accounting.begin_decoding(request)
         if request.leaf >= 0:
             job.uses.start(request, request.input_len)

@@ -15,14 +15,16 @@ import numpy as np
 from report import Figure, print_table
 
 from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.job.answer_feedback import AnswerFeedback
 from sglang_batch.job.job_planner import JobPlanner
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.policies import POLICY_TABLE
 from sglang_batch.scheduling.admission import EngineNow, choose
-from sglang_batch.scheduling.job_plan import JobPlan, unplanned
+from sglang_batch.scheduling.job_plan import JobPlan, StepCost, unplanned
 from sglang_batch.scheduling.job_state import JobState
+from sglang_batch.scheduling.job_work import JobWork
 from sglang_batch.scheduling.kv_accounting import KvAccounting
 from sglang_batch.scheduling.open_jobs import OpenJobs
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
@@ -332,5 +334,70 @@ def shares(quick: bool) -> list[Figure]:
     return figures
 
 
+# Estimates ----------------------------------------------------------------------------
+
+
+def answers_learnt(num_lines: int) -> int:
+    """Answers that a plan has learnt from while the first line of the sample runs on."""
+    feedback = AnswerFeedback(np.arange(20), num_lines)
+    for number in range(num_lines):
+        feedback.add_sent(0, number)
+    learnt = 0
+    for number in range(1, num_lines):
+        feedback.add_answer(number, 100)
+        while feedback.is_due:
+            _, lengths = feedback.pop_answers()
+            learnt += int((lengths >= 0).sum())
+    return learnt
+
+
+def lines_until_noticed(*, same_job: bool) -> int:
+    """Lines until estimates are raised fourfold, after 20,000 that were half as long.
+
+    Each line runs alone, the worst case: of lines that run together, all that outlive
+    their estimate count at once.
+    """
+    accounting = KvAccounting(10**6)
+    job = JobWork(StepCost(1e-5, 1e-8, 0.0, 0.0))
+
+    def run(steps: int) -> None:
+        req = Req("line")
+        line = ScheduledRequest(req, -1, 0, 0, 10, 10, 10_000, 40, work=job)
+        accounting.admit(line)
+        accounting.begin_decoding(line)
+        for _ in range(steps):
+            accounting.count_decode_step()
+        accounting.remove(line)
+        accounting.learn_output_len(line)
+
+    for _ in range(20_000):
+        run(20)
+    if not same_job:
+        job = JobWork(job.cost)
+    waiting = ScheduledRequest(Req("waits"), -1, 0, 0, 10, 10, 10_000, 40, work=job)
+    lines = 0
+    while accounting.corrected_est_decode_steps(waiting) < 4 * 40:
+        run(200)
+        lines += 1
+    return lines
+
+
+def estimates() -> list[Figure]:
+    return [
+        Figure(
+            "answers learnt of 9,999 beside one endless line", answers_learnt(10_000),
+            "", (">=", 5000), "was 0; plans are made at doubling distances",
+        ),
+        Figure(
+            "lines until 5 x longer ones are noticed, next job",
+            lines_until_noticed(same_job=False), "", ("<=", 99), "was 41,256",
+        ),
+        Figure(
+            "the same, in the same job", lines_until_noticed(same_job=True), "",
+            ("<=", 99), "was 41,256",
+        ),
+    ]  # fmt: skip
+
+
 def measure(quick: bool) -> list[Figure]:
-    return shares(quick)
+    return shares(quick) + ([] if quick else estimates())

@@ -1,8 +1,10 @@
-"""Which answers a running job may learn from, and when it is worth a new plan.
+"""The answers that a running job learns from, and when it is worth a new plan.
 
 At any moment of a run, the answers that have arrived are the short ones, so their mean
-is too small. A plan therefore only uses answers without a gap: of each stream of
-requests that are sent one after another, those before the first unanswered one.
+is too small. A plan therefore also uses the requests that still run, as censored
+observations (``planner.lengths.survival``). Requests of a stream are sent one after
+another and run side by side, a token of each in every step. So one that still runs has at
+least as many tokens as any answer to a request that was sent after it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ MAX_REPLANS = 8
 # Answers for the first one: this many, or this share of the job if that is more.
 _MIN_ANSWERS = 64
 _MIN_SHARE = 0.01
+# As many answers as a multiple of the sample's, if a part of it does not end.
+_BESIDE_SAMPLE = 2
 _FAILED = -1
 
 
@@ -38,20 +42,22 @@ class AnswerFeedback:
     def __init__(
         self, sample: Int64s, num_unknown: int, *, grows: bool = False
     ) -> None:
-        self._sample = set(sample.tolist())
-        self._waits_for_sample = bool(self._sample)
         self._num_unknown = num_unknown
         self._learns = grows or num_unknown > 0
-        # Without an answer, or with unanswered requests before them in their stream.
-        self._unanswered: dict[Hashable, deque[int]] = {}
-        self._early: dict[int, int] = {}
-        # Number and output length of each usable answer, _FAILED for an error.
-        self._usable: list[tuple[int, int]] = []
-        self._num_usable = self._num_popped = 0
-        self._wanted = _first_wanted(num_unknown)
+        self._sent: dict[Hashable, list[int]] = {}
+        # Output length of each answer, _FAILED for an error.
+        self._length: dict[int, int] = {}
+        self._new: list[int] = []  # answered since the last plan was due
         self._num_plans = 0
-        # Usable answers at which each due plan was found to be due.
-        self._due_at: deque[int] = deque()
+        self._due: deque[tuple[Int64s, Int32s]] = deque()
+        self._wait_for(sample)
+
+    def _wait_for(self, sample: Int64s) -> None:
+        """Set the answers that the first new plan waits for."""
+        self._sample = set(sample.tolist())
+        self._waits_for_sample = bool(self._sample)
+        self._wanted = max(_MIN_ANSWERS, int(_MIN_SHARE * self._num_unknown))
+        self._without_sample = max(self._wanted, _BESIDE_SAMPLE * len(self._sample))
 
     @property
     def has_learned(self) -> bool:
@@ -68,9 +74,7 @@ class AnswerFeedback:
         """
         self._num_unknown = num_unknown
         if not self.has_learned:
-            self._sample = set(sample.tolist())
-            self._waits_for_sample = bool(self._sample)
-            self._wanted = _first_wanted(num_unknown)
+            self._wait_for(sample)
         if not grows and not num_unknown:
             self._stop_learning()
         self._check_due()
@@ -78,19 +82,15 @@ class AnswerFeedback:
     def add_sent(self, stream: Hashable, number: int) -> None:
         """Add a request that was sent, to the end of its stream."""
         if self._learns:
-            self._unanswered.setdefault(stream, deque()).append(number)
+            self._sent.setdefault(stream, []).append(number)
 
-    def add_answer(self, stream: Hashable, number: int, output_len: int | None) -> None:
+    def add_answer(self, number: int, output_len: int | None) -> None:
         """Add an answer's length in tokens, or None for an error."""
         self._sample.discard(number)
         if not self._learns:
             return
-        self._early[number] = _FAILED if output_len is None else output_len
-        unanswered = self._unanswered[stream]
-        while unanswered and unanswered[0] in self._early:
-            first = unanswered.popleft()
-            self._usable.append((first, self._early.pop(first)))
-            self._num_usable += 1
+        self._length[number] = _FAILED if output_len is None else output_len
+        self._new.append(number)
         self._check_due()
 
     def skip(self, number: int) -> None:
@@ -101,39 +101,53 @@ class AnswerFeedback:
     @property
     def is_due(self) -> bool:
         """Whether there are enough answers for a new plan."""
-        return bool(self._due_at)
+        return bool(self._due)
 
     def pop_answers(self) -> tuple[Int64s, Int32s]:
-        """Numbers and output lengths of the due plan's new answers, both ``[k]``."""
-        count = self._due_at.popleft() - self._num_popped
-        answers, self._usable = self._usable[:count], self._usable[count:]
-        self._num_popped += count
-        pairs = np.array(answers, np.int64).reshape(-1, 2)
-        pairs = pairs[pairs[:, 1] != _FAILED]
-        return pairs[:, 0], pairs[:, 1].astype(np.int32)
+        """The due plan's new answers, and the requests that ran when it was due.
+
+        Returns:
+            Numbers, int64 ``[k]``, and output lengths, int32 ``[k]``: negative for a
+            request that runs, whose tokens so far are the negated value.
+        """
+        return self._due.popleft()
 
     def _check_due(self) -> None:
-        """Note whether a new plan is due with the answers usable now."""
+        """Note whether a new plan is due with the answers so far."""
         if not self._learns or not self._num_unknown:
             return
+        count = len(self._length)
         if self._waits_for_sample:
-            enough = not self._sample
+            # One line of the sample that does not end holds nothing up.
+            enough = not self._sample or count >= self._without_sample
         else:
-            enough = self._num_usable >= self._wanted
+            enough = count >= self._wanted
         if not enough:
             return
         self._waits_for_sample = False
-        self._wanted = max(self._wanted, 2 * self._num_usable)
-        self._due_at.append(self._num_usable)
+        self._wanted = max(self._wanted, 2 * count)
+        self._due.append(self._answers())
+        self._new.clear()
         self._num_plans += 1
         if self._num_plans == MAX_REPLANS:
             self._stop_learning()
 
     def _stop_learning(self) -> None:
         self._learns = False
-        self._unanswered.clear()
-        self._early.clear()
+        self._sent.clear()
+        self._length.clear()
 
-
-def _first_wanted(num_unknown: int) -> int:
-    return max(_MIN_ANSWERS, int(_MIN_SHARE * num_unknown))
+    def _answers(self) -> tuple[Int64s, Int32s]:
+        numbers = [each for each in self._new if self._length[each] != _FAILED]
+        lengths = [self._length[each] for each in numbers]
+        for sent in self._sent.values():
+            so_far = 0
+            for number in reversed(sent):
+                length = self._length.get(number)
+                if length is None:
+                    if so_far:
+                        numbers.append(number)
+                        lengths.append(-so_far)
+                else:
+                    so_far = max(so_far, length - 1)
+        return np.array(numbers, np.int64), np.array(lengths, np.int32)

@@ -205,7 +205,7 @@ class Dispatcher:
             self._sink(request, output)
             if self._feedback is not None:
                 tokens = output.usage.output_tokens if output.ok else None
-                self._feedback.add_answer((replica.index, side), request.index, tokens)
+                self._feedback.add_answer(request.index, tokens)
         finally:
             replica.remove_in_flight(request.index)
             self._changed.set()

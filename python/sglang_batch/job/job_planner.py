@@ -100,14 +100,17 @@ class JobPlanner:
 
         Args:
             numbers: int64 ``[k]``, the numbers of the requests in the job.
-            output_len: int32 ``[k]``, in tokens. Lengths above a request's
+            output_len: int32 ``[k]``, in tokens. Of a request that still runs, the
+                tokens that it has so far, negated. Lengths above a request's
                 ``max_new_tokens`` are ignored, because such an answer has several
                 sequences, and so are those of requests that are too large.
         """
         place = self._place[numbers]
         limit = np.where(place < 0, -1, self._requests.max_new_tokens[place])
-        usable = output_len <= limit
-        self._estimator.observe(place[usable], output_len[usable])
+        usable = np.abs(output_len) <= limit
+        ended, running = usable & (output_len >= 0), usable & (output_len < 0)
+        self._estimator.observe(place[ended], output_len[ended])
+        self._estimator.observe_running(place[running], -output_len[running])
         self._sample = self._sample[:0]
         self._is_sampling = False
 

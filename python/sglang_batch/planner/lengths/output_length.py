@@ -11,7 +11,8 @@ length of the observed answers of a subtree (BlendServe, section 3.2), in three 
    distribution of its length. Random lengths are drawn from it, and the remaining
    length of a running request is derived from it.
 
-Only observed answers count. A length known beforehand does not inform other estimates.
+Only observed answers count, and those of running requests, which are longer than they are
+so far (``survival``). A length known beforehand does not inform other estimates.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..compiled import jit
 from ..prefixes.prefix_tree import PrefixTree
 from ..requests import UNKNOWN, Bools, Floats, Int32s, Int64s, PlanRequests
 from .length_strata import SHRINKAGE, node_means, strata, sums_before
+from .survival import completed
 
 # Observed answers that make a subtree a stratum of its own.
 STRATUM_ANSWERS = 16
@@ -66,8 +68,8 @@ class Observed:
 class OutputLengthEstimator:
     """Estimates of output lengths that follow the observed answers of a job.
 
-    Observe only whole samples. The answers that have arrived at some moment of a run
-    are its short ones, and their mean is too low.
+    The answers that have arrived at some moment of a run are its short ones. Observe the
+    running requests with them.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class OutputLengthEstimator:
         self._cap = requests.max_new_tokens[tree.order].astype(np.float64)
         self._exact = requests.known_output_len[tree.order].astype(np.int64)
         self._learns = self._exact == UNKNOWN
+        self._so_far = np.zeros_like(self._exact)  # tokens of running requests
         self._bin = np.log2(tree.input_len + 1.0).astype(np.int64)
         self._position = np.empty_like(tree.order)
         self._position[tree.order] = np.arange(len(tree.order))
@@ -107,6 +110,18 @@ class OutputLengthEstimator:
                 "observe requests that were answered."
             )
         self._exact[self._position[request_indices]] = output_lens
+        self._so_far[:] = 0
+        self._fit = None
+
+    def observe_running(self, request_indices: Int64s, so_far: Int32s) -> None:
+        """Set which requests run, and the tokens that each has so far.
+
+        They count until :meth:`observe` is called next. Requests whose length is known
+        or that have no tokens yet say nothing.
+        """
+        at = self._position[request_indices]
+        self._so_far[:] = 0
+        self._so_far[at] = np.where(self._exact[at] == UNKNOWN, so_far, 0)
         self._fit = None
 
     def estimates(self) -> OutputEstimates:
@@ -186,23 +201,52 @@ class OutputLengthEstimator:
     def _make_fit(self) -> _Fit:
         tree = self._tree
         exact = self._exact != UNKNOWN
-        observed = exact & self._learns
-        stratum = strata(tree.parent, tree.leaf_parent, observed, STRATUM_ANSWERS)
-        # An empty answer took a step as well.
-        lengths = np.maximum(self._exact[observed], 1)
+        ended = exact & self._learns
+        observed = ended | (self._so_far > 0)
+        stratum = strata(tree.parent, tree.leaf_parent, ended, STRATUM_ANSWERS)
+        lengths, lengths_sq = self._completed(ended, stratum)
         mean = self._moment(lengths, self._default, observed, stratum)
         mean = np.maximum(mean, 1.0)
         # An exponential distribution has E[d^2] = 2 E[d]^2.
-        mean_sq = self._moment(lengths**2, 2 * self._default**2, observed, stratum)
+        mean_sq = self._moment(lengths_sq, 2 * self._default**2, observed, stratum)
         own, begin, length = _samples(stratum, lengths, stratum[observed])
         sum_before = sums_before(length)
         count = np.maximum(np.diff(begin), 1)
         sample_mean = np.maximum(np.diff(sum_before[begin]) / count, 1.0)
         scale = mean / sample_mean[own]
+        running = observed & ~ended
+        mean[running] = np.maximum(mean[running], self._so_far[running] + 1.0)
         mean = np.where(exact, self._exact, np.minimum(mean, self._cap))
         mean_sq = np.minimum(np.maximum(mean_sq, mean**2), self._cap**2)
         mean_sq = np.where(exact, mean**2, mean_sq)
         return _Fit(mean, mean_sq, own, scale, begin, length, sum_before, sample_mean)
+
+    def _completed(self, ended: Bools, stratum: Int32s) -> tuple[Int64s, Int64s]:
+        """Length of each observed answer and its square, int64, by leaf.
+
+        Those of running requests are expected ones: by the answers of their stratum, or
+        of the whole job outside of the strata.
+        """
+        running = self._so_far > 0
+        length = np.where(running, self._so_far, np.maximum(self._exact, 1))
+        observed = ended | running
+        mean, square = length.astype(np.float64), length.astype(np.float64) ** 2
+        all_ended = np.flatnonzero(ended)
+        for each in np.unique(stratum[running]):
+            own = stratum == each
+            longer = np.flatnonzero(running & own)
+            of = np.flatnonzero(ended & own) if each else all_ended
+            leaves = np.concatenate((of, longer))
+            expected, expected_sq = completed(
+                length[leaves], running[leaves], self._default
+            )
+            cap = self._cap[longer]
+            mean[longer] = np.minimum(expected[len(of) :], cap)
+            square[longer] = np.minimum(expected_sq[len(of) :], cap**2)
+        return (
+            np.rint(mean[observed]).astype(np.int64),
+            np.rint(square[observed]).astype(np.int64),
+        )
 
     def _moment(
         self, values: Int64s, default: float, observed: Bools, stratum: Int32s

@@ -17,6 +17,7 @@ class WaveServer(ThreadingHTTPServer):
         calls: the texts asked about, as they came, without those only prefilled.
         gate: calls whose text has the word "slow" wait for it.
         broken: hang up instead of answering.
+        priorities: of the waves, as they came; None if they had none.
     """
 
     def __init__(self) -> None:
@@ -24,6 +25,7 @@ class WaveServer(ThreadingHTTPServer):
         self.calls: list[str] = []
         self.gate = threading.Event()
         self.broken = False
+        self.priorities: list[int | None] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, *args: Any) -> None:
@@ -61,6 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         requests = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.priorities.append(requests.get("priority"))
         self.send_response(200)
         self.end_headers()
         waits = lambda pair: "slow" in pair[1]["text"]  # noqa: E731

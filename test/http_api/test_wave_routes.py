@@ -23,6 +23,22 @@ def test_a_wave_answers_each_request_by_its_index(server: Server) -> None:
     assert texts == [body["text"] for body in bodies]
 
 
+@pytest.mark.parametrize(("asked", "given"), [(None, 1001), (-3, -3), (1000, 1000)])
+def test_a_wave_goes_before_batches_unless_it_says_so(
+    server: Server, asked: int | None, given: int
+) -> None:
+    body = {"requests": [{"text": "a prompt"}], "priority": asked}
+    assert server.http.post(WAVE_PATH, json=body).status_code == 200
+    *_, priority = server.engine.priorities.values()
+    assert priority == given
+
+
+def test_a_priority_out_of_range_is_refused(bare_server: Server) -> None:
+    answer = bare_server.http.post(WAVE_PATH, json={"requests": [], "priority": 1001})
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == "priority"
+
+
 def test_an_empty_wave_has_no_answers(bare_server: Server) -> None:
     answer = bare_server.http.post(WAVE_PATH, json={"requests": []})
     assert (answer.status_code, answer.content) == (200, b"")

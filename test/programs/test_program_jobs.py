@@ -427,3 +427,16 @@ def test_names_and_directories_of_jobs(tmp_path: Path) -> None:
         ProgramJob("n", tmp_path / "file").open(),
     ):
         pass
+
+
+# Priority -------------------------------------------------------------------------
+
+
+def test_a_backend_gives_its_waves_their_priority(server: WaveServer) -> None:
+    for priority in (None, -7):
+        backend = BatchBackend(server.url, priority=priority)
+        ask.run_batch(questions("one"), backend=backend)
+    assert set(server.priorities) == {None, -7}
+    assert server.priorities[-1] == -7
+    with pytest.raises(ConfigError, match="priority=1001 must be -1000 to 1000"):
+        BatchBackend(server.url, priority=1001)

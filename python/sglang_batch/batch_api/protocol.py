@@ -38,6 +38,8 @@ MAX_UPLOAD_BYTES = 8 << 30
 # Limits of the time for which a client may have a file kept.
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 2_592_000
 MAX_PRIORITY = 1000
+# Of calls whose client waits for the answers: above any batch in no danger of expiring.
+INTERACTIVE_PRIORITY = MAX_PRIORITY + 1
 
 
 @dataclass(frozen=True, slots=True)

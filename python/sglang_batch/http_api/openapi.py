@@ -134,6 +134,8 @@ class NewMessageBatch(_RequestBody):
 class NewWave(_RequestBody):
     requests: list[dict[str, Any]]
     """Bodies of `/generate` calls."""
+    priority: Priority | None = None
+    """As that of a batch. Default: above all batches."""
 
 
 class ClientLimits(_RequestBody):

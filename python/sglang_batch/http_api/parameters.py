@@ -147,7 +147,7 @@ def check_completion_window(window: str) -> None:
 
 
 def check_priority(priority: Any) -> int:
-    """Check a batch's priority, which defaults to 0."""
+    """Check the priority of a batch or a wave. None is 0."""
     most = api.MAX_PRIORITY
     value = 0 if priority is None else priority
     return check_whole_number("priority", value, -most, most)

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
 from ..access.model_names import native_refusal
+from ..batch_api.protocol import INTERACTIVE_PRIORITY
 from ..engine import GENERATE_URL, WAVE_PATH
 from ..errors import ApiError
 from ..request import BatchRequestInput
@@ -17,7 +18,7 @@ from ..server.service import new_id
 from .authorization.callers import caller_of
 from .error_responses import OpenAIRoute
 from .openapi import OPENAI_ERRORS, NewWave, answers, takes_json
-from .parameters import service_of
+from .parameters import check_priority, service_of
 from .received_bodies import json_object, large_body
 from .result_responses import JSONL
 
@@ -35,7 +36,8 @@ router = APIRouter(route_class=OpenAIRoute, responses=OPENAI_ERRORS, tags=["Wave
 async def run_wave(request: Request) -> StreamingResponse:
     """Run a list of native ``/generate`` bodies as one job.
 
-    The body is ``{"requests": [{...}, ...]}``. Each request that finishes is answered
+    The body is ``{"requests": [{...}, ...]}``, with a ``priority`` if the wave should
+    not go before all batches. Each request that finishes is answered
     with a JSON line, ``{"index": i, "status_code": 200, "body": {...}}``.
     """
     with large_body(request):
@@ -43,12 +45,14 @@ async def run_wave(request: Request) -> StreamingResponse:
     bodies = body.get("requests")
     if not isinstance(bodies, list) or not all(isinstance(b, dict) for b in bodies):
         raise ApiError(400, "'requests' must be a list of objects.", param="requests")
+    priority = body.get("priority")
+    priority = INTERACTIVE_PRIORITY if priority is None else check_priority(priority)
     requests = [
         BatchRequestInput(i, str(i), GENERATE_URL, msgspec.json.encode(body))
         for i, body in enumerate(bodies)
     ]
     _check_adapters(request, bodies)
-    answers = service_of(request).run_requests(new_id("wave_"), requests)
+    answers = service_of(request).run_requests(new_id("wave_"), requests, priority)
 
     async def lines() -> AsyncIterator[bytes]:
         async for request, output in answers:

@@ -34,6 +34,7 @@ from sglang.lang.chat_template import get_chat_template, get_chat_template_by_mo
 from sglang.lang.global_config import global_config
 from sglang.utils import http_request
 
+from ..batch_api.protocol import MAX_PRIORITY
 from ..engine import WAVE_PATH
 from ..errors import ConfigError, EngineError
 from .program_job import ProgramJob
@@ -70,6 +71,9 @@ class BatchBackend(RuntimeEndpoint):  # type: ignore[misc]
         max_live_programs: most programs that ``run_batch`` runs at a time, each in a
             thread, unless its ``num_threads`` is given.
         quiet_s: a wave is sent when no call has arrived for this many seconds.
+        priority: of the waves among the batches of the server, -1000 to 1000. Those of
+            equal priority share the engine. None is above all batches, since programs
+            wait for their answers.
         job: name under which ``run_batch`` keeps the result of each program that it
             finishes. Kept programs are not run again: their states are restored.
             Programs are the same if their code (with the strings and numbers that it
@@ -99,6 +103,7 @@ class BatchBackend(RuntimeEndpoint):  # type: ignore[misc]
         *,
         max_live_programs: int = MAX_LIVE_PROGRAMS,
         quiet_s: float = 0.01,
+        priority: int | None = None,
         job: str | None = None,
         job_dir: str | Path | None = None,
         retry_failed: bool = True,
@@ -107,16 +112,21 @@ class BatchBackend(RuntimeEndpoint):  # type: ignore[misc]
             raise ConfigError(
                 f"max_live_programs={max_live_programs!r} must be 1 or more."
             )
+        if priority is not None and abs(priority) > MAX_PRIORITY:
+            raise ConfigError(
+                f"priority={priority!r} must be {-MAX_PRIORITY} to {MAX_PRIORITY}."
+            )
         self.max_live_programs = max_live_programs
         self.job = None if job is None else ProgramJob(job, job_dir, retry_failed)
         self._engine = None if isinstance(server, str) else server
         if self._engine is None:
             url = server.rstrip("/")
             self._connect(url, api_key, verify, chat_template_name)
-            self.client = WaveClient(HttpTransport(url, api_key, verify), quiet_s)
+            transport = HttpTransport(url, api_key, verify, priority)
+            self.client = WaveClient(transport, quiet_s)
         else:
             self._attach(server, chat_template_name)
-            self.client = WaveClient(EngineTransport(server), quiet_s)
+            self.client = WaveClient(EngineTransport(server, priority), quiet_s)
         # SGLang's servers of this release have no route for it. Forks are joined as
         # text, which the prefix cache finds again.
         self.support_concate_and_append = False

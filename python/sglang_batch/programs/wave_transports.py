@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from ..batch_api.protocol import INTERACTIVE_PRIORITY
 from ..config import OfflineBatchConfig
 from ..engine import GENERATE_URL, WAVE_PATH
 from ..errors import EngineError
@@ -37,14 +38,22 @@ class HttpTransport:
 
     Args:
         verify: file with the certificate authority of the server's certificate.
+        priority: see ``BatchBackend``.
     """
 
-    def __init__(self, url: str, api_key: str | None, verify: str | None) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        verify: str | None,
+        priority: int | None = None,
+    ) -> None:
         self._url = url
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._tls = ssl.create_default_context(cafile=verify) if verify else True
+        self._end = b"]}" if priority is None else b'],"priority":%d}' % priority
         self._session: aiohttp.ClientSession | None = None
 
     def check_caller(self) -> None:
@@ -69,7 +78,7 @@ class HttpTransport:
             async with self._open_session().post(
                 self._url + WAVE_PATH,
                 # aiohttp sends a file in chunks, and reads answers between them.
-                data=io.BytesIO(b'{"requests":[' + b",".join(bodies) + b"]}"),
+                data=io.BytesIO(b'{"requests":[' + b",".join(bodies) + self._end),
                 headers=self._headers,
             ) as response:
                 if response.status != 200:
@@ -127,11 +136,14 @@ def _keepalive_socket(address: Any) -> socket.socket:
 class EngineTransport:
     """Sends waves to a ``sglang.Engine(offline_batch=True)`` in this process.
 
+    Args:
+        priority: see ``BatchBackend``.
+
     Raises:
         EngineError: the engine is not an offline one.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, priority: int | None = None) -> None:
         from ..srt.engine.sglang_engine import SGLangEngine
 
         if not getattr(engine.server_args, "offline_batch", False):
@@ -140,6 +152,7 @@ class EngineTransport:
                 "launch it with sglang.Engine(offline_batch=True, ...)."
             )
         self._loop: asyncio.AbstractEventLoop = engine.loop
+        self._priority = INTERACTIVE_PRIORITY if priority is None else priority
         self._engine = SGLangEngine(engine.tokenizer_manager, engine.template_manager)
         self._config = OfflineBatchConfig.from_json(
             engine.server_args.offline_batch_config
@@ -181,6 +194,7 @@ class EngineTransport:
             lambda request, output: on_answer(
                 request.index, output.status_code, output.body
             ),
+            priority=self._priority,
         ).run()
 
 

@@ -245,12 +245,15 @@ class BatchService:
         return row
 
     async def run_requests(
-        self, job_id: str, requests: list[BatchRequestInput]
+        self, job_id: str, requests: list[BatchRequestInput], priority: int
     ) -> AsyncGenerator[tuple[BatchRequestInput, RequestOutput], None]:
         """Run requests that are in no file, and yield each answer as it arrives.
 
         They get their part of the engine's share, like a batch. They run at any hour,
         because their client waits for the answers.
+
+        Args:
+            priority: beside batches and others of these.
         """
         answers: asyncio.Queue[tuple[BatchRequestInput, RequestOutput] | None] = (
             asyncio.Queue()
@@ -266,6 +269,7 @@ class BatchService:
                 self.config,
                 lambda request, output: answers.put_nowait((request, output)),
                 limit=limit,
+                priority=priority,
             )
             work = asyncio.ensure_future(job.run())
             work.add_done_callback(lambda _: answers.put_nowait(None))

@@ -242,7 +242,11 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A large job that runs, and a small one that is opened beside it."""
+    """A large job that runs, and a small one that is opened beside it.
+
+    limit: the target. None where the small job has to wait until running requests of the
+        large one leave, since none is offloaded for a job of equal priority.
+    """
 
     name: str
     large: Lines
@@ -250,18 +254,27 @@ class Pair:
     kv_tokens: int
     rows: int
     after: int = 10
+    limit: float | None = FAIR
 
 
 def pairs() -> list[Pair]:
-    """Six lines beside 150, and other shapes: short ones, and a blend beside a blend."""
+    """Six lines beside 150, other shapes with short answers, and huge prompts."""
     large = groups("large", 150, 40, 30, seed=1)
+    short = groups("small", 24, 40, 8, seed=4)
+    long = groups("large", 150, 40, 200, seed=1)
+    tiny = groups("large", 400, 20, 20, seed=1)
+    huge = groups("large", 40, 900, 20, seed=1)
+    two = groups("small", 2, 900, 20, seed=2)
+    few = groups("small", 24, 20, 20, seed=2)
+    blends = blend("large", 200, seed=5), blend("small", 24, seed=7)
     return [
         Pair("6 beside 150", large, groups("small", 6, 40, 30, seed=2), 20_000, 8),
         Pair("KV is full", large, groups("small", 24, 40, 30, seed=3), 1_500, 64),
-        Pair("short answers", large, groups("small", 24, 40, 8, seed=4), 20_000, 16),
-        Pair(
-            "blends", blend("large", 200, seed=5), blend("small", 24, seed=7), 2000, 32
-        ),
+        Pair("short answers", large, short, 20_000, 16),
+        Pair("blends", *blends, 2000, 32),
+        Pair("beside huge prompts", huge, few, 2500, 64, after=4),
+        Pair("two huge prompts", tiny, two, 2500, 64, after=40, limit=None),
+        Pair("long answers hold the rows", long, short, 60_000, 16, limit=None),
     ]
 
 
@@ -314,8 +327,15 @@ def shares(quick: bool) -> list[Figure]:
         ["shape", "large", "small", "ratio"],
         list(worst.values()),
     )
+    limits = {pair.name: pair.limit for pair in pairs()}
     figures = [
-        Figure(f"small job, {name}", row[3], "", ("<=", FAIR), f"{row[1]}, {row[2]}")
+        Figure(
+            f"small job, {name}",
+            row[3],
+            "",
+            ("<=", limit) if (limit := limits[name]) else None,
+            f"{row[1]}, {row[2]}",
+        )
         for name, row in worst.items()
     ]
     equal = [

@@ -108,22 +108,22 @@ def joined(jobs: OpenJobs, kv_accounting: KvAccounting, tokens: int = 1000) -> s
 def test_requests_join_by_the_work_of_their_jobs_not_by_their_number() -> None:
     # 110 and 10 tokens a prompt, and 8 decode steps: 118 and 18 tokens to compute.
     seen = joined(of_lengths(110, 10), KvAccounting(100_000), tokens=2000)
-    assert seen[:8] == "bbbbbbab"
+    assert seen[:9] == "abbbbbbba"
     assert sorted(seen) == list("aaaaaaaaaabbbbbbbbbb")
 
 
-def test_a_request_that_needs_much_gets_its_turn_and_nobody_overtakes_it() -> None:
+def test_nobody_overtakes_a_request_that_needs_much_when_it_is_its_turn() -> None:
     jobs, kv_accounting = of_lengths(110, 10), KvAccounting(150)
     kv_accounting.extend_forecast(100)
-    # After six of the other's, it is its turn, and it does not fit.
-    assert joined(jobs, kv_accounting) == "bbbbbb"
+    work(jobs, a=0.0006)
+    # Four of the other's, and then it does not fit.
+    assert joined(jobs, kv_accounting) == "bbbb"
     running = kv_accounting.requests
     for request in running:
         request.prompt_s = request.charged_s  # as if all its work was done
-    for request in running[:4]:
-        kv_accounting.remove(request)
+    kv_accounting.remove(running[0])
     assert joined(jobs, kv_accounting) == ""  # the other's would fit
-    for request in running[4:]:
+    for request in running[1:]:
         kv_accounting.remove(request)
     assert joined(jobs, kv_accounting)[0] == "a"
 

@@ -5,10 +5,9 @@ followed fill every step up to its limit. The dual scanner takes requests from b
 of an order so that every step has the compute density of the remaining work. Its state
 machine, ``planner.admission_rules.dual_scanner``, is shared with the simulator.
 
-The jobs of one priority are scanned together. Of their next requests, the one joins with
-which its job would have the least work, done or begun (``job_work``). A request that needs
-much work thus waits until the other jobs had as much. Then it is its turn, and nobody
-overtakes it until it fits. If one of the jobs is taken from both ends, there is one
+The jobs of one priority are scanned together. The next request is that of the job with the
+least work, done or begun (``job_work``). Nobody overtakes it until it fits, so a request
+that needs much KV does not starve. Then the other jobs join until they had as much. If one of the jobs is taken from both ends, there is one
 budget of density for all. A job that it puts behind the others by the prompts of a full
 step catches up without it.
 """
@@ -170,21 +169,17 @@ class _Filling:
         return locked
 
     def in_turn(self) -> list[JobState]:
-        """The jobs whose turn it is, first the one that would have the least work.
+        """The jobs whose turn it is, first the one with the least work.
 
         The others have more than that job by at least the prompts of a full step.
         """
         if len(self.jobs) == 1:
             return [*self.jobs]
-        turns = []
-        usual = self.kv_accounting.usual_steps
-        for place, job in enumerate(self.jobs):
-            request = job.backlog.first()
-            if request is not None:
-                kept = job.uses.kept_depth(request.node)
-                expected_s = job.done.expected_s(request, kept, usual)
-                turns.append((job.done.share_s + expected_s, place))
-        turns.sort()
+        turns = sorted(
+            (job.done.share_s, place)
+            for place, job in enumerate(self.jobs)
+            if job.backlog.count
+        )
         slack = self.now.step_tokens * self.jobs[0].plan.cost.token_time_s
         return [
             self.jobs[place] for work, place in turns if work <= turns[0][0] + slack

@@ -245,7 +245,10 @@ class BatchService:
         return row
 
     async def run_requests(
-        self, job_id: str, requests: list[BatchRequestInput], priority: int
+        self,
+        job_id: str,
+        requests: list[BatchRequestInput],
+        priority: int = api.INTERACTIVE_PRIORITY,
     ) -> AsyncGenerator[tuple[BatchRequestInput, RequestOutput], None]:
         """Run requests that are in no file, and yield each answer as it arrives.
 

@@ -193,7 +193,7 @@ class _Filling:
         Args:
             behind: if given, only of this job, as long as it is the turn of no other.
         """
-        turn = self.in_turn()
+        turn = self.jobs if len(self.jobs) == 1 else self.in_turn()
         if behind is not None and turn != [behind]:
             return None
         for job in turn:
@@ -324,6 +324,8 @@ def _catches_up(filling: _Filling, limit: int, scan: ScanPace) -> bool:
     Returns:
         Whether it found no room, so that nobody else may join.
     """
+    if len(filling.jobs) == 1:
+        return False
     turn = filling.in_turn()
     if len(turn) > 1 or not any(
         job.backlog.count for job in filling.jobs if job not in turn

@@ -27,6 +27,8 @@ from .scheduled_request import ScheduledRequest
 _RAMP = 1.5
 # Most requests that become followers in one step: a large group must not delay it.
 _MOST_FOLLOWERS = 256
+# Most requests that others pass in one step because they wait for siblings.
+_MOST_HELD = 256
 
 
 class EngineNow(NamedTuple):
@@ -111,6 +113,7 @@ def choose(job: JobState, kv_accounting: KvAccounting, now: EngineNow) -> Choice
     choice = filling.choice
     if choice.tokens == 0 and now.decode_rows == 0:
         filling.continue_chunk(max(limit, now.page_size))
+    filling.release_held()
     return choice
 
 
@@ -135,6 +138,12 @@ class _Filling:
         self.now = now
         self.choice = Choice(room_needed=now.decode_rows)
         self._num_new_followers = 0
+        self._held: list[ScheduledRequest] = []
+
+    def release_held(self) -> None:
+        """Return the requests that wait for siblings to the backlog."""
+        for request in self._held:
+            self.job.backlog.add(request)
 
     def continue_chunk(self, tokens: int) -> None:
         """Continue the prompt in progress, which comes before all others."""
@@ -161,6 +170,11 @@ class _Filling:
                 self.job.follow(request, node)
             elif self._overtakes(request):
                 break
+            elif len(self._held) < _MOST_HELD and self._waits_for_siblings(
+                request, tokens - self.choice.tokens
+            ):
+                backlog.remove(request)
+                self._held.append(request)
             elif not self._admit(request, side, tokens, reserved):
                 return True
         return False
@@ -179,6 +193,26 @@ class _Filling:
         locked = uses.locked_tokens + uses.newly_locked(request.node)
         locked += self.now.locked_elsewhere
         return not self.kv_accounting.fits(request, locked, claimed)
+
+    def _waits_for_siblings(self, request: ScheduledRequest, tokens: int) -> bool:
+        """Whether a request of an open-ended job leaves other prefixes where they are.
+
+        It begins a prefix, and only in the room of another group's, whose further
+        requests are still to come. So it waits until nothing else runs: meanwhile
+        siblings of both may arrive. That pays where computing the other prefix again
+        takes longer than the request's own steps would, with nobody to share them.
+        """
+        plan, uses = self.job.plan, self.job.uses
+        if not plan.open_ended or self.kv_accounting.num_running == 0:
+            return False
+        kept = uses.kept_depth(request.node)
+        if request.leaf >= 0 and 0 < int(uses.depth[request.node]) <= kept:
+            return False
+        some = min(request.input_len + request.steps - kept, tokens)
+        if some + self.now.page_size <= self.now.room - self.choice.room_needed:
+            return False
+        again_s = (request.input_len - kept) * plan.cost.token_time_s
+        return again_s > request.est_decode_steps * plan.cost.weight_read_time_s
 
     def _admit(
         self, request: ScheduledRequest, side: int, tokens: int, reserved: int

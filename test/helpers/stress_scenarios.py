@@ -42,7 +42,7 @@ def random_rounds(s: Stress, seed: int, rounds: int) -> dict[str, Any]:
         jobs = [
             s.job(
                 f"batch_{number}_{j}{rng.choice(('', '_times10', '_times0.1'))}"
-                f"{rng.choice(('', '_grows'))}",
+                f"{rng.choice(('', '_grows'))}{rng.choice(('', '', '_open'))}",
                 random_cases(
                     rng,
                     rng.randint(5, 30),

@@ -22,6 +22,8 @@ from sglang_batch.srt.scheduler import scheduler as offline
 STATE = "stress"
 # In a job's id, the factor by which its estimates are wrong.
 WRONG_BY = re.compile(r"_times([0-9.]+)")
+# In a job's id, that further requests may share its prefixes.
+OPEN_ENDED = "_open"
 # In a job's id, the state in which its first request to be in it is aborted.
 ABORT_IN = re.compile(r"_abort_([a-z]+)")
 # In a job's id: its plan covers some of its requests at first, and others later.
@@ -66,6 +68,9 @@ class StressScheduler(offline.OfflineScheduler):
                 plan, est_decode_steps=plan.est_decode_steps * float(found[1])
             )
             message.plans = (plan.to_bytes(),)
+        if OPEN_ENDED in message.job_id and message.plans:
+            plan = JobPlan.from_bytes(message.plans[0])
+            message.plans = (dataclasses.replace(plan, open_ended=True).to_bytes(),)
         if GROWS in message.job_id and message.plans:
             plan = JobPlan.from_bytes(message.plans[0])
             growing = self.growing[message.job_id] = GrowingPlan(plan, self.number)

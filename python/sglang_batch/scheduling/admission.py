@@ -36,6 +36,8 @@ from .work_left import density_of
 _RAMP = 1.5
 # Most requests that become followers in one step: a large group must not delay it.
 _MOST_FOLLOWERS = 256
+# Most requests that others pass in one step because they wait for siblings.
+_MOST_HELD = 256
 
 
 class EngineNow(NamedTuple):
@@ -127,6 +129,7 @@ def choose(
     choice = filling.choice
     if choice.tokens == 0 and now.decode_rows == 0:
         filling.continue_chunk(max(limit, now.page_size))
+    filling.release_held()
     return choice
 
 
@@ -152,6 +155,12 @@ class _Filling:
         self.choice = Choice(room_needed=now.decode_rows)
         self._chunk_left = min(now.chunk_left, now.chunk_room)
         self._num_new_followers = 0
+        self._held: list[tuple[JobState, ScheduledRequest]] = []
+
+    def release_held(self) -> None:
+        """Return the requests that wait for siblings to the backlog."""
+        for job, request in self._held:
+            job.backlog.add(request)
 
     def continue_chunk(self, tokens: int) -> None:
         """Continue the prompt in progress, which comes before all others."""
@@ -227,6 +236,11 @@ class _Filling:
                 job.follow(request, node)
             elif self._overtakes(job, request):
                 break
+            elif len(self._held) < _MOST_HELD and self._waits_for_siblings(
+                job, request, tokens - self.choice.tokens
+            ):
+                job.backlog.remove(request)
+                self._held.append((job, request))
             elif not self._admit(job, request, side, tokens, reserved):
                 return True
         return False
@@ -245,6 +259,28 @@ class _Filling:
         claimed = sum(each.whole_kv for job in followed for each in job.followers())
         locked = self.locked_tokens + uses.newly_locked(request.node)
         return not self.kv_accounting.fits(request, locked, claimed)
+
+    def _waits_for_siblings(
+        self, job: JobState, request: ScheduledRequest, tokens: int
+    ) -> bool:
+        """Whether a request of an open-ended job leaves other prefixes where they are.
+
+        It begins a prefix, and only in the room of another group's, whose further
+        requests are still to come. So it waits until nothing else runs: meanwhile
+        siblings of both may arrive. That pays where computing the other prefix again
+        takes longer than the request's own steps would, with nobody to share them.
+        """
+        plan, uses = job.plan, job.uses
+        if not plan.open_ended or self.kv_accounting.num_running == 0:
+            return False
+        kept = uses.kept_depth(request.node)
+        if request.leaf >= 0 and 0 < int(uses.depth[request.node]) <= kept:
+            return False
+        some = min(request.input_len + request.steps - kept, tokens)
+        if some + self.now.page_size <= self.now.room - self.choice.room_needed:
+            return False
+        again_s = (request.input_len - kept) * plan.cost.token_time_s
+        return again_s > request.est_decode_steps * plan.cost.weight_read_time_s
 
     def _admit(
         self,

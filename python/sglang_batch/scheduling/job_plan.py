@@ -60,6 +60,7 @@ class JobPlan:
     num_left: number of positions on the left side.
     compute_s, kv_read_s: seconds of the whole job, by the estimates.
     min_step_tokens: see ``planner.machine_model.EngineLimits``.
+    open_ended: whether requests that nobody knows of yet may share its prefixes.
     """
 
     policy: str
@@ -80,6 +81,7 @@ class JobPlan:
     kv_read_s: float
     min_step_tokens: int
     cost: StepCost
+    open_ended: bool = False
 
     @property
     def num_requests(self) -> int:

@@ -33,6 +33,7 @@ class PrefixUses:
     """
 
     def __init__(self, plan: JobPlan, page_size: int) -> None:
+        self._open_ended = plan.open_ended
         self._parent = plan.parent
         self._node = plan.node
         # The cache shares whole pages.
@@ -142,6 +143,8 @@ class PrefixUses:
 
     def spent(self, request: ScheduledRequest) -> list[int]:
         """Pinned nodes of a request that no later request needs."""
+        if self._open_ended:
+            return []
         return [
             node
             for node in self.path(request.node)
@@ -259,7 +262,11 @@ class PrefixUses:
         to_come = np.zeros(len(self._started) + 1, np.int32)
         np.cumsum(~self._started, out=to_come[1:])
         self._uses_left = to_come[self._end] - to_come[self._begin]
-        spent = [node for node in self.pins if self._uses_left[node] == 0]
+        spent = [
+            node
+            for node in self.pins
+            if self._uses_left[node] == 0 and not self._open_ended
+        ]
         released = [self.pins.pop(node) for node in spent]
         self.locked_tokens = int(self._length[self._running > 0].sum(dtype=np.int64))
         self.idle_tokens = sum(
@@ -272,8 +279,10 @@ class PrefixUses:
     # Pins -----------------------------------------------------------------------------
 
     def wanted(self, node: int) -> bool:
-        """Whether later requests need a node that is not pinned yet."""
-        return self._uses_left[node] > 0 and node not in self.pins
+        """Whether later requests need a node that is not pinned yet, or may need it."""
+        if node in self.pins:
+            return False
+        return self._open_ended or bool(self._uses_left[node] > 0)
 
     def pin(self, node: int, lock: object) -> None:
         self.pins[node] = lock
@@ -307,7 +316,10 @@ class PrefixUses:
         return 0
 
     def next_use(self, node: int) -> int:
-        """The rank of the next request that needs a node, in the order of use."""
+        """The rank of the next request that needs a node, in the order of use.
+
+        Above all ranks if no request is known to need it.
+        """
         if self._uses_left[node] > _MANY:
             return 0
         if node not in self._leaves:
@@ -319,7 +331,11 @@ class PrefixUses:
         while at < len(leaves) and self._started[leaves[at]]:
             at += 1
         self._leaves[node] = (leaves, at)
-        return int(self._rank[leaves[at]]) if at < len(leaves) else len(self._rank)
+        if at < len(leaves):
+            return int(self._rank[leaves[at]])
+        # Nobody is known to need it. Of groups that may still grow, the one that most
+        # requests were in is the most likely to be complete.
+        return len(self._rank) + len(self._started[self._begin[node] : self._end[node]])
 
     def _note(self, node: int) -> None:
         """A node's next use may have changed. This does not matter while it is in use."""

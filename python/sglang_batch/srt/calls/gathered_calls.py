@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,9 +29,9 @@ from .connection import engine_of, passing, unsent_messages
 
 logger = logging.getLogger(__name__)
 
-# The order of waiting requests: the prefix that most of them share comes first, since
-# nobody knows whether more will come.
-POLICY = "dfs-weight"
+POLICY = "dfs"
+# Calls with an answer that stay in the plan, so that it knows the prefixes of their groups.
+MOST_ANSWERED = 1024
 
 
 async def gather(
@@ -96,6 +96,8 @@ class _Gathering:
         self._numbers = itertools.count()
         # Requests without an answer, by number, and those of them not sent yet.
         self._active: dict[int, _Call] = {}
+        # The last ones with an answer, whose prefixes others may share.
+        self._answered: dict[int, _Call] = {}
         self._new: dict[int, Message] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -123,18 +125,20 @@ class _Gathering:
     def _forget_answered(self) -> bool:
         """Whether requests are left once those with an answer are forgotten."""
         known = self._manager.rid_to_state
-        self._active = {
-            number: call for number, call in self._active.items() if call.rid in known
-        }
+        over = [n for n, call in self._active.items() if call.rid not in known]
+        for number in over:
+            self._answered[number] = self._active.pop(number)
+        for number in list(self._answered)[:-MOST_ANSWERED]:
+            del self._answered[number]
         return bool(self._active)
 
     async def _send_group(self, engine: SGLangEngine, job_id: str) -> None:
         new, self._new = self._new, {}
         self._forget_answered()
-        calls = dict(self._active)
+        if not self._active:  # all were aborted
+            return
+        calls = self._answered | self._active
         try:
-            if not calls:  # all were aborted
-                return
             plans = await asyncio.to_thread(self._plans, engine, calls)
             rids = tuple(message.rid for message in new.values())
             await engine.open_job(job_id, plans, rids, next(iter(new)))
@@ -163,4 +167,28 @@ class _Gathering:
             engine.machine,
             replace(self._config, policy=POLICY),
         )
-        return [shard.for_scheduler(engine.machine) for shard in planner.plans()]
+        plans = [shard.for_scheduler(engine.machine) for shard in planner.plans()]
+        return [_for_calls(plan, self._active) for plan in plans]
+
+
+def _for_calls(plan: JobPlan, active: Container[int]) -> JobPlan:
+    """The plan of a job without an end, for the requests that are ``active``.
+
+    The group with the most of them comes first: it is the one that is least likely to
+    get many more.
+    """
+    group = np.zeros(len(plan.parent), np.int64)
+    for node in range(1, len(group)):
+        parent = int(plan.parent[node])
+        group[node] = group[parent] if parent else node
+    # A request that shares nothing is a group of its own.
+    of_leaf = np.where(
+        plan.node > 0, group[plan.node], len(group) + np.arange(plan.num_requests)
+    )
+    waits = np.array([int(number) in active for number in plan.number])
+    _, index = np.unique(of_leaf, return_inverse=True)
+    size = np.bincount(index, weights=waits)[index]
+    order = np.lexsort((np.arange(len(size)), of_leaf, -size))
+    position = np.empty(len(order), np.int32)
+    position[order] = np.arange(len(order), dtype=np.int32)
+    return replace(plan, position=position, open_ended=True)

@@ -103,6 +103,27 @@ def test_travels_unchanged() -> None:
     assert plan.same_requests(copy)
 
 
+@pytest.mark.parametrize("policy", ["dfs", "dual-scan"])
+def test_a_new_plan_of_the_same_requests_travels_as_its_changes(policy: str) -> None:
+    prompts, numbers = random_prompts(Random(3), 200), list(range(200))
+    first, _ = planned(prompts, "fcfs", numbers)
+    second, _ = planned(prompts, policy, numbers)
+    few = second.est_decode_steps.copy()
+    few[::7] += 1
+    third = replace(second, est_decode_steps=few, num_left=1)
+    plan = JobPlan.from_bytes(first.to_bytes())
+    for last, new in ((first, second), (second, third), (third, third)):
+        changes = new.changes_from(last)
+        plan = plan.changed(changes)
+        for field in fields(JobPlan):
+            np.testing.assert_equal(getattr(plan, field.name), getattr(new, field.name))
+        assert len(changes) < len(new.to_bytes())
+    assert len(third.changes_from(third)) < 100
+    # The plan that was changed is as before.
+    assert np.array_equal(second.est_decode_steps[1:7], few[1:7])
+    assert not np.array_equal(second.est_decode_steps, few)
+
+
 def test_of_no_request() -> None:
     plan, _ = planned([], "fcfs", [])
     assert plan.num_requests == 0

@@ -9,9 +9,12 @@ another one in each plan that covers other requests.
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass, replace
+import zlib
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..planner.costs.cost_model import CostModel
 from ..planner.costs.tree_work import planned_work, read_len
@@ -19,6 +22,8 @@ from ..planner.lengths.output_length import OutputEstimates
 from ..planner.machine_model import Machine
 from ..planner.plan import Plan
 from ..planner.requests import Floats, Int32s, Int64s
+
+Float32s = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +55,12 @@ class JobPlan:
         above the leaf, prompt tokens.
     read_len: int32 ``[n]`` by leaf: prompt tokens that a decode step reads. Where
         attention reads a shared prefix once, the request's share of them.
-    est_decode_steps, est_decode_steps_sq: float64 ``[n]`` by leaf: expectation of the
+    est_decode_steps, est_decode_steps_sq: float32 ``[n]`` by leaf: expectation of the
         decode steps and of their square. One less than the output tokens, since the
         first token comes from the prefill.
     parent, depth: int32 ``[m]`` by node: the node above, and tokens from the root.
-    leaf_begin, leaf_end: int64 ``[m]`` by node: the range of the leaves below.
-    density: float64 ``[n]`` by position, for an order that is taken from both ends.
+    leaf_begin, leaf_end: int32 ``[m]`` by node: the range of the leaves below.
+    density: float32 ``[n]`` by position, for an order that is taken from both ends.
         None for an order that is followed.
     num_left: number of positions on the left side.
     compute_s, kv_read_s: seconds of the whole job, by the estimates.
@@ -69,13 +74,13 @@ class JobPlan:
     node: Int32s
     input_len: Int32s
     read_len: Int32s
-    est_decode_steps: Floats
-    est_decode_steps_sq: Floats
+    est_decode_steps: Float32s
+    est_decode_steps_sq: Float32s
     parent: Int32s
     depth: Int32s
-    leaf_begin: Int64s
-    leaf_end: Int64s
-    density: Floats | None
+    leaf_begin: Int32s
+    leaf_end: Int32s
+    density: Float32s | None
     num_left: int
     compute_s: float
     kv_read_s: float
@@ -114,13 +119,50 @@ class JobPlan:
         )
 
     def to_bytes(self) -> bytes:
-        return pickle.dumps(self, protocol=pickle.HIGHEST_PROTOCOL)
+        return _to_bytes(self)
 
     @staticmethod
     def from_bytes(data: bytes) -> JobPlan:
-        plan = pickle.loads(data)
+        plan = pickle.loads(zlib.decompress(data))
         assert isinstance(plan, JobPlan)
         return plan
+
+    def changes_from(self, last: JobPlan) -> bytes:
+        """The difference from a plan of the same requests, for :meth:`changed`."""
+        changes: dict[str, object] = {}
+        for field in fields(self):
+            old, new = getattr(last, field.name), getattr(self, field.name)
+            if isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
+                at = np.flatnonzero(old != new).astype(np.int32)
+                # Index and value take as much as two values.
+                if len(at) and 2 * len(at) < len(new):
+                    changes[field.name] = _Some(at, new[at])
+                elif len(at):
+                    changes[field.name] = new
+            elif old is not new and (old is None or new is None or old != new):
+                changes[field.name] = new
+        return _to_bytes(changes)
+
+    def changed(self, changes: bytes) -> JobPlan:
+        """The plan with the changes that :meth:`changes_from` found."""
+        values = pickle.loads(zlib.decompress(changes))
+        for name, value in values.items():
+            if isinstance(value, _Some):
+                values[name] = getattr(self, name).copy()
+                values[name][value.at] = value.values
+        return replace(self, **values)
+
+
+class _Some(NamedTuple):
+    """Values of an array at some places, int32."""
+
+    at: Int32s
+    values: NDArray[Any]
+
+
+def _to_bytes(value: object) -> bytes:
+    """Pickled, and compressed: neighbours in the tree have similar values."""
+    return zlib.compress(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), 1)
 
 
 def job_plan(plan: Plan, numbers: Int64s, machine: Machine) -> JobPlan:
@@ -130,6 +172,7 @@ def job_plan(plan: Plan, numbers: Int64s, machine: Machine) -> JobPlan:
         numbers: int64, the number in the job of each planned request.
     """
     tree, estimates, cost = plan.tree, plan.estimates, machine.cost
+    density = plan.scan.density
     number = numbers[plan.fits][tree.order].astype(np.int32)
     n = tree.num_requests
     leaf_of_place = np.empty(n, np.int32)
@@ -147,13 +190,13 @@ def job_plan(plan: Plan, numbers: Int64s, machine: Machine) -> JobPlan:
         node=tree.leaf_parent.astype(np.int32),
         input_len=tree.input_len.astype(np.int32),
         read_len=np.rint(read_len(tree, cost)).astype(np.int32),
-        est_decode_steps=steps[tree.order],
-        est_decode_steps_sq=est_decode_steps_sq[tree.order],
+        est_decode_steps=steps[tree.order].astype(np.float32),
+        est_decode_steps_sq=est_decode_steps_sq[tree.order].astype(np.float32),
         parent=tree.parent,
         depth=tree.depth,
-        leaf_begin=tree.leaf_begin,
-        leaf_end=tree.leaf_end,
-        density=plan.scan.density,
+        leaf_begin=tree.leaf_begin.astype(np.int32),
+        leaf_end=tree.leaf_end.astype(np.int32),
+        density=None if density is None else density.astype(np.float32),
         num_left=plan.scan.num_left,
         compute_s=compute_s,
         kv_read_s=kv_read_s,
@@ -173,12 +216,12 @@ def unplanned(machine: Machine) -> JobPlan:
         node=none,
         input_len=none,
         read_len=none,
-        est_decode_steps=np.zeros(0),
-        est_decode_steps_sq=np.zeros(0),
+        est_decode_steps=np.zeros(0, np.float32),
+        est_decode_steps_sq=np.zeros(0, np.float32),
         parent=root - 1,
         depth=root,
-        leaf_begin=root.astype(np.int64),
-        leaf_end=root.astype(np.int64),
+        leaf_begin=root,
+        leaf_end=root,
         density=None,
         num_left=0,
         compute_s=0.0,

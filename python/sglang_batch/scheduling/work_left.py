@@ -35,10 +35,8 @@ class WorkLeft:
     def _follow(self, plan: JobPlan) -> None:
         self._cost = plan.cost
         self._read_len = plan.read_len
-        self._steps = plan.est_decode_steps.copy()
-        self._reads = (
-            plan.read_len * plan.est_decode_steps + plan.est_decode_steps_sq / 2
-        )
+        self._steps = plan.est_decode_steps.astype(np.float64)
+        self._reads = plan.read_len * self._steps + plan.est_decode_steps_sq / 2
         self._compute_s = plan.compute_s + self._uncounted_compute_s
         self._kv_read_s = plan.kv_read_s + self._uncounted_kv_read_s
 

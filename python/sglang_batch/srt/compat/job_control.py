@@ -13,14 +13,14 @@ from sglang.utils import TypeBasedDispatcher
 
 from .server_types import ControlChannel, TokenizerManager
 
-OPEN, PRIORITY, CLOSE = "open", "priority", "close"
+OPEN, CHANGE, PRIORITY, CLOSE = "open", "change", "priority", "close"
 
 
 class JobControl(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
     """Opens, changes or closes a job.
 
-    plans: a pickled :class:`~sglang_batch.scheduling.job_plan.JobPlan` for each DP rank,
-        to open a job; else empty.
+    plans: for each DP rank, a :class:`~sglang_batch.scheduling.job_plan.JobPlan` to open
+        a job or to extend it, or the changes from the last one; else empty.
     names: ids of the job's requests from number ``first`` on, if they do not name the
         job themselves.
     priority: among open jobs, requests of the job with the highest join first.

@@ -78,6 +78,8 @@ class SGLangEngine:
         self._machine: Machine | None = None
         self._job_control: Callable[[JobControl], Awaitable[object]] | None = None
         self._num_replicas = 1
+        # The plans of open jobs that the schedulers have.
+        self._last_plans: dict[str, Sequence[JobPlan]] = {}
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -156,17 +158,16 @@ class SGLangEngine:
             names: ids of its requests from number ``first`` on, if these do not name
                 the job themselves.
         """
-        if self._job_control is not None:
-            data = await asyncio.to_thread(lambda: [plan.to_bytes() for plan in plans])
-            await self._job_control(
-                JobControl(
-                    job_id=job_id,
-                    action=job_control.OPEN,
-                    plans=tuple(data),
-                    names=names,
-                    first=first,
-                )
+        if self._job_control is None:
+            return
+        last = self._last_plans.pop(job_id, [])
+        action, data = await asyncio.to_thread(_message, plans, last)
+        await self._job_control(
+            JobControl(
+                job_id=job_id, action=action, plans=data, names=names, first=first
             )
+        )
+        self._last_plans[job_id] = plans
 
     async def set_priority(self, job_id: str, priority: int) -> None:
         if self._job_control is not None:
@@ -177,6 +178,7 @@ class SGLangEngine:
             )
 
     async def close_job(self, job_id: str) -> None:
+        self._last_plans.pop(job_id, None)
         if self._job_control is not None:
             await self._job_control(JobControl(job_id=job_id, action=job_control.CLOSE))
 
@@ -286,6 +288,17 @@ class SGLangEngine:
             # SGLang need not tokenize it again.
             adapted.text, adapted.input_ids = None, found
         return found
+
+
+def _message(
+    plans: Sequence[JobPlan], last: Sequence[JobPlan]
+) -> tuple[str, tuple[bytes, ...]]:
+    """The action and the data of a control message: no more than has changed."""
+    pairs = list(zip(plans, last, strict=False))
+    if len(pairs) == len(plans) and all(new.same_requests(old) for new, old in pairs):
+        changes = tuple(new.changes_from(old) for new, old in pairs)
+        return job_control.CHANGE, changes
+    return job_control.OPEN, tuple(plan.to_bytes() for plan in plans)
 
 
 def text_token_ids(tokenizer: Tokenizer, text: str | list[str]) -> list[int]:

@@ -45,6 +45,7 @@ class RequestRegistry:
         self._page_size = page_size
         self._share = share
         self._closed: set[str] = set()
+        self._announced: dict[str, JobPlan] = {}
         self._num_retired = 0
         self._known: dict[str, Known] = {}
         # Job and number of requests that have not arrived yet, by ids of their clients.
@@ -68,6 +69,7 @@ class RequestRegistry:
             The number of its requests here.
         """
         self._named.update({name: (job_id, i) for i, name in enumerate(names, first)})
+        self._announced[job_id] = plan
         if not self._share:
             plan = plan.without_prefixes()
         job = self._jobs.get(job_id)
@@ -85,6 +87,10 @@ class RequestRegistry:
         longest = plan.est_decode_steps.max(initial=1.0)
         self._kv_accounting.extend_forecast(int(longest) + 1)
         return len(job)
+
+    def announced(self, job_id: str) -> JobPlan:
+        """The last plan that :meth:`open` was given for a job that is not closed."""
+        return self._announced[job_id]
 
     def _extend(self, job: JobState, plan: JobPlan) -> None:
         extension = job.extend(plan, _cached_len)
@@ -117,6 +123,7 @@ class RequestRegistry:
         Returns:
             The number of requests that are here.
         """
+        self._announced.pop(job_id, None)
         job = self._jobs.get(job_id)
         if job is None:
             return 0

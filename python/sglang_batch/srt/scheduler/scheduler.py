@@ -29,7 +29,7 @@ from ...scheduling.waiting_view import WaitingView
 from ..attention.attention_choice import share_by_default
 from ..attention.sharing import Sharing
 from ..compat.hook_targets import SCHEDULER_PROCESS_HOOKS, check_hooks_took
-from ..compat.job_control import CLOSE, PRIORITY, JobControl, JobControlOutput
+from ..compat.job_control import CHANGE, CLOSE, PRIORITY, JobControl, JobControlOutput
 from ..compat.scheduler_types import (
     AbortRequest,
     InternalState,
@@ -239,7 +239,11 @@ class OfflineScheduler(MarkedScheduler):
             left = self.registry.set_priority(message.job_id, message.priority)
         else:
             plans, rank = message.plans, get_parallel().dp_rank or 0
-            plan = JobPlan.from_bytes(plans[min(rank, len(plans) - 1)])
+            data = plans[min(rank, len(plans) - 1)]
+            if message.action == CHANGE:
+                plan = self.registry.announced(message.job_id).changed(data)
+            else:
+                plan = JobPlan.from_bytes(data)
             left = self.registry.open(
                 message.job_id, plan, message.names, message.first
             )

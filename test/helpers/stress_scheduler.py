@@ -64,7 +64,7 @@ class StressScheduler(offline.OfflineScheduler):
         self.open = self.registry.open
         self.registry.open = self.open_distorted
 
-    def open_distorted(self, job_id: str, plan: JobPlan, names: Any = ()) -> int:
+    def open_distorted(self, job_id: str, plan: JobPlan, *names: Any) -> int:
         """Open a job, estimated wrong or with a part of its plan if its id says so."""
         announced = plan
         found = WRONG_BY.search(job_id)
@@ -76,7 +76,7 @@ class StressScheduler(offline.OfflineScheduler):
         if GROWS in job_id:
             growing = self.growing[job_id] = GrowingPlan(plan, self.number)
             plan = growing.some()
-        left = self.open(job_id, plan, names)
+        left = self.open(job_id, plan, *names)
         self.registry._announced[job_id] = announced
         return int(left)
 

@@ -24,6 +24,8 @@ from stress_engine import (
 )
 from stress_runs import KV, STATES
 
+from sglang_batch.job import live_plan
+
 ROWS, CHUNK = 8, 64
 ARGS = (f"--max-running-requests={ROWS}", f"--chunked-prefill-size={CHUNK}")
 
@@ -35,6 +37,7 @@ def random_rounds(s: Stress, seed: int, rounds: int) -> dict[str, Any]:
     """Jobs of random shapes, some disturbed. After each round all must be idle."""
     total: Counter[str] = Counter()
     before = s.run(s.state())[0]
+    live_plan.FIRST_REQUESTS = 6  # of 5 to 50
     for number in range(rounds):
         rng = random.Random(f"{seed}-{number}")
         # Prompts of jobs that are open together may share prefixes, too.

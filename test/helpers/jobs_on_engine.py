@@ -5,6 +5,7 @@ Runs in a process of its own: ``main`` prints one line of JSON, for the tests to
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from builders import CHAT, make_body
+from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job import live_plan, rendering
@@ -23,6 +25,7 @@ from sglang_batch.request import BatchRequestInput, RequestOutput
 from sglang_batch.srt.engine import in_process
 
 NUM_REQUESTS = 240
+GATHERED = 38
 MAX_INFLIGHT = 24
 TEXTS = [f"document {i % 4} {'x' * 40 * (i % 4)} question {i}" for i in range(24)]
 
@@ -239,6 +242,32 @@ def by_every_policy(loop: Any, engine: Any) -> dict[str, Any]:
     return found
 
 
+def gathered(loop: Any, manager: Any) -> list[dict[str, Any]]:
+    """The answers to single calls that many tasks make at the same time."""
+
+    async def call(i: int) -> Any:
+        text = f"document {i % 3} {'x' * 60} question {i}"
+        params = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
+        request = GenerateReqInput(text=text, sampling_params=params, rid=f"mine-{i}")
+        if i == GATHERED - 1:  # alone, when the others have their answers
+            await asyncio.sleep(1.0)
+        elif i % 2:  # in the middle of the others
+            await asyncio.sleep(0.02)
+        answers = manager.generate_request(request, None)
+        if i == GATHERED - 2:
+            waiting = asyncio.ensure_future(answers.__anext__())
+            await asyncio.sleep(0.01)  # it waits to be gathered
+            manager.abort_request(f"mine-{i}")
+            return await waiting
+        return await answers.__anext__()
+
+    async def calls() -> list[Any]:
+        return await asyncio.gather(*map(call, range(GATHERED)))
+
+    answers: list[dict[str, Any]] = loop.run_until_complete(calls())
+    return answers
+
+
 def main() -> None:
     found: dict[str, Any] = {}
     args = in_process.parse_server_args(sys.argv[1:])
@@ -286,6 +315,8 @@ def main() -> None:
             "states_left": len(manager.rid_to_state),
         }
         found["policies"] = by_every_policy(loop, engine)
+        found["gathered"] = gathered(loop, manager)
+        found["unsent_left"] = len(manager.offline_unsent)
         found["from_disk"] = from_disk(loop, engine)
         found["capacity"] = engine.machine.limits.kv_capacity_tokens
         print(json.dumps(found))

@@ -59,7 +59,7 @@ def job_runs(
 ) -> dict[str, Any]:
     """The output of ``jobs_on_engine``, and the log of the engine's steps."""
     step_log = tmp_path_factory.mktemp("job") / "steps.csv"
-    config = json.dumps({"step_log": str(step_log)})
+    config = json.dumps({"step_log": str(step_log), "gather_s": 0.05})
     done = subprocess.run(
         [
             *command("jobs_on_engine", "--model-path", str(demo_model)),

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from jobs_on_engine import MAX_INFLIGHT, NUM_REQUESTS
+from jobs_on_engine import GATHERED, MAX_INFLIGHT, NUM_REQUESTS
 
 
 @pytest.fixture
@@ -86,3 +86,21 @@ def no_prefixes(ids: Iterable[str]) -> bool:
     """Whether no id is the beginning of another: SGLang aborts by prefix."""
     ordered = sorted(ids)
     return not any(b.startswith(a) for a, b in itertools.pairwise(ordered))
+
+
+def test_single_calls_that_arrive_together_share_their_prefixes(
+    found: dict[str, Any],
+) -> None:
+    answers = found["gathered"]
+    infos = [answer["meta_info"] for answer in answers]
+    assert [info["id"] for info in infos] == [f"mine-{i}" for i in range(GATHERED)]
+    aborted = infos.pop(GATHERED - 2)
+    assert aborted["finish_reason"]["type"] == "abort"
+    assert aborted["completion_tokens"] == 0
+    assert all(info["completion_tokens"] == 4 for info in infos)
+    # Of each document, one call computes the prefix, or one of each of two groups.
+    for document in range(3):
+        mine = [infos[i]["cached_tokens"] for i in range(document, GATHERED - 2, 3)]
+        assert sum(cached < 60 for cached in mine) <= 2, mine
+    assert infos[-1]["cached_tokens"] >= 60
+    assert found["unsent_left"] == 0

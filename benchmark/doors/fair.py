@@ -171,7 +171,7 @@ class Engine:
             decode_rows=sum(accounting.decoding),
             chunk=self._chunk,
             chunk_left=self._chunk_left,
-            rows=self.machine.limits.max_running - accounting.num_running,
+            rows=int(self.machine.limits.max_running or 0) - accounting.num_running,
             room=accounting.capacity - held,
             page_size=1,
             idle_frees=False,
@@ -313,12 +313,12 @@ def unequal(
 
 def shares(quick: bool) -> list[Figure]:
     policies = POLICIES[:2] if quick else POLICIES
-    found: list[list[object]] = []
+    found: list[tuple[str, str, str, float]] = []
     for pair in pairs()[: 1 if quick else None]:
         for of_large, of_small in product(policies, policies):
             ratio = over_fair_share(pair, of_large, of_small)
-            found.append([pair.name, of_large, of_small, round(ratio, 3)])
-    worst = {}
+            found.append((pair.name, of_large, of_small, round(ratio, 3)))
+    worst: dict[str, tuple[str, str, str, float]] = {}
     for row in found:
         if row[0] not in worst or row[3] > worst[row[0]][3]:
             worst[row[0]] = row

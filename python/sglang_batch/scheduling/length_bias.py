@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..planner.requests import Int32s, Int64s
+from ..planner.requests import Int32s
 from .scheduled_request import ScheduledRequest
 
 # Answers after which an observation counts half.
@@ -100,12 +100,12 @@ class LengthBias:
         self._subtrees.clear()
 
 
-def subtrees(parent: Int32s, leaf_begin: Int64s, leaf_end: Int64s) -> Int32s:
+def subtrees(parent: Int32s, leaf_begin: Int32s, leaf_end: Int32s) -> Int32s:
     """For each node the smallest large subtree around it, int32 ``[m]``. 0: the whole job.
 
     Args:
         parent: int32 ``[m]``, -1 at the root.
-        leaf_begin, leaf_end: int64 ``[m]``, the range of the leaves below each node.
+        leaf_begin, leaf_end: int32 ``[m]``, the range of the leaves below each node.
     """
     large = leaf_end - leaf_begin >= _SUBTREE
     root: Int32s = np.where(large, np.arange(len(parent)), parent).astype(np.int32)

@@ -69,6 +69,7 @@ _FITS: dict[str, tuple[_Fits, str]] = {
     "render_lookahead": _FROM_1,
     "mixed_chunk": (lambda v: isinstance(v, bool), "true or false"),
     "step_log": _PATH,
+    "offload_bytes": _FROM_0,
     "sleep_on_idle": (lambda v: isinstance(v, bool), "true or false"),
     "max_line_attempts": _FROM_1,
     "line_timeout_s": (lambda v: _number(v) and v > 0, "a number of seconds above 0"),
@@ -107,6 +108,7 @@ _OPTIONAL = {
     "gather_s",
     "max_inflight",
     "step_log",
+    "offload_bytes",
     "mixed_chunk",
     "line_timeout_s",
     "batch_hours",
@@ -184,6 +186,9 @@ class OfflineBatchConfig:
         attention backend is named, the model is supported and a trial run succeeds.
     sleep_on_idle: whether an engine without work waits for messages, as with SGLang's
         ``--sleep-on-idle``, instead of using a CPU core to look for them.
+    offload_bytes: host memory of each rank for the KV of running requests that make room
+        for others. None is as much as the device has for KV, but at most a quarter of the
+        free memory for all ranks. Where it is full, requests are computed again.
     step_log: CSV file to which the offline scheduler appends a line for each step,
         for ``sglang-batch plan --steps``.
 
@@ -229,6 +234,7 @@ class OfflineBatchConfig:
     render_lookahead: int = 8
     scheduler: str = "offline"
     step_log: str | None = None
+    offload_bytes: int | None = None
     mixed_chunk: bool | None = None
     attention: str = "auto"
     sleep_on_idle: bool = True

@@ -15,6 +15,7 @@ from .request import BatchRequestInput, RequestOutput
 if TYPE_CHECKING:
     from .planner.machine_model import Machine
     from .scheduling.job_plan import JobPlan
+from .scheduling.running_tree import TreeNow
 
 # SGLang's native endpoint, for frontend programs. Not for batch files.
 GENERATE_URL = "/generate"
@@ -96,6 +97,17 @@ class Engine(Protocol):
         """The present use of the KV cache, or None if the engine does not count by side.
 
         The call may wait for the engine's current step: use it every few seconds only.
+        """
+        ...
+
+    async def running_tree(self, limit: int) -> list[TreeNow] | None:
+        """The prefix trees of the open jobs, of each replica, or None if the engine has
+        none.
+
+        The call may wait for the engine's current step.
+
+        Args:
+            limit: most nodes of each replica.
         """
         ...
 

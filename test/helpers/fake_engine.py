@@ -14,6 +14,7 @@ from sglang_batch.batch_api.protocol import error_body
 from sglang_batch.engine import KvUse, PreparedRequest
 from sglang_batch.request import BatchRequestInput, RequestOutput, Usage
 from sglang_batch.scheduling.job_plan import JobPlan
+from sglang_batch.scheduling.running_tree import TreeNow
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class FakeEngine:
         self.default_max_inflight = default_max_inflight
         self.num_replicas = num_replicas
         self.kv: KvUse | None = None
+        self.trees: list[TreeNow] | None = None
         self.is_paused = False
         self.opened: dict[str, list[JobPlan]] = {}
         self.closed: list[str] = []
@@ -117,6 +119,14 @@ class FakeEngine:
 
     async def kv_use(self) -> KvUse | None:
         return self.kv
+
+    async def running_tree(self, limit: int) -> list[TreeNow] | None:
+        if self.trees is None:
+            return None
+        return [
+            {"jobs": tree["jobs"], "nodes": tree["nodes"][:limit]}
+            for tree in self.trees
+        ]
 
     async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
         self.opened[job_id] = list(plans)

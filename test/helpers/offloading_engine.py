@@ -36,9 +36,10 @@ class OffloadingScheduler(scheduler_module.Scheduler):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.runs = json.loads(os.environ[SETTINGS])["runs"]
         self.run_name = ""
-        self.offloading = KvOffloader(self)
+        [pool_bytes] = {run["pool_bytes"] for run in self.runs.values()}
+        self.offloading = KvOffloader(self, pool_bytes)
         self.offloaded: list[Any] = []
-        self.steps = 0
+        self.steps = self.loads = 0
         self.counts: Counter[str] = Counter()
         self.computed: dict[str, int] = {}
 
@@ -91,7 +92,13 @@ class OffloadingScheduler(scheduler_module.Scheduler):  # type: ignore[misc]
                 self.offloading.offload(req, shared_len=(pages + 1) * self.page_size)
             except ValueError:
                 self.counts["rejected"] += 1
-            self.offloaded.append(self.offloading.offload(req, shared_len))
+            cost_s = self.random.random()
+            if not self.make_room(req, shared_len, cost_s):
+                self.offloading.discard(req)
+                self._add_request_to_queue(req, is_retracted=True)
+                self.counts["discarded"] += 1
+                continue
+            self.offloaded.append(self.offloading.offload(req, shared_len, cost_s))
             self.counts["offloaded"] += 1
             self.counts["left_to_tree"] += shared_len
         running_batch.filter_batch(reqs_to_exclude=chosen)
@@ -101,14 +108,26 @@ class OffloadingScheduler(scheduler_module.Scheduler):  # type: ignore[misc]
         if running_batch.is_empty() and not any(req.kv.holds_kv for req in last):
             self.check_idle()
 
+    def make_room(self, req: Any, shared_len: int, cost_s: float) -> bool:
+        """As ``KvManager`` does when the host pool is full."""
+        pages = self.offloading.num_pages(req, shared_len)
+        out = self.offloading.room.to_recompute(pages, cost_s)
+        for offloaded in [p for p in self.offloaded if p.req.rid in (out or ())]:
+            self.give_up(offloaded)
+            self.counts["made_room"] += 1
+        return out is not None
+
+    def give_up(self, offloaded: Any) -> None:
+        self.offloaded.remove(offloaded)
+        self.counts["given_up"] += 1
+        req = self.offloading.give_up(offloaded)
+        self._add_request_to_queue(req, is_retracted=True)
+
     def resume_some(self, running_batch: Any) -> Any:
         self.random.shuffle(self.offloaded)
         for offloaded in list(self.offloaded):
             if self.offloading.tokens_to_resume(offloaded) is None:
-                self.offloaded.remove(offloaded)
-                self.counts["given_up"] += 1
-                req = self.offloading.give_up(offloaded)
-                self._add_request_to_queue(req, is_retracted=True)
+                self.give_up(offloaded)
         count = self.random.randint(1, max(1, len(self.offloaded)))
         expected = [self.offloading.tokens_to_resume(p) for p in self.offloaded[:1]]
         before = self.token_to_kv_pool_allocator.available_size()
@@ -118,7 +137,7 @@ class OffloadingScheduler(scheduler_module.Scheduler):  # type: ignore[misc]
         taken = before - self.token_to_kv_pool_allocator.available_size()
         if len(batch.reqs) == 1 and taken > 0:  # else it evicted
             assert taken <= expected[0], (taken, expected)
-        self.offloaded = [p for p in self.offloaded if p.kv is not None]
+        self.offloaded = [p for p in self.offloaded if p.runs is not None]
         self.counts["resumed"] += len(batch.reqs)
         if running_batch.is_empty():
             return batch
@@ -152,9 +171,12 @@ class OffloadingScheduler(scheduler_module.Scheduler):  # type: ignore[misc]
         left = self.offloading
         output.internal_state["offloading"] = {
             **self.counts,
+            "pool_bytes": left.pool.num_bytes,
+            "loads": left.pool.num_loads - self.loads,
             "left": [left.num_offloaded, left.host_tokens, left.host_bytes],
         }
         self.counts.clear()
+        self.loads = left.pool.num_loads
         return output
 
 

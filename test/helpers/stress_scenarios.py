@@ -73,7 +73,8 @@ def random_rounds(s: Stress, seed: int, rounds: int) -> dict[str, Any]:
             assert s.run(s.flush())
     state = s.run(s.state())[0]
     return dict(total) | {
-        name: state[name] - before[name] for name in ("offloaded", "resumed")
+        name: state[name] - before[name]
+        for name in ("offloaded", "resumed", "offload_recomputed")
     }
 
 

@@ -143,6 +143,7 @@ class StressScheduler(offline.OfflineScheduler):
         for job in self.jobs:
             self.check_prefixes(job.uses)
             self.check_work(job, requests)
+        self.check_host()
 
     def check_work(self, job: Any, requests: list[Any]) -> None:
         """Sums of the job's work. Without requests, it was charged for all that was done."""
@@ -154,6 +155,24 @@ class StressScheduler(offline.OfflineScheduler):
         assert job.done.read_base + len(rows) * clock == reads
         if not own:
             assert abs(job.done.charged_s - job.done.done_s) <= 1e-6 * job.done.done_s
+
+    def check_host(self) -> None:
+        """The pages of the host belong to the offloaded requests, and to no other."""
+        offloader = self.kv_manager._offloader
+        assert offloader is not None
+        offloaded = [kv for _, _, kv in self.kv_manager._offloaded.values()]
+        pages = [
+            page
+            for kv in offloaded
+            for first, length in kv.runs
+            for page in range(first, first + length)
+        ]
+        assert len(set(pages)) == len(pages)
+        assert len(pages) == offloader.room.num_pages - offloader.room.num_free
+        assert sum(-(-kv.num_tokens // self.page_size) for kv in offloaded) == len(
+            pages
+        )
+        assert self.kv_manager.host_bytes <= offloader.pool.num_bytes
 
     def check_prefixes(self, uses: Any) -> None:
         length, running = uses._length, uses._running

@@ -35,6 +35,7 @@ def test_a_client_opens_no_route_that_nobody_has_decided_on() -> None:
         KEYS_PATH,
         "/offline_batch/keys/{key_id}",
         "/offline_batch/limits/{name}",
+        "/offline_batch/tree",
     }
 
 

@@ -15,6 +15,7 @@ from route_server import Server, serving
 
 from sglang_batch.engine import KvUse
 from sglang_batch.http_api import page_routes as page_module
+from sglang_batch.scheduling.running_tree import TreeNow
 
 EVIL = "<script>alert(1)</script>"
 FILES = resources.files("sglang_batch.http_api").joinpath("page")
@@ -205,3 +206,58 @@ def test_a_message_batch_is_called_by_the_name_that_its_client_has(
     assert f"/{shown['path']}" == path
     assert shown["metadata"] is None  # ours, not the client's
     assert server.http.get(f"/{shown['downloads']['results']}").status_code == 200
+
+
+TREE: TreeNow = {
+    "jobs": [
+        {
+            "job": "batch_1",
+            "policy": "dfs",
+            "priority": 0,
+            "waiting": 3,
+            "followers": 0,
+            "prefixes": 2,
+            "in_use_tokens": 64,
+            "kept_tokens": 0,
+        }
+    ],
+    "nodes": [
+        {
+            "job": "batch_1",
+            "node": node,
+            "parent": node - 1,
+            "prefix_tokens": 64 * node,
+            "tokens": 64,
+            "state": state,
+            "pinned": False,
+            "running": 2 - node,
+            "uses_left": 3,
+            "next_use": 0,
+            "density": None,
+        }
+        for node, state in ((1, "kept"), (2, "absent"))
+    ],
+}
+
+
+def test_the_tree_of_each_replica_is_listed(server: Server) -> None:
+    empty = {"object": "offline_batch.tree", "replicas": []}
+    assert server.http.get("/offline_batch/tree").json() == empty
+    server.engine.trees = [TREE, TREE]
+    found = server.http.get("/offline_batch/tree?limit=1").json()["replicas"]
+    assert found == [
+        {"replica": number, "jobs": TREE["jobs"], "nodes": TREE["nodes"][:1]}
+        for number in (0, 1)
+    ]
+    for limit in (0, 1001):
+        answer = server.http.get(f"/offline_batch/tree?limit={limit}")
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "limit"
+
+
+def test_the_tree_is_for_admins(tmp_path: Path) -> None:
+    with serving(tmp_path, {b"key-a": "ann"}) as server:
+        headers = {"Authorization": "Bearer key-a"}
+        answer = server.http.get("/offline_batch/tree", headers=headers)
+        assert answer.status_code == 403
+        assert not data_of(server, "key-a")["is_admin"]

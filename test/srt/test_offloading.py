@@ -26,6 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "pages-under-pressure": {
         "evict_every": 7,
+        "pool_bytes": 320 * 512,  # a fifth of the device's KV
         "engine": {"max_total_tokens": 1600, "page_size": 16},
     },
 }
@@ -47,6 +48,7 @@ def run_all(model: Path, engine: str) -> dict[str, Any]:
             "drain": True,
             "penalties": False,
             "evict_every": NEVER,
+            "pool_bytes": None,
             **SETTINGS[name],
         }
         for seed, name in enumerate(SETTINGS)
@@ -118,6 +120,25 @@ def test_a_lost_prefix_means_a_retracted_request(demo_model: Path) -> None:
     assert counts["given_up"] > 0
     assert counts["resumed"] > 0
     assert counts["recomputed"] > 0
+
+
+def test_a_full_host_pool_means_requests_that_are_computed_again(
+    demo_model: Path,
+) -> None:
+    counts = run(demo_model, "pages-under-pressure")["counts"]
+    assert counts["made_room"] > 0
+    assert counts["discarded"] > 0
+    assert counts["host_bytes"] <= counts["pool_bytes"]
+    roomy = run(demo_model, "overlap")["counts"]
+    assert "made_room" not in roomy
+    assert "discarded" not in roomy
+
+
+def test_a_resumed_request_is_one_copy(demo_model: Path) -> None:
+    """A few are two, where the free pages were in pieces."""
+    for name in SETTINGS:
+        counts = run(demo_model, name)["counts"]
+        assert counts["resumed"] * 0.9 <= counts["loads"] <= counts["resumed"] * 1.2
 
 
 def test_results_are_drained_only_in_the_overlap_loop(demo_model: Path) -> None:

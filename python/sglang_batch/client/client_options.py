@@ -1,4 +1,4 @@
-"""The options of the commands submit, status, list, cancel and results."""
+"""The options of the commands for servers: submit, status, list, and so on."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from ..batch_api import protocol as api
 from ..errors import ExitStatus
 from ..option_types import whole
+from ..scheduling.running_tree import MAX_NODES
 from .key_options import add_keys
 
 DEFAULT_URL = "http://127.0.0.1:30000"
@@ -42,6 +43,7 @@ def add(commands: Subparsers) -> None:
     _add_list(commands)
     _add_cancel(commands)
     _add_results(commands)
+    _add_tree(commands)
     add_keys(commands, _command)
 
 
@@ -166,6 +168,26 @@ def _add_results(commands: Subparsers) -> None:
         "--so-far",
         action="store_true",
         help="download the finished lines of a running batch",
+    )
+
+
+def _add_tree(commands: Subparsers) -> None:
+    tree = _command(
+        commands,
+        "tree",
+        "show the prefixes that running batches share",
+        "Show the largest shared prefixes of the running batches: which are in the KV "
+        "cache, how many requests use them, and when the plan needs them next. A server "
+        "with keys wants that of an admin.",
+        module="tree_command",
+    )
+    tree.add_argument(
+        "--limit",
+        type=whole(1, MAX_NODES),
+        default=50,
+        metavar="N",
+        help="show at most N prefixes of each replica: half of them the "
+        "longest in the cache, the others those that save most tokens (default: 50)",
     )
 
 

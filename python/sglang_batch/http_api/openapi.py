@@ -206,6 +206,59 @@ class UsageList(BaseModel):
     data: list[DayOfUsage]
 
 
+class TreeJob(BaseModel):
+    """An open job: a batch, or a wave of programs."""
+
+    job: str
+    policy: str
+    priority: int
+    waiting: int
+    """Requests that have arrived and do not run."""
+    followers: int
+    """Those of them that wait for a prefix that another one computes."""
+    prefixes: int
+    """Shared prefixes that its requests use or will use."""
+    in_use_tokens: int
+    """Tokens of prefixes that running requests use."""
+    kept_tokens: int
+    """Tokens of prefixes that are kept for later requests only."""
+
+
+class TreeNode(BaseModel):
+    """A prefix that requests of a job share."""
+
+    job: str
+    node: int
+    parent: int
+    """The nearest prefix in the list that this one continues, 0 for none."""
+    prefix_tokens: int
+    """Tokens up to its end, in whole pages."""
+    tokens: int
+    """Tokens after the prefix above it."""
+    state: Literal["absent", "computing", "kept"]
+    pinned: bool
+    """Whether it is kept for later requests."""
+    running: int
+    """Running requests that use it."""
+    uses_left: int
+    """Requests to come that use it."""
+    next_use: int | None
+    """Requests of the job that start before one needs it, by the plan."""
+    density: float | None
+    """Compute time / memory time of the requests to come, without shared prefixes."""
+
+
+class ReplicaTree(BaseModel):
+    replica: int
+    jobs: list[TreeJob]
+    nodes: list[TreeNode]
+
+
+class RunningTree(BaseModel):
+    object: Literal["offline_batch.tree"]
+    replicas: list[ReplicaTree]
+
+
 class BatchObject(official.Batch):
     owner: str | None = None
     """Name of the key that created it. Only admins see it."""

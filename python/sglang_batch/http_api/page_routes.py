@@ -22,16 +22,17 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..access.key_table import find_allowance
-from ..access.keys import Caller
+from ..access.keys import Caller, Role
 from ..access.usage import COUNTS, day_of, usage_object, usage_since
 from ..batch_api import message_batches as messages
 from ..batch_api import protocol as api
 from ..batch_api.objects import batch_object
+from ..scheduling.running_tree import MAX_NODES
 from ..server.history import Rate
 from ..store.batch_store import BatchStore, Row
 from .authorization.callers import caller_of
 from .error_responses import OpenAIRoute
-from .openapi import OPENAI_ERRORS
+from .openapi import OPENAI_ERRORS, RunningTree, whole_number
 from .parameters import invalid, service_of
 
 PATH = "/batches"
@@ -49,6 +50,7 @@ FILES = {
     f"{PATH}/api.js": ("api.js", "text/javascript"),
     f"{PATH}/submit.js": ("submit.js", "text/javascript"),
     f"{PATH}/usage.js": ("usage.js", "text/javascript"),
+    f"{PATH}/tree.js": ("tree.js", "text/javascript"),
     f"{PATH}/rows.js": ("rows.js", "text/javascript"),
     f"{PATH}/charts.js": ("charts.js", "text/javascript"),
     f"{PATH}/icon.svg": ("icon.svg", "image/svg+xml"),
@@ -138,7 +140,26 @@ async def page_data(
         "points": points,
         "endpoints": list(api.ENDPOINTS),
         "max_batches": MAX_BATCHES,
+        "is_admin": caller_of(request).role is Role.ADMIN,
     }
+    return JSONResponse(content, headers={"Cache-Control": "no-store"})
+
+
+@router.get("/offline_batch/tree", response_model=RunningTree)
+async def running_tree(
+    request: Request, limit: Annotated[int, whole_number(1, MAX_NODES)] = 50
+) -> JSONResponse:
+    """List the largest shared prefixes of the running jobs, by replica: which are in the
+    KV cache, which requests use them, and when they are needed next.
+
+    Half of them are the longest in the cache, the others those that save most tokens.
+    Without the offline scheduler there are none.
+    """
+    if not 1 <= limit <= MAX_NODES:
+        raise invalid("limit", limit, f"Expected 1 to {MAX_NODES}.")
+    trees = await service_of(request).running_tree(limit)
+    replicas = [{"replica": i, **tree} for i, tree in enumerate(trees)]
+    content = {"object": "offline_batch.tree", "replicas": replicas}
     return JSONResponse(content, headers={"Cache-Control": "no-store"})
 
 

@@ -9,6 +9,7 @@ from ..engine import Engine, KvUse, PreparedRequest
 from ..planner.machine_model import Machine
 from ..request import BatchRequestInput, RequestOutput
 from ..scheduling.job_plan import JobPlan
+from ..scheduling.running_tree import TreeNow
 
 
 class ForwardingEngine:
@@ -43,6 +44,9 @@ class ForwardingEngine:
 
     async def kv_use(self) -> KvUse | None:
         return await self._engine.kv_use()
+
+    async def running_tree(self, limit: int) -> list[TreeNow] | None:
+        return await self._engine.running_tree(limit)
 
     async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
         await self._engine.open_job(job_id, plans)

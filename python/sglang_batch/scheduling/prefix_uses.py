@@ -11,8 +11,10 @@ unpinned first (Belady's rule, since the future is known).
 from __future__ import annotations
 
 import heapq
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..planner.requests import Int32s, Int64s
 from .job_plan import JobPlan
@@ -20,6 +22,28 @@ from .scheduled_request import ScheduledRequest
 
 # A node that more requests than this still need is used soon.
 _MANY = 4096
+
+
+class NodeArrays(NamedTuple):
+    """A view of all nodes, not to be changed: ``m`` nodes, ``n`` planned requests.
+
+    parent: ``[m]``, the node above.
+    depth, length: ``[m]``, tokens from the root and from the node above, whole pages.
+    begin, end: ``[m]``, the range of the leaves below.
+    uses_left, running: ``[m]``, requests that are still to start, and those that run.
+    started: ``[n]`` by leaf, whether a request has started or never will.
+    rank: ``[n]`` by leaf, the order of use.
+    """
+
+    parent: Int32s
+    depth: Int32s
+    length: Int32s
+    begin: Int32s
+    end: Int32s
+    uses_left: Int32s
+    running: Int32s
+    started: NDArray[np.bool_]
+    rank: Int32s
 
 
 class PrefixUses:
@@ -54,6 +78,13 @@ class PrefixUses:
         self.pins: dict[int, object] = {}
         self.locked_tokens = 0
         self.idle_tokens = 0
+
+    def arrays(self) -> NodeArrays:
+        """All nodes as they are now."""
+        return NodeArrays(
+            self._parent, self.depth, self._length, self._begin, self._end,
+            self._uses_left, self._running, self._started, self._rank,
+        )  # fmt: skip
 
     def is_prompt_of(self, node: int, tokens: int) -> bool:
         """Whether a request's tokens up to a node equal those of the first request.

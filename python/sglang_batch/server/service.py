@@ -26,6 +26,7 @@ from ..engine import Engine
 from ..errors import StoreError
 from ..job.job import Job
 from ..request import BatchRequestInput, RequestOutput
+from ..scheduling.running_tree import TreeNow
 from ..store.batch_store import BatchStore, OnMade, Row, now
 from ..store.files import move_into_place, sync_file
 from ..store.incoming import Room
@@ -76,6 +77,14 @@ class BatchService:
         )
         await self.runner.start()
         self.history.start()
+
+    async def running_tree(self, limit: int) -> list[TreeNow]:
+        """The prefix trees of the running batches, see :class:`~sglang_batch.engine.Engine`.
+
+        Empty without a scheduler that follows plans.
+        """
+        assert self._engine is not None
+        return await self._engine.running_tree(limit) or []
 
     @property
     def model_names(self) -> tuple[str, ...] | None:

@@ -80,6 +80,7 @@ ADMIN = frozenset(
         "/offline_batch/keys",
         "/offline_batch/keys/{key_id}",
         "/offline_batch/limits/{name}",
+        "/offline_batch/tree",
     }
 )
 

@@ -4,6 +4,7 @@ import { ask, errorText, hasKey, setKey } from "./api.js";
 import { Chart } from "./charts.js";
 import { ACTIVE, Rows, doneOf, nameOf, stateOf } from "./rows.js";
 import { SubmitDialog } from "./submit.js";
+import { showTree } from "./tree.js";
 import { showUsage } from "./usage.js";
 
 const REFRESH_MS = 3000;
@@ -136,6 +137,12 @@ async function refreshOnce() {
   $("new-batch").hidden = false;
   showBatches();
   showUsage($("usage"), data.usage);
+  $("tree").hidden = !data.is_admin;
+  if (data.is_admin && $("tree-details").open) await refreshTree();
+}
+
+function refreshTree() {
+  return showTree($("tree-jobs"), { signal: AbortSignal.timeout(PATIENCE_MS) });
 }
 
 function setServer(state, text) {
@@ -331,6 +338,9 @@ function start() {
     batches = null;
     points = [];
     location.reload();
+  });
+  $("tree-details").addEventListener("toggle", () => {
+    if ($("tree-details").open) refreshTree().catch(() => lost("The server does not answer"));
   });
   document.addEventListener("visibilitychange", () => {
     if (!document.hidden) refresh();

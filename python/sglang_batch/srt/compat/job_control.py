@@ -1,7 +1,8 @@
-"""The control message that opens, changes and closes a job in every scheduler.
+"""The control message that opens, changes and closes a job in every scheduler, and the
+question for the prefix trees of its open jobs.
 
-SGLang's own channel broadcasts it. Each DP rank gets it, and all its TP ranks see it at
-the same place between their requests, so that they decide alike.
+SGLang's own channel broadcasts them. Each DP rank gets them, and all its TP ranks see them
+at the same place between their requests, so that they decide alike.
 """
 
 from __future__ import annotations
@@ -41,7 +42,23 @@ class JobControlOutput(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
     num_requests: int = 0
 
 
-hook_custom_types(JobControl, JobControlOutput)
+class TreeQuery(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
+    """Asks for the prefix trees of the open jobs.
+
+    limit: most nodes of each DP rank's answer.
+    """
+
+    limit: int
+
+
+class TreeQueryOutput(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
+    """The answer of one DP rank: ``scheduling.running_tree.TreeNow`` as JSON."""
+
+    dp_rank: int
+    tree: bytes
+
+
+hook_custom_types(JobControl, JobControlOutput, TreeQuery, TreeQueryOutput)
 
 
 def communicator(tokenizer_manager: TokenizerManager) -> ControlChannel:
@@ -50,13 +67,25 @@ def communicator(tokenizer_manager: TokenizerManager) -> ControlChannel:
     There is one for each manager, since answers go to the first channel that was
     registered for them.
     """
-    if hasattr(tokenizer_manager, "offline_job_control"):
-        return tokenizer_manager.offline_job_control
+    if not hasattr(tokenizer_manager, "offline_job_control"):
+        channel = _channel(tokenizer_manager, JobControlOutput)
+        tokenizer_manager.offline_job_control = channel
+    return tokenizer_manager.offline_job_control
+
+
+def tree_channel(tokenizer_manager: TokenizerManager) -> ControlChannel:
+    """The same for :class:`TreeQuery` messages."""
+    if not hasattr(tokenizer_manager, "offline_tree_queries"):
+        channel = _channel(tokenizer_manager, TreeQueryOutput)
+        tokenizer_manager.offline_tree_queries = channel
+    return tokenizer_manager.offline_tree_queries
+
+
+def _channel(tokenizer_manager: TokenizerManager, answers: type) -> ControlChannel:
     channel: ControlChannel = FanOutCommunicator(
         tokenizer_manager._dispatch_to_scheduler, get_parallel().num_dp_ranks
     )
     tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
-        [(JobControlOutput, channel.handle_recv)]
+        [(answers, channel.handle_recv)]
     )
-    tokenizer_manager.offline_job_control = channel
     return channel

@@ -250,10 +250,11 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "sglang.srt.mem_cache.allocator:TokenToKVPoolAllocator": {
         "alloc": ("need_size", "slots to resume into"),
-        "get_cpu_copy": ("indices, mamba_indices, req_pool_index", "KV to the host"),
-        "load_cpu_copy": (
-            "kv_cache_cpu, indices, mamba_indices, req_pool_index",
-            "and back",
+    },
+    "sglang.srt.mem_cache.host_memory": {
+        "available_host_memory_bytes": (
+            "*, allow_cgroup_fallback",
+            "the default size of the host pool",
         ),
     },
     "sglang.srt.mem_cache.memory_pool:ReqToTokenPool": {

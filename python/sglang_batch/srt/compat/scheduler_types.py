@@ -14,16 +14,13 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from .server_types import ModelConfig
+from .server_types import ModelConfig, OfflineArgs
 
 TreeLock: TypeAlias = object
 """A lock on a prefix in the tree, as ``TreeCache.lock`` returned it."""
 
 TreeNode: TypeAlias = object
 """A node of SGLang's prefix tree."""
-
-HostKv: TypeAlias = object
-"""KV on the host, as ``KvAllocator.get_cpu_copy`` returned it: nested tensors."""
 
 
 # Requests -----------------------------------------------------------------------------
@@ -185,8 +182,6 @@ class KvAllocator(Protocol):
     def available_size(self) -> int: ...
     def alloc(self, need_size: int) -> torch.Tensor | None: ...
     def get_kvcache(self) -> KvPool: ...
-    def get_cpu_copy(self, indices: torch.Tensor) -> HostKv: ...
-    def load_cpu_copy(self, kv_cache_cpu: HostKv, indices: torch.Tensor) -> None: ...
 
 
 class RowPool(Protocol):
@@ -311,6 +306,8 @@ class FutureMap(Protocol):
 class OffloadingScheduler(ResultLoop, Protocol):
     """The part that owns rows, KV and streams."""
 
+    server_args: OfflineArgs
+    tp_cpu_group: torch.distributed.ProcessGroup
     tree_cache: TreeCache
     token_to_kv_pool_allocator: KvAllocator
     req_to_token_pool: RowPool

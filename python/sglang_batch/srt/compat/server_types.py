@@ -63,6 +63,8 @@ class ServerArgs(Protocol):
     model_path: str
     served_model_name: str | None
     tp_size: int
+    dp_size: int
+    nnodes: int
     tokenizer_worker_num: int
     tool_call_parser: str | None
     attention_backend: str | None
@@ -229,8 +231,9 @@ class TokenizerManager(Protocol):
     context_len: int
     serving_chat_class: Callable[..., ServingHandler]
     _result_dispatcher: ResultDispatcher
-    # Ours: the channel for control messages of jobs, once there is one.
+    # Ours: the channels for control messages of jobs and for questions, once there are.
     offline_job_control: ControlChannel
+    offline_tree_queries: ControlChannel
 
     def _dispatch_to_scheduler(self, obj: object) -> None: ...
 

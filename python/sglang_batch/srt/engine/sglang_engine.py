@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from ...errors import EngineError
 from ...planner.machine_model import Machine
 from ...request import BatchRequestInput, RequestOutput
 from ...scheduling.job_plan import JobPlan
+from ...scheduling.running_tree import TreeNow
 from ..compat import job_control
-from ..compat.job_control import JobControl
+from ..compat.job_control import JobControl, TreeQuery, TreeQueryOutput
 from ..compat.server_types import (
     EngineRequest,
     TemplateManager,
@@ -144,6 +146,14 @@ class SGLangEngine:
         for state in states:
             total.update(state[STATE_KEY]["kv_use"])
         return KvUse(**total)
+
+    async def running_tree(self, limit: int) -> list[TreeNow] | None:
+        if self._job_control is None:
+            return None  # SGLang's own scheduler has no plan
+        channel = job_control.tree_channel(self._tokenizer_manager)
+        answers = cast(list[TreeQueryOutput], await channel(TreeQuery(limit=limit)))
+        answers.sort(key=lambda answer: answer.dp_rank)
+        return [json.loads(answer.tree) for answer in answers]
 
     async def open_job(
         self,

@@ -11,9 +11,11 @@ from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req, RunningRows, ScheduleBatch
+from .kv.host_room import recompute_time_s
 from .kv.offloading import KvOffloader, OffloadedRequest, can_offload, drain_results
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .request_registry import RequestRegistry
+from .step_metrics import HostUse
 from .step_recorder import StepRecorder
 
 # Decode steps for which offloading frees KV at a time.
@@ -38,6 +40,7 @@ class KvManager:
     Attributes:
         decodes_fit: whether all running requests of this step have room for their next
             tokens, even if each of them begins a page.
+        num_recomputed: requests that lost their KV because the host pool was full.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class KvManager:
         self._page_size = page_size
         self._offloaded: dict[str, _Offloaded] = {}
         self._just_offloaded = False
+        self.num_recomputed = 0
         self.decodes_fit = False
         self._steps_that_fit = 0
 
@@ -75,6 +79,30 @@ class KvManager:
     def host_bytes(self) -> int:
         """Host memory that offloaded KV takes."""
         return self._offloader.host_bytes if self._offloader is not None else 0
+
+    @property
+    def host_use(self) -> HostUse:
+        """The host pool, for metrics."""
+        capacity = self._offloader.pool.num_bytes if self._offloader is not None else 0
+        return HostUse(self.host_bytes, capacity, self.num_recomputed)
+
+    @property
+    def host_state(self) -> dict[str, int]:
+        """The host pool, for ``/server_info``."""
+        offloader = self._offloader
+        return {
+            "offloaded_host_bytes": self.host_bytes,
+            "offloaded_host_bytes_most": offloader.most_bytes if offloader else 0,
+            "offload_bytes": offloader.pool.num_bytes if offloader else 0,
+            "offload_saves": offloader.pool.num_saves if offloader else 0,
+            "offload_loads": offloader.pool.num_loads if offloader else 0,
+            "offload_recomputed": self.num_recomputed,
+        }
+
+    def end_step(self) -> None:
+        """The step is decided, and its forward pass is next."""
+        if self._offloader is not None:
+            self._offloader.end_step()
 
     # Offloading -----------------------------------------------------------------------
 
@@ -168,11 +196,44 @@ class KvManager:
             # prefix is not worth that.
             if 2 * shared < req.kv.kv_committed_len:
                 shared = 0
-        kv = self._offloader.offload(req, shared)
+        if not self._make_host_room(self._offloader, job, request, shared):
+            self._offloader.discard(req)
+            self._requeue(req)
+            self.num_recomputed += 1
+            return True
+        kv = self._offloader.offload(req, shared, self._recompute_time_s(job, request))
         self._offloaded[req.rid] = _Offloaded(job, request, kv)
         self._recorder.offloaded += 1
         self._just_offloaded = True
         return True
+
+    def _make_host_room(
+        self,
+        offloader: KvOffloader,
+        job: JobState,
+        request: ScheduledRequest,
+        shared_len: int,
+    ) -> bool:
+        """Make room for a request on the host. False if it had better be computed again
+        than the requests that are there."""
+        pages = offloader.num_pages(request.req, shared_len)
+        out = offloader.room.to_recompute(pages, self._recompute_time_s(job, request))
+        if out is None:
+            return False
+        for rid in out:
+            self._recompute(offloader, rid)
+            self.num_recomputed += 1
+        return True
+
+    def _recompute_time_s(self, job: JobState, request: ScheduledRequest) -> float:
+        """Seconds to compute a request again, from behind its prefix in the cache."""
+        prefix = job.uses.kept_depth(request.node) if request.leaf >= 0 else 0
+        num_tokens = request.input_len + request.steps - prefix
+        return recompute_time_s(job.plan.cost, num_tokens, prefix)
+
+    def _requeue(self, req: Req) -> None:
+        """Have a request without KV computed again, prompt and answer."""
+        self._scheduler._add_request_to_queue(req, is_retracted=True)
 
     def requeue_chunk(self) -> None:
         """Return a job's request whose prompt is partly computed to the backlog.
@@ -257,8 +318,7 @@ class KvManager:
             self._recompute(self._offloader, rid)
 
     def _recompute(self, offloader: KvOffloader, rid: str) -> None:
-        req = offloader.give_up(self._offloaded.pop(rid).kv)
-        self._scheduler._add_request_to_queue(req, is_retracted=True)
+        self._requeue(offloader.give_up(self._offloaded.pop(rid).kv))
 
     def drop(self, request: ScheduledRequest) -> bool:
         """Forget an offloaded request; False if it was not offloaded."""

@@ -160,6 +160,7 @@ class PlanScheduler:
 
     def end_step(self, batch: ScheduleBatch | None) -> None:
         """Record the batch of this step. None if there is nothing to run."""
+        self._kv_manager.end_step()
         if batch is None:
             return
         mode = batch.forward_mode

@@ -8,6 +8,7 @@ in them.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from pathlib import Path
 
@@ -25,11 +26,20 @@ from ...engine import KvUse
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
+from ...scheduling.running_tree import running_tree
 from ...scheduling.waiting_view import WaitingView
 from ..attention.attention_choice import share_by_default
 from ..attention.sharing import Sharing
 from ..compat.hook_targets import SCHEDULER_PROCESS_HOOKS, check_hooks_took
-from ..compat.job_control import CHANGE, CLOSE, PRIORITY, JobControl, JobControlOutput
+from ..compat.job_control import (
+    CHANGE,
+    CLOSE,
+    PRIORITY,
+    JobControl,
+    JobControlOutput,
+    TreeQuery,
+    TreeQueryOutput,
+)
 from ..compat.scheduler_types import (
     AbortRequest,
     InternalState,
@@ -133,7 +143,8 @@ class OfflineScheduler(MarkedScheduler):
 
     def init_request_dispatcher(self) -> None:
         super().init_request_dispatcher()
-        self._request_dispatcher += TypeBasedDispatcher([(JobControl, self._control)])
+        for message, handle in ((JobControl, self._control), (TreeQuery, self._tree)):
+            self._request_dispatcher += TypeBasedDispatcher([(message, handle)])
 
     def init_load_inquirer(self) -> None:
         """Make our parts. SGLang calls this first of all overridden methods after its
@@ -165,7 +176,9 @@ class OfflineScheduler(MarkedScheduler):
             kv_accounting=self.kv_accounting,
             cache=cache,
             pinned=pinned,
-            offloader=make_offloader(self),
+            offloader=make_offloader(
+                self, self.server_args.offline_config.offload_bytes
+            ),
             recorder=self.recorder,
             page_size=page_size,
         )
@@ -210,7 +223,8 @@ class OfflineScheduler(MarkedScheduler):
             log = Path(path) if path else None
             if log is not None and dp_rank:
                 log = log.with_name(f"{log.name}.dp{dp_rank}")
-            metrics = step_metrics(self)
+            # The KV manager is made after the recorder.
+            metrics = step_metrics(self, lambda: self.kv_manager.host_use)
         return StepRecorder(self.jobs, self.kv_accounting, cache, log, metrics)
 
     def _offline_state(self) -> dict[str, object]:
@@ -219,7 +233,7 @@ class OfflineScheduler(MarkedScheduler):
             "jobs": len(self.jobs),
             "waiting": self._num_waiting,
             "offloaded_now": self.kv_manager.num_offloaded,
-            "offloaded_host_bytes": self.kv_manager.host_bytes,
+            **self.kv_manager.host_state,
             "kv_use": dataclasses.asdict(_kv_use(self.kv_accounting, self.jobs)),
             "shares_prefixes": bool(self.sharing.backends),
             **self.recorder.totals,
@@ -248,6 +262,12 @@ class OfflineScheduler(MarkedScheduler):
                 message.job_id, plan, message.names, message.first
             )
         return JobControlOutput(job_id=message.job_id, num_requests=left)
+
+    def _tree(self, message: TreeQuery) -> TreeQueryOutput:
+        tree = running_tree(self.jobs, message.limit)
+        return TreeQueryOutput(
+            dp_rank=get_parallel().dp_rank or 0, tree=json.dumps(tree).encode()
+        )
 
     # Steps ----------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ...planner.requests import SIDES
 from ...scheduling.step_record import COLUMNS, StepRecord
@@ -53,12 +53,28 @@ _GAUGES = {
 }
 
 
+_HOST_GAUGES = (
+    ("host_bytes", "Bytes of host memory with KV of offloaded requests."),
+    ("host_capacity_bytes", "Bytes of host memory for KV of offloaded requests."),
+)
+
+
+class HostUse(NamedTuple):
+    """The pool of host memory for offloaded KV: bytes in use and in all, and requests
+    whose KV was dropped so far because it was full."""
+
+    num_bytes: int = 0
+    capacity: int = 0
+    recomputed: int = 0
+
+
 class StepMetrics:
     """Takes records of steps and publishes them, a few steps at a time."""
 
     def __init__(
         self,
         labels: Mapping[str, object],
+        host_use: Callable[[], HostUse] = HostUse,
         *,
         registry: CollectorRegistry | None = None,
     ) -> None:
@@ -66,6 +82,7 @@ class StepMetrics:
 
         Args:
             labels: those of every metric, with their values.
+            host_use: called when metrics are published.
             registry: prometheus_client's default registry if None.
 
         Raises:
@@ -85,6 +102,16 @@ class StepMetrics:
             *_plain(counter, _COUNTERS, named),
             *_by_side(counter, _COUNTERS_BY_SIDE, named),
         ]
+        self._host_use, self._host_recomputed = host_use, 0
+        self._host_bytes, self._host_capacity = (
+            _labelled(gauge, name, text, [named])[0] for name, text in _HOST_GAUGES
+        )
+        self._recomputed = _labelled(
+            counter,
+            "offload_recomputed",
+            "Requests whose KV was dropped because the host pool was full.",
+            [named],
+        )[0]
         self._gauges = [
             *_plain(gauge, _GAUGES, named),
             *_by_side(gauge, _GAUGES_BY_SIDE, named),
@@ -111,6 +138,11 @@ class StepMetrics:
         for column, metric in self._gauges:
             metric.set(last[column])
         self._records.clear()
+        host = self._host_use()
+        self._host_bytes.set(host.num_bytes)
+        self._host_capacity.set(host.capacity)
+        self._recomputed.inc(host.recomputed - self._host_recomputed)
+        self._host_recomputed = host.recomputed
 
 
 def _plain(
@@ -145,7 +177,9 @@ def _labelled(
     return [metric.labels(**each) if each else metric for each in labels]
 
 
-def step_metrics(scheduler: MeteredScheduler) -> StepMetrics | None:
+def step_metrics(
+    scheduler: MeteredScheduler, host_use: Callable[[], HostUse] = HostUse
+) -> StepMetrics | None:
     """Metrics for an SGLang scheduler, with the labels of its own.
 
     None without --enable-metrics. Of the tensor parallel ranks and pipeline stages, only
@@ -155,4 +189,4 @@ def step_metrics(scheduler: MeteredScheduler) -> StepMetrics | None:
     if context.collector is None or not context.is_stats_logging_rank:
         return None
     labels = context.collector.labels
-    return None if labels.get("pp_rank", 0) else StepMetrics(labels)
+    return None if labels.get("pp_rank", 0) else StepMetrics(labels, host_use)

@@ -1,9 +1,10 @@
 """Moves the KV of running requests to the host, and back later.
 
 SGLang's own answer to a full KV cache is retraction: it drops the KV of a request and
-prefills prompt and output again. Offloading copies the KV to host memory instead, so
-that nothing is computed twice. An offloaded request owns neither a row nor KV on the
-device, and SGLang's memory checks hold meanwhile.
+prefills prompt and output again. Offloading copies the KV to a pool of host memory
+(:mod:`.host_pool`) instead, so that nothing is computed twice. When the pool is full, the
+requests that are cheapest to compute again are (:mod:`.host_room`). An offloaded
+request owns neither a row nor KV on the device, and SGLang's memory checks hold meanwhile.
 
 The first ``shared_len`` tokens of a request may stay in the prefix tree, where other
 requests use them too. They are not locked there. If the tree evicts them, the request
@@ -29,6 +30,7 @@ from sglang.srt.mem_cache.allocator import (
 )
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
+from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
 from sglang.srt.mem_cache.memory_pool import (
     MHATokenToKVPool,
     MLATokenToKVPool,
@@ -41,7 +43,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from ....errors import EngineError
 from ...compat.scheduler_types import (
-    HostKv,
+    KvPool,
     OffloadingScheduler,
     PrefixMatch,
     Req,
@@ -49,12 +51,14 @@ from ...compat.scheduler_types import (
     ScheduleBatch,
     TreeNode,
 )
+from .host_pool import HostPool
+from .host_room import HostRoom, Run
 from .token_counts import count_again, counts_tokens
 
 logger = logging.getLogger(__name__)
 
-# SGLang writes the outputs of padding to this slot, which nobody reads.
-_DUMMY_SLOT = 0
+# Share of the free host memory for the pools of all ranks, unless the user chose.
+_FREE_SHARE = 0.25
 
 
 @dataclass(slots=True)
@@ -68,10 +72,8 @@ class OffloadedRequest:
     # Tokens of KV on the host, which belong to positions
     # [shared_len, shared_len + num_tokens).
     num_tokens: int
-    # Host memory that they take.
-    num_bytes: int
-    # The result of the KV pool's get_cpu_copy. None once the request has left.
-    kv: HostKv | None
+    # The pages that they have there. None once the request has left.
+    runs: list[Run] | None
 
     @property
     def end(self) -> int:
@@ -79,12 +81,18 @@ class OffloadedRequest:
         return self.shared_len + self.num_tokens
 
 
-def make_offloader(scheduler: OffloadingScheduler) -> KvOffloader | None:
+def make_offloader(
+    scheduler: OffloadingScheduler, pool_bytes: int | None
+) -> KvOffloader | None:
     """An offloader. None, with a warning in the log, where KV cannot be moved to the
-    host; SGLang then retracts requests."""
+    host; SGLang then retracts requests.
+
+    Args:
+        pool_bytes: see :class:`KvOffloader`.
+    """
     obstacle = why_unsupported(scheduler)
     if obstacle is None:
-        return KvOffloader(scheduler)
+        return KvOffloader(scheduler, pool_bytes)
     logger.warning("Requests cannot be offloaded to the host with %s.", obstacle)
     return None
 
@@ -113,8 +121,8 @@ def drain_results(scheduler: ResultLoop) -> int:
 def why_unsupported(scheduler: OffloadingScheduler) -> str | None:
     """The reason why requests of this server cannot be offloaded, or None if they can.
 
-    The KV of other pools has parts that ``get_cpu_copy`` leaves out, or slots that are
-    more than numbers. Other modes keep state per row or have loops of their own.
+    The KV of other pools has parts besides these buffers, or slots that are more than
+    numbers. Other modes keep state per row or have loops of their own.
     """
     allocator = scheduler.token_to_kv_pool_allocator
     pool, tree = allocator.get_kvcache(), scheduler.tree_cache
@@ -183,11 +191,23 @@ def _is_quiet(req: Req) -> bool:
 class KvOffloader:
     """Moves requests of one scheduler between the device and host memory.
 
+    Args:
+        pool_bytes: size of the host pool of this rank. None is the size of the device's
+            KV, but at most a quarter of the free memory, shared by the machine's ranks.
+
+    Attributes:
+        room: the pages of the host pool, by request.
+        pool: their memory.
+        most_bytes: the most that was in use so far.
+
     Raises:
-        EngineError: the server runs in a mode that forbids it.
+        EngineError: the server runs in a mode that forbids it, or the pool is larger
+            than the free memory.
     """
 
-    def __init__(self, scheduler: OffloadingScheduler) -> None:
+    def __init__(
+        self, scheduler: OffloadingScheduler, pool_bytes: int | None = None
+    ) -> None:
         if obstacle := why_unsupported(scheduler):
             raise EngineError(
                 f"requests cannot be offloaded to the host with {obstacle}; "
@@ -198,23 +218,49 @@ class KvOffloader:
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._rows = scheduler.req_to_token_pool
         self._page_size: int = self._allocator.page_size
+        buffers = _buffers(self._allocator.get_kvcache())
+        page_bytes = self._page_size * sum(
+            each[0].numel() * each.itemsize for each in buffers
+        )
+        num_pages = _num_pages(scheduler, page_bytes, len(buffers[0]), pool_bytes)
+        self.room = HostRoom(num_pages)
+        self.pool = HostPool(buffers, num_pages, self._page_size)
         self.num_offloaded = 0
         self.host_tokens = 0
-        self.host_bytes = 0
+        self.most_bytes = 0
+        logger.info(
+            "Host memory for KV of offloaded requests: %.2f GB, %d tokens.",
+            self.pool.num_bytes / 1e9,
+            num_pages * self._page_size,
+        )
 
-    def offload(self, req: Req, shared_len: int = 0) -> OffloadedRequest:
+    @property
+    def host_bytes(self) -> int:
+        """Memory of the pool that is in use."""
+        used = (self.room.num_pages - self.room.num_free) * self._page_size
+        return int(used * self.pool.token_bytes)
+
+    def num_pages(self, req: Req, shared_len: int) -> int:
+        """Pages of the host that a running request takes."""
+        tokens: int = req.kv.kv_committed_len - shared_len
+        return -(-tokens // self._page_size)
+
+    def offload(
+        self, req: Req, shared_len: int = 0, cost_s: float = 0.0
+    ) -> OffloadedRequest:
         """Copy the KV of ``req`` after ``shared_len`` tokens to the host; free its row
         and its KV.
 
         The request has to be :func:`can_offload`, and the caller removes it from the
-        running batch (``filter_batch``). Nothing is put into the tree. The device is
-        synchronized twice.
+        running batch (``filter_batch``). Nothing is put into the tree.
 
         Args:
             shared_len: tokens of the request that the tree owns now, in whole pages.
+            cost_s: seconds to compute the request again instead.
 
         Raises:
-            ValueError: the request or the length cannot be offloaded.
+            ValueError: the request or the length cannot be offloaded, or the pool has
+                too few free pages.
         """
         protected = req.kv.cache_protected_len
         if not can_offload(req):
@@ -228,16 +274,32 @@ class KvOffloader:
                 f"of {self._page_size} up to the {protected} tokens in the tree."
             )
         end = req.kv.kv_committed_len
-        slots = self._rows.req_to_token[req.kv.req_pool_idx, shared_len:end]
-        kv = self._allocator.get_cpu_copy(slots)
+        runs = self.room.take(req.rid, self.num_pages(req, shared_len), cost_s)
+        # A copy: the row is given away while it is read.
+        slots = self._rows.req_to_token[req.kv.req_pool_idx, shared_len:end].clone()
+        self.pool.save(slots, runs)
+        self._release(req)
+        offloaded = OffloadedRequest(req, shared_len, end - shared_len, runs)
+        self._count(offloaded, 1)
+        self.most_bytes = max(self.most_bytes, self.host_bytes)
+        return offloaded
+
+    def discard(self, req: Req) -> None:
+        """Free the row and the KV of a request that could be offloaded.
+
+        It is then as after :meth:`give_up`.
+        """
+        self._release(req)
+        req.reset_for_retract()
+
+    def _release(self, req: Req) -> None:
         release_kv_cache(req, self._tree, checkpoint=False)
         req.kv.cache_protected_len = 0
         req.last_node = None
-        offloaded = OffloadedRequest(
-            req, shared_len, end - shared_len, _num_bytes(kv), kv
-        )
-        self._count(offloaded, 1)
-        return offloaded
+
+    def end_step(self) -> None:
+        """Let the next forward pass see what was moved. Call it before each one."""
+        self.pool.end_step()
 
     def tokens_to_resume(self, offloaded: OffloadedRequest) -> int | None:
         """KV to allocate on the device, in tokens (whole pages). None if the tree has
@@ -295,21 +357,21 @@ class KvOffloader:
         Raises:
             ValueError: the request has left already.
         """
-        if offloaded.kv is None:
+        if offloaded.runs is None:
             raise ValueError(f"request {offloaded.req.rid} is no longer offloaded.")
-        offloaded.kv = None
+        offloaded.runs = None
+        self.room.give_back(offloaded.req.rid)
         self._count(offloaded, -1)
 
     def _count(self, offloaded: OffloadedRequest, sign: int) -> None:
         self.num_offloaded += sign
         self.host_tokens += sign * offloaded.num_tokens
-        self.host_bytes += sign * offloaded.num_bytes
 
     def _whole_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size) * self._page_size
 
     def _resume_one(self, offloaded: OffloadedRequest, reserve: int) -> bool:
-        if offloaded.kv is None:
+        if offloaded.runs is None:
             raise ValueError(f"request {offloaded.req.rid} is no longer offloaded.")
         match: PrefixMatch = self._tree.match_prefix(
             MatchPrefixParams(key=_key(offloaded))
@@ -326,9 +388,8 @@ class KvOffloader:
         req = offloaded.req
         self._rows.alloc([req])
         self._fill_row(req.kv.req_pool_idx, node, matched, slots)
-        # KV that the tree has by now is written to the slot that nobody reads.
-        skipped = slots.new_full((matched - offloaded.shared_len,), _DUMMY_SLOT)
-        self._allocator.load_cpu_copy(offloaded.kv, torch.cat((skipped, slots)))
+        # The tree may have more of it by now.
+        self.pool.load(slots, offloaded.runs, skip=matched - offloaded.shared_len)
         req.lock, req.last_node = lock, node
         req.kv.cache_protected_len = matched
         req.kv.cache_inserted_len = min(req.kv.cache_inserted_len, matched)
@@ -412,10 +473,40 @@ def _key(offloaded: OffloadedRequest) -> RadixKey:
     )
 
 
-def _num_bytes(value: object) -> int:
-    """Bytes of the tensors in nested lists, tuples and dictionaries."""
-    if isinstance(value, torch.Tensor):
-        return int(value.nbytes)
-    if isinstance(value, dict):
-        value = list(value.values())
-    return sum(map(_num_bytes, value)) if isinstance(value, list | tuple) else 0
+def _buffers(pool: KvPool) -> list[torch.Tensor]:
+    """The KV of each layer, ``[slots, ...]``. The pool is of a type that is supported."""
+    if isinstance(pool, MLATokenToKVPool):
+        return list(pool.kv_buffer)
+    return [*pool.k_buffer, *pool.v_buffer]  # type: ignore[attr-defined]
+
+
+def _num_pages(
+    scheduler: OffloadingScheduler,
+    page_bytes: int,
+    num_slots: int,
+    pool_bytes: int | None,
+) -> int:
+    """Pages of the host pool, the same on all TP ranks."""
+    page_size = scheduler.token_to_kv_pool_allocator.page_size
+    free = available_host_memory_bytes(allow_cgroup_fallback=True)
+    parallel = get_parallel()
+    if pool_bytes is None:
+        args = scheduler.server_args
+        ranks = max(1, args.tp_size * args.dp_size // args.nnodes)
+        pool_bytes = int(_FREE_SHARE * free / ranks)
+        pages = min(pool_bytes // page_bytes, num_slots // page_size)
+    elif pool_bytes > free:
+        raise EngineError(
+            f"offload_bytes={pool_bytes}, for each rank, is more than the {free} bytes of "
+            "host memory that are free; set less, or 0 to compute requests again instead."
+        )
+    else:
+        pages = pool_bytes // page_bytes
+    if parallel.tp_size > 1:
+        # Free memory differs, and requests of all ranks must find room or none.
+        least = torch.tensor([pages])
+        torch.distributed.all_reduce(
+            least, op=torch.distributed.ReduceOp.MIN, group=scheduler.tp_cpu_group
+        )
+        pages = int(least)
+    return pages

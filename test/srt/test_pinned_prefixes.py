@@ -41,9 +41,10 @@ class Uses:
 
 def jobs_of(**uses: Uses) -> OpenJobs:
     jobs = OpenJobs()
-    for served, (name, each) in enumerate(uses.items()):
+    for number, (name, each) in enumerate(uses.items()):
+        done = SimpleNamespace(share_s=float(number))
         jobs.add(
-            SimpleNamespace(job_id=name, uses=each, priority=0, dual=0, served=served)
+            SimpleNamespace(job_id=name, uses=each, priority=0, dual=False, done=done)
         )
     return jobs
 

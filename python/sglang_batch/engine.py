@@ -15,12 +15,14 @@ from .request import BatchRequestInput, RequestOutput
 if TYPE_CHECKING:
     from .planner.machine_model import Machine
     from .scheduling.job_plan import JobPlan
-from .scheduling.running_tree import TreeNow
+    from .scheduling.running_tree import TreeNow
 
 # SGLang's native endpoint, for frontend programs. Not for batch files.
 GENERATE_URL = "/generate"
 # The path at which an offline server accepts a list of these requests.
 WAVE_PATH = "/offline_batch/wave"
+# Most nodes of the running tree that are shown of each replica.
+MAX_TREE_NODES = 1000
 
 
 class PreparedRequest(Protocol):

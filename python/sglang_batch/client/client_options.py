@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..batch_api import protocol as api
+from ..engine import MAX_TREE_NODES
 from ..errors import ExitStatus
 from ..option_types import whole
-from ..scheduling.running_tree import MAX_NODES
 from .key_options import add_keys
 
 DEFAULT_URL = "http://127.0.0.1:30000"
@@ -183,7 +183,7 @@ def _add_tree(commands: Subparsers) -> None:
     )
     tree.add_argument(
         "--limit",
-        type=whole(1, MAX_NODES),
+        type=whole(1, MAX_TREE_NODES),
         default=50,
         metavar="N",
         help="show at most N prefixes of each replica: half of them the "

@@ -27,7 +27,7 @@ from ..access.usage import COUNTS, day_of, usage_object, usage_since
 from ..batch_api import message_batches as messages
 from ..batch_api import protocol as api
 from ..batch_api.objects import batch_object
-from ..scheduling.running_tree import MAX_NODES
+from ..engine import MAX_TREE_NODES
 from ..server.history import Rate
 from ..store.batch_store import BatchStore, Row
 from .authorization.callers import caller_of
@@ -147,7 +147,7 @@ async def page_data(
 
 @router.get("/offline_batch/tree", response_model=RunningTree)
 async def running_tree(
-    request: Request, limit: Annotated[int, whole_number(1, MAX_NODES)] = 50
+    request: Request, limit: Annotated[int, whole_number(1, MAX_TREE_NODES)] = 50
 ) -> JSONResponse:
     """List the largest shared prefixes of the running jobs, by replica: which are in the
     KV cache, which requests use them, and when they are needed next.
@@ -155,8 +155,8 @@ async def running_tree(
     Half of them are the longest in the cache, the others those that save most tokens.
     Without the offline scheduler there are none.
     """
-    if not 1 <= limit <= MAX_NODES:
-        raise invalid("limit", limit, f"Expected 1 to {MAX_NODES}.")
+    if not 1 <= limit <= MAX_TREE_NODES:
+        raise invalid("limit", limit, f"Expected 1 to {MAX_TREE_NODES}.")
     trees = await service_of(request).running_tree(limit)
     replicas = [{"replica": i, **tree} for i, tree in enumerate(trees)]
     content = {"object": "offline_batch.tree", "replicas": replicas}

@@ -16,7 +16,6 @@ from .job_state import JobState
 from .prefix_uses import NodeArrays
 
 ABSENT, COMPUTING, KEPT = "absent", "computing", "kept"
-MAX_NODES = 1000
 
 
 class NodeNow(TypedDict):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...batch_api.protocol import INTERACTIVE_PRIORITY
 from ...config import OfflineBatchConfig
 from ...job.job_planner import JobPlanner
 from ...planner.requests import UNKNOWN, Int32s, PlanRequests
@@ -135,18 +136,19 @@ class _Gathering:
     async def _send_group(self, engine: SGLangEngine, job_id: str) -> None:
         new, self._new = self._new, {}
         self._forget_answered()
-        if not self._active:  # all were aborted
-            return
         calls = self._answered | self._active
         try:
-            plans = await asyncio.to_thread(self._plans, engine, calls)
-            rids = tuple(message.rid for message in new.values())
-            await engine.open_job(job_id, plans, rids, next(iter(new)))
+            if calls:
+                plans = await asyncio.to_thread(self._plans, engine, calls)
+                rids = tuple(message.rid for message in new.values())
+                await engine.open_job(job_id, plans, rids, next(iter(new)))
+                await engine.set_priority(job_id, INTERACTIVE_PRIORITY)
         except Exception:
             logger.exception("%d calls could not be planned", len(new))
         unsent = unsent_messages(self._manager)
         for message in new.values():
-            if unsent.pop(message.rid, None) is not None:
+            waits = unsent.pop(message.rid, None) is not None
+            if waits and message.rid in self._manager.rid_to_state:  # not given up
                 await self._send(self._manager, message)
 
     def _plans(self, engine: SGLangEngine, calls: dict[int, _Call]) -> list[JobPlan]:

@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+from ...batch_api.protocol import INTERACTIVE_PRIORITY
 from ...engine import GENERATE_URL, PreparedRequest
 from ...job.forwarding_engine import ForwardingEngine
 from ...job.job import Job
@@ -179,7 +180,13 @@ async def _run(manager: Any, job_id: str, items: Sequence[CallItem]) -> None:
                 for index, item in enumerate(items)
             ]
             job = Job(
-                job_id, requests, range(len(items)), engine, config, _ignore_answer
+                job_id,
+                requests,
+                range(len(items)),
+                engine,
+                config,
+                _ignore_answer,
+                priority=INTERACTIVE_PRIORITY,
             )
             return await job.run()
     except Exception:

@@ -201,7 +201,11 @@ def _judge(door: str, status: int, body: Any, text: str, found: Findings) -> Non
     found.statuses[f"{door} {status}"] += 1
     # An answer that could be 200 and is 503 was aborted by somebody.
     # SGLang's own answer online to a grammar that allows no token.
-    online = door != WAVE and "Grammar accept_token failed" in text
+    # And to a sampling mask of no tokens.
+    online = door != WAVE and any(
+        each in text
+        for each in ("Grammar accept_token failed", "did not return captured sampling")
+    )
     if status >= 500 and status != 501 and not online:
         found.faults.append(f"{door} {status} {text[:300]}: {json.dumps(body)[:2000]}")
 

@@ -93,6 +93,7 @@ class StressScheduler(offline.OfflineScheduler):
         here = {request.number for request in job._requests.values()}
         plan = growing.next(self.number, here)
         announced = self.registry.announced(job.job_id)
+        self.planned_again.add(job.job_id)
         self.open(job.job_id, plan)
         self.registry._announced[job.job_id] = announced
         self.counts["grown"] += 1

@@ -6,6 +6,7 @@ A wrong sum fails an assertion, which ends the engine and with it the test.
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import re
 from collections import Counter
@@ -45,7 +46,6 @@ class StressScheduler(offline.OfflineScheduler):
         self.computed: dict[str, int] = {}
         self.arrived: dict[str, int] = {}
         self.aborted: set[str] = set()
-        self.planned_again: set[str] = set()
         self.growing: dict[str, GrowingPlan] = {}
         super().__init__(*args, **kwargs)
 
@@ -68,8 +68,6 @@ class StressScheduler(offline.OfflineScheduler):
     def open_distorted(self, job_id: str, plan: JobPlan, *names: Any) -> int:
         """Open a job, estimated wrong or with a part of its plan if its id says so."""
         announced = plan
-        if self.jobs.get(job_id) is not None:
-            self.planned_again.add(job_id)
         found = WRONG_BY.search(job_id)
         if found:
             steps = plan.est_decode_steps * np.float32(found[1])
@@ -93,7 +91,6 @@ class StressScheduler(offline.OfflineScheduler):
         here = {request.number for request in job._requests.values()}
         plan = growing.next(self.number, here)
         announced = self.registry.announced(job.job_id)
-        self.planned_again.add(job.job_id)
         self.open(job.job_id, plan)
         self.registry._announced[job.job_id] = announced
         self.counts["grown"] += 1
@@ -157,9 +154,13 @@ class StressScheduler(offline.OfflineScheduler):
         assert job.done.decoding == len(rows)
         reads = sum(x.read_len + x.steps_done(clock) + 1 for x in rows)
         assert job.done.read_base + len(rows) * clock == reads
-        # KNOWN: where a plan grew, the two have differed at the end, once in many runs.
-        if not own and job.job_id not in self.planned_again:
-            assert abs(job.done.charged_s - job.done.done_s) <= 1e-6 * job.done.done_s
+        if not own:
+            # Requests that join and are put back before any work leave a rounding error
+            # of their charges. A single token takes more than 1e-9 s.
+            work = job.done
+            assert math.isclose(
+                work.charged_s, work.done_s, rel_tol=1e-6, abs_tol=1e-12
+            ), (job.job_id, work.charged_s, work.done_s)
 
     def check_host(self) -> None:
         """The pages of the host belong to the offloaded requests, and to no other."""

@@ -12,8 +12,9 @@ import itertools
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Container
-from dataclasses import replace
-from typing import Any, NamedTuple
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 POLICY = "dfs"
 # Calls with an answer that stay in the plan, so that it knows the prefixes of their groups.
 MOST_ANSWERED = 1024
+# Seconds after which it is looked whether all calls have their answers.
+_CHECK_S = 1.0
 
 
 async def gather(
@@ -64,17 +67,20 @@ def _is_ours(manager: Any, message: Message) -> bool:
     return ours or message.rid in passing(manager)
 
 
-class _Call(NamedTuple):
-    """A call without an answer.
+@dataclass(slots=True)
+class _Call:
+    """A call.
 
     tokens: int32, the prompt.
     known: whether it generates exactly ``max_new_tokens``.
+    sent: whether the scheduler has it.
     """
 
     rid: str
     tokens: Int32s
     max_new_tokens: int
     known: bool
+    sent: bool = False
 
 
 class _Gathering:
@@ -95,11 +101,12 @@ class _Gathering:
         self._config = config
         self._wait_s = config.gather_s or 0.0
         self._numbers = itertools.count()
-        # Requests without an answer, by number, and those of them not sent yet.
+        # Calls without an answer, by number, and the last ones with an answer, whose
+        # prefixes others may share.
         self._active: dict[int, _Call] = {}
-        # The last ones with an answer, whose prefixes others may share.
         self._answered: dict[int, _Call] = {}
         self._new: dict[int, Message] = {}
+        self._arrived = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def add(self, message: Message) -> None:
@@ -108,48 +115,60 @@ class _Gathering:
         tokens = np.asarray(message.input_ids, np.int32)
         self._active[number] = _Call(message.rid, tokens, *output_limits(message))
         unsent_messages(self._manager)[message.rid] = message
+        self._arrived.set()
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
-        """Send groups until no request is left."""
-        engine: SGLangEngine = await engine_of(self._manager)
+        """Send groups until no call is left. They are one job."""
         job_id = GATHERED_ID + uuid.uuid4().hex
-        try:
-            while self._new or self._forget_answered():
-                await asyncio.sleep(self._wait_s)
-                if self._new:
-                    await self._send_group(engine, job_id)
-        finally:
-            await engine.close_job(job_id)
+        self._answered.clear()  # another job does not know them
+        while self._new or self._forget_answered():
+            if not self._new:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_CHECK_S):
+                        await self._arrived.wait()
+                continue
+            await asyncio.sleep(self._wait_s)
+            self._arrived.clear()
+            await self._send_group(job_id)
+        await (await engine_of(self._manager)).close_job(job_id)
 
     def _forget_answered(self) -> bool:
-        """Whether requests are left once those with an answer are forgotten."""
+        """Whether calls are left once those with an answer are forgotten."""
         known = self._manager.rid_to_state
         over = [n for n, call in self._active.items() if call.rid not in known]
         for number in over:
-            self._answered[number] = self._active.pop(number)
+            call = self._active.pop(number)
+            if call.sent:  # the scheduler waits for all others of a plan
+                self._answered[number] = call
         for number in list(self._answered)[:-MOST_ANSWERED]:
             del self._answered[number]
         return bool(self._active)
 
-    async def _send_group(self, engine: SGLangEngine, job_id: str) -> None:
+    async def _send_group(self, job_id: str) -> None:
+        """Send the new calls, with a plan of all or as online requests without one."""
         new, self._new = self._new, {}
-        self._forget_answered()
-        calls = self._answered | self._active
         try:
-            if calls:
-                plans = await asyncio.to_thread(self._plans, engine, calls)
-                rids = tuple(message.rid for message in new.values())
-                await engine.open_job(job_id, plans, rids, next(iter(new)))
-                await engine.set_priority(job_id, INTERACTIVE_PRIORITY)
+            await self._open(job_id, new)
         except Exception:
             logger.exception("%d calls could not be planned", len(new))
         unsent = unsent_messages(self._manager)
-        for message in new.values():
+        for number, message in new.items():
             waits = unsent.pop(message.rid, None) is not None
             if waits and message.rid in self._manager.rid_to_state:  # not given up
+                self._active[number].sent = True
                 await self._send(self._manager, message)
+
+    async def _open(self, job_id: str, new: dict[int, Message]) -> None:
+        engine = await engine_of(self._manager)
+        if not self._forget_answered():  # all were given up
+            return
+        calls = self._answered | self._active
+        plans = await asyncio.to_thread(self._plans, engine, calls)
+        rids = tuple(message.rid for message in new.values())
+        await engine.open_job(job_id, plans, rids, next(iter(new)))
+        await engine.set_priority(job_id, INTERACTIVE_PRIORITY)
 
     def _plans(self, engine: SGLangEngine, calls: dict[int, _Call]) -> list[JobPlan]:
         """The plan of all calls without an answer, in any thread."""

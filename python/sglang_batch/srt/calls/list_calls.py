@@ -13,11 +13,12 @@ import asyncio
 import copy
 import itertools
 import logging
-import os
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
+
+from sglang.srt.utils import get_bool_env_var
 
 from ...batch_api.protocol import INTERACTIVE_PRIORITY
 from ...engine import GENERATE_URL, PreparedRequest
@@ -93,7 +94,7 @@ def _is_planned(obj: Any, samples: int) -> bool:
         and not has_our_id(obj)
         and getattr(obj, "routed_dp_rank", None) is None
         and not obj.contains_mm_input()
-        and os.environ.get(_COLOCATED, "").lower() not in ("1", "true")
+        and not get_bool_env_var(_COLOCATED)
     )
 
 

@@ -13,7 +13,7 @@ import asyncio
 import copy
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -211,15 +211,13 @@ class _ListEngine(ForwardingEngine):
         self._sglang = engine
         self._manager = manager
         self._items = items
-        self._names: Iterator[tuple[str, ...]] = iter([self._chosen_ids()])
-
-    def _chosen_ids(self) -> tuple[str, ...]:
-        """The ids of the requests, if their client chose them."""
-        rids = tuple(item.message.rid for item in self._items)
-        return () if rids[0].startswith(LIST_ID) else rids
+        # Of clients' own ids the scheduler learns when the job opens.
+        rids = tuple(item.message.rid for item in items)
+        self._names = () if rids[0].startswith(LIST_ID) else rids
 
     async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
-        await self._sglang.open_job(job_id, plans, next(self._names, ()))
+        names, self._names = self._names, ()
+        await self._sglang.open_job(job_id, plans, names)
 
     async def prepare(
         self, request: BatchRequestInput, rid: str, *, tokenize: bool

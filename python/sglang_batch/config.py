@@ -194,8 +194,8 @@ class OfflineBatchConfig:
 
     max_line_attempts: most attempts at a line that is answered with a server error
         (HTTP 408, 425, 429, 500, 502, 503 or 504), with growing pauses in between.
-    line_timeout_s: seconds after which a line without an answer is an error. None
-        waits forever.
+    line_timeout_s: seconds after its first step in the engine when a line without an
+        answer is an error. None waits forever.
 
     max_batches: batches that a server runs at a time. Batches of a higher priority
         start in addition to them.

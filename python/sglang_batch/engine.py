@@ -113,6 +113,14 @@ class Engine(Protocol):
         """
         ...
 
+    async def running_s(self) -> dict[str, float]:
+        """Seconds since each line's requests began to run, by the id of its first one.
+
+        Lines that only wait are left out. The call may wait for the engine's current
+        step.
+        """
+        ...
+
     async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
         """Announce a job whose requests will follow, or a new plan for an open job.
 

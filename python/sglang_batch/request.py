@@ -41,6 +41,11 @@ def part_request_id(request_id: str, part: int) -> str:
     return f"{request_id}.{part:06d}"
 
 
+def line_request_id(request_id: str) -> str:
+    """The id of a line's first request, from that of any attempt, part or later call."""
+    return _SUFFIXES.sub("", request_id)
+
+
 def parse_request_id(request_id: str) -> tuple[str, int, int]:
     """The job id, index and part in an engine's id. The index is -1 if there is none.
 
@@ -55,6 +60,7 @@ def parse_request_id(request_id: str) -> tuple[str, int, int]:
     return job_id, int(index), int(part or 0) + (attempt is not None)
 
 
+_SUFFIXES = re.compile(r"(\.[a-z]*\d{6})+$", re.ASCII)
 _NUMBER = re.compile(r"(\d+)(?:\.try(\d+))?(?:\.(\d+))?", re.ASCII)
 
 

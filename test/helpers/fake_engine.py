@@ -64,6 +64,9 @@ class FakeEngine:
         self.num_replicas = num_replicas
         self.kv: KvUse | None = None
         self.trees: list[TreeNow] | None = None
+        # Requests that have not begun to run, by custom id, and when others did.
+        self.queued: set[str] = set()
+        self._began: dict[str, tuple[str, float]] = {}
         self.is_paused = False
         self.opened: dict[str, list[JobPlan]] = {}
         self.closed: list[str] = []
@@ -128,6 +131,23 @@ class FakeEngine:
             for tree in self.trees
         ]
 
+    async def running_s(self) -> dict[str, float]:
+        now = asyncio.get_running_loop().time()
+        began = self._began.items()
+        return {
+            rid: now - at
+            for rid, (custom_id, at) in began
+            if custom_id not in self.queued
+        }
+
+    def begin(self, custom_ids: Iterable[str]) -> None:
+        """Have requests that were queued begin to run."""
+        now = asyncio.get_running_loop().time()
+        for rid, (custom_id, _) in self._began.items():
+            if custom_id in custom_ids:
+                self._began[rid] = (custom_id, now)
+        self.queued.difference_update(custom_ids)
+
     async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
         self.opened[job_id] = list(plans)
 
@@ -174,6 +194,8 @@ class FakeEngine:
         self.executed.append(custom_id)
         self.rids.append(prepared.rid)
         self.running.add(custom_id)
+        began = asyncio.get_running_loop().time()
+        self._began[prepared.rid] = (custom_id, began)
         self.max_running = max(self.max_running, len(self.running))
         self._note()
         try:
@@ -185,6 +207,7 @@ class FakeEngine:
             raise
         finally:
             self.running.discard(custom_id)
+            del self._began[prepared.rid]
             self._note()
         if custom_id in self.raising:
             raise self.raising[custom_id]

@@ -21,7 +21,7 @@ from sglang_batch.job.job import Job
 from sglang_batch.job.job_planner import JobPlanner
 from sglang_batch.job.shard_plan import ShardPlan
 from sglang_batch.policies import POLICIES
-from sglang_batch.request import BatchRequestInput, RequestOutput
+from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
 from sglang_batch.srt.engine import in_process
 
 NUM_REQUESTS = 240
@@ -47,7 +47,7 @@ class Recorder:
         self.opened.append(plans)
         await self._engine.open_job(job_id, plans)
 
-    async def execute(self, prepared: Any) -> Any:
+    async def execute(self, prepared: Any, replica: int | None = None) -> Any:
         number = int(prepared.rid.rpartition("-")[2])
         self.sent.append(number)
         self.in_flight.add(number)
@@ -57,7 +57,7 @@ class Recorder:
             right = sum(int(each >= plan.num_left) for each in positions)
             self.sides.append((len(positions) - right, right))
         try:
-            return await self._engine.execute(prepared)
+            return await self._engine.execute(prepared, replica)
         finally:
             self.in_flight.discard(number)
 
@@ -268,6 +268,36 @@ def gathered(loop: Any, manager: Any) -> list[dict[str, Any]]:
     return answers
 
 
+def running_seconds(loop: Any, engine: Any) -> dict[str, Any]:
+    """What the engine says of lines that run and that wait for KV, twice."""
+    requests = [
+        chat(i, f"question {i}", max_tokens=900, ignore_eos=True) for i in range(100)
+    ]
+
+    async def ask() -> list[dict[str, float]]:
+        job = Job(
+            *("batch_seconds", requests, range(len(requests)), engine),
+            OfflineBatchConfig(),
+            lambda request, output: None,
+        )
+        running = asyncio.ensure_future(job.run())
+        while not (first := await engine.running_s()):
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
+        both = await asyncio.gather(engine.running_s(), engine.running_s())
+        running.cancel()
+        await asyncio.wait((running,))
+        return [first, *both]
+
+    first, second, third = loop.run_until_complete(ask())
+    return {
+        "first": first,
+        "second": second,
+        "shared": second == third,
+        "ids": [engine_request_id("batch_seconds", i) for i in range(len(requests))],
+    }
+
+
 def main() -> None:
     found: dict[str, Any] = {}
     args = in_process.parse_server_args(sys.argv[1:])
@@ -318,5 +348,6 @@ def main() -> None:
         found["gathered"] = gathered(loop, manager)
         found["unsent_left"] = len(manager.offline_unsent)
         found["from_disk"] = from_disk(loop, engine)
+        found["seconds"] = running_seconds(loop, engine)
         found["capacity"] = engine.machine.limits.kv_capacity_tokens
         print(json.dumps(found))

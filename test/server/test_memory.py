@@ -32,8 +32,8 @@ def anonymous_bytes():
 class Engine(FakeEngine):
     '''Remembers nothing of what it ran.'''
 
-    async def execute(self, prepared):
-        output = await super().execute(prepared)
+    async def execute(self, prepared, replica=None):
+        output = await super().execute(prepared, replica)
         self.executed.clear()
         return output
 

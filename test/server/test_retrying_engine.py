@@ -135,6 +135,49 @@ def test_a_line_that_takes_too_long_is_aborted_and_the_rest_answered(
     run(scenario())
 
 
+def test_the_time_of_a_line_does_not_run_while_it_waits(tmp_path: Path) -> None:
+    limit_s = 0.2
+
+    async def scenario() -> None:
+        engine = FakeEngine()
+        engine.hold(["r0", "r1"])
+        engine.queued = {"r0", "r1"}
+        config = {"line_timeout_s": limit_s}
+        async with running_service(tmp_path, engine, **config) as service:
+            batch = submit(service, make_lines(2))
+            await engine.until_stalled(0, 2)
+            await asyncio.sleep(3 * limit_s)
+            assert engine.running == {"r0", "r1"}
+            began = asyncio.get_running_loop().time()
+            engine.begin(["r1"])
+            await engine.until(lambda: "r1" in engine.aborted)
+            took_s = asyncio.get_running_loop().time() - began
+            assert took_s >= limit_s * 0.99
+            engine.release(["r0"])
+            outputs, errors = check_results(service, await until_over(service, batch))
+            assert custom_ids(outputs) == ["r0"]
+            assert errors[0]["response"]["body"]["error"]["code"] == "line_timeout"
+
+    run(scenario())
+
+
+def test_an_answer_while_the_engine_is_asked_is_kept(tmp_path: Path) -> None:
+    class Busy(FakeEngine):
+        async def running_s(self) -> dict[str, float]:
+            seconds = await super().running_s()
+            self.release(["r1"])
+            await self.until(lambda: "r1" in self.answered)
+            return seconds
+
+    async def scenario() -> None:
+        engine = Busy()
+        engine.hold(["r1"])
+        outputs, errors, _ = await result_of(tmp_path, engine, 2, line_timeout_s=0.05)
+        assert (custom_ids(outputs), errors) == (["r0", "r1"], [])
+
+    run(scenario())
+
+
 # Lines that take the engine down ------------------------------------------------------
 
 

@@ -69,6 +69,19 @@ def test_no_part_is_taken_for_an_online_request(found: dict[str, Any]) -> None:
     assert tokens < 20  # SGLang's own warm-up at most
 
 
+def test_the_engine_tells_how_long_lines_have_been_running(
+    found: dict[str, Any],
+) -> None:
+    seconds = found["seconds"]
+    first, second = seconds["first"], seconds["second"]
+    assert 0 < len(first) <= len(second) < len(seconds["ids"])  # the others wait
+    assert set(first) <= set(second) <= set(seconds["ids"])
+    assert all(second[line] > first[line] + 0.15 for line in first)
+    assert min(first.values()) > 0
+    assert max(first.values()) < 60
+    assert seconds["shared"]
+
+
 def test_a_line_is_rendered_once_wherever_it_waits(found: dict[str, Any]) -> None:
     stored = found["from_disk"]
     assert stored["ok"]

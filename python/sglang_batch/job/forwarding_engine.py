@@ -48,6 +48,9 @@ class ForwardingEngine:
     async def running_tree(self, limit: int) -> list[TreeNow] | None:
         return await self._engine.running_tree(limit)
 
+    async def running_s(self) -> dict[str, float]:
+        return await self._engine.running_s()
+
     async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
         await self._engine.open_job(job_id, plans)
 

@@ -12,7 +12,12 @@ import msgspec
 from ..batch_api.protocol import error_body
 from ..config import OfflineBatchConfig
 from ..engine import Engine, PreparedRequest
-from ..request import BatchRequestInput, RequestOutput, attempt_request_id
+from ..request import (
+    BatchRequestInput,
+    RequestOutput,
+    attempt_request_id,
+    line_request_id,
+)
 from .forwarding_engine import ForwardingEngine
 
 # HTTP statuses of errors that may not recur.
@@ -48,8 +53,9 @@ class RetryingEngine(ForwardingEngine):
     """An :class:`~sglang_batch.engine.Engine` that retries transient errors.
 
     A line answered with a transient error is rendered and sent again, in at most
-    ``config.max_line_attempts`` attempts. A line without an answer for
-    ``config.line_timeout_s`` seconds is aborted and answered with HTTP 408.
+    ``config.max_line_attempts`` attempts. A line without an answer
+    ``config.line_timeout_s`` seconds after it began to run is aborted and answered with
+    HTTP 408.
 
     Attributes:
         in_flight: indices of the lines that are in the engine.
@@ -111,21 +117,31 @@ class RetryingEngine(ForwardingEngine):
     async def _attempt(
         self, prepared: Any, rid: str, replica: int | None
     ) -> RequestOutput:
+        execution = self._engine.execute(prepared, replica=replica)
         seconds = self._config.line_timeout_s
+        if seconds is None:
+            return await execution
+        task = asyncio.ensure_future(execution)
+        left_s = seconds
         try:
-            async with asyncio.timeout(seconds) as limit:
-                if replica is None:
-                    return await self._engine.execute(prepared)
-                return await self._engine.execute(prepared, replica=replica)
-        except TimeoutError:
-            if not limit.expired():
-                raise
+            while True:
+                await asyncio.wait((task,), timeout=max(left_s, 0.0))
+                if task.done():
+                    return task.result()
+                if left_s <= 0:
+                    break
+                # It may have waited for most of the time.
+                running_s = await self._engine.running_s()
+                left_s = seconds - running_s.get(line_request_id(rid), 0.0)
+        finally:
+            task.cancel()
+            await asyncio.wait((task,))
         return _error_output(
             rid,
             408,
             "line_timeout",
-            f"This line had no answer within {seconds:g} seconds, the limit of this "
-            "server (line_timeout_s).",
+            f"This line had no answer within {seconds:g} seconds of its first step, the "
+            "limit of this server (line_timeout_s).",
         )
 
 

@@ -1,5 +1,5 @@
-"""The control message that opens, changes and closes a job in every scheduler, and the
-question for the prefix trees of its open jobs.
+"""The control message that opens, changes and closes a job in every scheduler, and
+questions for what the scheduler does now.
 
 SGLang's own channel broadcasts them. Each DP rank gets them, and all its TP ranks see them
 at the same place between their requests, so that they decide alike.
@@ -58,34 +58,36 @@ class TreeQueryOutput(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
     tree: bytes
 
 
-hook_custom_types(JobControl, JobControlOutput, TreeQuery, TreeQueryOutput)
+class RunningQuery(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
+    """Asks for how long each request has been running."""
 
 
-def communicator(tokenizer_manager: TokenizerManager) -> ControlChannel:
-    """The channel on which a tokenizer manager sends :class:`JobControl` messages.
+class RunningQueryOutput(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
+    """The answer of one DP rank: seconds since each request's first step, by id."""
+
+    seconds: dict[str, float]
+
+
+hook_custom_types(
+    *(JobControl, JobControlOutput, TreeQuery, TreeQueryOutput),
+    *(RunningQuery, RunningQueryOutput),
+)
+
+
+def channel_of(tokenizer_manager: TokenizerManager, answers: type) -> ControlChannel:
+    """The channel on which a tokenizer manager sends messages with such answers.
 
     There is one for each manager, since answers go to the first channel that was
     registered for them.
     """
-    if not hasattr(tokenizer_manager, "offline_job_control"):
-        channel = _channel(tokenizer_manager, JobControlOutput)
-        tokenizer_manager.offline_job_control = channel
-    return tokenizer_manager.offline_job_control
-
-
-def tree_channel(tokenizer_manager: TokenizerManager) -> ControlChannel:
-    """The same for :class:`TreeQuery` messages."""
-    if not hasattr(tokenizer_manager, "offline_tree_queries"):
-        channel = _channel(tokenizer_manager, TreeQueryOutput)
-        tokenizer_manager.offline_tree_queries = channel
-    return tokenizer_manager.offline_tree_queries
-
-
-def _channel(tokenizer_manager: TokenizerManager, answers: type) -> ControlChannel:
-    channel: ControlChannel = FanOutCommunicator(
-        tokenizer_manager._dispatch_to_scheduler, get_parallel().num_dp_ranks
-    )
-    tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
-        [(answers, channel.handle_recv)]
-    )
-    return channel
+    channels = vars(tokenizer_manager).setdefault("offline_channels", {})
+    if answers not in channels:
+        channel: ControlChannel = FanOutCommunicator(
+            tokenizer_manager._dispatch_to_scheduler, get_parallel().num_dp_ranks
+        )
+        tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
+            [(answers, channel.handle_recv)]
+        )
+        channels[answers] = channel
+    found: ControlChannel = channels[answers]
+    return found

@@ -56,6 +56,9 @@ class ReqLogprob(Protocol):
 
 
 class ReqTimeStats(Protocol):
+    # ``time.perf_counter()`` before the first step, 0.0 until then.
+    forward_entry_time: float
+
     def set_wait_queue_entry_time(self) -> None: ...
 
 

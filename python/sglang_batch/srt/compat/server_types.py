@@ -231,9 +231,6 @@ class TokenizerManager(Protocol):
     context_len: int
     serving_chat_class: Callable[..., ServingHandler]
     _result_dispatcher: ResultDispatcher
-    # Ours: the channels for control messages of jobs and for questions, once there are.
-    offline_job_control: ControlChannel
-    offline_tree_queries: ControlChannel
 
     def _dispatch_to_scheduler(self, obj: object) -> None: ...
 

@@ -14,11 +14,19 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from ...engine import KvUse
 from ...errors import EngineError
 from ...planner.machine_model import Machine
-from ...request import BatchRequestInput, RequestOutput
+from ...request import BatchRequestInput, RequestOutput, line_request_id
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.running_tree import TreeNow
 from ..compat import job_control
-from ..compat.job_control import JobControl, TreeQuery, TreeQueryOutput
+from ..compat.job_control import (
+    JobControl,
+    JobControlOutput,
+    RunningQuery,
+    RunningQueryOutput,
+    TreeQuery,
+    TreeQueryOutput,
+    channel_of,
+)
 from ..compat.server_types import (
     EngineRequest,
     TemplateManager,
@@ -80,6 +88,7 @@ class SGLangEngine:
         self._machine: Machine | None = None
         self._job_control: Callable[[JobControl], Awaitable[object]] | None = None
         self._num_replicas = 1
+        self._running_query: asyncio.Future[dict[str, float]] | None = None
         # The plans of open jobs that the schedulers have.
         self._last_plans: dict[str, Sequence[JobPlan]] = {}
 
@@ -132,7 +141,7 @@ class SGLangEngine:
         self._machine = machine_of(self._tokenizer_manager, states[0])
         self._num_replicas = len(states)
         if "jobs" in states[0][STATE_KEY]:  # not with SGLang's own scheduler
-            self._job_control = job_control.communicator(self._tokenizer_manager)
+            self._job_control = channel_of(self._tokenizer_manager, JobControlOutput)
 
     @property
     def num_replicas(self) -> int:
@@ -150,10 +159,26 @@ class SGLangEngine:
     async def running_tree(self, limit: int) -> list[TreeNow] | None:
         if self._job_control is None:
             return None  # SGLang's own scheduler has no plan
-        channel = job_control.tree_channel(self._tokenizer_manager)
+        channel = channel_of(self._tokenizer_manager, TreeQueryOutput)
         answers = cast(list[TreeQueryOutput], await channel(TreeQuery(limit=limit)))
         answers.sort(key=lambda answer: answer.dp_rank)
         return [json.loads(answer.tree) for answer in answers]
+
+    async def running_s(self) -> dict[str, float]:
+        # Many lines ask at the same time. They share an answer.
+        if self._running_query is None or self._running_query.done():
+            self._running_query = asyncio.ensure_future(self._ask_running_s())
+        return await asyncio.shield(self._running_query)
+
+    async def _ask_running_s(self) -> dict[str, float]:
+        channel = channel_of(self._tokenizer_manager, RunningQueryOutput)
+        answers = cast(list[RunningQueryOutput], await channel(RunningQuery()))
+        longest: dict[str, float] = {}
+        for answer in answers:
+            for rid, seconds in answer.seconds.items():
+                line = line_request_id(rid)
+                longest[line] = max(seconds, longest.get(line, 0.0))
+        return longest
 
     async def open_job(
         self,

@@ -181,6 +181,11 @@ class RequestRegistry:
     def known(self, req: Req) -> Known | None:
         return self._known.get(req.rid)
 
+    @property
+    def reqs(self) -> list[Req]:
+        """SGLang's requests of all jobs, and the online ones that run."""
+        return [request.req for _, request in self._known.values()]
+
     def is_online(self, req: Req) -> bool:
         known = self._known.get(req.rid)
         return known is None or known[0] is None

@@ -10,7 +10,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from sglang.srt.managers.scheduler import Scheduler, _make_abort_req
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
@@ -37,6 +40,8 @@ from ..compat.job_control import (
     PRIORITY,
     JobControl,
     JobControlOutput,
+    RunningQuery,
+    RunningQueryOutput,
     TreeQuery,
     TreeQueryOutput,
 )
@@ -83,6 +88,25 @@ class MarkedScheduler(Scheduler):  # type: ignore[misc]
         )
         info: dict[str, object] = super().get_init_info()
         return info
+
+    def init_request_dispatcher(self) -> None:
+        super().init_request_dispatcher()
+        self._answer(RunningQuery, self._running_s)
+
+    def _answer(self, message: type, handle: Callable[[Any], object]) -> None:
+        self._request_dispatcher += TypeBasedDispatcher([(message, handle)])
+
+    def _running_s(self, message: RunningQuery) -> RunningQueryOutput:
+        now = time.perf_counter()
+        started = {req.rid: req.time_stats.forward_entry_time for req in self._reqs()}
+        return RunningQueryOutput(
+            seconds={rid: now - at for rid, at in started.items() if at}
+        )
+
+    def _reqs(self) -> Iterable[Req]:
+        """Requests that may have begun to run."""
+        batches = [b for b in (self.running_batch, self.last_batch) if b is not None]
+        return [*self.waiting_queue, *(req for batch in batches for req in batch.reqs)]
 
     def get_internal_state(self, recv_req: object) -> InternalState:
         """Add the settings in force to ``/server_info``, for each DP rank."""
@@ -143,8 +167,8 @@ class OfflineScheduler(MarkedScheduler):
 
     def init_request_dispatcher(self) -> None:
         super().init_request_dispatcher()
-        for message, handle in ((JobControl, self._control), (TreeQuery, self._tree)):
-            self._request_dispatcher += TypeBasedDispatcher([(message, handle)])
+        self._answer(JobControl, self._control)
+        self._answer(TreeQuery, self._tree)
 
     def init_load_inquirer(self) -> None:
         """Make our parts. SGLang calls this first of all overridden methods after its
@@ -262,6 +286,9 @@ class OfflineScheduler(MarkedScheduler):
                 message.job_id, plan, message.names, message.first
             )
         return JobControlOutput(job_id=message.job_id, num_requests=left)
+
+    def _reqs(self) -> Iterable[Req]:
+        return self.registry.reqs
 
     def _tree(self, message: TreeQuery) -> TreeQueryOutput:
         tree = running_tree(self.jobs, message.limit)

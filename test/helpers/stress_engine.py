@@ -211,14 +211,55 @@ class Stress:
         assert not stops & set(ids[:-1]), (ids, stops)
         assert len(ids) == most or ids[-1] in stops, (len(ids), most, ids[-1], stops)
         self.check_tokens(case.prompt, ids)
+        if case.more.get("return_logprob"):
+            self.check_logprobs(case, ids, answer["meta_info"])
+
+    def check_logprobs(self, case: Case, ids: list[int], info: dict[str, Any]) -> None:
+        """Each wanted log probability, of prompt and output, is the model's."""
+        prompt, more = case.prompt, case.more
+        tokens = prompt + ids
+        logprobs = self._logits(tokens).log_softmax(1)
+        start = more.get("logprob_start_len", -1)
+        # SGLang gives none of the first token, as there may be nothing before it.
+        of_prompt = range(start + 1, len(prompt)) if start >= 0 else range(0)
+        of_output = range(len(prompt), len(tokens))
+        for name, places in (("input", of_prompt), ("output", of_output)):
+            found = {
+                key: info.get(f"{name}_{key}") or []
+                for key in ("token_logprobs", "top_logprobs", "token_ids_logprobs")
+            }
+            if name == "input":
+                found = {key: value[1:] for key, value in found.items()}
+            count = more.get("top_logprobs_num", 0)
+            some = more.get("token_ids_logprob")
+            wanted = (True, count > 0, some is not None)
+            for each, here in zip(found.values(), wanted, strict=True):
+                assert len(each) == (len(places) if here else 0), (name, more, found)
+            for i, place in enumerate(places):
+                before = logprobs[place - 1]
+                value, token, _ = found["token_logprobs"][i]
+                assert token == tokens[place]
+                assert abs(value - before[token]) < TIE, (name, i, value)
+                if count:
+                    top = torch.tensor([x[0] for x in found["top_logprobs"][i]])
+                    assert (top - before.topk(count).values).abs().max() < TIE
+                if some is not None:
+                    chosen = [x[:2] for x in found["token_ids_logprobs"][i]]
+                    assert [token for _, token in chosen] == some
+                    for value, token in chosen:
+                        assert abs(value - before[token]) < TIE, (name, i, token)
+
+    def _logits(self, tokens: list[int]) -> torch.Tensor:
+        """The model's logits after each token, ``[tokens, vocabulary]``."""
+        with torch.no_grad():
+            logits: torch.Tensor = self._model(torch.tensor([tokens])).logits[0]
+        return logits
 
     def check_tokens(self, prompt: list[int], ids: list[int]) -> None:
         key = str((prompt, ids))
         if key in self._checked:
             return
-        with torch.no_grad():
-            logits = self._model(torch.tensor([prompt + ids])).logits[0]
-        logits = logits[len(prompt) - 1 : -1]
+        logits = self._logits(prompt + ids)[len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(ids)[:, None])[:, 0]
         worse = (logits.max(1).values - chosen > TIE).nonzero()[:, 0].tolist()
         assert not worse, (
@@ -290,6 +331,23 @@ def sampling(rng: random.Random, most: int) -> dict[str, Any]:
 
 
 def random_cases(rng: random.Random, count: int, longest: int, most: int) -> list[Case]:
-    cases = [Case(p, sampling(rng, most)) for p in prompts(rng, count, longest)]
+    cases = [
+        Case(p, sampling(rng, most), logprobs(rng, len(p)))
+        for p in prompts(rng, count, longest)
+    ]
     rng.shuffle(cases)
     return cases
+
+
+def logprobs(rng: random.Random, prompt: int) -> dict[str, Any]:
+    """For a sixth of the requests, which log probabilities they want."""
+    if rng.random() > 1 / 6:
+        return {}
+    more: dict[str, Any] = {"return_logprob": True}
+    if rng.random() < 0.5:
+        more["logprob_start_len"] = rng.choice((0, rng.randrange(prompt)))
+    if rng.random() < 0.5:
+        more["top_logprobs_num"] = rng.randint(1, 3)
+    if rng.random() < 0.3:
+        more["token_ids_logprob"] = tokens(rng, 2)
+    return more

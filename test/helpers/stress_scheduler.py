@@ -37,6 +37,7 @@ class StressScheduler(offline.OfflineScheduler):
     aborted_STATE: requests that were aborted in a state.
     recomputed: tokens of a request that were computed again.
     all_decode: decode steps in which SGLang's checks of each request were skipped.
+    mixed_logprobs: steps of prompts and decodes with log probabilities.
     delay: most steps between an online request's arrival and its first prompt token.
     """
 
@@ -218,6 +219,8 @@ class StressScheduler(offline.OfflineScheduler):
             ):
                 decodes = batch.decoding_reqs and req in batch.decoding_reqs
                 self.note_extend(req, start, 0 if decodes else length)
+        mixed = batch.forward_mode.is_mixed() and batch.return_logprob
+        self.counts["mixed_logprobs"] += int(mixed)
         return super().run_batch(batch, *args, **kwargs)
 
     def note_extend(self, req: Any, start: int, length: int) -> None:

@@ -14,6 +14,7 @@ from stress_runs import scenario
 
 PAGES = (
     "--disable-overlap-schedule",
+    "--enable-mixed-chunk",
     "--page-size=16",
     # 7 of the device's 50 pages: some requests find no room, and are computed again.
     '--offline-batch-config={"offload_bytes": 60000}',
@@ -33,4 +34,5 @@ def test_every_request_is_answered_right_and_nothing_is_left(
     assert found["aborted"] > 0
     assert found["online"] > 10
     assert found["all_decode"] > 50
+    assert found["mixed_logprobs"] > 100
     assert found["offloaded"] >= found["resumed"] > 0

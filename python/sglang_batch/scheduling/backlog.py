@@ -1,6 +1,6 @@
 """Requests of a job that have arrived and wait.
 
-They are taken from either end of the order. Adding and removing a request takes
+Requests that do not mix come after all others, so that the steps of the others mix. They are taken from either end of the order. Adding and removing a request takes
 logarithmic time, so a hundred thousand of them cost a scheduling pass nothing.
 """
 
@@ -11,9 +11,13 @@ from collections.abc import Iterator
 
 from .scheduled_request import ScheduledRequest
 
+# Whether it comes last, position, arrival, entry and the request.
+_Entry = tuple[bool, int, int, int, ScheduledRequest]
+
 
 class Backlog:
-    """Waiting requests by position, and by arrival where positions are equal.
+    """Waiting requests: those that mix first, by position, and by arrival where positions
+    are equal.
 
     A request that joined and was put back keeps its first arrival.
 
@@ -30,8 +34,8 @@ class Backlog:
         self._num_left = num_left
         self._both_ends = both_ends
         self._requests: dict[int, ScheduledRequest] = {}  # by entry
-        self._first: list[tuple[int, int, int, ScheduledRequest]] = []
-        self._last: list[tuple[int, int, int, ScheduledRequest]] = []
+        self._first: list[_Entry] = []
+        self._last: list[_Entry] = []
         self._arrivals = 0
         self._entries = 0
         self.count = 0
@@ -57,13 +61,11 @@ class Backlog:
         self._push(request)
 
     def _push(self, request: ScheduledRequest) -> None:
-        heapq.heappush(
-            self._first, (request.position, request.arrival, request.entry, request)
-        )
+        position = request.position
+        later = (request.arrival, request.entry, request)
+        heapq.heappush(self._first, (not request.mixes, position, *later))
         if self._both_ends and request.leaf >= 0:
-            heapq.heappush(
-                self._last, (-request.position, request.arrival, request.entry, request)
-            )
+            heapq.heappush(self._last, (not request.mixes, -position, *later))
 
     def remove(self, request: ScheduledRequest) -> None:
         request.waiting = False
@@ -82,19 +84,17 @@ class Backlog:
             self._push(request)
 
     def first(self) -> ScheduledRequest | None:
-        """The request with the lowest position."""
+        """The request with the lowest position, of those that mix if there are any."""
         return self._top(self._first)
 
     def last(self) -> ScheduledRequest | None:
-        """The request with the highest position, if that is on the right side."""
+        """The same with the highest position, if that is on the right side."""
         request = self._top(self._last)
         return None if request is None or request.position < self._num_left else request
 
-    def _top(
-        self, heap: list[tuple[int, int, int, ScheduledRequest]]
-    ) -> ScheduledRequest | None:
+    def _top(self, heap: list[_Entry]) -> ScheduledRequest | None:
         while heap:
-            _, _, entry, request = heap[0]
+            *_, entry, request = heap[0]
             if request.entry == entry:
                 return request
             heapq.heappop(heap)  # it was taken from the other end, or left

@@ -29,6 +29,7 @@ class ScheduledRequest:
     number: its number in the job, -1 if it has none.
     part: the index of this sequence among those of a request with several. Only the
         first can be planned.
+    mixes: whether others can decode beside prompts while it runs, and beside its prompt.
     work: the ``JobWork`` of its job, None for an online request.
     """
 
@@ -44,6 +45,7 @@ class ScheduledRequest:
     read_len: int = -1
     number: int = -1
     part: int = 0
+    mixes: bool = True
     work: Any = None
     waiting: bool = False
     arrival: int = -1  # its number among the job's requests, by arrival

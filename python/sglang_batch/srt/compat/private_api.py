@@ -238,6 +238,10 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "filter_batch": ("reqs_to_exclude, keep_indices", "takes requests out"),
         "merge_batch": ("other", "puts resumed requests in"),
         "prepare_for_decode": ("", "a decode step that no request leaves"),
+        "mix_with_running": (
+            "running_batch",
+            "decodes beside prompts, where SGLang leaves them out",
+        ),
         "check_decode_mem": ("selected_indices", "whether the next step has room"),
         "retract_decode": ("", "SGLang's last resort, where offloading is not enough"),
     },

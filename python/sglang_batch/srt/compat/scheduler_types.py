@@ -139,6 +139,10 @@ class ScheduleBatch(Protocol):
     batch_is_full: bool
     sampling_info: SamplingInfo
     return_logprob: bool
+    # Of a batch with prompts, by row: the number of its input tokens before the first
+    # one whose log probability is wanted.
+    extend_logprob_start_lens: list[int]
+    input_embeds: torch.Tensor | None
     top_logprobs_nums: list[int]
     token_ids_logprobs: list[list[int] | None]
     multimodal_inputs: list[None]
@@ -153,6 +157,7 @@ class ScheduleBatch(Protocol):
     def merge_batch(self, other: ScheduleBatch) -> None: ...
     def check_decode_mem(self) -> bool: ...
     def prepare_for_decode(self) -> None: ...
+    def mix_with_running(self, running_batch: ScheduleBatch) -> None: ...
 
 
 class LogitsOutput(Protocol):
@@ -283,13 +288,21 @@ class BeamCoordinator(Protocol):
     _num_live_groups: int
 
 
-class StepScheduler(WaitingRequests, Protocol):
+class MixingScheduler(Protocol):
+    """The part that lets running requests decode in a batch of prompts."""
+
+    is_mixed_chunk: bool
+    beam_coordinator: BeamCoordinator
+
+    def _reqs_finishing_inflight(self, batch: ScheduleBatch) -> list[Req]: ...
+
+
+class StepScheduler(WaitingRequests, MixingScheduler, Protocol):
     """The part that builds a prefill batch from the waiting queue."""
 
     chunked_prefill_size: int | None
     grammar_manager: GrammarManager
     policy: ChunkPolicy
-    beam_coordinator: BeamCoordinator
     model_config: ModelConfig
 
 

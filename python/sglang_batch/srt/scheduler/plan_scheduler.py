@@ -40,6 +40,7 @@ from ..compat.scheduler_types import (
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .kv.token_counts import count_retracted
 from .kv_manager import KvManager
+from .mixed_batch import can_decode_beside_prompts
 from .online_queue import OnlineQueue
 from .request_registry import RequestRegistry
 from .shared_prefixes import SharedPrefixes
@@ -263,7 +264,7 @@ class PlanScheduler:
         if chunked is not None:
             left = len(chunked.full_untruncated_fill_ids) - chunked.extend_end
         taken = sum(len(req.origin_input_ids) + self._page_size for req in online)
-        mixed = scheduler.is_mixed_chunk
+        mixed = can_decode_beside_prompts(scheduler, running_batch, chunked)
         if chunked is not None and (known is None or known[0] is None):
             # The prompt of an online request continues at full rate.
             taken += min(left, self._step_tokens - taken - (rows if mixed else 0))

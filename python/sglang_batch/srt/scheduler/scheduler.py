@@ -58,6 +58,7 @@ from ..compat.support import STATE_KEY
 from .kv.offloading import make_offloader
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .kv_manager import KvManager
+from .mixed_batch import with_decodes
 from .online_queue import OnlineQueue
 from .plan_scheduler import PlanScheduler
 from .prefill_adder import OfflinePrefillAdder, OfflineSchedulePolicy
@@ -307,9 +308,10 @@ class OfflineScheduler(MarkedScheduler):
         return plan
 
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> PrefillPlan:
-        return self.plan_scheduler.next_batch(
-            running_batch, super().get_new_batch_prefill
-        )
+        return self.plan_scheduler.next_batch(running_batch, self._build_prefill)
+
+    def _build_prefill(self, running_batch: ScheduleBatch) -> PrefillPlan:
+        return with_decodes(self, super().get_new_batch_prefill(running_batch))
 
     def _reqs_finishing_inflight(self, batch: ScheduleBatch) -> list[Req]:
         if not self.kv_accounting.num_complete:

@@ -321,12 +321,31 @@ async def _pauses(s: Stress, job: RunningJob) -> dict[str, Any]:
     return found
 
 
+def unmixed(s: Stress) -> Any:
+    """Lines that search with beams among plain ones, and such requests online."""
+    cases, beams = _cases(60, 48, 40, 24), _cases(61, 4, 20, 12)
+    for case in [*cases[::12], *beams]:
+        case.sampling = case.sampling | {"beam_width": 3}
+    job = s.job("unmixed", cases, "fcfs")
+    s.run(s.finish(job))
+    counts = s.run(s.idle())
+    s.run(_with_online(s, s.job("beside", cases, "dfs"), beams))
+    for index, output in job.answers.items():
+        assert output.ok, output.body[:300]
+        if "beam_width" not in cases[index].sampling:
+            s.check(cases[index], json.loads(output.body))
+    lengths = {len(json.loads(job.answers[i].body)["output_ids"]) for i in range(48)}
+    s.run(s.idle())
+    return counts | {"lengths": sorted(lengths)}
+
+
 FOCUSED = {
     "too_long": too_long,
     "aborts": aborts,
     "online": online,
     "kinds": kinds,
     "between": between,
+    "unmixed": unmixed,
 }
 
 

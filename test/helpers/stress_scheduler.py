@@ -37,6 +37,7 @@ class StressScheduler(offline.OfflineScheduler):
     aborted_STATE: requests that were aborted in a state.
     recomputed: tokens of a request that were computed again.
     all_decode: decode steps in which SGLang's checks of each request were skipped.
+    mixed, unmixed: steps with prompts in which running requests decode, or wait.
     mixed_logprobs: steps of prompts and decodes with log probabilities.
     delay: most steps between an online request's arrival and its first prompt token.
     """
@@ -59,6 +60,12 @@ class StressScheduler(offline.OfflineScheduler):
         plan = super().get_next_batch_to_run(running_batch, last_batch)
         self.number += plan.batch_to_run is not None
         self.check_books(plan)
+        batch = plan.batch_to_run
+        if batch is not None and batch.forward_mode.is_extend():
+            mixed = batch.forward_mode.is_mixed()
+            self.counts["mixed"] += int(mixed)
+            waits = any(not req.finished() for req in plan.running_batch.reqs)
+            self.counts["unmixed"] += int(waits)
         return plan
 
     def init_load_inquirer(self) -> None:

@@ -212,6 +212,22 @@ def test_no_prefix_is_begun_in_room_that_followers_need() -> None:
         assert requests[1] in choose_from(job, kv_accounting, now_of()).requests
 
 
+def test_each_beam_takes_a_row() -> None:
+    job = job_of(plan_of([(number,) * 9 for number in range(4)]))
+    requests = arrive_all(job)
+    for request in requests:
+        request.rows = 3
+    kv_accounting = KvAccounting(10_000)
+    choice = choose_from(job, kv_accounting, now_of(rows=8))
+    assert (choice.requests, choice.rows) == (requests[:2], 6)
+    assert choose_from(job, kv_accounting, now_of(rows=2)).requests == []
+    # Alone it is left to SGLang, which knows whether it can ever run.
+    job, kv_accounting = job_of(plan_of([(1,) * 9])), KvAccounting(10_000)
+    requests = arrive_all(job)
+    requests[0].rows = 3
+    assert choose_from(job, kv_accounting, now_of(rows=2)).requests == requests
+
+
 def test_a_prompt_that_was_begun_goes_first() -> None:
     job = job_of(plan_of([(1,) * 90, (2,) * 30]))
     requests = arrive_all(job)

@@ -66,6 +66,18 @@ def test_what_is_not_planned_is_never_on_the_right() -> None:
     assert backlog.first() is unplanned
 
 
+def test_beam_searches_come_after_all_others() -> None:
+    backlog = Backlog(0, both_ends=True)
+    requests = [request_of(position) for position in range(4)]
+    requests[0].rows = requests[3].rows = 2
+    for request in requests:
+        backlog.add(request)
+    assert (backlog.first(), backlog.last()) == (requests[1], requests[2])
+    for request in requests[1:3]:
+        backlog.remove(request)
+    assert (backlog.first(), backlog.last()) == (requests[0], requests[3])
+
+
 def test_one_end_only() -> None:
     backlog = Backlog(0, both_ends=False)
     backlog.add(request_of(0))

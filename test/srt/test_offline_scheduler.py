@@ -65,6 +65,15 @@ def test_lines_with_a_grammar_are_answered_by_it(found: Any) -> None:
     assert set(found["kinds"]["texts"]) <= {'{"a":"x"}', '{"a":"y"}'}
 
 
+def test_log_probabilities_and_beams_leave_steps_mixed(found: Any) -> None:
+    # That log probabilities are right is asserted in there.
+    assert found["kinds"]["mixed_logprobs"] > 10
+    assert found["random"]["mixed_logprobs"] > 100
+    # One line in twelve is a beam search. No prompt is computed beside it and decodes.
+    assert found["unmixed"]["mixed"] > 3 * found["unmixed"]["unmixed"]
+    assert found["unmixed"]["lengths"] == [24]
+
+
 def test_the_cache_is_flushed_when_nothing_holds_it(found: Any) -> None:
     found = found["between"]
     assert not found["flushed_busy"]

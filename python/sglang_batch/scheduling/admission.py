@@ -47,7 +47,7 @@ class EngineNow(NamedTuple):
     decode_rows: running requests that decode.
     chunk: the request whose prompt is partly computed.
     chunk_left: tokens of its prompt that are not computed yet.
-    rows: requests that can join before the engine's limit is reached.
+    rows: rows of the running batch that are free.
     room: tokens of KV that are free or can be evicted without removing pins.
     page_size: tokens in a page, the unit in which KV is allocated.
     mixed: whether decodes and prompts share a step. Otherwise a step with prompts has
@@ -84,7 +84,7 @@ class EngineNow(NamedTuple):
             step_tokens=self.step_tokens - choice.tokens,
             chunk=None,
             chunk_left=0,
-            rows=self.rows - len(choice.requests),
+            rows=self.rows - choice.rows,
             room=self.room - choice.room_needed,
         )
 
@@ -95,16 +95,19 @@ class Choice:
 
     tokens: prompt tokens in the step, including those of a prompt in progress.
     room_needed: tokens of KV that they and the decodes take in this step.
+    rows: rows of the running batch that they take.
     """
 
     requests: list[ScheduledRequest] = field(default_factory=list)
     tokens: int = 0
     room_needed: int = 0
+    rows: int = 0
 
     def add(self, other: Choice) -> None:
         self.requests += other.requests
         self.tokens += other.tokens
         self.room_needed += other.room_needed
+        self.rows += other.rows
 
 
 def choose(
@@ -291,7 +294,8 @@ class _Filling:
         reserved: int,
     ) -> bool:
         uses, kv_accounting = job.uses, self.kv_accounting
-        if len(self.choice.requests) >= self.now.rows:
+        free_rows = self.now.rows - self.choice.rows
+        if free_rows < request.rows and (free_rows <= 0 or kv_accounting.num_running):
             return False
         kept = uses.kept_depth(request.node)
         extend = max(1, request.input_len + request.steps - kept)
@@ -317,6 +321,7 @@ class _Filling:
         if request.leaf >= 0:
             uses.start(request, kept)
         self.choice.requests.append(request)
+        self.choice.rows += request.rows
         self.choice.tokens += some
         self.choice.room_needed += needed + self.now.page_size
         return True

@@ -105,7 +105,7 @@ class JobState:
         max_decode_steps: int,
         *,
         part: int = 0,
-        mixes: bool = True,
+        rows: int = 1,
     ) -> ScheduledRequest:
         """Add a request of this job that arrived to the backlog.
 
@@ -113,8 +113,7 @@ class JobState:
             number: its number in the job, -1 if unknown.
             part: the index of this sequence among those of a request with several. A
                 plan has one of them, and the others get its position.
-            mixes: whether others can decode beside prompts while it runs. If not, it
-                waits until no other request does, unless the job has no end.
+            rows: of the running batch that it takes, more than one for a beam search.
         """
         request = ScheduledRequest(
             req,
@@ -127,7 +126,7 @@ class JobState:
             est_decode_steps=min(max_decode_steps, DEFAULT_EST_DECODE_STEPS),
             number=number,
             part=part,
-            mixes=mixes or self.plan.open_ended,
+            rows=rows,
             work=self.done,
         )
         skipped = self._place(request)

@@ -29,7 +29,7 @@ class ScheduledRequest:
     number: its number in the job, -1 if it has none.
     part: the index of this sequence among those of a request with several. Only the
         first can be planned.
-    mixes: whether others can decode beside prompts while it runs, and beside its prompt.
+    rows: of the running batch: one, or one for each of its beams.
     work: the ``JobWork`` of its job, None for an online request.
     """
 
@@ -45,7 +45,7 @@ class ScheduledRequest:
     read_len: int = -1
     number: int = -1
     part: int = 0
-    mixes: bool = True
+    rows: int = 1
     work: Any = None
     waiting: bool = False
     arrival: int = -1  # its number among the job's requests, by arrival
@@ -87,6 +87,11 @@ class ScheduledRequest:
     def takes_steps(self, clock: int) -> bool:
         """Whether it decodes. The engine learns of its end one step later."""
         return self.decoding and clock < self.last
+
+    @property
+    def mixes(self) -> bool:
+        """Whether it decodes in steps with prompts. Nothing does while a beam search runs."""
+        return self.rows == 1
 
     @property
     def whole_kv(self) -> int:

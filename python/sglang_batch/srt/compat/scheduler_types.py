@@ -62,6 +62,10 @@ class ReqTimeStats(Protocol):
     def set_wait_queue_entry_time(self) -> None: ...
 
 
+class BeamGroup(Protocol):
+    beam_width: int
+
+
 class Req(Protocol):
     """``sglang.srt.managers.schedule_batch.Req``, one request."""
 
@@ -88,7 +92,7 @@ class Req(Protocol):
     extend_end: int
     inflight_middle_chunks: int
     # State that offloading would lose.
-    beam_group: object | None
+    beam_group: BeamGroup | None
     session: object | None
     lora_id: str | None
     multimodal_inputs: object | None
@@ -142,7 +146,6 @@ class ScheduleBatch(Protocol):
     # Of a batch with prompts, by row: the number of its input tokens before the first
     # one whose log probability is wanted.
     extend_logprob_start_lens: list[int]
-    input_embeds: torch.Tensor | None
     top_logprobs_nums: list[int]
     token_ids_logprobs: list[list[int] | None]
     multimodal_inputs: list[None]

@@ -7,8 +7,9 @@ wanted: the last step gave them as those of its output. Log probabilities that b
 after the only input token of a row are none, and those of the output are computed of
 all rows alike. So such batches are mixed here.
 
-Other batches stay as they are: beams have further rows while they decode, and inputs
-that are embeddings have no token ids.
+Beams have further rows while they decode, and no step mixes those with prompts.
+(Nor does SGLang mix prompts that are embeddings, which it takes only without a prefix
+cache.)
 """
 
 from __future__ import annotations
@@ -24,23 +25,14 @@ from ..compat.scheduler_types import (
 )
 
 
-def never_mixes(req: Req) -> bool:
-    """Whether a request keeps others from decoding beside prompts while it runs, or
-    while its prompt is computed."""
-    return req.beam_group is not None or req.input_embeds is not None
+def num_rows(req: Req) -> int:
+    """Rows of the running batch that a request takes: one, or one for each beam."""
+    return 1 if req.beam_group is None else req.beam_group.beam_width
 
 
-def can_decode_beside_prompts(
-    scheduler: MixingScheduler, running_batch: ScheduleBatch, chunked: Req | None
-) -> bool:
-    """Whether the running requests can decode in a step with prompts.
-
-    Args:
-        chunked: the request whose prompt continues in the step.
-    """
+def can_mix(scheduler: MixingScheduler, running_batch: ScheduleBatch) -> bool:
+    """Whether the running requests can decode in a step with prompts."""
     if not scheduler.is_mixed_chunk:
-        return False
-    if chunked is not None and chunked.input_embeds is not None:
         return False
     if not scheduler.beam_coordinator._num_live_groups:
         return True
@@ -52,16 +44,13 @@ def with_decodes(scheduler: MixingScheduler, plan: PrefillPlan) -> PrefillPlan:
     batch, running = plan.batch_to_run, plan.running_batch
     if (
         batch is None
-        or batch.input_embeds is not None
         or running.is_empty()
         or not (batch.return_logprob or running.return_logprob)
-        or not can_decode_beside_prompts(scheduler, running, None)
+        or not can_mix(scheduler, running)
     ):
         return plan
-    # From here on as SGLang's own.
-    running.filter_batch(
-        reqs_to_exclude=scheduler._reqs_finishing_inflight(running),
-    )
+    # From here on as SGLang mixes others.
+    running.filter_batch(scheduler._reqs_finishing_inflight(running))
     if running.is_empty() or not running.check_decode_mem():
         return plan
     running.prepare_for_decode()

@@ -11,6 +11,7 @@ from ..compat.scheduler_types import Req, ScheduleBatch, WaitingRequests
 from .kv.offloading import drain_results
 from .kv.planned_cache import PinnedPrefixes
 from .kv_manager import KvManager
+from .mixed_batch import num_rows
 from .request_registry import RequestRegistry
 
 # Decode steps of an online request for which requests of jobs make room.
@@ -60,19 +61,21 @@ class OnlineQueue:
         if not queue:
             return ready, []
         self._drained = False
+        rows = 0
         for req in queue:
             request = _scheduled(req)
-            if not self._fits(running_batch, request, len(ready)):
+            if not self._fits(running_batch, request, rows):
                 # Do not offload in vain in every step.
                 state = (req.rid, self._num_running())
                 if state == self._in_vain:
                     break
-                self._make_room(running_batch, request, len(ready))
-                if not self._fits(running_batch, request, len(ready)):
+                self._make_room(running_batch, request, rows)
+                if not self._fits(running_batch, request, rows):
                     self._in_vain = state
                     break
             self._registry.join_online(request)
             ready.append(req)
+            rows += request.rows
         if ready and self._needs_chunks(ready[0], running_batch):
             # SGLang computes one prompt in chunks at a time. Online requests are served
             # first come, first served, but none waits for the prompt of a job.
@@ -129,11 +132,12 @@ class OnlineQueue:
         return sum(each.side == ONLINE for each in self._kv_accounting.requests)
 
     def _fits(
-        self, running_batch: ScheduleBatch, request: ScheduledRequest, num_ready: int
+        self, running_batch: ScheduleBatch, request: ScheduledRequest, rows: int
     ) -> bool:
+        """Whether a request can join beside others that take ``rows``."""
         if self._kv_accounting.num_running == 0:
             return True
-        if self._free_rows(running_batch) <= num_ready:
+        if self._free_rows(running_batch) < rows + request.rows:
             return False
         need = self._first_step_tokens(running_batch, request)
         if self._scheduler.chunked_req is not None:
@@ -143,18 +147,18 @@ class OnlineQueue:
         return self._kv_accounting.fits(request, self._jobs.locked_tokens, 0)
 
     def _make_room(
-        self, running_batch: ScheduleBatch, request: ScheduledRequest, num_ready: int
+        self, running_batch: ScheduleBatch, request: ScheduledRequest, rows: int
     ) -> None:
         self._drain(running_batch)
         need = self._first_step_tokens(running_batch, request)
         need += min(request.est_decode_steps, _HEADROOM_STEPS)
-        num_rows = num_ready + 1 - self._free_rows(running_batch)
-        self._kv_manager.offload_until(running_batch, need, leave=0, num_rows=num_rows)
+        short = rows + request.rows - self._free_rows(running_batch)
+        self._kv_manager.offload_until(running_batch, need, leave=0, num_rows=short)
         # KV reserved for the growth of other requests may still leave too little.
-        while not self._fits(running_batch, request, num_ready):
-            rows = len(running_batch.reqs)
+        while not self._fits(running_batch, request, rows):
+            running = len(running_batch.reqs)
             self._kv_manager.offload_until(running_batch, 0, leave=0, num_rows=1)
-            if len(running_batch.reqs) == rows:
+            if len(running_batch.reqs) == running:
                 self._requeue_chunk(running_batch)
                 break
 
@@ -211,6 +215,7 @@ def _scheduled(req: Req) -> ScheduledRequest:
         own=length,
         max_decode_steps=max_decode_steps,
         est_decode_steps=max(steps, min(max_decode_steps, DEFAULT_EST_DECODE_STEPS)),
+        rows=num_rows(req),
         side=ONLINE,
         steps=steps,
     )

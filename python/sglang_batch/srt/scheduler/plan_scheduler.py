@@ -40,7 +40,7 @@ from ..compat.scheduler_types import (
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .kv.token_counts import count_retracted
 from .kv_manager import KvManager
-from .mixed_batch import can_decode_beside_prompts
+from .mixed_batch import can_mix, num_rows
 from .online_queue import OnlineQueue
 from .request_registry import RequestRegistry
 from .shared_prefixes import SharedPrefixes
@@ -264,7 +264,7 @@ class PlanScheduler:
         if chunked is not None:
             left = len(chunked.full_untruncated_fill_ids) - chunked.extend_end
         taken = sum(len(req.origin_input_ids) + self._page_size for req in online)
-        mixed = can_decode_beside_prompts(scheduler, running_batch, chunked)
+        mixed = can_mix(scheduler, running_batch)
         if chunked is not None and (known is None or known[0] is None):
             # The prompt of an online request continues at full rate.
             taken += min(left, self._step_tokens - taken - (rows if mixed else 0))
@@ -277,7 +277,7 @@ class PlanScheduler:
             decode_rows=rows,
             chunk=known[1] if known is not None and left else None,
             chunk_left=left,
-            rows=free_rows - len(online),
+            rows=free_rows - sum(map(num_rows, online)),
             room=self._cache.free_or_evictable() - taken,
             page_size=self._page_size,
             mixed=mixed,

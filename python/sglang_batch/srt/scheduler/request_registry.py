@@ -12,7 +12,7 @@ from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req
 from .kv.planned_cache import PinnedPrefixes
-from .mixed_batch import never_mixes
+from .mixed_batch import num_rows
 from .shared_prefixes import SharedPrefixes
 from .step_recorder import StepRecorder
 
@@ -170,7 +170,7 @@ class RequestRegistry:
             len(req.origin_input_ids),
             max(0, (req.sampling_params.max_new_tokens or 0) - 1),
             part=part,
-            mixes=not never_mixes(req),
+            rows=num_rows(req),
         )
         self._known[req.rid] = (job, request)
         return True

@@ -7,7 +7,12 @@ from collections.abc import Iterator
 import pytest
 from dispatcher_jobs import DUAL, planner_of, two_kinds
 
-from sglang_batch.job import answer_feedback, job_planner, retrying_engine
+from sglang_batch.job import (
+    answer_feedback,
+    job_planner,
+    live_plan,
+    retrying_engine,
+)
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +26,13 @@ def compiled() -> None:
 @pytest.fixture(autouse=True)
 def _quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrying_engine, "BACK_OFF_S", 0.001)
+
+
+@pytest.fixture
+def one_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first plan has all requests."""
+    monkeypatch.setattr(live_plan, "FIRST_REQUESTS", 1 << 20)
+    monkeypatch.setattr(live_plan, "FIRST_TOKENS", 1 << 40)
 
 
 @pytest.fixture

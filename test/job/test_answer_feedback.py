@@ -24,7 +24,7 @@ from sglang_batch.job.answer_feedback import MAX_REPLANS, AnswerFeedback
 from sglang_batch.planner.plan import make_plan
 from sglang_batch.request import BatchRequestInput
 
-pytestmark = pytest.mark.usefixtures("compiled")
+pytestmark = pytest.mark.usefixtures("compiled", "one_stretch")
 
 
 # Later plans --------------------------------------------------------------------

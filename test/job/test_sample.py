@@ -30,7 +30,7 @@ from sglang_batch.planner.requests import LEFT
 from sglang_batch.policies import POLICIES
 from sglang_batch.request import BatchRequestInput, RequestOutput
 
-pytestmark = pytest.mark.usefixtures("compiled")
+pytestmark = pytest.mark.usefixtures("compiled", "one_stretch")
 
 
 @pytest.mark.parametrize("policy", [DUAL, "lpt", "prefix-groups", "auto"])

@@ -19,7 +19,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_batch.srt.engine.checks.pattern_checks import check_grammar, check_pattern
 from sglang_batch.srt.engine.checks.request_checks import (
-    check_ids,
+    check_line,
     check_message,
     check_request,
     normalize,
@@ -242,7 +242,17 @@ def test_messages_that_it_can_read_are_let_through(fields: dict[str, Any]) -> No
 )
 def test_ids_beyond_the_vocabulary_are_named(ids: Any, wrong: str) -> None:
     with pytest.raises(FieldError, match=f"^input_ids: {wrong} is not a token id; ids"):
-        check_ids(request(text=None, input_ids=ids), VOCAB)
+        check_line(request(text=None, input_ids=ids), VOCAB)
+
+
+def test_a_checked_line_is_not_checked_again_unless_it_is_sent_again() -> None:
+    original = vars(GenerateReqInput)["normalize_batch_and_arguments"]
+    line = request(text="x")
+    check_line(line, VOCAB)
+    line.max_thinking_tokens = "odd"  # after the check, to see it
+    normalize(original, line)
+    with pytest.raises(FieldError, match=r"^max_thinking_tokens"):
+        normalize(original, line)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from ..compat.server_types import (
 )
 from ..compat.support import STATE_KEY
 from .body_checks import parse_body
-from .checks.request_checks import check_ids, check_request
+from .checks.request_checks import check_line
 from .endpoints import Converted, ServingEndpoints
 from .machine import machine_of
 from .responses import abort_reason, aborted, output_of, rejection
@@ -238,8 +238,7 @@ class SGLangEngine:
             adapted = call.render()
             if adapted is None:
                 return output_of(url, rid, call.answer, ())
-            check_request(adapted)
-            check_ids(adapted, self._tokenizer_manager.model_config.vocab_size)
+            check_line(adapted, self._tokenizer_manager.model_config.vocab_size)
             input_ids = self._first_prompt_ids(adapted) if tokenize else None
         except (AttributeError, LookupError) as error:
             # SGLang's code raises these for a body of the wrong shape.

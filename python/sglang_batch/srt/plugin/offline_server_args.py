@@ -12,6 +12,7 @@ import argparse
 import json
 import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import sglang.srt.server_args as stock
@@ -76,7 +77,11 @@ class OfflineServerArgs(stock.ServerArgs):  # type: ignore[misc]
 
     @property
     def offline_config(self) -> OfflineBatchConfig:
-        return OfflineBatchConfig.from_json(self.offline_batch_config)
+        return _parsed(self.offline_batch_config)
+
+
+# Read for each request of the server.
+_parsed = cache(OfflineBatchConfig.from_json)
 
 
 def rebuild(

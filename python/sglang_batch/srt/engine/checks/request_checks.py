@@ -7,6 +7,7 @@ expands it, and one when it has become a message to the scheduler. The rules are
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -26,6 +27,7 @@ from .request_fields import (
     Biases,
     Real,
     Refused,
+    Rule,
     TokenIds,
     Whole,
 )
@@ -33,6 +35,8 @@ from .value_checks import FieldError, check_type, check_value, short
 
 # Most sequences of all prompts of a request.
 MAX_ALL_SEQUENCES = 1 << 16
+# An attribute of requests that were checked before their turn to be sent.
+_CHECKED = "_offline_batch_checked"
 # Errors that values of the wrong shape raise in SGLang's code.
 _SHAPE_ERRORS = (TypeError, LookupError, AttributeError, OverflowError)
 # Made by SGLang itself, of types that are not sent as plain values.
@@ -45,16 +49,18 @@ _NOT_PLAIN = frozenset(
 )
 
 
-def check_ids(adapted: EngineRequest, vocab_size: int) -> None:
-    """Refuse token ids of a prompt that are not in the vocabulary.
+# Before SGLang expands a request ------------------------------------------------------
+
+
+def check_line(adapted: EngineRequest, vocab_size: int) -> None:
+    """:func:`check_request` for a line, once, and a check of its prompts' token ids.
 
     Raises:
-        FieldError: names the first one.
+        FieldError: names the first field.
     """
+    check_request(adapted)
     check_value("input_ids", adapted.input_ids, TokenIds(), vocab_size, None)
-
-
-# Before SGLang expands a request ------------------------------------------------------
+    vars(adapted)[_CHECKED] = True
 
 
 def check_request(adapted: EngineRequest) -> None:
@@ -63,9 +69,9 @@ def check_request(adapted: EngineRequest) -> None:
     Raises:
         FieldError: names the first field.
     """
-    for name, rule in REQUEST_FIELDS.items():
+    for name, rule, default in _request_fields(type(adapted)):
         value = getattr(adapted, name, None)
-        if value is not None:
+        if value is not None and value is not default:
             check_value(name, value, rule, None, None)
     if _has_positions(adapted) and not get_exec().features.enable_mis:
         raise FieldError(
@@ -79,6 +85,13 @@ def check_request(adapted: EngineRequest) -> None:
     _check_id(adapted)
     _check_tensors(adapted)
     _check_labels(getattr(adapted, "custom_labels", None))
+
+
+@cache
+def _request_fields(kind: Any) -> list[tuple[str, Rule, object]]:
+    """Names, rules and default values, which need no check."""
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    return [(name, rule, defaults.get(name)) for name, rule in REQUEST_FIELDS.items()]
 
 
 def _has_positions(adapted: EngineRequest) -> bool:
@@ -185,7 +198,8 @@ def normalize(original: Callable[[Any], None], adapted: Any) -> None:
     """
     # SGLang reads it after a refusal too, to abort what was sent.
     adapted.is_single = True
-    check_request(adapted)
+    if not vars(adapted).pop(_CHECKED, False):
+        check_request(adapted)
     unnamed = adapted.rid is None
     try:
         original(adapted)

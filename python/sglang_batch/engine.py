@@ -34,6 +34,11 @@ class PreparedRequest(Protocol):
         ...
 
     @property
+    def shareable_len(self) -> int | None:
+        """Most tokens of the prompt that may come from the cache, or None for all."""
+        ...
+
+    @property
     def max_new_tokens(self) -> int | None:
         """Most tokens to generate, or None if only the context limits them."""
         ...

@@ -27,6 +27,7 @@ class FakePrepared:
     input_ids: list[int] | None
     max_new_tokens: int | None = None
     ignore_eos: bool = False
+    shareable_len: int | None = None
 
 
 class FakeEngine:

@@ -339,6 +339,22 @@ def unmixed(s: Stress) -> Any:
     return counts | {"lengths": sorted(lengths)}
 
 
+def prompt_logprobs(s: Stress) -> Any:
+    """Lines that want log probabilities of their prompts share only what is before."""
+    cases = _cases(70, 18, 12, 8, shared=48)
+    for index in range(0, 18, 2):
+        start = (0, 20, 48)[index % 3]
+        cases[index].more = {"return_logprob": True, "logprob_start_len": start}
+    job = s.job("prompts", cases, "dfs")
+    s.run(s.finish(job))
+    s.check_job(job)
+    answers = [json.loads(output.body) for output in job.answers.values()]
+    cached = sum(answer["meta_info"]["cached_tokens"] for answer in answers)
+    planned = job.job.prefix_sharing_ratio * sum(len(case.prompt) for case in cases)
+    s.run(s.idle())
+    return {"cached": cached, "planned": round(planned)}
+
+
 FOCUSED = {
     "too_long": too_long,
     "aborts": aborts,
@@ -346,6 +362,7 @@ FOCUSED = {
     "kinds": kinds,
     "between": between,
     "unmixed": unmixed,
+    "prompt_logprobs": prompt_logprobs,
 }
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.store.files import atomic_write
 from sglang_batch.store.lock import FileLock
 from sglang_batch.store.token_spool import TokenSpool
@@ -120,6 +121,23 @@ def test_the_spool_gives_back_every_prompt(tmp_path: Path) -> None:
         read = [tokens[start:end].tolist() for start, end in pairwise(offsets)]
     assert read == prompts
     assert not (tmp_path / "tokens").exists()
+
+
+def test_what_cannot_be_shared_differs_for_the_planner_alone(tmp_path: Path) -> None:
+    prompt = [5, 6, 7, 8]
+    with TokenSpool(tmp_path / "tokens") as spool:
+        lengths = [None, 0, 2, 2, 3, 4, 9]
+        for shareable_len in lengths:
+            spool.append(prompt, shareable_len)
+        tokens, offsets = spool.arrays()
+        planned = [tokens[start:end].tolist() for start, end in pairwise(offsets)]
+        for number, (own, most) in enumerate(zip(planned, lengths, strict=True)):
+            assert spool.read(number) == prompt
+            differing = [at for at in range(4) if own[at] != prompt[at]]
+            assert differing == ([most] if most in range(4) else [])
+        tree = build_prefix_tree(tokens, offsets)
+    # Of three whole ones, the beginnings 2, 2 and 3, and nothing of the second.
+    assert tree.num_unique_tokens == 4 + 4 + 2 + 2 + 1
 
 
 @pytest.mark.parametrize("num_prompts", [0, 3])

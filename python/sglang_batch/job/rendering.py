@@ -198,7 +198,7 @@ class _Spool:
         self.num_tokens += len(input_ids)
         self._place[number] = len(self._numbers)
         self._numbers.append(number)
-        self._tokens.append(input_ids)
+        self._tokens.append(input_ids, prepared.shareable_len)
         self._records.append(stored or b"")
         self._limits.extend(_output_limits(prepared))
 

@@ -40,6 +40,11 @@ class _PreparedLine:
         return ids
 
     @property
+    def shareable_len(self) -> int | None:
+        most: int | None = self.prepared.shareable_len
+        return most
+
+    @property
     def max_new_tokens(self) -> int | None:
         most: int | None = self.prepared.max_new_tokens
         return most

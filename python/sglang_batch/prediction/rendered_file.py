@@ -59,7 +59,7 @@ async def render_file(
                 refused.append(LeftOut(request.custom_id, found))
                 continue
             for prompt, limit in zip(found.prompts, found.max_new_tokens, strict=True):
-                spool.append(prompt)
+                spool.append(prompt, found.shareable_len)
                 custom_ids.append(request.custom_id)
                 max_new_tokens.append(limit)
                 known.append(limit if found.fixed_length else UNKNOWN)

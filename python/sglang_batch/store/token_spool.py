@@ -11,6 +11,8 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
+from ..planner.requests import unshared_token
+
 
 class TokenSpool:
     """Append prompts in order, then read them all as two arrays.
@@ -18,18 +20,33 @@ class TokenSpool:
     Half a million long prompts do not fit in memory. The file is mapped, so only the
     parts in use are loaded. It is deleted when the spool is closed. More prompts may be
     appended after the arrays were read.
+
+    The arrays are the planner's: a prompt of which only the beginning can be shared has
+    an ``unshared_token`` there. :meth:`read` gives the prompt itself.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = open(path, "w+b")  # noqa: SIM115 - closed with the spool
         self._offsets = array("q", [0])
+        self._replaced = array("i")  # the token in whose place another is, or -1
         self._flushed = 0  # bytes
 
-    def append(self, input_ids: Sequence[int]) -> None:
-        """Add the next request's prompt."""
-        self._file.write(np.asarray(input_ids, dtype=np.int32).tobytes())
-        self._offsets.append(self._offsets[-1] + len(input_ids))
+    def append(
+        self, input_ids: Sequence[int], shareable_len: int | None = None
+    ) -> None:
+        """Add the next request's prompt.
+
+        Args:
+            shareable_len: its tokens that can be shared. None for all.
+        """
+        tokens, replaced = np.array(input_ids, dtype=np.int32), -1
+        if shareable_len is not None and shareable_len < len(tokens):
+            replaced = int(tokens[shareable_len])
+            tokens[shareable_len] = unshared_token(len(self._replaced))
+        self._file.write(tokens.tobytes())
+        self._replaced.append(replaced)
+        self._offsets.append(self._offsets[-1] + len(tokens))
 
     def read(self, index: int) -> list[int]:
         """One prompt, by its place in the order of :meth:`append`."""
@@ -38,7 +55,10 @@ class TokenSpool:
             self._file.flush()
             self._flushed = 4 * self._offsets[-1]
         tokens = os.pread(self._file.fileno(), end - begin, begin)
-        return array("i", tokens).tolist()
+        prompt = array("i", tokens)
+        if self._replaced[index] >= 0:
+            prompt[prompt.index(unshared_token(index))] = self._replaced[index]
+        return prompt.tolist()
 
     def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """``tokens`` int32 ``[num_tokens]`` and ``offsets`` int64 ``[n + 1]``."""

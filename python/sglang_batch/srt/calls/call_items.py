@@ -12,6 +12,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from ...job.rendering import NO_LIMIT
 from ...request import RequestOutput, Usage
 from ..compat.server_types import EngineRequest, SequenceAnswer
+from ..engine.sglang_engine import shareable_len
 
 
 class Message(Protocol):
@@ -49,6 +50,10 @@ class CallItem:
     @property
     def input_ids(self) -> list[int]:
         return list(self.message.input_ids or ())
+
+    @property
+    def shareable_len(self) -> int | None:
+        return shareable_len(self.message)
 
     @property
     def max_new_tokens(self) -> int:

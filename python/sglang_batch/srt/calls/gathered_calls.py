@@ -21,11 +21,11 @@ import numpy as np
 from ...batch_api.protocol import INTERACTIVE_PRIORITY
 from ...config import OfflineBatchConfig
 from ...job.job_planner import JobPlanner
-from ...planner.requests import UNKNOWN, Int32s, PlanRequests
+from ...planner.requests import UNKNOWN, Int32s, PlanRequests, unshared_token
 from ...request import parse_request_id
 from ...scheduling.job_plan import JobPlan
 from ..engine.request_ids import GATHERED_ID, OUR_IDS
-from ..engine.sglang_engine import SGLangEngine
+from ..engine.sglang_engine import SGLangEngine, shareable_len
 from .call_items import Message, output_limits, share_prefixes
 from .connection import engine_of, passing, unsent_messages
 
@@ -71,7 +71,7 @@ def _is_ours(manager: Any, message: Message) -> bool:
 class _Call:
     """A call.
 
-    tokens: int32, the prompt.
+    tokens: int32, the prompt as the planner gets it.
     known: whether it generates exactly ``max_new_tokens``.
     sent: whether the scheduler has it.
     """
@@ -112,7 +112,10 @@ class _Gathering:
     def add(self, message: Message) -> None:
         number = next(self._numbers)
         self._new[number] = message
-        tokens = np.asarray(message.input_ids, np.int32)
+        tokens = np.array(message.input_ids, np.int32)
+        shared = shareable_len(message)
+        if shared is not None and shared < len(tokens):
+            tokens[shared] = unshared_token(number)
         self._active[number] = _Call(message.rid, tokens, *output_limits(message))
         unsent_messages(self._manager)[message.rid] = message
         self._arrived.set()

@@ -27,7 +27,7 @@ from sglang.srt.runtime_context import (
 from ...errors import ConfigError
 from ...request import BatchRequestInput, RequestOutput
 from ..compat.server_types import EngineRequest, JsonObject, OfflineArgs
-from .sglang_engine import SGLangEngine, text_token_ids
+from .sglang_engine import SGLangEngine, shareable_len, text_token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,13 @@ class RenderedRequest:
     prompts: token ids of each sequence that will be generated or embedded: one for
         most requests, one per item for a list, and ``n`` for each of these if the
         request has ``n``.
+    shareable_len: most tokens of a prompt that may come from the cache, or None for all.
     max_new_tokens: most tokens to generate for each prompt, 1 for embeddings.
     fixed_length: whether exactly ``max_new_tokens`` will be generated.
     """
 
     prompts: list[list[int]]
+    shareable_len: int | None
     max_new_tokens: list[int]
     fixed_length: bool
 
@@ -98,7 +100,7 @@ class Renderer:
         self, adapted: EngineRequest, prompts: list[list[int]]
     ) -> RenderedRequest:
         if isinstance(adapted, EmbeddingReqInput):
-            return RenderedRequest(prompts, [1] * len(prompts), True)
+            return RenderedRequest(prompts, None, [1] * len(prompts), True)
         sampling = cast("JsonObject", adapted.sampling_params)  # of one request
         prompts = prompts * (sampling.get("n") or 1)
         asked = sampling.get("max_new_tokens")
@@ -107,7 +109,8 @@ class Renderer:
         free = [self.context_len - 2 - len(prompt) for prompt in prompts]
         lengths = [max(1, most if asked is None else min(asked, most)) for most in free]
         fixed = bool(sampling.get("ignore_eos")) and asked is not None
-        return RenderedRequest(prompts, lengths, fixed or asked in (0, 1))
+        fixed = fixed or asked in (0, 1)
+        return RenderedRequest(prompts, shareable_len(adapted), lengths, fixed)
 
 
 class _RenderingManager(TokenizerManager):  # type: ignore[misc]

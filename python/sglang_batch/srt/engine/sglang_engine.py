@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -66,6 +66,10 @@ class Prepared:
     max_new_tokens: int | None
     ignore_eos: bool
     converted: Converted | None = None
+
+    @property
+    def shareable_len(self) -> int | None:
+        return shareable_len(self.adapted)
 
 
 class SGLangEngine:
@@ -339,6 +343,25 @@ def text_token_ids(tokenizer: Tokenizer, text: str | list[str]) -> list[int]:
     """Token ids of a prompt, which is a pair of texts for a cross-encoder."""
     pair = [text] if isinstance(text, str) else text
     return list(tokenizer(*pair)["input_ids"])
+
+
+def shareable_len(request: Any) -> int | None:
+    """Most tokens of a request's first prompt that may come from the cache.
+
+    SGLang computes the log probabilities of a prompt from the token on that
+    ``logprob_start_len`` names. None if all tokens may come from the cache.
+
+    Args:
+        request: SGLang's request, or its message to the scheduler.
+    """
+    wanted = _of_first(getattr(request, "return_logprob", None))
+    start = _of_first(getattr(request, "logprob_start_len", None))
+    return start if wanted and start is not None and start >= 0 else None
+
+
+def _of_first(value: Any) -> Any:
+    """The value of a field for a request's first prompt."""
+    return value[0] if isinstance(value, list) and value else value
 
 
 def _output_limits(adapted: EngineRequest) -> tuple[int | None, bool]:

@@ -219,7 +219,7 @@ def _sharing(call: Call, of: dict[str, Any], scratch: Path) -> list[Figure]:
             "1 in 4 with logprobs of prompts: cached tokens over planned",
             cached / planned,
             "",
-            ("=", 1.0),
+            (">=", 1.0),
             f"{cached} of {sum(map(len, call['input_ids']))}",
         )
     ]

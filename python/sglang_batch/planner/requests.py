@@ -20,21 +20,12 @@ LEFT, RIGHT, ONLINE = 0, 1, 2
 SIDES = ("left", "right", "online")
 
 
-def unshared_token(number: int) -> int:
-    """A token that no prompt has, another one for each ``number`` from 0 on.
-
-    In the place of a prompt's token it keeps the planner from counting it and those
-    behind it as shared.
-    """
-    return np.iinfo(np.int32).max - number
-
-
 @dataclass(frozen=True, slots=True)
 class PlanRequests:
     """The ``n`` requests of a job, by index in input order.
 
-    tokens: int32 ``[num_tokens]``, all prompts one after the other. What may not come
-        from the cache begins with an :func:`unshared_token`.
+    tokens: int32 ``[num_tokens]``, all prompts one after the other. From a token on that
+        no other prompt has, nothing is shared.
     offsets: int64 ``[n + 1]``. Prompt ``i`` is ``tokens[offsets[i]:offsets[i + 1]]``.
     max_new_tokens: int32 ``[n]``, most tokens that a request may generate.
     known_output_len: int32 ``[n]``, tokens that a request will generate, if that is

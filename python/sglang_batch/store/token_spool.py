@@ -11,7 +11,14 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from ..planner.requests import unshared_token
+
+def unshared_token(number: int) -> int:
+    """A token that no prompt has, another one for each ``number`` from 0 on.
+
+    In the place of a prompt's token it keeps the planner from counting it and those
+    behind it as shared.
+    """
+    return np.iinfo(np.int32).max - number
 
 
 class TokenSpool:

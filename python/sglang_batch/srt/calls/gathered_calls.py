@@ -21,9 +21,10 @@ import numpy as np
 from ...batch_api.protocol import INTERACTIVE_PRIORITY
 from ...config import OfflineBatchConfig
 from ...job.job_planner import JobPlanner
-from ...planner.requests import UNKNOWN, Int32s, PlanRequests, unshared_token
+from ...planner.requests import UNKNOWN, Int32s, PlanRequests
 from ...request import parse_request_id
 from ...scheduling.job_plan import JobPlan
+from ...store.token_spool import unshared_token
 from ..engine.request_ids import GATHERED_ID, OUR_IDS
 from ..engine.sglang_engine import SGLangEngine, shareable_len
 from .call_items import Message, output_limits, share_prefixes

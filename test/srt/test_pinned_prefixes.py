@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,9 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_batch.scheduling.open_jobs import OpenJobs
+from sglang_batch.srt.scheduler.kv.host_prefixes import Prompt
 from sglang_batch.srt.scheduler.kv.planned_cache import (
+    Pin,
     PinnedPrefixes,
     PlannedRadixCache,
 )
@@ -23,7 +26,8 @@ class Uses:
     """Stands for a job's prefixes; ``pins``: the one needed last comes first."""
 
     def __init__(self, *pins: int) -> None:
-        self.pins = {node: f"lock {node}" for node in pins}
+        prompt = Prompt(array("q"), None, None)
+        self.pins = {node: Pin(f"lock {node}", prompt) for node in pins}
 
     @property
     def idle_tokens(self) -> int:
@@ -32,7 +36,7 @@ class Uses:
     def furthest(self) -> int:
         return next(iter(self.pins), 0)
 
-    def unpin(self, node: int) -> str:
+    def unpin(self, node: int) -> Pin:
         return self.pins.pop(node)
 
     def forget_pins(self) -> None:

@@ -59,6 +59,7 @@ class EngineNow(NamedTuple):
         have outlived their estimates.
     idle_frees: whether unpinning the job's prefixes makes room. It may not where
         another job has pinned the same prefixes.
+    host_room: tokens of prefixes that the host has room for, if they make room.
     """
 
     step_tokens: int
@@ -72,6 +73,7 @@ class EngineNow(NamedTuple):
     locked_elsewhere: int = 0
     chunk_room: int = 1 << 62
     idle_frees: bool = True
+    host_room: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -89,22 +91,36 @@ class EngineNow(NamedTuple):
         )
 
 
+class PromptPart(NamedTuple):
+    """A request that joins.
+
+    tokens: of its prompt that are computed in this step.
+    kept: of its prompt that the cache holds by the plan.
+    """
+
+    tokens: int
+    kept: int
+
+
 @dataclass(slots=True)
 class Choice:
     """The requests that join, in this order.
 
+    parts: one for each of them.
     tokens: prompt tokens in the step, including those of a prompt in progress.
     room_needed: tokens of KV that they and the decodes take in this step.
     rows: rows of the running batch that they take.
     """
 
     requests: list[ScheduledRequest] = field(default_factory=list)
+    parts: list[PromptPart] = field(default_factory=list)
     tokens: int = 0
     room_needed: int = 0
     rows: int = 0
 
     def add(self, other: Choice) -> None:
         self.requests += other.requests
+        self.parts += other.parts
         self.tokens += other.tokens
         self.room_needed += other.room_needed
         self.rows += other.rows
@@ -276,6 +292,8 @@ class _Filling:
         plan, uses = job.plan, job.uses
         if not plan.open_ended or self.kv_accounting.num_running == 0:
             return False
+        if request.input_len <= self.now.host_room:  # nothing is computed again
+            return False
         kept = uses.kept_depth(request.node)
         if request.leaf >= 0 and 0 < int(uses.depth[request.node]) <= kept:
             return False
@@ -321,6 +339,7 @@ class _Filling:
         if request.leaf >= 0:
             uses.start(request, kept)
         self.choice.requests.append(request)
+        self.choice.parts.append(PromptPart(some, kept))
         self.choice.rows += request.rows
         self.choice.tokens += some
         self.choice.room_needed += needed + self.now.page_size

@@ -33,7 +33,7 @@ class Extension(NamedTuple):
     resized: running requests whose own tokens have changed, and their number before.
     """
 
-    released: list[object]
+    released: list[Any]
     running: list[ScheduledRequest]
     resized: list[tuple[ScheduledRequest, int]]
 

@@ -11,7 +11,7 @@ unpinned first (Belady's rule, since the future is known).
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,7 +75,7 @@ class PrefixUses:
         self._noted: dict[int, int] = {}
         self.computing: dict[int, ScheduledRequest] = {}
         self._tokens: dict[int, int] = {}  # by node, a hash of the tokens up to it
-        self.pins: dict[int, object] = {}
+        self.pins: dict[int, Any] = {}
         self.locked_tokens = 0
         self.idle_tokens = 0
 
@@ -174,13 +174,13 @@ class PrefixUses:
 
     def spent(self, request: ScheduledRequest) -> list[int]:
         """Pinned nodes of a request that no later request needs."""
+        return [node for node in self.over(request) if node in self.pins]
+
+    def over(self, request: ScheduledRequest) -> list[int]:
+        """Nodes of a request that no later request needs, deepest first."""
         if self._open_ended:
             return []
-        return [
-            node
-            for node in self.path(request.node)
-            if node in self.pins and self._uses_left[node] == 0
-        ]
+        return [node for node in self.path(request.node) if not self._uses_left[node]]
 
     def computed(self, request: ScheduledRequest, num_tokens: int) -> list[int]:
         """The first ``num_tokens`` of a leader's prompt are in the cache.
@@ -242,7 +242,7 @@ class PrefixUses:
 
     def extended(
         self, plan: JobPlan, page_size: int, moved: Int32s, over: Int32s
-    ) -> tuple[PrefixUses, list[object]]:
+    ) -> tuple[PrefixUses, list[Any]]:
         """The uses of a plan that covers more requests, or no longer all of them.
 
         Running requests have to be added with :meth:`resume`, then :meth:`settle`.
@@ -257,7 +257,7 @@ class PrefixUses:
         uses = PrefixUses(plan, page_size)
         uses._started[moved[self._started & (moved >= 0)]] = True
         uses._started[over] = True
-        released: list[object] = []
+        released: list[Any] = []
         # The first leaf from each on that the new plan has.
         kept = np.where(moved >= 0, np.arange(len(moved)), len(moved))
         kept = np.minimum.accumulate(kept[::-1])[::-1]
@@ -288,7 +288,7 @@ class PrefixUses:
         """The request at a leaf runs, or never will. Only before :meth:`settle`."""
         self._started[leaf] = True
 
-    def settle(self) -> list[object]:
+    def settle(self) -> list[Any]:
         """All requests are added. Returns the locks on prefixes no longer needed."""
         to_come = np.zeros(len(self._started) + 1, np.int32)
         np.cumsum(~self._started, out=to_come[1:])
@@ -315,13 +315,13 @@ class PrefixUses:
             return False
         return self._open_ended or bool(self._uses_left[node] > 0)
 
-    def pin(self, node: int, lock: object) -> None:
+    def pin(self, node: int, lock: Any) -> None:
         self.pins[node] = lock
         if self._running[node] == 0:
             self.idle_tokens += int(self._length[node])
         self._note(node)
 
-    def unpin(self, node: int) -> object:
+    def unpin(self, node: int) -> Any:
         """Forget a pin; returns the lock that :meth:`pin` was given."""
         if self._running[node] == 0:
             self.idle_tokens -= int(self._length[node])

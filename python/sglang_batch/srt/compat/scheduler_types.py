@@ -16,11 +16,14 @@ import torch
 
 from .server_types import ModelConfig, OfflineArgs
 
-TreeLock: TypeAlias = object
-"""A lock on a prefix in the tree, as ``TreeCache.lock`` returned it."""
-
 TreeNode: TypeAlias = object
 """A node of SGLang's prefix tree."""
+
+
+class TreeLock(Protocol):
+    """A lock on a prefix in the tree, as ``TreeCache.lock`` returned it."""
+
+    node: TreeNode
 
 
 # Requests -----------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class KvManager:
     @property
     def host_state(self) -> dict[str, int]:
         """The host pool, for ``/server_info``."""
-        offloader = self._offloader
+        offloader, host = self._offloader, self._pinned.host
         return {
             "offloaded_host_bytes": self.host_bytes,
             "offloaded_host_bytes_most": offloader.most_bytes if offloader else 0,
@@ -97,6 +97,8 @@ class KvManager:
             "offload_saves": offloader.pool.num_saves if offloader else 0,
             "offload_loads": offloader.pool.num_loads if offloader else 0,
             "offload_recomputed": self.num_recomputed,
+            "prefixes_saved": host.num_saved if host else 0,
+            "prefixes_restored": host.num_restored if host else 0,
         }
 
     def end_step(self) -> None:
@@ -220,9 +222,10 @@ class KvManager:
         out = offloader.room.to_recompute(pages, self._recompute_time_s(job, request))
         if out is None:
             return False
-        for rid in out:
-            self._recompute(offloader, rid)
-            self.num_recomputed += 1
+        for name in out:
+            if self._pinned.host is None or not self._pinned.host.drop(name):
+                self._recompute(offloader, name)
+                self.num_recomputed += 1
         return True
 
     def _recompute_time_s(self, job: JobState, request: ScheduledRequest) -> float:
@@ -313,6 +316,8 @@ class KvManager:
 
     def recompute_all(self) -> None:
         """Discard all KV on the host. The requests are prefilled again."""
+        if self._pinned.host is not None:
+            self._pinned.host.drop_all()
         for rid in list(self._offloaded):
             assert self._offloader is not None
             self._recompute(self._offloader, rid)

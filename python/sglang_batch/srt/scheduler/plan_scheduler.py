@@ -236,6 +236,7 @@ class PlanScheduler:
             tokens=self._step_tokens - now.step_tokens,
             room_needed=self._cache.free_or_evictable() - now.room,
         )
+        joined = Choice()
         offloaded = self._kv_manager.num_offloaded
         for jobs in self._jobs.by_priority():
             if offloaded:  # they resume before any new request joins
@@ -243,16 +244,51 @@ class PlanScheduler:
             own = sum(job.uses.locked_tokens for job in jobs)
             now = now._replace(locked_elsewhere=self._jobs.locked_tokens - own)
             choice = choose(jobs, self._kv_accounting, now, self._jobs.scan)
-            total.add(choice)
+            dual = any(job.dual for job in jobs)
+            taken = total.room_needed + joined.room_needed
+            while self._restore_prefixes(choice, taken) and not dual:
+                # There is more room in the step than the plan knew.
+                joined.add(choice)
+                now = self._engine_now(running_batch, online).after(joined)
+                now = now._replace(locked_elsewhere=self._jobs.locked_tokens - own)
+                choice = choose(jobs, self._kv_accounting, now, self._jobs.scan)
+                taken = total.room_needed + joined.room_needed
+            joined.add(choice)
             if any(job.backlog.count for job in jobs):
                 break
             now = now.after(choice)
+        total.add(joined)
         if offloaded and now.chunk_left:
             some = min(now.chunk_left, now.prompt_tokens)
             some = some or (0 if now.decode_rows else self._page_size)
             some = min(some, now.chunk_room)
-            total.add(Choice([], some, some))
+            total.add(Choice(tokens=some, room_needed=some))
         return total
+
+    def _restore_prefixes(self, choice: Choice, taken: int) -> bool:
+        """Put prefixes that chosen requests would compute back from the host.
+
+        Args:
+            taken: tokens of KV that others take in this step.
+
+        Returns:
+            Whether that leaves room in the step.
+        """
+        saved = 0
+        for request, part in zip(choice.requests, choice.parts, strict=True):
+            job, _ = self._registry.known(request.req) or (None, request)
+            if job is None or request.leaf < 0:
+                continue
+            if job.uses.depth[request.node] <= part.kept:
+                continue
+            others = taken + choice.room_needed - saved - part.tokens
+            held = self._prefixes.restore(job, request, others + self._page_size)
+            if held > part.kept:
+                left = max(1, request.input_len + request.steps - held)
+                saved += max(0, part.tokens - left)
+        choice.tokens -= saved
+        choice.room_needed -= saved
+        return saved > 0
 
     def _engine_now(self, running_batch: ScheduleBatch, online: list[Req]) -> EngineNow:
         scheduler = self._scheduler
@@ -282,6 +318,7 @@ class PlanScheduler:
             page_size=self._page_size,
             mixed=mixed,
             idle_frees=len(self._jobs) == 1,
+            host_room=self._pinned.host_room,
             chunk_room=self._chunk_room(left, rows if mixed else 0, taken),
         )
 

@@ -250,6 +250,8 @@ class RequestRegistry:
         if job is None:
             return
         if not back:
+            if checkpointed:
+                self._pinned.save_answered(job, request)
             self._kv_accounting.learn_output_len(request)
             job.work.ended(request)
         if request.leaf < 0:

@@ -55,6 +55,7 @@ from ..compat.scheduler_types import (
 )
 from ..compat.server_types import OfflineArgs
 from ..compat.support import STATE_KEY
+from .kv.host_prefixes import HostPrefixes
 from .kv.offloading import make_offloader
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .kv_manager import KvManager
@@ -182,7 +183,9 @@ class OfflineScheduler(MarkedScheduler):
         self.jobs = OpenJobs()
         self.kv_accounting = KvAccounting(int(self.max_total_num_tokens))
         self.recorder = self._make_recorder(cache)
-        pinned = PinnedPrefixes(cache, self.jobs)
+        offloader = make_offloader(self, self.server_args.offline_config.offload_bytes)
+        host = HostPrefixes(cache, offloader) if offloader is not None else None
+        pinned = PinnedPrefixes(cache, self.jobs, host)
         self.prefixes = SharedPrefixes(cache, pinned)
         self.registry = RequestRegistry(
             jobs=self.jobs,
@@ -201,9 +204,7 @@ class OfflineScheduler(MarkedScheduler):
             kv_accounting=self.kv_accounting,
             cache=cache,
             pinned=pinned,
-            offloader=make_offloader(
-                self, self.server_args.offline_config.offload_bytes
-            ),
+            offloader=offloader,
             recorder=self.recorder,
             page_size=page_size,
         )

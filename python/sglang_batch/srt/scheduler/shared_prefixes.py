@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from ...scheduling.job_state import JobState
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req
+from .kv.host_prefixes import Prompt
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 
 
@@ -55,6 +56,25 @@ class SharedPrefixes:
         path = job.uses.path(request.node)
         kept = [node for node in path if job.uses.depth[node] <= cached]
         self._pinned.pin(job, request.req, kept)
+
+    def restore(self, job: JobState, request: ScheduledRequest, reserve: int) -> int:
+        """Put prefixes of a request that is about to join back from the host.
+
+        Args:
+            reserve: tokens of KV that must be free or evictable afterwards.
+
+        Returns:
+            The tokens of its prompt that the tree holds now, 0 if none came back.
+        """
+        if self._pinned.host is None:
+            return 0
+        depths = [int(job.uses.depth[node]) for node in job.uses.path(request.node)]
+        tokens = self._pinned.host.restore(
+            Prompt.of(request.req), depths[::-1], reserve, self._pinned.unpin_until_free
+        )
+        if tokens:
+            self.show(job, request, tokens)
+        return tokens
 
     def show(self, job: JobState, request: ScheduledRequest, num_tokens: int) -> None:
         """The tree holds ``num_tokens`` of a leader's prompt: followers may join."""

@@ -59,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 # Share of the free host memory for the pools of all ranks, unless the user chose.
 _FREE_SHARE = 0.25
+# Most KV on the host, over that of the device, unless the user chose.
+_MOST_KV = 4
 
 
 @dataclass(slots=True)
@@ -192,8 +194,9 @@ class KvOffloader:
     """Moves requests of one scheduler between the device and host memory.
 
     Args:
-        pool_bytes: size of the host pool of this rank. None is the size of the device's
-            KV, but at most a quarter of the free memory, shared by the machine's ranks.
+        pool_bytes: size of the host pool of this rank. None is four times the size of
+            the device's KV, but at most a quarter of the free memory, shared by the
+            machine's ranks.
 
     Attributes:
         room: the pages of the host pool, by request.
@@ -330,16 +333,22 @@ class KvOffloader:
             A decode batch of the resumed requests, which the caller merges into the
             running batch. None if not even the first fits or can be resumed.
         """
-        if self._scheduler.enable_overlap:
-            # A forward in flight may still write to slots and rows that a finished
-            # request just gave back.
-            self._scheduler.schedule_stream.wait_stream(self._scheduler.forward_stream)
+        self.wait_for_forward()
         back = []
         for one in offloaded:
             if not self._resume_one(one, reserve):
                 break
             back.append(one.req)
         return self._decode_batch(back) if back else None
+
+    def wait_for_forward(self) -> None:
+        """Have copies wait for a forward in flight.
+
+        It may still write KV that the tree holds, and to slots and rows that a finished
+        request just gave back.
+        """
+        if self._scheduler.enable_overlap:
+            self._scheduler.schedule_stream.wait_stream(self._scheduler.forward_stream)
 
     def give_up(self, offloaded: OffloadedRequest) -> Req:
         """Drop the saved KV and return the request as a retracted one.
@@ -381,7 +390,7 @@ class KvOffloader:
         lock = self._tree.lock(node)
         slots = None
         if matched >= offloaded.shared_len and self._rows.available_size() > 0:
-            slots = self._allocate(offloaded.end - matched, reserve)
+            slots = self.allocate(offloaded.end - matched, reserve)
         if slots is None:
             self._tree.unlock(lock)
             return False
@@ -397,7 +406,7 @@ class KvOffloader:
         self.drop(offloaded)
         return True
 
-    def _allocate(self, num_tokens: int, reserve: int) -> torch.Tensor | None:
+    def allocate(self, num_tokens: int, reserve: int) -> torch.Tensor | None:
         """Slots ``[num_tokens]`` of new pages, or None if they do not fit."""
         need = self._whole_pages(num_tokens)
         free = self._allocator.available_size() + self._tree.evictable_size()
@@ -494,7 +503,7 @@ def _num_pages(
         args = scheduler.server_args
         ranks = max(1, args.tp_size * args.dp_size // args.nnodes)
         pool_bytes = int(_FREE_SHARE * free / ranks)
-        pages = min(pool_bytes // page_bytes, num_slots // page_size)
+        pages = min(pool_bytes // page_bytes, _MOST_KV * num_slots // page_size)
     elif pool_bytes > free:
         raise EngineError(
             f"offload_bytes={pool_bytes}, for each rank, is more than the {free} bytes of "

@@ -13,7 +13,8 @@ An eviction, from top to bottom:
    many tokens.
 3. Each pin removed is that of the prefix whose next use is furthest away, in the job
    that comes last (:meth:`PinnedPrefixes.unpin_furthest`). The future is known, so this
-   is Belady's rule. ``PrefixUses.furthest`` finds the prefix.
+   is Belady's rule. ``PrefixUses.furthest`` finds the prefix. The host keeps a copy
+   (:mod:`.host_prefixes`).
 4. SGLang evicts unpinned KV, the least recently used first.
 
 The scheduler makes the same choice ahead of an allocation where it has to know how much
@@ -23,6 +24,7 @@ KV it can get (:meth:`PinnedPrefixes.unpin_until_free`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.common import _req_radix_key
@@ -38,6 +40,7 @@ from ....scheduling.open_jobs import OpenJobs
 from ....scheduling.scheduled_request import ScheduledRequest
 from ...compat.scheduler_types import EvictResult, PrefixMatch, Req, TreeLock
 from ...compat.support import CACHE_BACKEND
+from .host_prefixes import BLOCK, HostPrefixes, Prompt
 
 
 class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
@@ -99,7 +102,7 @@ class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         Returns:
             A lock for ``unlock``. None if the tree does not hold all of these tokens.
         """
-        key = _req_radix_key(self, req, req.full_untruncated_fill_ids, num_tokens)
+        key = _req_radix_key(self, req, req.origin_input_ids, num_tokens)
         found: PrefixMatch = self.match_prefix(MatchPrefixParams(key=key))
         if found.device_prefix_len != num_tokens:
             return None
@@ -107,12 +110,35 @@ class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         return lock
 
 
-class PinnedPrefixes:
-    """The prefixes that jobs have pinned in the cache, and the order to unpin them."""
+class Pin(NamedTuple):
+    """A pinned prefix, the first tokens of ``prompt``."""
 
-    def __init__(self, cache: PlannedRadixCache, jobs: OpenJobs) -> None:
+    lock: TreeLock
+    prompt: Prompt
+
+
+class PinnedPrefixes:
+    """The prefixes that jobs have pinned in the cache, and the order to unpin them.
+
+    Args:
+        host: keeps prefixes that are unpinned before their last use. None where KV
+            cannot be moved to the host; they are computed again.
+    """
+
+    def __init__(
+        self,
+        cache: PlannedRadixCache,
+        jobs: OpenJobs,
+        host: HostPrefixes | None = None,
+    ) -> None:
         self._cache = cache
         self._jobs = jobs
+        self.host = host
+
+    @property
+    def host_room(self) -> int:
+        """Tokens of further prefixes that the host has room for."""
+        return 0 if self.host is None else self.host.room
 
     def pin(self, job: JobState, req: Req, nodes: list[int]) -> None:
         """Pin those of a request's prefixes that later requests need."""
@@ -120,28 +146,34 @@ class PinnedPrefixes:
             if job.uses.wanted(node):
                 lock = self._cache.lock_prefix(req, int(job.uses.depth[node]))
                 if lock is not None:
-                    job.uses.pin(node, lock)
+                    job.uses.pin(node, Pin(lock, Prompt.of(req)))
 
     def unpin(self, job: JobState, nodes: list[int]) -> None:
-        for node in nodes:
-            self._cache.unlock(job.uses.unpin(node))
+        self.unlock([job.uses.unpin(node) for node in nodes])
 
-    def unlock(self, locks: list[object]) -> None:
+    def unlock(self, pins: list[Pin]) -> None:
         """Remove pins that a job has forgotten."""
-        for lock in locks:
-            self._cache.unlock(lock)
+        for pin in pins:
+            self._cache.unlock(pin.lock)
 
     def unpin_spent(self, job: JobState, request: ScheduledRequest) -> None:
-        """Unpin a request's prefixes that no later request needs."""
+        """Unpin a request's prefixes that no later request needs. The host drops them."""
         self.unpin(job, job.uses.spent(request))
+        if self.host is not None:
+            ends = [int(job.uses.depth[node]) for node in job.uses.over(request)]
+            self.host.drop_spent(Prompt.of(request.req), ends[::-1])
 
     def unpin_job(self, job: JobState) -> None:
         self.unpin(job, list(job.uses.pins))
+        if self.host is not None:
+            self.host.drop_of(job)
 
     def forget_all(self) -> None:
         """The tree was emptied, and its locks with it."""
         for job in self._jobs.each:
             job.uses.forget_pins()
+        if self.host is not None:
+            self.host.drop_all()
 
     # Eviction -------------------------------------------------------------------------
 
@@ -163,9 +195,33 @@ class PinnedPrefixes:
         for job in reversed([*self._jobs.in_order()]):
             node = job.uses.furthest()
             if node:
+                self._save(job, node)
                 self.unpin(job, [node])
                 return True
         return False
+
+    def _save(self, job: JobState, node: int) -> None:
+        """Copy a prefix to the host, from behind the one above it."""
+        if self.host is None:
+            return
+        uses, pin = job.uses, job.uses.pins[node]
+        above = uses.path(node)[1:]
+        begin = int(uses.depth[above[0]]) if above else 0
+        end = int(uses.depth[node])
+        self.host.save(job, pin.prompt, pin.lock.node, begin, end)
+
+    def save_answered(self, job: JobState, request: ScheduledRequest) -> None:
+        """Copy a prompt whose prefixes may still grow to the host, if it is long."""
+        if self.host is None or not job.plan.open_ended or request.leaf < 0:
+            return
+        begin = int(job.uses.depth[request.node])
+        end = request.input_len // self._cache.page_size * self._cache.page_size
+        if end - begin < BLOCK:
+            return
+        lock = self._cache.lock_prefix(request.req, end)
+        if lock is not None:
+            self.host.save(job, Prompt.of(request.req), lock.node, begin, end)
+            self._cache.unlock(lock)
 
     def reachable_tokens(self, num_tokens: int) -> int:
         """Tokens that can be allocated after unpinning, exact up to ``num_tokens``.

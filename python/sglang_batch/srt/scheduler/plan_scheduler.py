@@ -232,8 +232,10 @@ class PlanScheduler:
                 self._step_tokens + (rows + 2) * self._page_size
             )
         now = self._engine_now(running_batch, online)
+        taken = self._step_tokens - now.step_tokens
         total = Choice(
-            tokens=self._step_tokens - now.step_tokens,
+            tokens=taken,
+            page_tokens=taken,
             room_needed=self._cache.free_or_evictable() - now.room,
         )
         offloaded = self._kv_manager.num_offloaded
@@ -251,7 +253,8 @@ class PlanScheduler:
             some = min(now.chunk_left, now.prompt_tokens)
             some = some or (0 if now.decode_rows else self._page_size)
             some = min(some, now.chunk_room)
-            total.add(Choice([], some, some))
+            pages = self._kv_accounting.in_pages(some)
+            total.add(Choice([], some, pages, some))
         return total
 
     def _engine_now(self, running_batch: ScheduleBatch, online: list[Req]) -> EngineNow:
@@ -282,15 +285,15 @@ class PlanScheduler:
             page_size=self._page_size,
             mixed=mixed,
             idle_frees=len(self._jobs) == 1,
-            chunk_room=self._chunk_room(left, rows if mixed else 0, taken),
+            chunk_room=self._chunk_room(left, taken),
         )
 
-    def _chunk_room(self, left: int, rows: int, taken: int) -> int:
-        """KV for the ``left`` tokens of a prompt in progress, with ``rows`` decodes."""
+    def _chunk_room(self, left: int, taken: int) -> int:
+        """KV for the ``left`` tokens of a prompt in progress."""
         if not left or self._kv_accounting.num_running <= 1:
             return self._kv_accounting.capacity  # no other request will make room
-        # Each decode may begin a page.
-        taken += rows * self._page_size
+        if self._scheduler.is_mixed_chunk:
+            taken += self._kv_accounting.growth
         wanted = min(left, self._step_tokens) + self._page_size + taken
         room = self._pinned.reachable_tokens(wanted) - taken
         return max(0, room // self._page_size * self._page_size)
@@ -303,7 +306,7 @@ class PlanScheduler:
         """Have SGLang build the batch of a step."""
         self._pinned.unpin_until_free(step.choice.room_needed)
         self._kv_manager.note_allocation()
-        tokens = -(-step.choice.tokens // self._page_size) * self._page_size
+        tokens = self._kv_accounting.in_pages(step.choice.page_tokens)
         rows = len(running_batch.reqs) if self._scheduler.is_mixed_chunk else 0
         limit = self._online.chunk_limit(step.online, running_batch)
         step_tokens = max(tokens, self._page_size) + rows

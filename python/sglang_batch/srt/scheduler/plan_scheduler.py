@@ -285,14 +285,14 @@ class PlanScheduler:
             page_size=self._page_size,
             mixed=mixed,
             idle_frees=len(self._jobs) == 1,
-            chunk_room=self._chunk_room(left, taken),
+            chunk_room=self._chunk_room(left, taken, mixed=mixed),
         )
 
-    def _chunk_room(self, left: int, taken: int) -> int:
+    def _chunk_room(self, left: int, taken: int, *, mixed: bool) -> int:
         """KV for the ``left`` tokens of a prompt in progress."""
         if not left or self._kv_accounting.num_running <= 1:
             return self._kv_accounting.capacity  # no other request will make room
-        if self._scheduler.is_mixed_chunk:
+        if mixed:
             taken += self._kv_accounting.growth
         wanted = min(left, self._step_tokens) + self._page_size + taken
         room = self._pinned.reachable_tokens(wanted) - taken

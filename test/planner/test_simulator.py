@@ -410,7 +410,12 @@ def test_an_output_of_no_tokens_needs_room_for_one() -> None:
 
 @pytest.mark.parametrize(
     "limits",
-    [{"step_tokens": 0}, {"min_step_tokens": 0}, {"max_running": -1}],
+    [
+        {"step_tokens": 0},
+        {"min_step_tokens": 0},
+        {"max_running": -1},
+        {"page_size": 0},
+    ],
     ids=str,
 )
 def test_engines_that_can_do_nothing_are_refused(limits: dict[str, int]) -> None:

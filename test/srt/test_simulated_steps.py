@@ -45,10 +45,12 @@ def test_steps_and_cached_tokens_are_as_simulated(
     counts: dict[str, dict[str, list[int]]], job: str, policy: str
 ) -> None:
     case = counts[f"{job}, {policy}"]
-    steps, cached, decoded = case["real"]
+    steps, cached, decoded, offloaded = case["real"]
     assert steps > 50
     assert cached > 10_000
     assert case["simulated"][0] == pytest.approx(steps, rel=TOLERANCE)
     assert case["simulated"][1] == pytest.approx(cached, rel=TOLERANCE)
     # The first token of an answer comes with its prompt.
     assert case["simulated"][2] == decoded
+    # All lengths are known.
+    assert case["simulated"][3] == offloaded == 0

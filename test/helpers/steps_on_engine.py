@@ -29,9 +29,10 @@ def request(index: int, prompt: list[int], length: int) -> BatchRequestInput:
     return BatchRequestInput(index, f"r{index}", "/generate", body.encode())
 
 
-async def totals(manager: Any) -> tuple[int, int, int]:
+async def totals(manager: Any) -> list[int]:
     state = (await manager.get_internal_state())[0]["offline_batch"]
-    return state["steps"], state["cached_tokens"], state["decode_tokens"]
+    names = ("steps", "cached_tokens", "decode_tokens", "offloaded")
+    return [state[name] for name in names]
 
 
 async def run(engine: Any, name: str, rows: Any, policy: str) -> list[int]:
@@ -68,7 +69,8 @@ def simulated(machine: Machine, rows: Any, policy: str) -> list[int]:
     machine = Machine(machine.cost, replace(machine.limits, as_sglang=True))
     job = Candidates(plan_requests(rows), machine, OrderSettings())
     done = job.run(policy).simulation
-    return [done.num_steps, done.cached_tokens, done.output_tokens - len(rows)]
+    decoded = done.output_tokens - len(rows)
+    return [done.num_steps, done.cached_tokens, decoded, done.retractions]
 
 
 def main() -> None:

@@ -139,10 +139,19 @@ class StressScheduler(offline.OfflineScheduler):
         decoding = [x for x in requests if x.takes_steps(kv_accounting.clock)]
         for side in sides:
             done = [x for x in requests if x.side == side]
-            kv = sum(x.own + x.steps_done(kv_accounting.clock) for x in done)
+            kv = sum(
+                -(-(x.own + x.steps_done(kv_accounting.clock)) // self.page_size)
+                for x in done
+            )
+            kv *= self.page_size
             assert kv_accounting.kv[side] == kv, (kv_accounting.kv, side, kv)
             rows = sum(x.side == side for x in decoding)
             assert kv_accounting.decoding[side] == rows
+        begun = [
+            (x.own + x.steps_done(kv_accounting.clock)) % self.page_size == 0
+            for x in decoding
+        ]
+        assert kv_accounting.growth == self.page_size * sum(begun)
         running = plan.running_batch.reqs
         batch = plan.batch_to_run.reqs if plan.batch_to_run is not None else []
         known = {id(request.req) for request in requests}
@@ -265,7 +274,9 @@ class StressScheduler(offline.OfflineScheduler):
             "decoding": sum(kv_accounting.decoding),
             "kv": sum(kv_accounting.kv),
             "reads": sum(kv_accounting.reads),
-            "forecast": int(kv_accounting._forecast.running[0]),
+            "growing": sum(kv_accounting._growing),
+            # The last row is for searching the peak.
+            "forecast": int(np.abs(kv_accounting._forecast.sums[:-1]).sum()),
             "short": int(kv_accounting._forecast.short[0]),
             "events": sum(
                 len(requests) for requests in kv_accounting._overruns.values()

@@ -60,6 +60,18 @@ class Job:
         return build(self.prompts)
 
     @property
+    def cached_in_order(self) -> list[int]:
+        """Tokens of each prompt that an earlier one has, in whole pages, by position."""
+        size = self.limits.page_size
+        seen: set[Prompt] = {()}
+        cached = []
+        for prompt in (self.prompts[i] for i in self.order):
+            pages = [prompt[:end] for end in range(0, len(prompt) + 1, size)]
+            cached.append(max(len(page) for page in pages if page in seen))
+            seen.update(pages)
+        return cached
+
+    @property
     def lengths(self) -> NDArray[np.int32]:
         return np.array(self.output_len, dtype=np.int32)
 
@@ -199,13 +211,16 @@ def jobs(
     wrong = of_each(st.sampled_from([0.0, 0.02, 0.3, 1.0, 1.0, 4.0, 50.0]))
     if capacities is None:
         capacities = st.sampled_from([0, 0, 1, 7, 30, 200, UNLIMITED])
+    page_size = draw(st.sampled_from([1, 1, 2, 16, 64]))
     needed = max(len(p) + d for p, d in zip(prompts, output_len, strict=True))
+    needed = -(-needed // page_size) * page_size
     dual = draw(st.booleans()) if dual is None else dual
     density = of_each(st.sampled_from([0.0, 0.1, 1.0, 1.0, 5.0, 1e3, np.inf]))
     beyond = draw(st.none() | st.just(of_each(st.integers(0, 40))))
     limits = EngineLimits(
         kv_capacity_tokens=needed + draw(capacities),
         step_tokens=draw(st.sampled_from([1, 2, 7, 64, 4096])),
+        page_size=page_size,
         max_running=draw(st.sampled_from([None, None, 1, 3])),
         min_step_tokens=draw(st.sampled_from([1, 5, 512])),
         closed_loop=draw(st.booleans()),

@@ -159,4 +159,29 @@ def test_any_job_keeps_the_laws(job: Job, by_limit: bool) -> None:
 def test_with_room_for_all_each_prefix_is_computed_once(job: Job) -> None:
     job = replace(job, limits=replace(job.limits, as_sglang=True))
     done = run(job)
-    assert done.prompt_tokens - done.cached_tokens == job.tree.num_unique_tokens
+    assert done.cached_tokens == sum(job.cached_in_order)
+    if job.limits.page_size == 1:
+        assert done.prompt_tokens - done.cached_tokens == job.tree.num_unique_tokens
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize("length", [50, 63, 64, 65])
+def test_known_lengths_fill_the_pages_without_an_offload(
+    length: int, page_size: int
+) -> None:
+    prompts = own_prompts(*[50] * 160)
+    job = known(
+        make_job(
+            prompts,
+            [length] * 160,
+            capacity=4096,
+            step_tokens=512,
+            page_size=page_size,
+            as_sglang=True,
+        )
+    )
+    done = run(job)
+    assert (done.retractions, done.recomputed_tokens) == (0, 0)
+    # All but the margin and less than one request: it was not bought with idle KV.
+    needed = -(-(50 + length - 1) // page_size) * page_size
+    assert done.peak_kv_tokens > 0.99 * 4096 - needed

@@ -265,17 +265,17 @@ def test_requests_are_admitted_in_order(job: Job) -> None:
 @settings(deadline=None, max_examples=50)
 @given(jobs(capacities=st.just(UNLIMITED), dual=False))
 def test_any_order_shares_all_there_is_with_room_for_all(job: Job) -> None:
-    seen: set[Prompt] = set()
-    computed = repeated = 0
-    for i in job.order:
-        prompt = job.prompts[i]
-        new = [d for d in range(1, len(prompt) + 1) if prompt[:d] not in seen]
-        seen.update(prompt[:d] for d in new)
-        computed += max(1, len(new))
-        repeated += not new
+    prompts = [job.prompts[i] for i in job.order]
+    new = [
+        len(prompt) - cached
+        for prompt, cached in zip(prompts, job.cached_in_order, strict=True)
+    ]
+    computed, repeated = sum(max(1, one) for one in new), new.count(0)
     done = run(job)
     assert (done.prefilled_tokens, done.recomputed_tokens) == (computed, repeated)
-    assert done.prompt_tokens - done.cached_tokens == job.tree.num_unique_tokens
+    assert done.cached_tokens == sum(job.cached_in_order)
+    if job.limits.page_size == 1:
+        assert sum(new) == job.tree.num_unique_tokens
 
 
 @settings(deadline=None, max_examples=40)
@@ -410,7 +410,12 @@ def test_an_output_of_no_tokens_needs_room_for_one() -> None:
 
 @pytest.mark.parametrize(
     "limits",
-    [{"step_tokens": 0}, {"min_step_tokens": 0}, {"max_running": -1}],
+    [
+        {"step_tokens": 0},
+        {"min_step_tokens": 0},
+        {"max_running": -1},
+        {"page_size": 0},
+    ],
     ids=str,
 )
 def test_engines_that_can_do_nothing_are_refused(limits: dict[str, int]) -> None:

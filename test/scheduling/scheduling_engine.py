@@ -33,7 +33,7 @@ class ToyEngine:
         mixed: bool = True,
     ) -> None:
         self.job, self.random, self.mixed = job, random, mixed
-        self.kv_accounting = KvAccounting(capacity)
+        self.kv_accounting = KvAccounting(capacity, page_size, mixed=mixed)
         self.kv_accounting.extend_forecast(400)
         self.scan = ScanPace()
         self.step_tokens, self.page_size = step_tokens, page_size

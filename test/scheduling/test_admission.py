@@ -144,15 +144,18 @@ def state(job: JobState, kv_accounting: KvAccounting) -> dict[str, Any]:
         "learnt": (job.done.bias.job, kv_accounting.margin),
         "work": (round(job.done.charged_s, 9), job.done.done_s, job.done.decoding),
         "events": sorted(kv_accounting._overruns),
-        "forecast": [array.tolist() for array in forecast[:4]],
+        # The last row is for searching the peak.
+        "forecast": (forecast.sums[:-1].tolist(), forecast.short.tolist()),
+        "growing": list(kv_accounting._growing),
     }
 
 
 @pytest.mark.parametrize("dual", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_putting_back_restores_everything(seed: int, dual: bool) -> None:
-    job, random = random_job(seed, dual=dual, page_size=1)
-    engine = ToyEngine(job, random, capacity=400, retract=0.02)
+    page_size = (1, 4)[seed % 2]
+    job, random = random_job(seed, dual=dual, page_size=page_size)
+    engine = ToyEngine(job, random, capacity=400, page_size=page_size, retract=0.02)
     job.done.bias.job.learn(observed=3e3, estimated=1e3)  # too low so far
     while len(job) and len(engine.trace) < 300:
         engine.begin()

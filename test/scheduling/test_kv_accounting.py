@@ -23,55 +23,84 @@ class Known:
     decoding: bool = False
 
 
-def check_sums(kv_accounting: KvAccounting, running: list[Known]) -> None:
+def in_pages(tokens: int, page_size: int) -> int:
+    return -(-tokens // page_size) * page_size
+
+
+def check_sums(
+    kv_accounting: KvAccounting, running: list[Known], page_size: int = 1
+) -> None:
     for side in range(3):
         own = [each for each in running if each.request.side == side]
         rows = [each for each in own if each.decoding]
         assert all(each.request.takes_steps(kv_accounting.clock) for each in rows)
         assert kv_accounting.decoding[side] == len(rows)
-        assert kv_accounting.kv[side] == sum(k.request.own + k.steps for k in own)
+        assert kv_accounting.kv[side] == sum(
+            in_pages(k.request.own + k.steps, page_size) for k in own
+        )
         assert kv_accounting.reads[side] == sum(
             k.request.read_len + k.steps + 1 for k in rows
         )
+    begun = [k for k in running if k.decoding and begins_page(k, page_size)]
+    assert kv_accounting.growth == page_size * len(begun)
     assert kv_accounting.num_running == len(running)
     assert kv_accounting.num_complete == sum(not each.decoding for each in running)
     assert kv_accounting.requests == [each.request for each in running]
     assert MARGIN_MIN <= kv_accounting.margin <= MARGIN_MAX
 
 
-def most_kv(running: list[Known], own: int, remaining: int) -> int:
-    """Most KV, in tokens, while a newcomer runs and each grows until its estimate."""
+def begins_page(known: Known, page_size: int) -> bool:
+    """Whether its next token is the first of a page."""
+    return (known.request.own + known.steps) % page_size == 0
+
+
+def most_kv(
+    running: list[Known], own: int, remaining: int, page_size: int, waits: int
+) -> int:
+    """Most KV, in tokens of whole pages, while a newcomer runs.
+
+    Each request grows until its estimate, and holds its KV for one step more. The
+    newcomer grows from the step after the next ``waits`` ones.
+    """
     highest = 0
-    for ahead in range(remaining + 1):
-        total = own + ahead
+    for ahead in range(1, waits + remaining + 2):
+        total = in_pages(own + max(0, min(ahead - waits, remaining)), page_size)
         for known in running:
-            left = max(known.request.est_decode_steps - known.steps, 1)
-            if left >= ahead:
-                total += known.request.own + known.steps + ahead
+            request = known.request
+            left = max(request.est_decode_steps, request.steps + 1) - known.steps
+            if left + 1 >= ahead:
+                tokens = request.own + known.steps + min(ahead, left)
+                total += in_pages(tokens, page_size)
         highest = max(highest, total)
     return highest
 
 
 def check_forecast(
-    kv_accounting: KvAccounting, running: list[Known], random: Random
+    kv_accounting: KvAccounting,
+    running: list[Known],
+    random: Random,
+    page_size: int = 1,
+    *,
+    mixed: bool = True,
 ) -> None:
-    """Room for a newcomer follows the sums, up to a step's growth of each."""
+    """Room for a newcomer follows the sums exactly."""
     if not running:
         return
     newcomer = request_of(
         own=random.randint(1, 50), est_decode_steps=random.randint(1, 100)
     )
     newcomer.max_decode_steps = newcomer.est_decode_steps
-    peak = most_kv(running, newcomer.own, newcomer.est_decode_steps)
+    peak = most_kv(
+        running, newcomer.own, newcomer.est_decode_steps, page_size, int(mixed)
+    )
     capacity, margin = kv_accounting.capacity, kv_accounting.margin
-    slack = len(running) + 2
     kv_accounting.margin = 0.0
     kv_accounting.capacity = peak - 1
     assert not kv_accounting.fits(newcomer, 0, 0)
-    kv_accounting.capacity = peak + slack
+    kv_accounting.capacity = peak
     assert kv_accounting.fits(newcomer, 0, 0)
-    assert not kv_accounting.fits(newcomer, 10 * slack, 0)
-    assert not kv_accounting.fits(newcomer, 0, 10 * slack)
+    assert not kv_accounting.fits(newcomer, 1, 0)
+    assert not kv_accounting.fits(newcomer, 0, 1)
     kv_accounting.capacity, kv_accounting.margin = capacity, margin
 
 
@@ -84,11 +113,12 @@ def nothing_is_left(kv_accounting: KvAccounting) -> None:
     assert kv_accounting._overruns == kv_accounting._last_steps == {}
     assert kv_accounting.num_complete == 0
     forecast = kv_accounting._forecast
-    for sums in (forecast.ends, forecast.base, forecast.running, forecast.short):
-        assert not sums.any()
+    assert not any(kv_accounting._growing)
+    assert not forecast.sums[:-1].any()  # the last row is for searching the peak
+    assert not forecast.short.any()
 
 
-def new_line(random: Random) -> Known:
+def new_line(random: Random, page_size: int) -> Known:
     max_decode_steps = random.choice([0, 1, 5, 400])
     request = request_of(
         own=random.randint(1, 40),
@@ -96,21 +126,24 @@ def new_line(random: Random) -> Known:
         max_decode_steps=max_decode_steps,
         side=random.randrange(3),
     )
-    request.input_len = request.own + random.randint(0, 60)
+    request.input_len = request.own + page_size * random.randint(0, 60)
     length = min(max_decode_steps, random.randint(0, 150))
     return Known(request, length)
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_like_sums_over_all(seed: int) -> None:
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("page_size", [1, 16, 60])
+@pytest.mark.parametrize("seed", range(12))
+def test_like_sums_over_all(seed: int, page_size: int, mixed: bool) -> None:
     random = Random(seed)
-    kv_accounting = KvAccounting(1000)
+    kv_accounting = KvAccounting(1200, page_size, mixed=mixed)
+    kv_accounting.extend_forecast(400)
     running: list[Known] = []
     offloaded: list[Known] = []
     for step in range(400):
         if random.random() < 0.3:
             known = offloaded.pop() if offloaded and random.random() < 0.5 else None
-            known = known or new_line(random)
+            known = known or new_line(random, page_size)
             kv_accounting.admit(known.request)
             kv_accounting.begin_decoding(known.request)
             known.decoding = known.steps < known.request.max_decode_steps
@@ -120,18 +153,16 @@ def test_like_sums_over_all(seed: int) -> None:
             kv_accounting.remove(known.request)
             assert known.request.steps == known.steps
             offloaded.append(known)
-        if random.random() < 0.02:
-            kv_accounting.extend_forecast(
-                random.choice([50, 600, 2000]) if step > 300 else 400
-            )
+        if random.random() < 0.02 and step > 300:
+            kv_accounting.extend_forecast(random.choice([50, 600, 2000]))
         if random.random() < 0.02:
             kv_accounting.widen_margin()
         end_those_that_are_complete(kv_accounting, running)
-        check_sums(kv_accounting, running)
+        check_sums(kv_accounting, running, page_size)
         if step < 300:  # later a bucket has several steps
-            check_forecast(kv_accounting, running, random)
+            check_forecast(kv_accounting, running, random, page_size, mixed=mixed)
         tick(kv_accounting, running)
-        check_sums(kv_accounting, running)
+        check_sums(kv_accounting, running, page_size)
     for known in running:
         kv_accounting.remove(known.request)
     nothing_is_left(kv_accounting)

@@ -25,7 +25,12 @@ def test_settings_that_the_user_left_out(mixed: bool, shares: bool) -> None:
         ),
         model_config=SimpleNamespace(hf_config=LlamaConfig(num_hidden_layers=2)),
     )
-    ours = {"step_tokens": 4096, "mixed_chunk": mixed, "shares_prefixes": shares}
+    ours = {
+        "step_tokens": 4096,
+        "mixed_chunk": mixed,
+        "page_size": 16,
+        "shares_prefixes": shares,
+    }
     machine = machine_of(
         manager,
         {
@@ -34,6 +39,6 @@ def test_settings_that_the_user_left_out(mixed: bool, shares: bool) -> None:
             "effective_max_running_requests_per_dp": 64,
         },
     )
-    assert machine.limits.step_tokens == 4096
+    assert (machine.limits.step_tokens, machine.limits.page_size) == (4096, 16)
     assert machine.limits.as_sglang == mixed
     assert machine.cost.shared_kv_read_once == shares

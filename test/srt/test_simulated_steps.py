@@ -16,8 +16,10 @@ POLICIES = ("dfs", "prefix-groups", "dual-scan")
 TOLERANCE = 0.02
 
 
-@pytest.fixture(scope="module")
-def counts(demo_model: Path) -> dict[str, dict[str, list[int]]]:
+@pytest.fixture(scope="module", params=[1, 32], ids="page size {}".format)
+def counts(
+    demo_model: Path, request: pytest.FixtureRequest
+) -> dict[str, dict[str, list[int]]]:
     """Steps, cached tokens and decode tokens by case, from one engine."""
     server_args = [arg for arg in SERVER_ARGS if "max-total-tokens" not in arg]
     done = subprocess.run(
@@ -26,7 +28,7 @@ def counts(demo_model: Path) -> dict[str, dict[str, list[int]]]:
             "--model-path", str(demo_model), *server_args, "--max-total-tokens=6144",
             "--chunked-prefill-size=512", "--max-running-requests=40",
             # As on a GPU, which the simulator models.
-            "--enable-mixed-chunk",
+            "--enable-mixed-chunk", f"--page-size={request.param}",
         ],
         capture_output=True,
         text=True,
@@ -43,10 +45,12 @@ def test_steps_and_cached_tokens_are_as_simulated(
     counts: dict[str, dict[str, list[int]]], job: str, policy: str
 ) -> None:
     case = counts[f"{job}, {policy}"]
-    steps, cached, decoded = case["real"]
+    steps, cached, decoded, offloaded = case["real"]
     assert steps > 50
     assert cached > 10_000
     assert case["simulated"][0] == pytest.approx(steps, rel=TOLERANCE)
     assert case["simulated"][1] == pytest.approx(cached, rel=TOLERANCE)
     # The first token of an answer comes with its prompt.
     assert case["simulated"][2] == decoded
+    # All lengths are known.
+    assert case["simulated"][3] == offloaded == 0

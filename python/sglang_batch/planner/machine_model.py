@@ -15,6 +15,8 @@ class EngineLimits:
     kv_capacity_tokens: KV cache size in tokens.
     step_tokens: most tokens in a step, prompts and decodes together. SGLang calls it
         ``chunked_prefill_size`` when chunks are mixed.
+    page_size: tokens in a page, the unit in which KV is allocated and prefixes are
+        shared.
     max_running: most requests running at once. None: as many as the KV cache holds.
     min_step_tokens: prompt tokens that the dual scanner may always compute in a step,
         whatever the density, so that the right side gets started.
@@ -40,6 +42,7 @@ class EngineLimits:
 
     kv_capacity_tokens: int
     step_tokens: int = 2048
+    page_size: int = 1
     max_running: int | None = None
     min_step_tokens: int = 512
     batch_multiple: int = 1
@@ -51,6 +54,7 @@ class EngineLimits:
         for name in (
             "kv_capacity_tokens",
             "step_tokens",
+            "page_size",
             "min_step_tokens",
             "batch_multiple",
             "max_running",

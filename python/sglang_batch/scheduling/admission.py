@@ -108,6 +108,7 @@ class Choice:
 
     parts: one for each of them.
     tokens: prompt tokens in the step, including those of a prompt in progress.
+    page_tokens: tokens in the pages of these prompts, which is what SGLang counts.
     room_needed: tokens of KV that they and the decodes take in this step.
     rows: rows of the running batch that they take.
     """
@@ -115,6 +116,7 @@ class Choice:
     requests: list[ScheduledRequest] = field(default_factory=list)
     parts: list[PromptPart] = field(default_factory=list)
     tokens: int = 0
+    page_tokens: int = 0
     room_needed: int = 0
     rows: int = 0
 
@@ -122,6 +124,7 @@ class Choice:
         self.requests += other.requests
         self.parts += other.parts
         self.tokens += other.tokens
+        self.page_tokens += other.page_tokens
         self.room_needed += other.room_needed
         self.rows += other.rows
 
@@ -171,7 +174,7 @@ class _Filling:
         self.jobs = jobs
         self.kv_accounting = kv_accounting
         self.now = now
-        self.choice = Choice(room_needed=now.decode_rows)
+        self.choice = Choice(room_needed=kv_accounting.growth)
         self._chunk_left = min(now.chunk_left, now.chunk_room)
         self._num_new_followers = 0
         self._held: list[tuple[JobState, ScheduledRequest]] = []
@@ -186,6 +189,7 @@ class _Filling:
         some = min(self._chunk_left, tokens - self.choice.tokens)
         self._chunk_left -= some
         self.choice.tokens += some
+        self.choice.page_tokens += self.kv_accounting.in_pages(some)
         self.choice.room_needed += some
 
     @property
@@ -275,9 +279,14 @@ class _Filling:
             return False
         if uses.kept_depth(request.node) == uses.depth[request.node]:
             return False
-        claimed = sum(each.whole_kv for job in followed for each in job.followers())
+        kv_accounting = self.kv_accounting
+        claimed = sum(
+            kv_accounting.in_pages(each.whole_kv)
+            for job in followed
+            for each in job.followers()
+        )
         locked = self.locked_tokens + uses.newly_locked(request.node)
-        return not self.kv_accounting.fits(request, locked, claimed)
+        return not kv_accounting.fits(request, locked, claimed)
 
     def _waits_for_siblings(
         self, job: JobState, request: ScheduledRequest, tokens: int
@@ -342,6 +351,7 @@ class _Filling:
         self.choice.parts.append(PromptPart(some, kept))
         self.choice.rows += request.rows
         self.choice.tokens += some
+        self.choice.page_tokens += kv_accounting.in_pages(some)
         self.choice.room_needed += needed + self.now.page_size
         return True
 

@@ -1,7 +1,9 @@
 """Counts the KV that running requests hold, read and will need, for admission.
 
-Time is the *decode clock*, which ticks once for every step in which running requests
-decode. Changes update all sums, so that no step iterates over the running requests.
+KV is allocated in whole pages: of each request, its tokens behind the shared prefixes,
+which are whole pages themselves, take as many pages as hold them. Time is the *decode
+clock*, which ticks once for every step in which running requests decode. Changes update
+all sums, so that no step iterates over the running requests.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ _NOBODY: tuple[ScheduledRequest, ...] = ()
 
 @dataclass(slots=True)
 class _LastSteps:
-    """Requests that take their last step at one tick: their number and reads, by side."""
+    """Requests that take their last step at one tick: their number and reads."""
 
-    decoding: list[int] = field(default_factory=lambda: [0, 0, 0])
-    reads: list[int] = field(default_factory=lambda: [0, 0, 0])
+    growing: dict[int, int] = field(default_factory=dict)  # as in the accounting
+    reads: list[int] = field(default_factory=lambda: [0, 0, 0])  # by side
     # By job, their number and the sum of their ``read_base``.
     of_jobs: dict[JobWork, list[int]] = field(default_factory=dict)
 
@@ -37,10 +39,16 @@ class _LastSteps:
 class KvAccounting:
     """KV and reads of running requests, by side.
 
+    Args:
+        capacity: tokens of KV, in whole pages.
+        page_size: tokens in a page.
+        mixed: whether decodes and prompts share a step, so that the clock ticks in the
+            step that computes a request's prompt.
+
     Attributes:
         clock: the decode clock.
         decoding: requests that decode, by side.
-        kv: tokens of KV that requests hold, without shared prefixes, by side.
+        kv: tokens in the pages that requests hold, without shared prefixes, by side.
         reads: tokens of KV that decodes read in a step, including that of the token
             they compute, by side.
         num_running: running requests, including those whose prompt is being computed.
@@ -49,8 +57,12 @@ class KvAccounting:
         margin: share of the KV that admission leaves free.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(
+        self, capacity: int, page_size: int = 1, *, mixed: bool = True
+    ) -> None:
         self.capacity = capacity
+        self._page_size = page_size
+        self._mixed = mixed
         self.clock = 0
         self.decoding = [0, 0, 0]
         self.kv = [0, 0, 0]
@@ -60,8 +72,10 @@ class KvAccounting:
         self.margin = MARGIN_MIN
         self._online_bias = LengthBias()
         self._usual = LengthSums()
-        self._forecast: KvForecast = make_forecast(1)
+        self._forecast: KvForecast = make_forecast(1, page_size)
         self._longest = 1
+        # Requests that decode, by side and by the ticks that begin a page of them.
+        self._growing = [0] * (len(_EACH_SIDE) * page_size)
         self._requests: dict[int, ScheduledRequest] = {}
         self._last_steps: dict[int, _LastSteps] = {}
         # Requests by the step in which they outlive their estimates.
@@ -77,6 +91,16 @@ class KvAccounting:
         """Mean decode steps of the last answers of all jobs. None before the first."""
         usual = self._usual
         return usual.observed / usual.weight if usual.weight else None
+
+    @property
+    def growth(self) -> int:
+        """Tokens in the pages that the decodes of the next step begin."""
+        ticks = (self.clock + 1) % self._page_size
+        return sum(self._growing[ticks :: self._page_size]) * self._page_size
+
+    def in_pages(self, tokens: int) -> int:
+        """Tokens in the pages that hold ``tokens``."""
+        return -(-tokens // self._page_size) * self._page_size
 
     def _bias_of(self, request: ScheduledRequest) -> LengthBias:
         work: JobWork | None = request.work
@@ -96,7 +120,7 @@ class KvAccounting:
         if longest <= self._longest:
             return
         self._longest = longest
-        self._forecast = make_forecast(longest)
+        self._forecast = make_forecast(longest, self._page_size)
         for request in self._requests.values():
             self._join_forecast(request)
 
@@ -113,7 +137,7 @@ class KvAccounting:
         request.est_decode_steps = self.corrected_est_decode_steps(request)
         self._requests[id(request)] = request
         self.num_running += 1
-        self.kv[request.side] += request.own + request.steps
+        self.kv[request.side] += self.in_pages(request.own + request.steps)
         self._join_forecast(request)
 
     def begin_decoding(self, request: ScheduledRequest) -> None:
@@ -123,7 +147,11 @@ class KvAccounting:
         if request.last == self.clock:  # the prefill gave it its only token
             self.num_complete += 1
             return
+        if request.base != request.own + request.steps - self.clock:
+            self._leave_forecast(request)  # its prompt took other steps than expected
+            self._join_forecast(request)
         self.decoding[request.side] += 1
+        self._growing[self._growth_index(request)] += 1
         self.reads[request.side] += request.read_len + request.steps + 1
         if request.work is not None:
             request.work.decodes(request, 1)
@@ -136,9 +164,10 @@ class KvAccounting:
         self._leave_forecast(request)
         steps = request.steps_done(self.clock)
         self.num_running -= 1
-        self.kv[request.side] -= request.own + steps
+        self.kv[request.side] -= self.in_pages(request.own + steps)
         if request.takes_steps(self.clock):
             self.decoding[request.side] -= 1
+            self._growing[self._growth_index(request)] -= 1
             self.reads[request.side] -= request.read_len + steps + 1
             if request.work is not None:
                 request.work.decodes(request, -1)
@@ -153,7 +182,7 @@ class KvAccounting:
         request.steps = steps
 
     def resize(self, request: ScheduledRequest, own_before: int) -> None:
-        """A running request shares more or fewer of its tokens than before."""
+        """A running request shares more or fewer of its tokens, in whole pages."""
         self.kv[request.side] += request.own - own_before
         self._leave_forecast(request)
         self._join_forecast(request)
@@ -173,17 +202,21 @@ class KvAccounting:
         """
         self.clock += 1
         kv, reads, decoding = self.kv, self.reads, self.decoding
+        growing, size = self._growing, self._page_size
+        ticks = self.clock % size
         for side in _EACH_SIDE:
-            kv[side] += decoding[side]
+            kv[side] += growing[side * size + ticks] * size
             reads[side] += decoding[side]
         if self.margin > MARGIN_MIN:
             self.margin = max(MARGIN_MIN, self.margin * _MARGIN_DOWN)
         ends = self._last_steps.pop(self.clock, None)
         if ends is not None:
+            for index, rows in ends.growing.items():
+                growing[index] -= rows
+                decoding[index // size] -= rows
+                self.num_complete += rows
             for side in _EACH_SIDE:
-                decoding[side] -= ends.decoding[side]
                 reads[side] -= ends.reads[side]
-                self.num_complete += ends.decoding[side]
             for work, (rows, base) in ends.of_jobs.items():
                 work.decoding -= rows
                 work.read_base -= base
@@ -224,6 +257,11 @@ class KvAccounting:
         self._join_forecast(request)
         self._schedule_overrun(request)
 
+    def _growth_index(self, request: ScheduledRequest) -> int:
+        """The place of a decoding request in ``_growing``."""
+        held = request.own + request.steps - request.begin
+        return request.side * self._page_size + (1 - held) % self._page_size
+
     def _count_last_step(self, request: ScheduledRequest, count: int) -> None:
         """Add (1) or remove (-1) a request at the tick of its last step.
 
@@ -234,13 +272,16 @@ class KvAccounting:
         if ends is None:
             ends = self._last_steps[request.last] = _LastSteps()
         steps = request.steps + request.last - request.begin
-        ends.decoding[request.side] += count
+        index = self._growth_index(request)
+        ends.growing[index] = ends.growing.get(index, 0) + count
         ends.reads[request.side] += count * (request.read_len + steps + 1)
         if request.work is not None:
             of_job = ends.of_jobs.setdefault(request.work, [0, 0])
             of_job[0] += count
             of_job[1] += count * read_base(request)
-        if not any(ends.decoding):
+        if not ends.growing[index]:
+            del ends.growing[index]
+        if not ends.growing:
             del self._last_steps[request.last]
 
     def _schedule_overrun(self, request: ScheduledRequest) -> None:
@@ -262,10 +303,21 @@ class KvAccounting:
 
     def _join_forecast(self, request: ScheduledRequest) -> None:
         now, steps = self.clock, request.steps_done(self.clock)
-        held, remaining = request.own + steps, max(request.est_decode_steps - steps, 1)
+        held, remaining = self._growth(request, request.est_decode_steps, steps)
         request.base = held - now
         request.final = held + remaining
         request.bucket = kv_forecast.add(self._forecast, now, held, remaining)
+
+    def _growth(
+        self, request: ScheduledRequest, est_decode_steps: int, steps: int
+    ) -> tuple[int, int]:
+        """A request's KV in tokens as if it grew from now on, and its steps to the end.
+
+        A prompt that is computed beside decodes grows a tick later.
+        """
+        waits = int(self._mixed and not request.decoding)
+        remaining = max(est_decode_steps - steps, 1)
+        return request.own + steps - waits, remaining + waits
 
     def _leave_forecast(self, request: ScheduledRequest) -> None:
         kv_forecast.remove(self._forecast, request.bucket, request.base, request.final)
@@ -281,10 +333,7 @@ class KvAccounting:
         """
         if self.num_running == 0:
             return True
-        held = request.own + request.steps
-        in_use = sum(self.kv) + held + locked + sum(self.decoding)
-        if in_use > self.capacity:
-            return False
-        remaining = max(self.corrected_est_decode_steps(request) - request.steps, 1)
+        steps = self.corrected_est_decode_steps(request)
+        held, remaining = self._growth(request, steps, request.steps)
         peak = kv_forecast.peak(self._forecast, self.clock, held, remaining) + locked
         return bool(peak + reserved <= self.capacity * (1.0 - self.margin))

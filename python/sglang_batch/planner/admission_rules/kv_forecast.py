@@ -1,14 +1,18 @@
-"""Forecast of the KV that the running requests will need.
+"""Forecast of the KV that the running requests will need, in whole pages.
 
 Every running request grows by one token a step until it ends. A request that holds
-``kv`` tokens at step ``now`` therefore holds ``(kv - now) + t`` at step ``t``, and two
-numbers describe the sum over any number of requests that end at about the same time.
-Admission by this forecast fills the KV cache without a guessed ratio: it limits the
-highest point of the sum over time, not the sum of all final lengths.
+``kv`` tokens at step ``now`` therefore holds ``(kv - now) + t`` at step ``t``, in
+``floor((kv - now + t + page_size - 1) / page_size)`` pages. With ``kv - now + page_size
+- 1`` as ``pages * page_size + phase``, that is ``pages + (phase + t) // page_size``. So
+the sum of ``pages`` and the number of requests of each phase describe any number of
+requests that end at about the same time. Admission by this forecast fills the KV cache
+without a guessed ratio: it limits the highest point of the sum over time, not the sum of
+all final lengths.
 
 Future steps are divided into buckets of equal width. A request counts until the end of
 the bucket in which it should end, so the forecast is too high by at most the growth in
-one bucket. Requests shorter than a bucket count with their final length.
+one bucket, and exact where a bucket is one step. Requests shorter than a bucket count
+with their final length.
 """
 
 from __future__ import annotations
@@ -22,37 +26,39 @@ from ..requests import Int64s
 
 NUM_BUCKETS = 512  # a power of two
 _MASK = NUM_BUCKETS - 1
+# Rows of the sums behind those of the buckets: all running requests, and those that have
+# not ended yet, while the peak is searched.
+_RUNNING, _LEFT = NUM_BUCKETS, NUM_BUCKETS + 1
+# Columns of the sums: requests, their ``pages``, and the requests of each phase.
+_NUMBER, _PAGES, _PHASE = 0, 1, 2
 
 
 class KvForecast(NamedTuple):
     """Running requests by the bucket in which they should end.
 
-    ends: int64 ``[NUM_BUCKETS]``, requests that end in each bucket. The bucket of a
-        step is ``step // width`` modulo ``NUM_BUCKETS``.
-    base: int64 ``[NUM_BUCKETS]``, sum of their ``kv - now``, in tokens.
-    running: int64 ``[2]``, the sums of ``ends`` and of ``base``.
-    short: int64 ``[1]``, final lengths of the requests shorter than a bucket, in tokens.
+    sums: int64 ``[NUM_BUCKETS + 2, page_size + 2]``. The bucket of a step is ``step //
+        width`` modulo ``NUM_BUCKETS``.
+    short: int64 ``[1]``, final pages of the requests shorter than a bucket.
     width: steps per bucket.
+    page_size: tokens in a page.
     """
 
-    ends: Int64s
-    base: Int64s
-    running: Int64s
+    sums: Int64s
     short: Int64s
     width: int
+    page_size: int
 
 
-def make_forecast(max_remaining: int) -> KvForecast:
+def make_forecast(max_remaining: int, page_size: int = 1) -> KvForecast:
     """An empty forecast for requests of up to ``max_remaining`` steps.
 
     Longer requests count with fewer steps.
     """
     return KvForecast(
-        ends=np.zeros(NUM_BUCKETS, dtype=np.int64),
-        base=np.zeros(NUM_BUCKETS, dtype=np.int64),
-        running=np.zeros(2, dtype=np.int64),
+        sums=np.zeros((NUM_BUCKETS + 2, page_size + _PHASE), dtype=np.int64),
         short=np.zeros(1, dtype=np.int64),
         width=max(1, -(-max_remaining // (NUM_BUCKETS - 2))),
+        page_size=page_size,
     )
 
 
@@ -66,16 +72,31 @@ def end_bucket(forecast: KvForecast, now: int, remaining: int) -> int:
 
 
 @jit_in_place
+def _pages_of(forecast: KvForecast, tokens: int) -> int:
+    return (tokens + forecast.page_size - 1) // forecast.page_size
+
+
+@jit_in_place
+def _count(
+    forecast: KvForecast, bucket: int, base: int, final: int, number: int
+) -> None:
+    """Count a request ``number`` times."""
+    if bucket < 0:
+        forecast.short[0] += number * _pages_of(forecast, final)
+        return
+    pages = _pages_of(forecast, base)
+    phase = base + forecast.page_size - 1 - pages * forecast.page_size
+    for row in (bucket & _MASK, _RUNNING):
+        forecast.sums[row, _NUMBER] += number
+        forecast.sums[row, _PAGES] += number * pages
+        forecast.sums[row, _PHASE + phase] += number
+
+
+@jit_in_place
 def add(forecast: KvForecast, now: int, kv: int, remaining: int) -> int:
     """Add a request that holds ``kv`` tokens. Returns its bucket, for ``remove``."""
     bucket = end_bucket(forecast, now, remaining)
-    if bucket < 0:
-        forecast.short[0] += kv + remaining
-    else:
-        forecast.ends[bucket & _MASK] += 1
-        forecast.base[bucket & _MASK] += kv - now
-        forecast.running[0] += 1
-        forecast.running[1] += kv - now
+    _count(forecast, bucket, kv - now, kv + remaining, 1)
     return bucket
 
 
@@ -88,18 +109,23 @@ def remove(forecast: KvForecast, bucket: int, base: int, final: int) -> None:
         base: the request's ``kv - now``, which is the same in every step.
         final: ``kv + remaining`` when it was added.
     """
-    if bucket < 0:
-        forecast.short[0] -= final
-    else:
-        forecast.ends[bucket & _MASK] -= 1
-        forecast.base[bucket & _MASK] -= base
-        forecast.running[0] -= 1
-        forecast.running[1] -= base
+    _count(forecast, bucket, base, final, -1)
+
+
+@jit_in_place
+def _pages_at(forecast: KvForecast, row: int, step: int) -> int:
+    """Pages that the requests of a row hold at a step."""
+    sums, page_size = forecast.sums, forecast.page_size
+    turns = step // page_size
+    pages = sums[row, _PAGES] + sums[row, _NUMBER] * turns
+    for phase in range((turns + 1) * page_size - step, page_size):
+        pages += sums[row, _PHASE + phase]
+    return int(pages)
 
 
 @jit_in_place
 def peak(forecast: KvForecast, now: int, kv: int, remaining: int) -> int:
-    """The highest KV in tokens while a new request runs, itself included.
+    """The most KV while a new request runs, itself included, in tokens of whole pages.
 
     The forecast after its end is left out: a short request may use KV that a long one
     will need later.
@@ -108,18 +134,25 @@ def peak(forecast: KvForecast, now: int, kv: int, remaining: int) -> int:
         kv: tokens that the request holds from the start.
         remaining: decode steps until it should end.
     """
-    current = now // forecast.width
+    sums, page_size, width = forecast.sums, forecast.page_size, forecast.width
     end = end_bucket(forecast, now, remaining)
-    ends = forecast.running[0]
-    base = forecast.running[1]
-    if end < 0:
-        level = base + ends * (now + remaining)
-        return int(level + kv + remaining + forecast.short[0])
-    ends += 1
-    base += kv - now
     highest = 0
-    for bucket in range(current, end + 1):
-        highest = max(highest, base + ends * (bucket + 1) * forecast.width)
-        ends -= forecast.ends[bucket & _MASK]
-        base -= forecast.base[bucket & _MASK]
-    return int(highest + forecast.short[0])
+    if end < 0:
+        highest = _pages_at(forecast, _RUNNING, now + remaining)
+        highest += _pages_of(forecast, kv + remaining)
+    for column in range(page_size + _PHASE):
+        sums[_LEFT, column] = sums[_RUNNING, column]
+    for bucket in range(now // width, end + 1):
+        ending = bucket & _MASK
+        # Between two ends KV only grows.
+        if sums[ending, _NUMBER] == 0 and bucket < end:
+            continue
+        # The engine learns of an end one step later, in which the others grow.
+        after = (bucket + 1) * width
+        level = _pages_at(forecast, _LEFT, after)
+        level -= sums[ending, _PHASE + -after % page_size]
+        level += _pages_of(forecast, kv + min(after - now, remaining))
+        highest = max(highest, level)
+        for column in range(page_size + _PHASE):
+            sums[_LEFT, column] -= sums[ending, column]
+    return int(highest + forecast.short[0]) * page_size

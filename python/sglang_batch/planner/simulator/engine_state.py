@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..admission_rules.kv_forecast import KvForecast
+from ..compiled import jit_in_place
 from ..requests import Floats, Int64s
 from .prefix_cache import SimCache
 
@@ -64,7 +65,7 @@ STATE = np.dtype(
             "done",
             "running",
             "decoding",
-            "private",  # KV tokens of running requests, without shared prefixes
+            "private",  # KV of running requests, without shared prefixes, in tokens
             "read_base",  # sum over decoding requests of KV read, minus the step
             "shared_read",  # tokens of shared prefixes read, if they are read once
             "prefilled",
@@ -145,9 +146,13 @@ class Queue(NamedTuple):
 
 
 class SimEngine(NamedTuple):
-    """Limits and costs of the engine: those of ``EngineLimits`` and ``CostModel``."""
+    """Limits and costs of the engine: those of ``EngineLimits`` and ``CostModel``.
+
+    kv_capacity: tokens in whole pages.
+    """
 
     kv_capacity: int
+    page_size: int
     max_running: int
     step_tokens: int
     min_step_tokens: int
@@ -218,6 +223,8 @@ class Sim(NamedTuple):
     """The whole state that a step of the simulator reads and changes.
 
     requests: ``REQUEST [n]`` by leaf.
+    growing: int64 ``[2, page_size]``, requests that decode, by side and by the steps
+        (modulo the page size) that begin a page of them.
     state: ``STATE [1]``.
     sides: ``SIDE [2]``.
     """
@@ -225,8 +232,16 @@ class Sim(NamedTuple):
     engine: SimEngine
     queue: Queue
     requests: NDArray[Any]
+    growing: NDArray[np.int64]
     state: NDArray[Any]
     sides: NDArray[Any]
     lists: Lists
     cache: SimCache
     forecast: KvForecast
+
+
+@jit_in_place
+def in_pages(sim: Sim, tokens: int) -> int:
+    """Tokens in the pages that hold ``tokens``."""
+    page_size = sim.engine.page_size
+    return int((tokens + page_size - 1) // page_size * page_size)

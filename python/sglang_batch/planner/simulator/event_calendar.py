@@ -73,11 +73,22 @@ def rounded_est_decode_steps(sim: Sim, i: int) -> int:
 
 
 @jit_in_place
+def growth(sim: Sim, i: int, generated: int, est_decode_steps: int) -> tuple[int, int]:
+    """A request's KV in tokens as if it grew from now on, and its steps to the end.
+
+    In SGLang, it begins to grow in the step after that which computes its prompt.
+    """
+    r = sim.requests[i]
+    waits = 1 if sim.engine.as_sglang and r.event == NONE else 0
+    remaining = max(est_decode_steps - generated, 1)
+    return r.own + generated - waits, remaining + waits
+
+
+@jit_in_place
 def join_forecast(sim: Sim, i: int, generated: int) -> None:
     now = sim.state[0].clock
     r = sim.requests[i]
-    held = r.own + generated
-    remaining = max(r.est_decode_steps - generated, 1)
+    held, remaining = growth(sim, i, generated, r.est_decode_steps)
     r.base = held - now
     r.final = held + remaining
     r.bucket = kv.add(sim.forecast, now, held, remaining)

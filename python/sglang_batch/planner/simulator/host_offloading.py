@@ -8,10 +8,16 @@ from __future__ import annotations
 
 from ..compiled import jit_in_place
 from . import prefix_cache as prefix
-from .engine_state import Sim
+from .engine_state import Sim, in_pages
 from .prefix_cache import LOCKED
 from .request_queue import put_back
-from .request_stages import kv_in_use, release_ended, reload, retract_newest
+from .request_stages import (
+    decode_kv,
+    kv_in_use,
+    release_ended,
+    reload,
+    retract_newest,
+)
 from .step_admission import fits
 
 # Decode steps that fit after requests were offloaded.
@@ -25,13 +31,13 @@ def offload_for_decodes(sim: Sim) -> bool:
     """Free KV for the next decodes. Returns whether any request was offloaded."""
     state = sim.state[0]
     capacity = sim.engine.kv_capacity
-    if kv_in_use(sim) + state.decoding <= capacity:
+    if kv_in_use(sim) + decode_kv(sim) <= capacity:
         return False
     release_ended(sim)
-    if kv_in_use(sim) + state.decoding <= capacity:
+    if kv_in_use(sim) + decode_kv(sim) <= capacity:
         return False
     state.margin = min(_MARGIN_MAX, state.margin * _MARGIN_UP)
-    wanted = state.decoding * _STEPS_FREED
+    wanted = state.decoding * max(_STEPS_FREED, sim.engine.page_size)
     offloaded = False
     while capacity - kv_in_use(sim) < wanted and state.decoding > 1:
         if not retract_newest(sim):
@@ -64,8 +70,9 @@ def resume(sim: Sim) -> None:
 def _has_room(sim: Sim, i: int) -> bool:
     state = sim.state[0]
     r = sim.requests[i]
-    needed = r.own + r.generated + prefix.newly_locked(sim.cache, r.node)
-    needed += state.decoding + 1
+    needed = in_pages(sim, r.own + r.generated)
+    needed += prefix.newly_locked(sim.cache, r.node)
+    needed += decode_kv(sim) + sim.engine.page_size
     return bool(
         state.private + sim.cache.totals[LOCKED] + needed <= sim.engine.kv_capacity
     )

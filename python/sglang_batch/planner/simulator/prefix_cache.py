@@ -70,14 +70,14 @@ class SimCache(NamedTuple):
     eviction: int
 
 
-def make_cache(tree: PrefixTree, eviction: int) -> SimCache:
-    """An empty cache."""
+def make_cache(tree: PrefixTree, eviction: int, page_size: int = 1) -> SimCache:
+    """An empty cache, which shares whole pages."""
     m, n = tree.num_nodes, tree.num_requests
     nodes = np.zeros(m, NODE)
-    above = np.where(tree.parent >= 0, tree.depth[tree.parent], 0)
+    depth = tree.depth // page_size * page_size
     nodes["parent"] = tree.parent
-    nodes["depth"] = tree.depth
-    nodes["length"] = tree.depth - above
+    nodes["depth"] = depth
+    nodes["length"] = depth - np.where(tree.parent >= 0, depth[tree.parent], 0)
     nodes["leaf_begin"] = tree.leaf_begin
     nodes["leaf_end"] = tree.leaf_end
     nodes["uses_left"] = tree.leaf_end - tree.leaf_begin

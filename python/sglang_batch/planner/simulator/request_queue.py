@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..compiled import jit_in_place
 from ..requests import LEFT, RIGHT
-from .engine_state import NONE, Sim
+from .engine_state import NONE, Sim, in_pages
 from .prefix_cache import SimCache
 
 # Most followers held back in one step: a large group must not delay the step.
@@ -73,7 +73,8 @@ def lead(cache: SimCache, i: int, node: int, cached: int) -> None:
 def _whole_kv(sim: Sim, i: int) -> int:
     """Estimated KV tokens of a request when it ends, without shared prefixes."""
     r = sim.requests[i]
-    return int(r.own + min(int(r.est_decode_steps_mean + 0.5), r.max_decode_steps))
+    steps = min(int(r.est_decode_steps_mean + 0.5), r.max_decode_steps)
+    return in_pages(sim, r.own + steps)
 
 
 @jit_in_place

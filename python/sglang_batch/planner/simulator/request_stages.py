@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..compiled import jit_in_place
 from . import prefix_cache as prefix
-from .engine_state import NONE, Sim
+from .engine_state import NONE, Sim, in_pages
 from .event_calendar import (
     join_forecast,
     join_running,
@@ -26,8 +26,39 @@ def kv_in_use(sim: Sim) -> int:
     """
     used = sim.state[0].private + sim.cache.totals[LOCKED]
     if sim.engine.as_sglang:
-        used -= sim.sides[0].partial_left + sim.sides[1].partial_left
+        for side in range(2):
+            s = sim.sides[side]
+            if s.partial_left > 0:
+                r = sim.requests[s.partial]
+                tokens = r.input_len + r.generated
+                used -= in_pages(sim, tokens) - in_pages(sim, tokens - s.partial_left)
     return int(used)
+
+
+@jit_in_place
+def decode_kv(sim: Sim) -> int:
+    """Tokens in the pages that the decodes of this step begin."""
+    page_size = sim.engine.page_size
+    phase = sim.state[0].step % page_size
+    return int((sim.growing[0, phase] + sim.growing[1, phase]) * page_size)
+
+
+@jit_in_place
+def _count_growing(sim: Sim, i: int, number: int) -> None:
+    r = sim.requests[i]
+    phase = (r.begin + 1 - r.own - r.generated) % sim.engine.page_size
+    sim.growing[r.side, phase] += number
+
+
+@jit_in_place
+def grow(sim: Sim) -> None:
+    """Add a token of KV to each decoding request."""
+    page_size = sim.engine.page_size
+    phase = sim.state[0].step % page_size
+    for side in range(2):
+        tokens = sim.growing[side, phase] * page_size
+        sim.state[0].private += tokens
+        sim.sides[side].kv += tokens
 
 
 @jit_in_place
@@ -44,6 +75,15 @@ def make_room(sim: Sim) -> None:
 
 
 @jit_in_place
+def _hold(sim: Sim, i: int, side: int, sign: int) -> None:
+    """Count the pages of a request that begins (1) or ends (-1) to hold KV."""
+    r = sim.requests[i]
+    tokens = sign * in_pages(sim, r.own + r.generated)
+    sim.state[0].private += tokens
+    sim.sides[side].kv += tokens
+
+
+@jit_in_place
 def admit(sim: Sim, i: int, side: int) -> None:
     """Allocate KV for a request, whose prompt is computed next."""
     state = sim.state[0]
@@ -51,8 +91,7 @@ def admit(sim: Sim, i: int, side: int) -> None:
     cached = prefix.cached_depth(sim.cache, r.node)
     first = r.admitted == 0 and r.offloaded == 0
     prefix.lock(sim.cache, r.node, r.admitted == 0)
-    state.private += r.own + r.generated
-    sim.sides[side].kv += r.own + r.generated
+    _hold(sim, i, side, 1)
     if not sim.engine.as_sglang:
         make_room(sim)
     else:
@@ -109,12 +148,16 @@ def _begin_decoding(sim: Sim, i: int, begin: int) -> None:
     r.begin = begin
     state.decoding += 1
     sim.sides[r.side].decoding += 1
+    _count_growing(sim, i, 1)
     state.read_base += r.input_len + r.generated - r.begin
     sim.sides[r.side].read_base += r.input_len + r.generated - r.begin
     if sim.engine.shared_kv_read_once:
         state.read_base -= r.input_len - r.own
         state.shared_read += prefix.change_readers(sim.cache, r.node, 1)
     schedule_next(sim, i)
+    if r.base != r.own + r.generated - state.clock:
+        leave_forecast(sim, i)  # its prompt took other steps than expected
+        join_forecast(sim, i, r.generated)
 
 
 @jit_in_place
@@ -125,6 +168,7 @@ def _stop_decoding(sim: Sim, i: int, last_step: int) -> None:
     generated = r.generated + last_step - r.begin
     state.decoding -= 1
     sim.sides[r.side].decoding -= 1
+    _count_growing(sim, i, -1)
     state.read_base -= r.input_len + r.generated - r.begin
     sim.sides[r.side].read_base -= r.input_len + r.generated - r.begin
     if sim.engine.shared_kv_read_once:
@@ -137,8 +181,7 @@ def _stop_decoding(sim: Sim, i: int, last_step: int) -> None:
 def _release(sim: Sim, i: int) -> None:
     """Free the KV of a request that no longer decodes."""
     r = sim.requests[i]
-    sim.state[0].private -= r.own + r.generated
-    sim.sides[r.side].kv -= r.own + r.generated
+    _hold(sim, i, r.side, -1)
     prefix.unlock(sim.cache, r.node)
     leave_running(sim, i)
 
@@ -180,8 +223,7 @@ def reload(sim: Sim, i: int) -> None:
     r = sim.requests[i]
     prefix.lock(sim.cache, r.node, True)
     r.admitted = 1
-    state.private += r.own + r.generated
-    sim.sides[r.side].kv += r.own + r.generated
+    _hold(sim, i, r.side, 1)
     join_forecast(sim, i, r.generated)
     join_running(sim, i)
     _begin_decoding(sim, i, state.step - 1)
@@ -215,9 +257,16 @@ def _end(sim: Sim, i: int) -> None:
         return
     leave_forecast(sim, i)
     # Before its prefix is unlocked, so that its own tokens are evicted first.
-    prefix.leave_garbage(sim.cache, i, r.own + r.generated)
+    _leave_garbage(sim, i)
     _release(sim, i)
     state.done += 1
+
+
+@jit_in_place
+def _leave_garbage(sim: Sim, i: int) -> None:
+    r = sim.requests[i]
+    tokens = r.own + r.generated
+    prefix.leave_garbage(sim.cache, i, tokens - tokens % sim.engine.page_size)
 
 
 @jit_in_place
@@ -227,9 +276,7 @@ def release_ended(sim: Sim) -> None:
     for j in range(state.ended):
         i = sim.lists.ended[j]
         leave_forecast(sim, i)
-        prefix.leave_garbage(
-            sim.cache, i, sim.requests[i].own + sim.requests[i].generated
-        )
+        _leave_garbage(sim, i)
         _release(sim, i)
     state.done += state.ended
     state.ended = 0
@@ -257,6 +304,6 @@ def end_of_step(sim: Sim) -> None:
             state.est_total += r.est_decode_steps + 1
             state.true_total += longer + 1
             _revise_est_decode_steps(sim, i, longer)
-            join_forecast(sim, i, generated)
             schedule_next(sim, i)
+            join_forecast(sim, i, generated)
         i = following

@@ -1,12 +1,12 @@
 """A step-by-step simulator of a serving engine, to predict how long an order takes.
 
 Every step decodes all running requests by one token and computes prompt tokens in the
-same batch (continuous batching, chunked prefill, mixed batches). KV is counted token by
-token, shared prefixes once. A step takes the overlap of its compute and its memory time
+same batch (continuous batching, chunked prefill, mixed batches). KV is counted in pages,
+shared prefixes once. A step takes the overlap of its compute and its memory time
 (:func:`~..costs.cost_model.overlapped`). True output lengths are hidden from admission,
 which uses estimates and learns a length when the request ends.
 
-Not simulated: time for kernel launches, sampling and scheduling, and page granularity.
+Not simulated: time for kernel launches, sampling and scheduling.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def simulate(
     Raises:
         ConfigError: a request needs more KV than the engine has.
     """
-    check_capacity(tree, output_len, limits.kv_capacity_tokens)
+    check_capacity(tree, output_len, limits)
     output_tokens = int(np.maximum(output_len, 1).sum(dtype=np.int64))
     if est_output_len is None:
         est_output_len = output_len.astype(np.float64)
@@ -131,7 +131,7 @@ def simulate(
         est_decode_steps, est_decode_steps_sq = decode_step_moments(
             est_output_len, est_output_len_sq
         )
-    requests = _requests(tree, output_len, max_new_tokens)
+    requests = _requests(tree, output_len, max_new_tokens, limits.page_size)
     if limits.as_sglang:
         _count_decode_steps(requests)
     requests["read_len"] = read_len(tree, cost)
@@ -141,24 +141,30 @@ def simulate(
         engine=_engine(cost, limits),
         queue=_queue(tree, order, density, num_left),
         requests=requests,
+        growing=np.zeros((2, limits.page_size), np.int64),
         state=state,
         sides=make_sides(),
         lists=make_lists(len(order), int(requests["decode_steps"].max(initial=1))),
-        cache=make_cache(tree, PLANNED if limits.plan_aware_eviction else LRU),
-        forecast=make_forecast(int(est_decode_steps.max(initial=1.0))),
+        cache=make_cache(
+            tree, PLANNED if limits.plan_aware_eviction else LRU, limits.page_size
+        ),
+        forecast=make_forecast(
+            int(est_decode_steps.max(initial=1.0)), limits.page_size
+        ),
     )
     samples = np.zeros((3, NUM_SAMPLES))
     stride = run_steps(sim, samples)
     return _result(tree, limits, sim, samples, stride, output_tokens)
 
 
-def check_capacity(tree: PrefixTree, output_len: Int32s, capacity: int) -> None:
+def check_capacity(tree: PrefixTree, output_len: Int32s, limits: EngineLimits) -> None:
     """Check that every request fits on its own.
 
     Raises:
         ConfigError: one does not.
     """
     needed = tree.input_len + np.maximum(output_len[tree.order], 1)
+    capacity = limits.kv_capacity_tokens // limits.page_size * limits.page_size
     if len(needed) and needed.max() > capacity:
         raise ConfigError(
             f"a request needs {needed.max()} tokens of KV, the capacity is {capacity}; "
@@ -167,12 +173,13 @@ def check_capacity(tree: PrefixTree, output_len: Int32s, capacity: int) -> None:
 
 
 def _requests(
-    tree: PrefixTree, output_len: Int32s, max_new_tokens: Int32s
+    tree: PrefixTree, output_len: Int32s, max_new_tokens: Int32s, page_size: int
 ) -> NDArray[Any]:
     """``REQUEST [n]`` by leaf, with one decode step for each output token."""
     requests = np.zeros(tree.num_requests, REQUEST)
     requests["input_len"] = tree.input_len
-    requests["own"] = tree.input_len - tree.depth[tree.leaf_parent]
+    shared = tree.depth[tree.leaf_parent] // page_size * page_size
+    requests["own"] = tree.input_len - shared
     requests["node"] = tree.leaf_parent
     requests["decode_steps"] = np.maximum(output_len[tree.order], 1)
     requests["max_decode_steps"] = max_new_tokens[tree.order]
@@ -218,7 +225,8 @@ def _queue(
 
 def _engine(cost: CostModel, limits: EngineLimits) -> SimEngine:
     return SimEngine(
-        kv_capacity=limits.kv_capacity_tokens,
+        kv_capacity=limits.kv_capacity_tokens // limits.page_size * limits.page_size,
+        page_size=limits.page_size,
         max_running=limits.max_running or np.iinfo(np.int32).max,
         step_tokens=limits.step_tokens,
         min_step_tokens=limits.min_step_tokens,

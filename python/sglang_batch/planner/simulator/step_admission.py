@@ -13,11 +13,11 @@ from ..admission_rules.dual_scanner import (
 from ..compiled import jit_in_place
 from ..requests import LEFT, RIGHT
 from . import prefix_cache as prefix
-from .engine_state import NONE, Sim
-from .event_calendar import rounded_est_decode_steps
+from .engine_state import NONE, Sim, in_pages
+from .event_calendar import growth, rounded_est_decode_steps
 from .prefix_cache import LOCKED
 from .request_queue import MOST_FOLLOWERS, candidate, follows, take
-from .request_stages import admit, kv_in_use
+from .request_stages import admit, decode_kv, kv_in_use
 
 # A request that did not fit is tried again when a request has ended, or after this many
 # steps, because the budgets change slowly.
@@ -39,13 +39,10 @@ def fits(sim: Sim, i: int, reserved: int) -> bool:
     if state.running == 0:
         return True
     r = sim.requests[i]
-    held = r.own + r.generated
     locked = sim.cache.totals[LOCKED] + prefix.newly_locked(sim.cache, r.node)
-    if state.private + held + locked + state.decoding > sim.engine.kv_capacity:
-        return False
     known = r.admitted or r.offloaded
     steps = r.est_decode_steps if known else rounded_est_decode_steps(sim, i)
-    remaining = max(steps - r.generated, 1)
+    held, remaining = growth(sim, i, r.generated, steps)
     peak = kv.peak(sim.forecast, state.clock, held, remaining) + locked
     return bool(peak + reserved <= sim.engine.kv_capacity * (1.0 - state.margin))
 
@@ -95,7 +92,9 @@ def compute(sim: Sim, side: int, tokens: int) -> tuple[int, float]:
         return 0, 0.0
     some = min(s.partial_left, tokens)
     if sim.engine.as_sglang:  # decodes may have taken the KV
-        free = sim.engine.kv_capacity - kv_in_use(sim) - state.decoding
+        if some < s.partial_left:
+            some = min(in_pages(sim, some), s.partial_left)
+        free = sim.engine.kv_capacity - kv_in_use(sim) - decode_kv(sim)
         some = max(0, min(some, free))
     attention = 0.0
     if sim.engine.attention_time_s > 0.0:

@@ -9,7 +9,9 @@ from .engine_state import KV_MARGIN, Sim
 from .host_offloading import offload_for_decodes, resume
 from .prefix_cache import GARBAGE, IDLE
 from .request_stages import (
+    decode_kv,
     end_of_step,
+    grow,
     kv_in_use,
     make_room,
     retract_newest,
@@ -39,12 +41,10 @@ def _grow(sim: Sim) -> None:
     """Add one KV token to every decoding request, retracting requests if KV is short."""
     state = sim.state[0]
     totals = sim.cache.totals
-    while kv_in_use(sim) + state.decoding > sim.engine.kv_capacity:
+    while kv_in_use(sim) + decode_kv(sim) > sim.engine.kv_capacity:
         if sim.engine.as_sglang or not retract_newest(sim):
             break
-    state.private += state.decoding
-    for side in range(2):
-        sim.sides[side].kv += sim.sides[side].decoding
+    grow(sim)
     make_room(sim)
     used = kv_in_use(sim)
     state.peak_kv = max(state.peak_kv, used + totals[IDLE] + totals[GARBAGE])

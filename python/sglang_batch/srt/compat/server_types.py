@@ -175,11 +175,12 @@ class MemoryUsage(TypedDict):
 
 
 class OfflineState(TypedDict, total=False):
-    """Our part of a scheduler's state. SGLang's own scheduler has the first three.
+    """Our part of a scheduler's state. SGLang's own scheduler has the first four.
 
     config: the settings, as text.
     step_tokens: most prompt tokens of a step.
     mixed_chunk: whether a step computes prompts and decodes together.
+    page_size: tokens in a page of KV.
     jobs: number of open jobs.
     kv_use: the fields of :class:`~sglang_batch.engine.KvUse`.
     shares_prefixes: whether attention reads shared prefixes once.
@@ -188,6 +189,7 @@ class OfflineState(TypedDict, total=False):
     config: str
     step_tokens: int
     mixed_chunk: bool
+    page_size: int
     jobs: int
     kv_use: dict[str, int]
     shares_prefixes: bool

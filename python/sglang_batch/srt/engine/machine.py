@@ -55,6 +55,7 @@ def machine_of(tokenizer_manager: TokenizerManager, state: SchedulerState) -> Ma
             kv_capacity_tokens=int(state["memory_usage"]["token_capacity"]),
             step_tokens=step_tokens,
             min_step_tokens=min(MIN_STEP_TOKENS, max(1, step_tokens // 8)),
+            page_size=int(ours["page_size"]),
             max_running=int(state["effective_max_running_requests_per_dp"]),
             # The simulator's SGLang steps are those that mix decodes and prompts.
             as_sglang=bool(ours["mixed_chunk"]),

@@ -299,7 +299,7 @@ class KvManager:
         locked = self._jobs.locked_tokens + job.uses.newly_locked(request.node)
         if not self._kv_accounting.fits(request, locked, 0):
             return None
-        reserve = rows + self._page_size
+        reserve = self._kv_accounting.growth + self._page_size
         self._pinned.unpin_until_free(need + reserve)
         back = offloader.resume([one.kv], reserve)
         if back is None:

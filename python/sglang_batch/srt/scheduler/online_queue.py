@@ -139,7 +139,7 @@ class OnlineQueue:
             return True
         if self._free_rows(running_batch) < rows + request.rows:
             return False
-        need = self._first_step_tokens(running_batch, request)
+        need = self._first_step_tokens(request)
         if self._scheduler.chunked_req is not None:
             need += self._page_size  # SGLang computes part of it in the same step
         if need > self._pinned.reachable_tokens(need):
@@ -150,7 +150,7 @@ class OnlineQueue:
         self, running_batch: ScheduleBatch, request: ScheduledRequest, rows: int
     ) -> None:
         self._drain(running_batch)
-        need = self._first_step_tokens(running_batch, request)
+        need = self._first_step_tokens(request)
         need += min(request.est_decode_steps, _HEADROOM_STEPS)
         short = rows + request.rows - self._free_rows(running_batch)
         self._kv_manager.offload_until(running_batch, need, leave=0, num_rows=short)
@@ -167,12 +167,10 @@ class OnlineQueue:
             len(running_batch.reqs), running_batch=running_batch
         )
 
-    def _first_step_tokens(
-        self, running_batch: ScheduleBatch, request: ScheduledRequest
-    ) -> int:
+    def _first_step_tokens(self, request: ScheduledRequest) -> int:
         """KV for a request's prompt and for the decodes of the same step, in tokens."""
         prompt = request.input_len + request.steps
-        return prompt + self._page_size + len(running_batch.reqs)
+        return prompt + self._page_size + self._kv_accounting.growth
 
     def _requeue_chunk(self, running_batch: ScheduleBatch) -> None:
         if self._scheduler.chunked_req is not None:

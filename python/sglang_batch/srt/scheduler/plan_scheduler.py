@@ -232,8 +232,10 @@ class PlanScheduler:
                 self._step_tokens + (rows + 2) * self._page_size
             )
         now = self._engine_now(running_batch, online)
+        taken = self._step_tokens - now.step_tokens
         total = Choice(
-            tokens=self._step_tokens - now.step_tokens,
+            tokens=taken,
+            page_tokens=taken,
             room_needed=self._cache.free_or_evictable() - now.room,
         )
         joined = Choice()
@@ -262,7 +264,8 @@ class PlanScheduler:
             some = min(now.chunk_left, now.prompt_tokens)
             some = some or (0 if now.decode_rows else self._page_size)
             some = min(some, now.chunk_room)
-            total.add(Choice(tokens=some, room_needed=some))
+            pages = self._kv_accounting.in_pages(some)
+            total.add(Choice(tokens=some, page_tokens=pages, room_needed=some))
         return total
 
     def _restore_prefixes(self, choice: Choice, taken: int) -> bool:
@@ -285,7 +288,10 @@ class PlanScheduler:
             held = self._prefixes.restore(job, request, others + self._page_size)
             if held > part.kept:
                 left = max(1, request.input_len + request.steps - held)
-                saved += max(0, part.tokens - left)
+                left = min(left, part.tokens)
+                saved += part.tokens - left
+                in_pages = self._kv_accounting.in_pages
+                choice.page_tokens -= in_pages(part.tokens) - in_pages(left)
         choice.tokens -= saved
         choice.room_needed -= saved
         return saved > 0
@@ -319,15 +325,15 @@ class PlanScheduler:
             mixed=mixed,
             idle_frees=len(self._jobs) == 1,
             host_room=self._pinned.host_room,
-            chunk_room=self._chunk_room(left, rows if mixed else 0, taken),
+            chunk_room=self._chunk_room(left, taken, mixed=mixed),
         )
 
-    def _chunk_room(self, left: int, rows: int, taken: int) -> int:
-        """KV for the ``left`` tokens of a prompt in progress, with ``rows`` decodes."""
+    def _chunk_room(self, left: int, taken: int, *, mixed: bool) -> int:
+        """KV for the ``left`` tokens of a prompt in progress."""
         if not left or self._kv_accounting.num_running <= 1:
             return self._kv_accounting.capacity  # no other request will make room
-        # Each decode may begin a page.
-        taken += rows * self._page_size
+        if mixed:
+            taken += self._kv_accounting.growth
         wanted = min(left, self._step_tokens) + self._page_size + taken
         room = self._pinned.reachable_tokens(wanted) - taken
         return max(0, room // self._page_size * self._page_size)
@@ -340,7 +346,7 @@ class PlanScheduler:
         """Have SGLang build the batch of a step."""
         self._pinned.unpin_until_free(step.choice.room_needed)
         self._kv_manager.note_allocation()
-        tokens = -(-step.choice.tokens // self._page_size) * self._page_size
+        tokens = self._kv_accounting.in_pages(step.choice.page_tokens)
         rows = len(running_batch.reqs) if self._scheduler.is_mixed_chunk else 0
         limit = self._online.chunk_limit(step.online, running_batch)
         step_tokens = max(tokens, self._page_size) + rows

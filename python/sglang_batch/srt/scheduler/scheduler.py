@@ -126,6 +126,7 @@ class MarkedScheduler(Scheduler):  # type: ignore[misc]
             "config": str(self.server_args.offline_config),
             "step_tokens": self.chunked_prefill_size or self.max_prefill_tokens,
             "mixed_chunk": bool(self.is_mixed_chunk),
+            "page_size": int(self.page_size),
         }
 
 
@@ -181,7 +182,11 @@ class OfflineScheduler(MarkedScheduler):
         page_size = int(self.page_size)
         step_tokens = self.chunked_prefill_size or self.max_prefill_tokens
         self.jobs = OpenJobs()
-        self.kv_accounting = KvAccounting(int(self.max_total_num_tokens))
+        self.kv_accounting = KvAccounting(
+            int(self.max_total_num_tokens),
+            page_size,
+            mixed=bool(self.is_mixed_chunk),
+        )
         self.recorder = self._make_recorder(cache)
         offloader = make_offloader(self, self.server_args.offline_config.offload_bytes)
         host = HostPrefixes(cache, offloader) if offloader is not None else None

@@ -18,7 +18,9 @@ import sys
 from report import RESULTS, Figure, finish, print_figures
 
 # Each module has ``measure(quick) -> list[Figure]``; its first line of text is its help.
-PARTS: tuple[str, ...] = ("fair", "lists", "stream", "trickle", "host_pool", "mixed")
+PARTS: tuple[str, ...] = (
+    *("fair", "lists", "stream", "trickle", "host_pool", "mixed", "replicas"),
+)
 
 
 def main() -> int:

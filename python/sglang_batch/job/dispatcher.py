@@ -23,7 +23,7 @@ from ..planner.requests import LEFT, RIGHT, Int32s, Int64s
 from ..request import BatchRequestInput, RequestOutput
 from .answer_feedback import AnswerFeedback
 from .inflight_limit import InflightLimit
-from .job_shards import Progress
+from .job_shards import JobProgress
 from .rendering import Rendered
 from .replicas import Replica, SendQueue, divide_window
 from .shard_plan import ShardPlan
@@ -124,7 +124,7 @@ class Dispatcher:
         self._num_planned = sum(replica.num_unsent for replica in self._replicas)
         self._changed.set()
 
-    def progress(self, *, whole: bool) -> Progress:
+    def progress(self, *, whole: bool) -> JobProgress:
         """Where the requests are, for a new plan. It may move the far half of each queue,
         of which nothing is sent until the plan is set.
 
@@ -136,7 +136,7 @@ class Dispatcher:
             for index, replica in enumerate(self._replicas):
                 replica_of[replica.unsent] = index
                 stays[replica.hold()] = True
-        return Progress(replica_of, stays, self._left.copy(), whole)
+        return JobProgress(replica_of, stays, self._left.copy(), whole)
 
     def joined(self, numbers: list[int]) -> None:
         """These requests run now."""

@@ -27,7 +27,7 @@ from ..planner.requests import UNKNOWN, Bools, Int32s, Int64s, PlanRequests
 from ..planner.sharding.shard import ShardJob
 from ..planner.simulator.simulator import Simulation, simulate
 from ..policies import AUTO, ORDERS, POLICY_TABLE
-from .job_shards import JobShards, Progress
+from .job_shards import JobProgress, JobShards
 from .shard_plan import ShardPlan
 
 # With fewer requests of unknown length, a sample would be most of the job.
@@ -60,7 +60,7 @@ class JobPlanner:
         machine: Machine,
         config: OfflineBatchConfig,
         num_shards: int = 1,
-        progress: Progress | None = None,
+        progress: JobProgress | None = None,
     ) -> None:
         self._machine = machine
         self._settings = OrderSettings(seed=config.seed)
@@ -136,7 +136,7 @@ class JobPlanner:
         self._sample = sample[~sent[self._numbers[sample]]]
         self.sample = self._numbers[self._sample]
 
-    def plans(self, progress: Progress | None = None) -> list[ShardPlan]:
+    def plans(self, progress: JobProgress | None = None) -> list[ShardPlan]:
         """A plan for each replica, from the answers observed so far.
 
         Args:

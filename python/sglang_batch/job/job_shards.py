@@ -22,7 +22,7 @@ from ..planner.sharding.shard import ShardJob, shard_job
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class JobProgress:
     """Where a running job's requests are, each array by number.
 
     replica: int32, the replica that each request was sent to, or is planned for. -1 for
@@ -37,9 +37,9 @@ class Progress:
     left: Floats
     whole: bool
 
-    def take(self, numbers: Int64s) -> Progress:
+    def take(self, numbers: Int64s) -> JobProgress:
         """That of some requests, in the order of ``numbers``."""
-        return Progress(
+        return JobProgress(
             self.replica[numbers], self.stays[numbers], self.left[numbers], self.whole
         )
 
@@ -90,7 +90,7 @@ class JobShards:
         if self._num_shards > 1:
             self._far[side] = (1 + np.arange(len(side))) / max(1, len(side))
 
-    def rebalance(self, estimates: OutputEstimates, progress: Progress) -> None:
+    def rebalance(self, estimates: OutputEstimates, progress: JobProgress) -> None:
         """Move requests so that all shards end together, and cut the job again.
 
         Args:

@@ -17,7 +17,7 @@ from ..planner.requests import Int32s, Int64s
 from .answer_feedback import AnswerFeedback
 from .dispatcher import Dispatcher
 from .job_planner import JobPlanner
-from .job_shards import Progress
+from .job_shards import JobProgress
 from .rendering import JobRenderer, Prompts
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class LivePlan:
             planner.policy,
         )
 
-    def _make_planner(self, prompts: Prompts, progress: Progress) -> JobPlanner:
+    def _make_planner(self, prompts: Prompts, progress: JobProgress) -> JobPlanner:
         planner = JobPlanner(
             prompts.requests,
             prompts.numbers,
@@ -126,7 +126,7 @@ class LivePlan:
                 planner.policy,
             )
 
-    async def _carry_out(self, planner: JobPlanner, progress: Progress) -> None:
+    async def _carry_out(self, planner: JobPlanner, progress: JobProgress) -> None:
         """Give the engine its part of a plan first, then send by it."""
         shards = await asyncio.to_thread(planner.plans, progress)
         machine = self._engine.machine

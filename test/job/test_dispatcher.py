@@ -184,8 +184,11 @@ def test_every_request_is_answered_once_whatever_happens() -> None:
                 if replicas == 1:
                     await engine.until_stalled(num_answered, expected)
                 else:  # what pays to move depends on the estimates
-                    await engine.until(lambda: bool(engine.running))
-                    assert len(engine.answered) == num_answered
+                    await engine.until(
+                        lambda count=num_answered: (
+                            len(engine.answered) == count and bool(engine.running)
+                        )
+                    )
                 engine.release([data.draw(st.sampled_from(sorted(engine.running)))])
             await work
 

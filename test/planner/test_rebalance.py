@@ -130,6 +130,11 @@ def test_what_was_sent_stays_and_what_ended_does_not_count() -> None:
     assert found == [0] * 9 + [1] * 3
 
 
+def test_the_prompts_of_running_requests_are_computed() -> None:
+    tree = tree_of([[0] * 100, *([i] for i in range(1, 5))])
+    assert moved(tree, [1.0] + [5.0] * 4, [0] * 5, sent=[0]) == [0, 0, 0, 1, 1]
+
+
 @settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_moves_only_help(data: st.DataObject) -> None:

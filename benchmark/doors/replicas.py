@@ -108,8 +108,9 @@ class Shape:
         return lengths
 
 
-# With what they were when a replica was sent a whole window ahead and took unsent requests
-# from others without a plan: the share of the time between both ends, and the cached share.
+# With what they were, by the first seed, when a replica was sent a whole window ahead and
+# took unsent requests from others without a plan: the time between both ends, and the
+# cached share, in percent.
 SHAPES = (
     (Shape("groups of 4", 500, 4, 20, 20), 45.8, 29.6),
     (Shape("groups of 4, dfs", 500, 4, 20, 20, policy="dfs"), 4.5, 26.4),

@@ -240,6 +240,7 @@ class Prepared:
     input_ids: list[int] | None
     max_new_tokens: int
     ignore_eos: bool = False
+    shareable_len: int | None = None
 
 
 class Replicas:
@@ -441,10 +442,11 @@ def measure(quick: bool) -> list[Figure]:
                 f"least of {len(runs)}",
             ),
         ]  # fmt: skip
-    if not quick:
-        print_table(
-            "Requests sent ahead of those that run: effect on the job",
-            ["shape", "at least", "seconds", "apart, %", "cached, %"],
-            [row for shape, _, _ in SHAPES[2:5] for row in ahead(shape)],
-        )
+    if quick:
+        return [replace(figure, target=None) for figure in figures]
+    print_table(
+        "Requests sent ahead of those that run: effect on the job",
+        ["shape", "at least", "seconds", "apart, %", "cached, %"],
+        [row for shape, _, _ in SHAPES[2:5] for row in ahead(shape)],
+    )
     return figures

@@ -19,13 +19,7 @@ from report import RESULTS, Figure, finish, print_figures
 
 # Each module has ``measure(quick) -> list[Figure]``; its first line of text is its help.
 PARTS: tuple[str, ...] = (
-    "fair",
-    "lists",
-    "stream",
-    "trickle",
-    "host_pool",
-    "mixed",
-    "pages",
+    *("fair", "lists", "stream", "trickle", "host_pool", "mixed", "pages", "replicas"),
 )
 
 

@@ -142,7 +142,7 @@ def _split(job: _Job, whole_s: float, num_shards: int) -> SplitFigures:
     cut = partition(job.tree, A100, work, num_shards)
     shards = []
     for number in range(num_shards):
-        part = shard_job(job.tree, job.requests, cut, number)
+        part = shard_job(job.tree, job.requests, cut.requests_of(number))
         index = part.index
         estimates = OutputEstimates(mean[index], mean_sq[index])
         sample = np.flatnonzero(np.isin(index, job.sample))

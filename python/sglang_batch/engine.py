@@ -6,7 +6,7 @@ servers and their tests run without SGLang.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -133,6 +133,19 @@ class Engine(Protocol):
 
         Args:
             plans: one for each replica: its part of the job.
+        """
+        ...
+
+    def watch_job(self, job_id: str, on_joined: Callable[[list[int]], None]) -> bool:
+        """Have the replicas tell which requests of a job they run, until it is closed.
+
+        Call this before :meth:`open_job`.
+
+        Args:
+            on_joined: called with numbers of requests that have just joined.
+
+        Returns:
+            Whether the engine does so.
         """
         ...
 

@@ -12,7 +12,12 @@ from builders import MODEL, make_machine
 
 from sglang_batch.batch_api.protocol import error_body
 from sglang_batch.engine import KvUse, PreparedRequest
-from sglang_batch.request import BatchRequestInput, RequestOutput, Usage
+from sglang_batch.request import (
+    BatchRequestInput,
+    RequestOutput,
+    Usage,
+    parse_request_id,
+)
 from sglang_batch.scheduling.job_plan import JobPlan
 from sglang_batch.scheduling.running_tree import TreeNow
 
@@ -71,6 +76,7 @@ class FakeEngine:
         self.is_paused = False
         self.opened: dict[str, list[JobPlan]] = {}
         self.closed: list[str] = []
+        self.watching: dict[str, Callable[[list[int]], None]] = {}
         self.priorities: dict[str, int] = {}
         self.replicas: dict[str, int] = {}
         self.executed: list[str] = []
@@ -152,6 +158,10 @@ class FakeEngine:
     async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
         self.opened[job_id] = list(plans)
 
+    def watch_job(self, job_id: str, on_joined: Callable[[list[int]], None]) -> bool:
+        self.watching[job_id] = on_joined
+        return True
+
     async def set_priority(self, job_id: str, priority: int) -> None:
         self.priorities[job_id] = priority
 
@@ -201,6 +211,7 @@ class FakeEngine:
         self._note()
         try:
             await asyncio.sleep(0)
+            self._joined(prepared)
             if custom_id in self._gates:
                 await self._gates[custom_id].wait()
         except asyncio.CancelledError:
@@ -215,6 +226,12 @@ class FakeEngine:
         self.answered.append(custom_id)
         self._note()
         return self._answer(prepared)
+
+    def _joined(self, prepared: FakePrepared) -> None:
+        """Tell the job of a request that it runs."""
+        job_id, number, _ = parse_request_id(prepared.rid)
+        if job_id in self.watching:
+            self.watching[job_id]([number])
 
     def _answer(self, prepared: FakePrepared) -> RequestOutput:
         if failed := self._failures.get(prepared.custom_id):

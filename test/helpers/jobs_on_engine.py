@@ -217,8 +217,8 @@ def by_every_policy(loop: Any, engine: Any) -> dict[str, Any]:
 
     make_plans = JobPlanner.plans
 
-    def planned(self: JobPlanner) -> list[ShardPlan]:
-        shards = make_plans(self)
+    def planned(self: JobPlanner, *args: Any) -> list[ShardPlan]:
+        shards = make_plans(self, *args)
         plans.append(shards[0].plan)
         return shards
 

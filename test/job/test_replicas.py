@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from builders import Answers, make_machine, run
+from builders import Answers, make_request, run
 from dispatcher_jobs import (
     DUAL,
     Engine,
@@ -20,6 +21,10 @@ from dispatcher_jobs import (
     two_kinds,
     unknown,
 )
+
+from sglang_batch.job.replicas import MIN_AHEAD
+from sglang_batch.request import BatchRequestInput, RequestOutput
+from sglang_batch.scheduling.job_plan import JobPlan
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -49,56 +54,193 @@ def test_each_replica_is_given_a_shard_and_sent_that(policy: str) -> None:
 
     run(scenario())
     assert len(answers) == 120
-    for plans in engine.openings:
-        planned = sum(padded(plan.leaf, 120) >= 0 for plan in plans)
-        assert planned.tolist() == [1] * 120
-        for plan, first in zip(plans, engine.openings[0], strict=True):
-            assert plan.same_requests(first)
+    planned = sum(padded(plan.leaf, 120) >= 0 for plan in engine.openings[0])
+    assert planned.tolist() == [1] * 120
 
 
 def padded(leaf: Any, length: int) -> Any:
     return np.concatenate([leaf, np.full(length - len(leaf), -1)])
 
 
-@pytest.mark.parametrize("policy", ["dfs", DUAL])
-def test_a_replica_without_work_takes_the_far_end_of_anothers(policy: str) -> None:
-    requests = two_kinds(80)
-    engine = Engine(num_replicas=2)
-    shards = [
-        {f"r{i}" for i in np.flatnonzero(shard.for_scheduler(make_machine()).leaf >= 0)}
-        for shard in planner_of(requests, policy, 2).plans()
+class Rows(Engine):
+    """Runs so many requests at a time in each replica. The others wait there."""
+
+    def __init__(self, rows: int, num_replicas: int) -> None:
+        super().__init__(num_replicas=num_replicas, default_max_inflight=1000)
+        self.waiting = [0] * num_replicas
+        self.most_waiting = [0] * num_replicas
+        self._rows = [asyncio.Semaphore(rows) for _ in range(num_replicas)]
+        self._here: list[set[int]] = [set() for _ in range(num_replicas)]
+
+    async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
+        # What a replica has stays planned there.
+        for here, plan in zip(self._here, plans, strict=True):
+            assert here <= set(plan.number.tolist())
+        await super().open_job(job_id, plans)
+
+    async def execute(self, prepared: Any, replica: int | None = None) -> RequestOutput:
+        assert replica is not None
+        number = number_of(prepared.custom_id)
+        # Every request is sent to the replica that has a plan for it.
+        assert number in self.openings[-1][replica].number
+        self._here[replica].add(number)
+        self.waiting[replica] += 1
+        self.most_waiting[replica] = max(
+            self.most_waiting[replica], self.waiting[replica]
+        )
+        async with self._rows[replica]:
+            self.waiting[replica] -= 1
+            answer = await super().execute(prepared, replica)
+        self._here[replica].remove(number)
+        return answer
+
+    def ran_on(self, replica: int) -> set[str]:
+        return {each for each, at in self.routed.items() if at == replica}
+
+
+def families(count: int, *, known: bool = False) -> list[BatchRequestInput]:
+    """Requests in families of eight. Answers are as long as prompts, or 99 tokens."""
+    fields = {"max_tokens": 99, "ignore_eos": True} if known else {}
+    return [
+        make_request(i, f"{i // 8:03d} " + "shared " * 20 + str(i), **fields)
+        for i in range(count)
     ]
-    engine.hold(shards[0])
+
+
+def shards_of(requests: list[BatchRequestInput], policy: str) -> list[set[str]]:
+    """The first plan's shards."""
+    plans = planner_of(requests, policy, 2).plans()
+    return [{f"r{i}" for i in plan.numbers} for plan in plans]
+
+
+@pytest.mark.parametrize("policy", ["dfs", DUAL, "auto"])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_replica_that_runs_dry_gets_what_the_other_was_not_sent(
+    policy: str, known: bool
+) -> None:
+    requests = families(160, known=known)
+    first, _ = shards_of(requests, policy)
+    engine = Rows(4, 2)
+    engine.hold(first)
     answers = Answers()
 
     async def scenario() -> None:
-        job = make_job(engine, answers, requests, policy=policy, max_inflight=8)
+        job = make_job(engine, answers, requests, policy=policy)
         work = asyncio.ensure_future(job.run())
-        await engine.until(lambda: len(engine.running) == 8)
-        await settle()
-        assert shards[1] <= set(engine.answered)
-        assert all(engine.routed[each] == 1 for each in shards[1])
-        stolen = [each for each in engine.executed if engine.routed[each] == 1]
-        stolen = stolen[len(shards[1]) :]
-        assert len(stolen) == 4 and set(stolen) <= shards[0]
-        # In one piece, the last of a side.
-        plan = engine.openings[0][0]
-        positions = sorted(
-            int(plan.position[plan.leaf[number_of(each)]]) for each in stolen
-        )
-        assert positions == list(range(positions[0], positions[0] + 4))
-        middle = plan.num_left if policy == DUAL else plan.num_requests
-        assert middle in (positions[0], positions[-1] + 1)
-        # The replica that is stuck has its share and no more.
-        held = [each for each in engine.running if engine.routed[each] == 0]
-        assert len(held) == 4
-        engine.release(stolen)
-        await engine.until(lambda: set(stolen) <= set(engine.answered))
+        await engine.until(lambda: len(engine.running & first) == 8)
+        held = set(engine.running)
+        moved = held - engine.ran_on(0)
+        assert len(moved) == 4 and moved <= first
+        plans = engine.openings[-1]
+        assert {number_of(each) for each in moved} <= set(plans[1].number.tolist())
+        # A prefix is not needed any more where all of its requests have left.
+        assert not {number_of(each) for each in moved} & set(plans[0].number.tolist())
+        engine.release(moved)
+        await engine.until(lambda: moved <= set(engine.answered))
         engine.release()
         await work
 
     run(scenario())
-    assert len(answers) == 80
+    assert sorted(engine.executed) == sorted(everything(requests))
+
+
+@pytest.mark.parametrize("policy", ["dfs", DUAL])
+def test_a_replica_is_sent_few_more_requests_than_it_runs(policy: str) -> None:
+    requests = two_kinds(400)
+    engine = Rows(5, 2)
+    engine.hold(everything(requests))
+
+    async def scenario() -> None:
+        job = make_job(engine, Answers(), requests, policy=policy)
+        work = asyncio.ensure_future(job.run())
+        sides = 2 if policy == DUAL else 1
+        for _ in range(30):
+            await engine.until(lambda: len(engine.running) == 10)
+            await settle()
+            # What joined a step lately is not more than the replica runs.
+            assert max(engine.waiting) <= sides * max(MIN_AHEAD, 2 * 5)
+            assert min(engine.waiting) >= MIN_AHEAD
+            engine.release(sorted(engine.running)[:3])
+            await settle()
+        engine.release()
+        await work
+
+    run(scenario())
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("policy", ["dfs", DUAL, "lpt", "auto"])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_requests_run_where_the_last_plan_has_them(policy: str, replicas: int) -> None:
+    """While plans are made and announced, requests are sent and answered."""
+    rng = np.random.default_rng(replicas)
+    requests = families(240)
+    engine = Rows(3, replicas)
+    engine.hold(everything(requests))
+    engine.slow = {nth: asyncio.Event() for nth in range(1, 100)}
+    answers = Answers()
+
+    async def scenario() -> None:
+        job = make_job(engine, answers, requests, policy=policy)
+        work = asyncio.ensure_future(job.run())
+        while len(answers) < 240:
+            await asyncio.sleep(0)
+            if engine.running:
+                one = rng.choice(sorted(engine.running))
+                engine.release([str(one)])
+            if rng.random() < 0.05 and len(engine.openings) > 1:
+                engine.slow[len(engine.openings) - 1].set()
+        await work
+
+    run(scenario())
+    assert len(engine.openings) > 2
+    assert sorted(engine.executed) == sorted(everything(requests))
+
+
+def test_families_move_as_a_whole() -> None:
+    requests = families(320)
+    first, _ = shards_of(requests, "dfs")
+    engine = Rows(2, 2)
+    engine.hold(first)
+
+    async def scenario() -> None:
+        job = make_job(engine, Answers(), requests, policy="dfs")
+        work = asyncio.ensure_future(job.run())
+        await engine.until(lambda: len(engine.running & first) == 4)
+        # The first gift: the plan in which the second replica has more than at first.
+        counts = [plans[0].num_requests for plans in engine.openings]
+        gift = next(i for i, n in enumerate(counts) if n != counts[0])
+        moved = set(engine.openings[gift][1].number.tolist()) & {
+            number_of(each) for each in first
+        }
+        sizes = np.bincount([number // 8 for number in moved])
+        assert len(moved) >= 16 and sum(sizes % 8 != 0) <= 1
+        engine.release()
+        await work
+
+    run(scenario())
+
+
+def test_a_scheduler_that_does_not_tell_what_it_runs_is_sent_a_window() -> None:
+    class Stock(Engine):
+        def watch_job(self, job_id: str, on_joined: Any) -> bool:
+            return False
+
+    requests = families(160)
+    first, _ = shards_of(requests, "dfs")
+    engine = Stock(num_replicas=2)
+    engine.hold(first)
+
+    async def scenario() -> None:
+        job = make_job(engine, Answers(), requests, policy="dfs", max_inflight=40)
+        work = asyncio.ensure_future(job.run())
+        await engine.until(lambda: len(engine.running & first) == 40)
+        routed = [engine.routed[each] for each in engine.running & first]
+        assert sorted(routed) == [0] * 20 + [1] * 20
+        engine.release()
+        await work
+
+    run(scenario())
     assert sorted(engine.executed) == sorted(everything(requests))
 
 

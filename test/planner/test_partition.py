@@ -182,7 +182,7 @@ def test_a_shards_job_is_what_its_own_prompts_would_give(
     tree, work = planned(prompts, outputs_of(len(prompts), seed))
     found = partition(tree, COST, work, num_shards)
     for s in range(num_shards):
-        part = shard_job(tree, requests, found, s)
+        part = shard_job(tree, requests, found.requests_of(s))
         index = found.requests_of(s)
         np.testing.assert_array_equal(part.index, index)
         expected = job([prompts[i] for i in index])
@@ -298,10 +298,3 @@ def test_settings_out_of_range_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         split([(1,)], [1], **settings_)  # type: ignore[arg-type]
-
-
-def test_a_shard_that_does_not_exist_is_refused() -> None:
-    tree, work = planned([(1,)], [1])
-    found = partition(tree, COST, work, 2)
-    with pytest.raises(ConfigError, match="shard=2"):
-        shard_job(tree, job([(1,)]), found, 2)

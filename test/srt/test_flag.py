@@ -44,6 +44,43 @@ def assert_answers(running: Server, cases: list[Case]) -> None:
     assert found == [case.output_ids for case in cases]
 
 
+def assert_replicas_share(running: Server, cases: list[Case]) -> None:
+    """Lines of unknown length, some six times as long as others, run on both replicas
+    with the answers that they have alone."""
+    chosen = [cases[i % len(cases)] for i in range(400)]
+    most = [MAX_TOKENS if i % 8 < 4 else 2 for i in range(400)]
+    lines = [
+        line(
+            f"line-{i}",
+            {
+                "messages": case.messages,
+                "max_tokens": most[i],
+                "return_token_ids": True,
+            },
+        )
+        for i, case in enumerate(chosen)
+    ]
+    before = [decode_tokens(state) for state in states_of(running)]
+    api = client(running.url)
+    batch = wait(api, submit(api, jsonl(lines)).id)
+    found = {
+        result["custom_id"]: result["response"]["body"]["choices"][0]
+        for result in results(api, batch.output_file_id)
+    }
+    for i, case in enumerate(chosen):
+        assert found[f"line-{i}"]["response_token_ids"] == case.output_ids[: most[i]]
+    after = [decode_tokens(state) for state in states_of(running)]
+    assert all(b > a for a, b in zip(before, after, strict=True))
+
+
+def states_of(running: Server) -> Any:
+    return get(f"{running.url}/server_info")["internal_states"]
+
+
+def decode_tokens(state: Any) -> int:
+    return int(state["offline_batch"]["decode_tokens"])
+
+
 @pytest.mark.parametrize(
     ("args", "policy", "num_dp_ranks"),
     [
@@ -92,6 +129,8 @@ def test_flag_reaches_every_scheduler(
             "max_inflight=77" in state["offline_batch"]["config"] for state in states
         )
         assert_answers(running, cases)
+        if num_dp_ranks > 1:
+            assert_replicas_share(running, cases)
         # No process spins, not even the one that spreads requests over the replicas.
         assert running.cpu_seconds(over_s=3) < 1
 

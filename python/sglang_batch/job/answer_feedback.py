@@ -112,6 +112,17 @@ class AnswerFeedback:
         """
         return self._due.popleft()
 
+    def take_answers(self) -> tuple[Int64s, Int32s]:
+        """The same for a plan that is made for other reasons than its answers.
+
+        There are none while a sample is awaited.
+        """
+        if self._waits_for_sample or not self._learns:
+            return np.zeros(0, np.int64), np.zeros(0, np.int32)
+        answers = self._answers()
+        self._new.clear()
+        return answers
+
     def _check_due(self) -> None:
         """Note whether a new plan is due with the answers so far."""
         if not self._learns or not self._num_unknown:

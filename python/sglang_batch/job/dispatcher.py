@@ -2,10 +2,11 @@
 
 An order that is taken from both ends has two windows, one for each side: the scheduler
 chooses between the sides, so it always needs requests of both. Any other order has one
-window. Each replica of the engine has windows of its own. A replica that has sent all
-of its shard takes requests from the far end of another's.
+window. Each replica of the engine has windows of its own.
 
-A new plan may arrive at any time. It orders the requests that have not been sent.
+A new plan may arrive at any time. It orders the requests that have not been sent, and may
+move them to other replicas. One is asked for when enough answers have come, and when a
+replica runs out of requests before the others.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..planner.requests import LEFT, RIGHT, Int32s, Int64s
 from ..request import BatchRequestInput, RequestOutput
 from .answer_feedback import AnswerFeedback
 from .inflight_limit import InflightLimit
+from .job_shards import JobProgress
 from .rendering import Rendered
 from .replicas import Replica, SendQueue, divide_window
 from .shard_plan import ShardPlan
@@ -29,6 +31,11 @@ from .shard_plan import ShardPlan
 Sink = Callable[[BatchRequestInput, RequestOutput], None]
 # Renders one request of the job, by its number.
 Render = Callable[[int], Coroutine[Any, Any, Rendered]]
+# A replica that runs dry gets no more while the unsent requests are over this share of those
+# after the last new plan: it was given as many as pays.
+_FEWER = 15 / 16
+# A running request has done half of its work, on average.
+_RUNNING_LEFT = 0.5
 # Makes new plans from answers (numbers, output lengths) and has them carried out.
 Replan = Callable[[Int64s, Int32s], Awaitable[None]]
 
@@ -48,6 +55,7 @@ class Dispatcher:
 
     Attributes:
         grows: whether further plans will have more requests.
+        replicas_tell: whether :meth:`joined` is called. Set it before :meth:`set_plans`.
     """
 
     def __init__(
@@ -64,9 +72,9 @@ class Dispatcher:
         self._render = render
         self._sink = sink
         self._replicas: list[Replica] = []
-        # Requests that a new plan no longer moves: sent, or taken by another replica.
-        self._settled = np.zeros(num_requests, np.bool_)
+        self._sent = np.zeros(num_requests, np.bool_)
         self._replica_of = np.full(num_requests, -1, np.int32)
+        self._left = np.ones(num_requests)  # shares of the requests' work
         self._rendering: dict[int, asyncio.Task[Rendered]] = {}
         self._lookahead = config.render_lookahead
         self._changed = asyncio.Event()
@@ -75,12 +83,16 @@ class Dispatcher:
         self._feedback: AnswerFeedback | None = None
         self._replan: Replan | None = None
         self._replanning: asyncio.Task[None] | None = None
+        self._most_in_flight = 0
+        self._num_planned = 0  # unsent requests after the last plan
         self.grows = False
+        self.replicas_tell = False
 
     def set_order(self, order: Int64s) -> None:
         """Send requests in this order and let the engine choose the replicas."""
+        self._most_in_flight = self._window(False)
         replica = Replica(None)
-        replica.set_sides((order, order[:0]), self._window(False), False)
+        replica.set_sides((order, order[:0]), self._most_in_flight, False)
         self._replicas = [replica]
 
     def set_plans(self, plans: Sequence[ShardPlan], *, grows: bool = False) -> None:
@@ -91,25 +103,46 @@ class Dispatcher:
         """
         if not self._replicas:
             single = len(plans) == 1
-            self._replicas = [Replica(None if single else i) for i in range(len(plans))]
+            self._replicas = [
+                Replica(None if single else i, tells=self.replicas_tell)
+                for i in range(len(plans))
+            ]
         both_ends = any(plan.both_ends for plan in plans)
-        windows = divide_window(self._window(both_ends), len(plans))
+        self._most_in_flight = self._window(both_ends)
+        windows = divide_window(self._most_in_flight, len(plans))
         num_sides = len(plans) * (2 if both_ends else 1)
         self._lookahead = max(1, self._config.render_lookahead // num_sides)
         for replica, plan, window in zip(self._replicas, plans, windows, strict=True):
             left, right = plan.sides
-            unsent = left[~self._settled[left]], right[~self._settled[right]]
+            unsent = left[~self._sent[left]], right[~self._sent[right]]
             replica.set_sides(unsent, window, both_ends)
             replica.reassign_in_flight(right)
-            new = plan.too_large[~self._settled[plan.too_large]]
+            new = plan.too_large[~self._sent[plan.too_large]]
             replica.rest = SendQueue(np.concatenate([replica.rest.unsent, new]))
-            self._settle(replica, new)
+            self._note_sent(replica, new)
         self.grows = grows
+        self._num_planned = sum(replica.num_unsent for replica in self._replicas)
         self._changed.set()
 
-    def replica_of(self) -> Int32s:
-        """The replica of each request that a new plan no longer moves, else -1."""
-        return self._replica_of.copy()
+    def progress(self, *, whole: bool) -> JobProgress:
+        """Where the requests are, for a new plan. It may move the far half of each queue,
+        of which nothing is sent until the plan is set.
+
+        Args:
+            whole: whether the plan will be one of all requests.
+        """
+        replica_of, stays = self._replica_of.copy(), self._sent.copy()
+        if len(self._replicas) > 1:
+            for index, replica in enumerate(self._replicas):
+                replica_of[replica.unsent] = index
+                stays[replica.hold()] = True
+        return JobProgress(replica_of, stays, self._left.copy(), whole)
+
+    def joined(self, numbers: list[int]) -> None:
+        """These requests run now."""
+        for replica in self._replicas:
+            self._left[replica.joined(numbers)] = _RUNNING_LEFT
+        self._changed.set()
 
     def replan_from(self, feedback: AnswerFeedback, replan: Replan) -> None:
         """Call ``replan`` whenever ``feedback`` has enough answers for a new plan."""
@@ -151,13 +184,12 @@ class Dispatcher:
 
     def _send_ready(self, group: asyncio.TaskGroup) -> None:
         """Send every request that is rendered and fits into its window."""
-        for replica in self._replicas:
-            if len(self._replicas) > 1 and replica.is_idle:
-                self._steal(replica)
-            sending = True
-            while sending:  # alternate between the sides
-                left = self._send_next(group, replica, LEFT)
-                sending = self._send_next(group, replica, RIGHT) or left
+        sending = True
+        while sending:  # one of each replica and side at a time
+            sending = False
+            for replica in self._replicas:
+                for side in (LEFT, RIGHT):
+                    sending |= self._send_next(group, replica, side)
 
     def _send_next(self, group: asyncio.TaskGroup, replica: Replica, side: int) -> bool:
         """Send or answer the next request of a side, if it is ready."""
@@ -173,13 +205,16 @@ class Dispatcher:
         number = ahead[0]
         request, rendered = self._rendering[number].result()
         if not isinstance(rendered, RequestOutput) and not (
-            replica.has_window(side) and self._limit.allows(self.num_in_flight)
+            replica.has_window(side)
+            and self.num_in_flight < self._most_in_flight
+            and self._limit.allows(self.num_in_flight)
         ):
             return False
         queue.pop()
-        self._settle(replica, number)
+        self._note_sent(replica, number)
         del self._rendering[number]
         if isinstance(rendered, RequestOutput):
+            self._left[number] = 0.0
             self._sink(request, rendered)
             if self._feedback is not None:
                 self._feedback.skip(number)
@@ -208,33 +243,36 @@ class Dispatcher:
                 self._feedback.add_answer(request.index, tokens)
         finally:
             replica.remove_in_flight(request.index)
+            self._left[request.index] = 0.0
             self._changed.set()
 
-    def _steal(self, thief: Replica) -> None:
-        """Give an idle replica requests of the one with the most unsent requests.
-
-        They are half of a queue, so that both replicas end together, and its far end,
-        because neighbours in the order share prefixes.
-        """
-        victim = max(self._replicas, key=lambda replica: replica.num_unsent)
-        queue = max((*victim.sides, victim.rest), key=len)
-        stolen = queue.pop_last(min((len(queue) + 1) // 2, thief.window))
-        thief.rest = SendQueue(stolen)
-        self._settle(thief, stolen)
-
-    def _settle(self, replica: Replica, numbers: int | Int64s) -> None:
-        self._settled[numbers] = True
+    def _note_sent(self, replica: Replica, numbers: int | Int64s) -> None:
+        self._sent[numbers] = True
         self._replica_of[numbers] = replica.index or 0
 
     # New plans ------------------------------------------------------------------------
 
     def _replan_if_due(self, group: asyncio.TaskGroup) -> None:
-        """Start a new plan if there are enough answers and none is being made."""
-        if self._feedback is None or not self._feedback.is_due:
+        """Start a new plan if it is due and none is being made."""
+        if self._feedback is None:
             return
-        if self._replanning is None or self._replanning.done():
+        if self._replanning is not None and not self._replanning.done():
+            return
+        if self._feedback.is_due:
             answers = self._feedback.pop_answers()
-            self._replanning = group.create_task(self._make_plans(*answers))
+        elif self._is_uneven:
+            answers = self._feedback.take_answers()
+        else:
+            return
+        self._replanning = group.create_task(self._make_plans(*answers))
+
+    @property
+    def _is_uneven(self) -> bool:
+        """Whether a replica runs dry while another still has requests to give."""
+        unsent = [replica.num_unsent for replica in self._replicas]
+        if max(unsent) <= min(unsent) + 1 or sum(unsent) > _FEWER * self._num_planned:
+            return False
+        return self._replicas[unsent.index(min(unsent))].runs_dry
 
     async def _make_plans(self, numbers: Int64s, output_len: Int32s) -> None:
         assert self._replan is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..engine import Engine, KvUse, PreparedRequest
@@ -53,6 +53,9 @@ class ForwardingEngine:
 
     async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
         await self._engine.open_job(job_id, plans)
+
+    def watch_job(self, job_id: str, on_joined: Callable[[list[int]], None]) -> bool:
+        return self._engine.watch_job(job_id, on_joined)
 
     async def set_priority(self, job_id: str, priority: int) -> None:
         await self._engine.set_priority(job_id, priority)

@@ -3,19 +3,18 @@
 The prompts are read once, for the prefix tree. A later plan has the same tree and other
 estimates of the output lengths, so it needs no prompts and takes tens of milliseconds
 for a hundred thousand requests. If the engine has several replicas, the job is split
-into a shard for each, and every shard has a plan of its own.
+into a shard for each, and every shard has a plan of its own. Later plans move requests that
+have not been sent between the shards, so that all of them end together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from ..config import OfflineBatchConfig
 from ..planner.candidates import best
-from ..planner.costs.tree_work import leaf_work
 from ..planner.lengths.length_sample import choose_sample
 from ..planner.lengths.output_length import OutputEstimates, OutputLengthEstimator
 from ..planner.machine_model import Machine
@@ -25,10 +24,10 @@ from ..planner.ordering.order_functions import make_order
 from ..planner.plan import Plan
 from ..planner.prefixes.prefix_tree import build_prefix_tree
 from ..planner.requests import UNKNOWN, Bools, Int32s, Int64s, PlanRequests
-from ..planner.sharding.partition import partition
-from ..planner.sharding.shard import ShardJob, shard_job
+from ..planner.sharding.shard import ShardJob
 from ..planner.simulator.simulator import Simulation, simulate
 from ..policies import AUTO, ORDERS, POLICY_TABLE
+from .job_shards import JobProgress, JobShards
 from .shard_plan import ShardPlan
 
 # With fewer requests of unknown length, a sample would be most of the job.
@@ -44,8 +43,7 @@ class JobPlanner:
         requests: the job's requests. Their prompts are only read by this call.
         numbers: int64 ``[n]``, the number of each request in the job.
         num_shards: replicas of the engine.
-        replica_of: int32 by number, the replica of each request that is there already,
-            -1 for the others. None if all are to be divided.
+        progress: of the requests that a plan had before.
 
     Attributes:
         tree: the prefix tree of the requests that fit into the KV cache.
@@ -62,7 +60,7 @@ class JobPlanner:
         machine: Machine,
         config: OfflineBatchConfig,
         num_shards: int = 1,
-        replica_of: Int32s | None = None,
+        progress: JobProgress | None = None,
     ) -> None:
         self._machine = machine
         self._settings = OrderSettings(seed=config.seed)
@@ -86,8 +84,14 @@ class JobPlanner:
             self._sample = choose_sample(self.tree, kept, seed=config.seed)
         self._is_sampling = len(self._sample) > 0
         self.sample = self._numbers[self._sample]
-        assigned = None if replica_of is None else replica_of[self._numbers]
-        self._shards = self._split(num_shards, assigned)
+        self._shards = JobShards(
+            self.tree,
+            kept,
+            machine,
+            num_shards,
+            self._estimator.estimates(),
+            None if progress is None else progress.replica[self._numbers],
+        )
 
     @property
     def num_requests(self) -> int:
@@ -132,38 +136,30 @@ class JobPlanner:
         self._sample = sample[~sent[self._numbers[sample]]]
         self.sample = self._numbers[self._sample]
 
-    def plans(self) -> list[ShardPlan]:
-        """A plan for each replica, from the answers observed so far."""
+    def plans(self, progress: JobProgress | None = None) -> list[ShardPlan]:
+        """A plan for each replica, from the answers observed so far.
+
+        Args:
+            progress: where the requests are now. None if all may move.
+        """
         estimates = self._estimator.estimates()
+        if progress is not None:
+            self._shards.rebalance(estimates, progress.take(self._numbers))
         policy = self._policy
         if policy == AUTO and self._is_sampling:
             policy = _UNTIL_SAMPLED
         elif policy == AUTO:
             policy = self._policy = self._choose(estimates)
         self.policy = policy
-        return [
-            self._plan(
-                shard, policy, estimates, self._too_large[i :: len(self._shards)]
-            )
-            for i, shard in enumerate(self._shards)
+        shards = self._shards.each
+        plans = [
+            self._plan(shard, policy, estimates, self._too_large[i :: len(shards)])
+            for i, shard in enumerate(shards)
         ]
-
-    def _split(self, num_shards: int, assigned: Int32s | None) -> list[ShardJob]:
-        everything = np.arange(len(self._requests))
-        if num_shards == 1:
-            return [ShardJob(everything, self.tree, self._requests)]
-        estimates = self._estimator.estimates()
-        cost = self._machine.cost
-        work = leaf_work(
-            self.tree, cost, estimates.est_output_len, estimates.est_output_len_sq
-        )
-        cut = partition(self.tree, cost, work, num_shards)
-        if assigned is not None:
-            cut = replace(cut, shard=np.where(assigned < 0, cut.shard, assigned))
-        return [
-            shard_job(self.tree, self._requests, cut, shard)
-            for shard in range(num_shards)
-        ]
+        for plan in plans:
+            for side in plan.sides:
+                self._shards.ordered(self._place[side])
+        return plans
 
     def _plan(
         self,
@@ -225,7 +221,7 @@ class JobPlanner:
 
     def _choose(self, estimates: OutputEstimates) -> str:
         """The policy that is fastest in a simulation of the largest shard."""
-        shard = max(self._shards, key=lambda shard: len(shard.index))
+        shard = max(self._shards.each, key=lambda shard: len(shard.index))
         own = estimates.take(shard.index)
         return best(
             {

@@ -17,6 +17,7 @@ from ..planner.requests import Int32s, Int64s
 from .answer_feedback import AnswerFeedback
 from .dispatcher import Dispatcher
 from .job_planner import JobPlanner
+from .job_shards import JobProgress
 from .rendering import JobRenderer, Prompts
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,10 @@ class LivePlan:
 
     async def start(self) -> None:
         """Plan the first stretch, or a smaller job as a whole."""
+        if self._engine.num_replicas > 1:
+            joined = self._dispatcher.joined
+            tell = self._engine.watch_job(self._job_id, joined)
+            self._dispatcher.replicas_tell = tell
         await self._renderer.until(FIRST_REQUESTS, FIRST_TOKENS)
         await self._extend()
 
@@ -71,8 +76,9 @@ class LivePlan:
         async with self._lock:
             grows = not self._renderer.is_done
             prompts = self._renderer.prompts()
-            planner = await asyncio.to_thread(self._make_planner, prompts)
-            await self._carry_out(planner, grows=grows)
+            progress = self._dispatcher.progress(whole=not grows)
+            planner = await asyncio.to_thread(self._make_planner, prompts, progress)
+            await self._carry_out(planner, progress)
             if self._feedback is None:
                 self._feedback = AnswerFeedback(
                     planner.sample, planner.num_unknown, grows=grows
@@ -91,40 +97,42 @@ class LivePlan:
             planner.policy,
         )
 
-    def _make_planner(self, prompts: Prompts) -> JobPlanner:
-        replica_of = self._dispatcher.replica_of()
+    def _make_planner(self, prompts: Prompts, progress: JobProgress) -> JobPlanner:
         planner = JobPlanner(
             prompts.requests,
             prompts.numbers,
             self._engine.machine,
             self._config,
             self._engine.num_replicas,
-            replica_of,
+            progress,
         )
-        planner.observed_before(self._answers, replica_of >= 0)
+        planner.observed_before(self._answers, progress.stays)
         return planner
 
     async def _replan(self, numbers: Int64s, output_len: Int32s) -> None:
-        """Make a new plan of the same requests, from more answers."""
+        """Make a new plan of the same requests, from more answers if there are any."""
         async with self._lock:
-            assert self._planner is not None
-            self._answers.append((numbers, output_len))
-            await asyncio.to_thread(self._planner.observe, numbers, output_len)
-            await self._carry_out(self._planner, grows=self._dispatcher.grows)
+            planner = self._planner
+            assert planner is not None
+            progress = self._dispatcher.progress(whole=not self._dispatcher.grows)
+            if len(numbers):
+                self._answers.append((numbers, output_len))
+                await asyncio.to_thread(planner.observe, numbers, output_len)
+            await self._carry_out(planner, progress)
             logger.info(
                 "Job %s: new plan from %d answers; order %s",
                 self._job_id,
                 len(numbers),
-                self._planner.policy,
+                planner.policy,
             )
 
-    async def _carry_out(self, planner: JobPlanner, *, grows: bool) -> None:
+    async def _carry_out(self, planner: JobPlanner, progress: JobProgress) -> None:
         """Give the engine its part of a plan first, then send by it."""
-        shards = await asyncio.to_thread(planner.plans)
+        shards = await asyncio.to_thread(planner.plans, progress)
         machine = self._engine.machine
         plans = await asyncio.to_thread(
             lambda: [shard.for_scheduler(machine) for shard in shards]
         )
         await self._engine.open_job(self._job_id, plans)
         self._planner = planner
-        self._dispatcher.set_plans(shards, grows=grows)
+        self._dispatcher.set_plans(shards, grows=not progress.whole)

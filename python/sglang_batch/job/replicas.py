@@ -1,10 +1,25 @@
-"""The unsent and the in-flight requests of each replica of the engine."""
+"""The unsent and the in-flight requests of each replica of the engine.
+
+A replica that tells which requests it runs is sent few others ahead. What was sent cannot
+move to another replica any more, while the scheduler needs requests to choose from: the
+siblings of a prefix, and both ends of an order. Twice what joined a step lately is enough
+until the answers of that step have been replaced.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import numpy as np
 
 from ..planner.requests import LEFT, RIGHT, Int64s
+
+# Least requests of a side that a replica is sent ahead of those that it runs.
+MIN_AHEAD = 8
+# The same in requests that join a step, and the share of their number that the next step
+# with fewer is taken to have.
+_STEPS_AHEAD = 2
+_LATELY = 0.75
 
 
 class SendQueue:
@@ -12,19 +27,25 @@ class SendQueue:
 
     def __init__(self, numbers: Int64s) -> None:
         self._numbers = numbers
-        self._begin, self._end = 0, len(numbers)
+        self._begin = 0
+        self._held = len(numbers)
 
     def __len__(self) -> int:
-        return self._end - self._begin
+        return len(self._numbers) - self._begin
 
     @property
     def unsent(self) -> Int64s:
         """All numbers in the queue."""
-        return self._numbers[self._begin : self._end]
+        return self._numbers[self._begin :]
+
+    def hold(self) -> Int64s:
+        """Keep the far half, and return the nearer one, which may be sent."""
+        self._held = self._begin + len(self) // 2
+        return self._numbers[self._begin : self._held]
 
     def peek(self, count: int) -> list[int]:
-        """The next ``count`` numbers, or fewer. They stay in the queue."""
-        end = min(self._begin + count, self._end)
+        """The next ``count`` numbers that may be sent, or fewer. They stay in the queue."""
+        end = min(self._begin + count, self._held)
         numbers: list[int] = self._numbers[self._begin : end].tolist()
         return numbers
 
@@ -32,30 +53,28 @@ class SendQueue:
         """Remove the next number."""
         self._begin += 1
 
-    def pop_last(self, count: int) -> Int64s:
-        """Remove and return the last ``count`` numbers, or fewer, in their order."""
-        begin = max(self._begin, self._end - count)
-        numbers = self._numbers[begin : self._end]
-        self._end = begin
-        return numbers
-
 
 class Replica:
     """One replica of the engine.
 
     index: None where the engine chooses the replica.
     sides: the left and the right side of the order.
-    rest: sent after both sides: requests that are too large, or stolen ones.
+    tells: whether it tells which requests it runs.
+    rest: sent after both sides: requests that are too large.
     in_flight: the side of each request in flight, by its number.
     """
 
-    def __init__(self, index: int | None) -> None:
+    def __init__(self, index: int | None, *, tells: bool = False) -> None:
         self.index = index
+        self._tells = tells
         self.sides = (empty_queue(), empty_queue())
         self.rest = empty_queue()
         self.in_flight: dict[int, int] = {}
         self._windows = [0, 0]
         self._num_in_flight = [0, 0]
+        self._ahead: set[int] = set()
+        self._num_ahead = [0, 0]
+        self._joined_lately = 0.0
 
     def set_sides(
         self, sides: tuple[Int64s, Int64s], window: int, both_ends: bool
@@ -75,6 +94,9 @@ class Replica:
         sides = np.where(np.isin(numbers, right), RIGHT, LEFT)
         self.in_flight = dict(zip(numbers.tolist(), sides.tolist(), strict=True))
         self._num_in_flight = np.bincount(sides, minlength=2).tolist()
+        self._num_ahead = [0, 0]
+        for number in self._ahead:
+            self._num_ahead[self.in_flight[number]] += 1
 
     @property
     def window(self) -> int:
@@ -86,9 +108,25 @@ class Replica:
         return sum(map(len, (*self.sides, self.rest)))
 
     @property
-    def is_idle(self) -> bool:
-        """Whether everything is sent and the window is not full."""
+    def unsent(self) -> Int64s:
+        """Numbers of all unsent requests of both sides, int64."""
+        return np.concatenate([side.unsent for side in self.sides])
+
+    @property
+    def most_ahead(self) -> int:
+        """The most requests of a side that it is sent ahead of those that it runs."""
+        return max(MIN_AHEAD, int(_STEPS_AHEAD * self._joined_lately))
+
+    @property
+    def runs_dry(self) -> bool:
+        """Whether there is nothing to send to it, or will not be soon."""
+        if self._tells:
+            return self.num_unsent < self.most_ahead
         return not self.num_unsent and len(self.in_flight) < self.window
+
+    def hold(self) -> Int64s:
+        """Keep the far half of each side. Returns the numbers that may be sent, int64."""
+        return np.concatenate([side.hold() for side in self.sides])
 
     def queue(self, side: int) -> SendQueue:
         """The queue from which a side is sent."""
@@ -103,14 +141,34 @@ class Replica:
         """
         if len(self.in_flight) >= self.window:
             return False
+        if self._tells and self._num_ahead[side] >= self.most_ahead:
+            return False
         is_below = self._num_in_flight[side] < self._windows[side]
         return is_below or not self.sides[1 - side]
 
     def add_in_flight(self, number: int, side: int) -> None:
         self.in_flight[number] = side
         self._num_in_flight[side] += 1
+        if self._tells:
+            self._ahead.add(number)
+            self._num_ahead[side] += 1
+
+    def joined(self, numbers: Iterable[int]) -> list[int]:
+        """It runs these requests now. Returns those of them that it was sent."""
+        found = [number for number in numbers if number in self.in_flight]
+        if found:
+            self._joined_lately = max(len(found), _LATELY * self._joined_lately)
+        for number in found:
+            self._no_longer_ahead(number)
+        return found
+
+    def _no_longer_ahead(self, number: int) -> None:
+        if number in self._ahead:
+            self._ahead.remove(number)
+            self._num_ahead[self.in_flight[number]] -= 1
 
     def remove_in_flight(self, number: int) -> None:
+        self._no_longer_ahead(number)
         self._num_in_flight[self.in_flight.pop(number)] -= 1
 
 
@@ -119,6 +177,6 @@ def empty_queue() -> SendQueue:
 
 
 def divide_window(window: int, num_replicas: int) -> list[int]:
-    """Divide a window evenly. With more replicas than requests, some get 0."""
+    """Divide a window evenly. With more replicas than requests, each gets one."""
     each, more = divmod(window, num_replicas)
-    return [each + (replica < more) for replica in range(num_replicas)]
+    return [max(1, each + (replica < more)) for replica in range(num_replicas)]

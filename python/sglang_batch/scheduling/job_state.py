@@ -38,6 +38,17 @@ class Extension(NamedTuple):
     resized: list[tuple[ScheduledRequest, int]]
 
 
+class Joined(NamedTuple):
+    """Requests of a job that joined a step and are still to be reported.
+
+    report_to: SGLang's address of the process that wants to know, None if there is one.
+    numbers: their numbers in the job.
+    """
+
+    report_to: str | None
+    numbers: list[int]
+
+
 class JobState:
     """One open job.
 
@@ -48,6 +59,7 @@ class JobState:
         done: the work that was done for it, and that its running requests need.
         num_followers: requests that wait for a prefix to be computed.
         priority: among open jobs, requests of the job with the highest join first.
+        joined: None if nobody wants to know.
     """
 
     def __init__(self, job_id: str, plan: JobPlan, page_size: int) -> None:
@@ -68,6 +80,7 @@ class JobState:
         self.done = JobWork(plan.cost)
         self._subtree = subtrees(plan.parent, plan.leaf_begin, plan.leaf_end)
         self.priority = 0
+        self.joined: Joined | None = None
 
     def __len__(self) -> int:
         return len(self._requests)

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...errors import ConfigError
 from ..compiled import jit
 from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Int32s, Int64s, PlanRequests
-from .partition import Partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +27,15 @@ class ShardJob:
     requests: PlanRequests
 
 
-def shard_job(
-    tree: PrefixTree, requests: PlanRequests, partition: Partition, shard: int
-) -> ShardJob:
-    """A shard of a partition as a job that can be planned alone. Prompts are copied.
+def shard_job(tree: PrefixTree, requests: PlanRequests, index: Int64s) -> ShardJob:
+    """Some requests as a job that can be planned alone. Prompts are copied.
 
-    Raises:
-        ConfigError: the partition has no such shard.
+    Args:
+        index: int64, the numbers of the requests in ascending order.
     """
-    if not 0 <= shard < partition.num_shards:
-        raise ConfigError(
-            f"shard={shard!r} does not exist; choose 0 to {partition.num_shards - 1}."
-        )
-    index = partition.requests_of(shard)
-    leaves = np.flatnonzero(partition.shard[tree.order] == shard)
+    is_member = np.zeros(tree.num_requests, np.bool_)
+    is_member[index] = True
+    leaves = np.flatnonzero(is_member[tree.order])
     offsets = np.zeros(len(index) + 1, np.int64)
     np.cumsum(np.diff(requests.offsets)[index], out=offsets[1:])
     return ShardJob(

@@ -1,5 +1,5 @@
-"""The control message that opens, changes and closes a job in every scheduler, and
-questions for what the scheduler does now.
+"""The control message that opens, changes and closes a job in every scheduler, reports of
+the schedulers about it, and questions for what they do now.
 
 SGLang's own channel broadcasts them. Each DP rank gets them, and all its TP ranks see them
 at the same place between their requests, so that they decide alike.
@@ -7,6 +7,10 @@ at the same place between their requests, so that they decide alike.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 from sglang.srt.runtime_context import get_parallel
@@ -25,6 +29,7 @@ class JobControl(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
     names: ids of the job's requests from number ``first`` on, if they do not name the
         job themselves.
     priority: among open jobs, requests of the job with the highest join first.
+    reports: whether each DP rank tells which of the job's requests have joined.
     """
 
     job_id: str
@@ -33,6 +38,7 @@ class JobControl(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
     names: tuple[str, ...] = ()
     first: int = 0
     priority: int = 0
+    reports: bool = False
 
 
 class JobControlOutput(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
@@ -40,6 +46,16 @@ class JobControlOutput(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
 
     job_id: str
     num_requests: int = 0
+
+
+class JobJoined(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
+    """Requests of a job that joined a step of one DP rank.
+
+    numbers: their numbers in the job, int32.
+    """
+
+    job_id: str
+    numbers: bytes
 
 
 class TreeQuery(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
@@ -70,7 +86,7 @@ class RunningQueryOutput(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
 
 hook_custom_types(
     *(JobControl, JobControlOutput, TreeQuery, TreeQueryOutput),
-    *(RunningQuery, RunningQueryOutput),
+    *(RunningQuery, RunningQueryOutput, JobJoined),
 )
 
 
@@ -91,3 +107,23 @@ def channel_of(tokenizer_manager: TokenizerManager, answers: type) -> ControlCha
         channels[answers] = channel
     found: ControlChannel = channels[answers]
     return found
+
+
+Watchers = dict[str, Callable[[list[int]], None]]
+
+
+def watchers(tokenizer_manager: TokenizerManager) -> Watchers:
+    """By job, what is called with the numbers of requests that joined a step."""
+    watching: Watchers | None = vars(tokenizer_manager).get("offline_watchers")
+    if watching is None:
+        watching = vars(tokenizer_manager)["offline_watchers"] = {}
+        joined = partial(_joined, watching)
+        tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
+            [(JobJoined, joined)]
+        )
+    return watching
+
+
+def _joined(watching: Watchers, message: JobJoined) -> None:
+    if (on_joined := watching.get(message.job_id)) is not None:
+        on_joined(np.frombuffer(message.numbers, np.int32).tolist())

@@ -74,6 +74,9 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_release_aborted_request": ("req", "frees what an aborted request holds"),
         "_build_hisparse_decode_batch": ("reqs", "SGLang's model of a resumed batch"),
     },
+    "sglang.srt.managers.scheduler_components.output_sender:SenderWrapper": {
+        "send_output": ("output, recv_obj", "reports of requests that joined"),
+    },
     "sglang.srt.managers.scheduler_components.new_token_ratio_tracker:"
     "NewTokenRatioTracker": {
         "decay_step": ("", "called by SGLang in every decode step with room"),

@@ -203,10 +203,21 @@ class SGLangEngine:
         action, data = await asyncio.to_thread(_message, plans, last)
         await self._job_control(
             JobControl(
-                job_id=job_id, action=action, plans=data, names=names, first=first
+                job_id=job_id,
+                action=action,
+                plans=data,
+                names=names,
+                first=first,
+                reports=job_id in job_control.watchers(self._tokenizer_manager),
             )
         )
         self._last_plans[job_id] = plans
+
+    def watch_job(self, job_id: str, on_joined: Callable[[list[int]], None]) -> bool:
+        if self._job_control is None:
+            return False
+        job_control.watchers(self._tokenizer_manager)[job_id] = on_joined
+        return True
 
     async def set_priority(self, job_id: str, priority: int) -> None:
         if self._job_control is not None:
@@ -219,6 +230,7 @@ class SGLangEngine:
     async def close_job(self, job_id: str) -> None:
         self._last_plans.pop(job_id, None)
         if self._job_control is not None:
+            job_control.watchers(self._tokenizer_manager).pop(job_id, None)
             await self._job_control(JobControl(job_id=job_id, action=job_control.CLOSE))
 
     async def prepare(

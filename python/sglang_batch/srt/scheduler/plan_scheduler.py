@@ -420,6 +420,8 @@ class PlanScheduler:
             self._starting.append(request)
         if job is not None:
             job.done.prefilled(request, req.extend_end - cached, cached)
+            if job.joined is not None:
+                job.joined.numbers.append(request.number)
             if request.leaf >= 0:
                 self._prefixes.started(job, request, cached)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from sglang.srt.managers.scheduler import Scheduler, _make_abort_req
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor,
@@ -27,6 +28,7 @@ from sglang.utils import TypeBasedDispatcher
 
 from ...engine import KvUse
 from ...scheduling.job_plan import JobPlan
+from ...scheduling.job_state import Joined
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.running_tree import running_tree
@@ -40,6 +42,7 @@ from ..compat.job_control import (
     PRIORITY,
     JobControl,
     JobControlOutput,
+    JobJoined,
     RunningQuery,
     RunningQueryOutput,
     TreeQuery,
@@ -292,10 +295,23 @@ class OfflineScheduler(MarkedScheduler):
             left = self.registry.open(
                 message.job_id, plan, message.names, message.first
             )
+            job = self.jobs.get(message.job_id)
+            if job is not None and job.joined is None and message.reports:
+                job.joined = Joined(message.http_worker_ipc, [])
         return JobControlOutput(job_id=message.job_id, num_requests=left)
 
     def _reqs(self) -> Iterable[Req]:
         return self.registry.reqs
+
+    def _report_joined(self) -> None:
+        """Tell the sender of a job's plans which of its requests joined this step."""
+        for job in self.jobs.each:
+            if job.joined is not None and job.joined.numbers:
+                numbers = np.array(job.joined.numbers, np.int32)
+                report = JobJoined(job_id=job.job_id, numbers=numbers.tobytes())
+                report.http_worker_ipc = job.joined.report_to
+                self.ipc_channels.send_to_tokenizer.send_output(report)
+                job.joined.numbers.clear()
 
     def _tree(self, message: TreeQuery) -> TreeQueryOutput:
         tree = running_tree(self.jobs, message.limit)
@@ -311,6 +327,7 @@ class OfflineScheduler(MarkedScheduler):
         self.plan_scheduler.begin_step()
         plan: PrefillPlan = super().get_next_batch_to_run(running_batch, last_batch)
         self.plan_scheduler.end_step(plan.batch_to_run)
+        self._report_joined()
         return plan
 
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> PrefillPlan:

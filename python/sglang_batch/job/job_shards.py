@@ -1,0 +1,195 @@
+"""The shards of a running job, one for each replica of the engine.
+
+The first cut gives all replicas the same work by the estimates so far. Later cuts move
+requests that have not been sent, so that all replicas end together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..planner.compiled import jit
+from ..planner.costs.tree_work import LeafWork, leaf_work
+from ..planner.lengths.output_length import OutputEstimates
+from ..planner.machine_model import Machine
+from ..planner.prefixes.prefix_tree import PrefixTree
+from ..planner.requests import Bools, Floats, Int32s, Int64s, PlanRequests
+from ..planner.sharding.partition import partition
+from ..planner.sharding.rebalance import LeafState, rebalance
+from ..planner.sharding.shard import ShardJob, shard_job
+
+
+@dataclass(frozen=True, slots=True)
+class JobProgress:
+    """Where a running job's requests are, each array by number.
+
+    replica: int32, the replica that each request was sent to, or is planned for. -1 for
+        requests that no plan had yet.
+    stays: bool, the requests that were sent, or may be before the next plan is in force.
+    left: float64, the share of its work that is still to be done, 0 once it is answered.
+    whole: whether the next plan is one of all requests of the job.
+    """
+
+    replica: Int32s
+    stays: Bools
+    left: Floats
+    whole: bool
+
+    def take(self, numbers: Int64s) -> JobProgress:
+        """That of some requests, in the order of ``numbers``."""
+        return JobProgress(
+            self.replica[numbers], self.stays[numbers], self.left[numbers], self.whole
+        )
+
+
+class JobShards:
+    """Cuts the planned requests of a job, which are numbered 0..n-1 here.
+
+    Args:
+        tree: the prefix tree of the requests.
+        requests: without their prompts.
+        replica: int32 ``[n]``, the replica of each request in the last plan, -1 for those
+            that it did not have. None if there was none.
+
+    Attributes:
+        each: the shards.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        requests: PlanRequests,
+        machine: Machine,
+        num_shards: int,
+        estimates: OutputEstimates,
+        replica: Int32s | None,
+    ) -> None:
+        self._tree = tree
+        self._requests = requests
+        self._machine = machine
+        self._num_shards = num_shards
+        n = len(requests)
+        if num_shards == 1:
+            self.each = [ShardJob(np.arange(n), tree, requests)]
+            return
+        self._shard = partition(
+            tree, machine.cost, self._work(estimates), num_shards
+        ).shard
+        if replica is not None:
+            _follow(tree.lcp, tree.order, replica, self._shard)
+        # The far end of a shard that has no order yet is that of the tree.
+        self._far = np.empty(n)
+        self._far[tree.order] = np.arange(n)
+        self._left_out = np.zeros(n, np.bool_)
+        self.each = self._cut()
+
+    def ordered(self, side: Int64s) -> None:
+        """These requests, int64, are a side of a shard, in the order of sending."""
+        if self._num_shards > 1:
+            self._far[side] = (1 + np.arange(len(side))) / max(1, len(side))
+
+    def rebalance(self, estimates: OutputEstimates, progress: JobProgress) -> None:
+        """Move requests so that all shards end together, and cut the job again.
+
+        Args:
+            progress: its arrays are by request, ``[n]``.
+        """
+        if self._num_shards == 1:
+            return
+        by_leaf = self._tree.order
+        moved = np.empty_like(self._shard)
+        moved[by_leaf] = rebalance(
+            self._tree,
+            self._machine.cost,
+            self._with_weight_reads(self._work(estimates), estimates),
+            LeafState(
+                self._shard[by_leaf],
+                ~progress.stays[by_leaf],
+                progress.left[by_leaf],
+                self._far[by_leaf],
+            ),
+            self._num_shards,
+        )
+        if np.array_equal(moved, self._shard):
+            return
+        self._shard = moved
+        if progress.whole:
+            self._leave_out(progress.left == 0.0)
+        self.each = self._cut()
+
+    def _cut(self) -> list[ShardJob]:
+        planned = np.where(self._left_out, -1, self._shard)
+        return [
+            shard_job(self._tree, self._requests, np.flatnonzero(planned == shard))
+            for shard in range(self._num_shards)
+        ]
+
+    def _work(self, estimates: OutputEstimates) -> LeafWork:
+        return leaf_work(
+            self._tree,
+            self._machine.cost,
+            estimates.est_output_len,
+            estimates.est_output_len_sq,
+        )
+
+    def _with_weight_reads(
+        self, work: LeafWork, estimates: OutputEstimates
+    ) -> LeafWork:
+        """Add each request's share of the weights that its decode steps read.
+
+        Small batches spend most of their time on them.
+        """
+        tree, limits = self._tree, self._machine.limits
+        lengths = estimates.est_output_len[tree.order]
+        own = tree.input_len - tree.depth[tree.leaf_parent]
+        kv = float((own + lengths / 2).mean()) if len(own) else 1.0
+        rows = max(1.0, limits.kv_capacity_tokens / max(kv, 1.0))
+        rows = min(rows, limits.max_running or rows)
+        token_s = float(self._machine.cost.weight_read_time_s) / rows
+        return work._replace(memory_s=work.memory_s + token_s * lengths)
+
+    def _leave_out(self, ended: Bools) -> None:
+        """Leave requests that ended out of the next plans, which makes these small.
+
+        Their neighbours in the tree keep their prefixes. A request that was left out does
+        not come back: the schedulers have forgotten that it ended.
+        """
+        order = self._tree.order
+        for shard in range(self._num_shards):
+            planned = (self._shard == shard) & ~self._left_out
+            members = order[planned[order]]
+            # A prefix is one of two requests or more, so a neighbour of each one to come
+            # stays, on both sides.
+            needed = np.zeros(len(members) + 2, np.bool_)
+            for shift in range(3):
+                needed[shift : shift + len(members)] |= ~ended[members]
+            self._left_out[members[~needed[1:-1]]] = True
+
+
+@jit
+def _follow(lcp: Int32s, order: Int64s, replica: Int32s, shard: Int32s) -> None:
+    """Keep requests in the shards that they were in, and put others with their siblings.
+
+    Args:
+        replica: int32 by request, -1 for the others. These follow the request that has
+            most of their prompt, if any shares some.
+        shard: int32 by request, is changed.
+    """
+    n = len(lcp)
+    most = np.zeros(n, np.int32)
+    for direction in (1, -1):
+        sibling, common = -1, 0
+        for i in range(n):
+            leaf = i if direction == 1 else n - 1 - i
+            # What it shares with the leaf before it in this direction.
+            at = leaf if direction == 1 else leaf + 1
+            common = min(common, lcp[at]) if at < n else 0
+            request = order[leaf]
+            if replica[request] >= 0:
+                shard[request] = sibling = replica[request]
+                common = np.iinfo(np.int32).max
+            elif common > most[leaf]:
+                most[leaf] = common
+                shard[request] = sibling

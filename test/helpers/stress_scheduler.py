@@ -180,21 +180,27 @@ class StressScheduler(offline.OfflineScheduler):
             ), (job.job_id, work.charged_s, work.done_s)
 
     def check_host(self) -> None:
-        """The pages of the host belong to the offloaded requests, and to no other."""
+        """The pages of the host belong to offloaded requests and to prefixes of open
+        jobs, and to no other."""
         offloader = self.kv_manager._offloader
         assert offloader is not None
         offloaded = [kv for _, _, kv in self.kv_manager._offloaded.values()]
+        prefixes = self.kv_manager._pinned.host
+        saved = [*prefixes._saved.values()]
+        assert {id(each.owner) for each in saved} <= {id(j) for j in self.jobs.each}
+        assert {id(each) for each in prefixes._found_by.values()} <= set(map(id, saved))
+        assert not any(each.end <= each.begin for each in saved)
         pages = [
             page
-            for kv in offloaded
+            for kv in [*offloaded, *saved]
             for first, length in kv.runs
             for page in range(first, first + length)
         ]
         assert len(set(pages)) == len(pages)
         assert len(pages) == offloader.room.num_pages - offloader.room.num_free
-        assert sum(-(-kv.num_tokens // self.page_size) for kv in offloaded) == len(
-            pages
-        )
+        tokens = [kv.num_tokens for kv in offloaded]
+        tokens += [each.end - each.begin for each in saved]
+        assert sum(-(-each // self.page_size) for each in tokens) == len(pages)
         assert self.kv_manager.host_bytes <= offloader.pool.num_bytes
 
     def check_prefixes(self, uses: Any) -> None:

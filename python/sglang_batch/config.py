@@ -186,9 +186,10 @@ class OfflineBatchConfig:
         attention backend is named, the model is supported and a trial run succeeds.
     sleep_on_idle: whether an engine without work waits for messages, as with SGLang's
         ``--sleep-on-idle``, instead of using a CPU core to look for them.
-    offload_bytes: host memory of each rank for the KV of running requests that make room
-        for others. None is as much as the device has for KV, but at most a quarter of the
-        free memory for all ranks. Where it is full, requests are computed again.
+    offload_bytes: host memory of each TP rank for KV that makes room for other KV: of
+        running requests, and of shared prefixes that later requests need. None is four
+        times as much as the device has for KV, but at most a quarter of the free memory
+        for all ranks. What finds no room is computed again.
     step_log: CSV file to which the offline scheduler appends a line for each step,
         for ``sglang-batch plan --steps``.
 

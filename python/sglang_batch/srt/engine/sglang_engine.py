@@ -368,12 +368,15 @@ def shareable_len(request: Any) -> int | None:
     """
     wanted = _of_first(getattr(request, "return_logprob", None))
     start = _of_first(getattr(request, "logprob_start_len", None))
-    return start if wanted and start is not None and start >= 0 else None
+    # A value of another type is the request's error, once it is sent.
+    return start if wanted and isinstance(start, int) and start >= 0 else None
 
 
 def _of_first(value: Any) -> Any:
     """The value of a field for a request's first prompt."""
-    return value[0] if isinstance(value, list) and value else value
+    if not isinstance(value, list):
+        return value
+    return value[0] if value else None
 
 
 def _output_limits(adapted: EngineRequest) -> tuple[int | None, bool]:

@@ -187,7 +187,7 @@ class OfflineBatchConfig:
     sleep_on_idle: whether an engine without work waits for messages, as with SGLang's
         ``--sleep-on-idle``, instead of using a CPU core to look for them.
     offload_bytes: host memory of each TP rank for KV that makes room for other KV: of
-        running requests, and of shared prefixes that later requests need. None is four
+        running requests, and of prefixes of gathered calls. None is four
         times as much as the device has for KV, but at most a quarter of the free memory
         for all ranks. What finds no room is computed again.
     step_log: CSV file to which the offline scheduler appends a line for each step,

@@ -21,6 +21,9 @@ import contract_batches
 import contract_errors
 import contract_files
 import openai
+
+# Threads that import its parts at the same time end in a deadlock of import locks.
+import openai.resources
 from contract_base import Calls
 
 Check = Callable[[Calls], None]

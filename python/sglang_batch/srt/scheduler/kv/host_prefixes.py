@@ -1,9 +1,9 @@
-"""Shared prefixes on the host: evicted before their last use, and put back for the next.
+"""Prefixes of jobs that may still grow, on the host: evicted, and put back for the next use.
 
-When KV is short, the prefix whose next use is furthest away is unpinned. Its KV is copied
-to the host pool first, and the next request that needs the prefix does not compute it
-again: it is put back into the tree. Of a job that may still grow, so are prompts of which
-nobody knows yet that others share them.
+Nobody knows whether further calls of a group will arrive. When KV is short, the prefix
+that comes last is unpinned. Its KV is copied to the host pool first, and the next request
+that needs the prefix does not compute it again: it is put back into the tree. So are
+prompts of which nobody knows yet that others share them.
 
 A prefix is known by its tokens, so it is found again under another plan and by other
 jobs, and a part of it is, too. Each copy begins behind the prefix above it, which may be
@@ -136,7 +136,7 @@ class HostPrefixes:
         self.num_saved += 1
 
     def _make_room(self, pages: int) -> bool:
-        """Drop the prefixes that were used last until there is room for so many pages.
+        """Drop the prefixes unused for longest until there is room for so many pages.
 
         Returns:
             False if requests hold too much of the pool.

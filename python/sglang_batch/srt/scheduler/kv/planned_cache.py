@@ -13,8 +13,8 @@ An eviction, from top to bottom:
    many tokens.
 3. Each pin removed is that of the prefix whose next use is furthest away, in the job
    that comes last (:meth:`PinnedPrefixes.unpin_furthest`). The future is known, so this
-   is Belady's rule. ``PrefixUses.furthest`` finds the prefix. The host keeps a copy
-   (:mod:`.host_prefixes`).
+   is Belady's rule. ``PrefixUses.furthest`` finds the prefix. Of a job that
+   may still grow, the host keeps a copy (:mod:`.host_prefixes`).
 4. SGLang evicts unpinned KV, the least recently used first.
 
 The scheduler makes the same choice ahead of an allocation where it has to know how much
@@ -121,8 +121,8 @@ class PinnedPrefixes:
     """The prefixes that jobs have pinned in the cache, and the order to unpin them.
 
     Args:
-        host: keeps prefixes that are unpinned before their last use. None where KV
-            cannot be moved to the host; they are computed again.
+        host: keeps prefixes of jobs that may still grow. None where KV cannot be moved
+            to the host; they are computed again.
     """
 
     def __init__(
@@ -201,8 +201,12 @@ class PinnedPrefixes:
         return False
 
     def _save(self, job: JobState, node: int) -> None:
-        """Copy a prefix to the host, from behind the one above it."""
-        if self.host is None:
+        """Copy a prefix to the host, from behind the one above it.
+
+        Only of a job that may still grow: what a whole plan evicts is rarely needed
+        again, and the plan counts on computing it.
+        """
+        if self.host is None or not job.plan.open_ended:
             return
         uses, pin = job.uses, job.uses.pins[node]
         above = uses.path(node)[1:]

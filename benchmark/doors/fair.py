@@ -226,15 +226,20 @@ class Engine:
 
     def _end(self, request: ScheduledRequest) -> None:
         job = self._job_of[request.req.rid]
-        self._accounting.remove(request)
-        self._accounting.learn_output_len(request)
-        job.work.ended(request)
-        if request.leaf >= 0:
-            job.release_followers(job.uses.leave(request, offloaded=False))
-        job.forget(request)
+        end(job, self._accounting, request)
         self.answered.append((job.job_id, self.seconds))
         if not len(job):
             self.jobs.remove(job)
+
+
+def end(job: JobState, accounting: KvAccounting, request: ScheduledRequest) -> None:
+    """A request has its answer, and gives its KV back."""
+    accounting.remove(request)
+    accounting.learn_output_len(request)
+    job.work.ended(request)
+    if request.leaf >= 0:
+        job.release_followers(job.uses.leave(request, offloaded=False))
+    job.forget(request)
 
 
 # Shares -------------------------------------------------------------------------------

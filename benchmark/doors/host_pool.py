@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +18,8 @@ from typing import Any
 
 import numpy as np
 from report import Figure, print_table
+
+from doors.own_process import last_line_of
 
 TOKEN_BYTES = 512  # of the demo model's KV in float32
 KV_TOKENS, ROWS = 6000, 48
@@ -153,23 +153,9 @@ def run_engine(model: Path, pool_bytes: int | None, quick: bool) -> dict[str, An
     Raises:
         RuntimeError: it failed.
     """
-    command = [
-        sys.executable,
-        __file__,
-        str(model),
-        json.dumps(pool_bytes),
-        str(int(quick)),
-    ]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    found: dict[str, Any] = last_line_of(
+        __file__, str(model), json.dumps(pool_bytes), str(int(quick))
     )
-    if done.returncode:
-        raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 

@@ -7,8 +7,6 @@ are beside those with pages of one token, where no room is lost in pages that ar
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -17,6 +15,8 @@ from typing import Any
 
 import numpy as np
 from report import Figure, print_table
+
+from doors.own_process import last_line_of
 
 KV_TOKENS, ROWS = 4096, 160
 PAGE_SIZES = (1, 16, 32, 64)
@@ -85,16 +85,7 @@ def run_engine(
     """
     num_requests = NUM_REQUESTS // 4 if quick else NUM_REQUESTS
     arguments = [str(model), str(page_size), str(num_requests), str(int(mixed))]
-    done = subprocess.run(
-        [sys.executable, __file__, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-    )
-    if done.returncode:
-        raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, dict[str, int]] = last_line_of(__file__, *arguments)
     return found
 
 

@@ -223,12 +223,7 @@ class Replica(fair.Engine):
     def _end(self, request: ScheduledRequest) -> None:
         job = self._job
         assert job is not None
-        self._accounting.remove(request)
-        self._accounting.learn_output_len(request)
-        job.work.ended(request)
-        if request.leaf >= 0:
-            job.release_followers(job.uses.leave(request, offloaded=False))
-        job.forget(request)
+        fair.end(job, self._accounting, request)
         self.ends.append(request.number)
 
 

@@ -83,6 +83,7 @@ def prompt(tokens: Any, extra_key: str | None = None) -> Prompt:
 
 
 JOB: Any = SimpleNamespace(plan=SimpleNamespace(cost=StepCost(1e-5, 0.0, 0.0, 0.0)))
+OTHER: Any = SimpleNamespace(plan=JOB.plan)
 
 
 class Host:
@@ -131,12 +132,12 @@ def test_a_prefix_comes_back_from_behind_what_the_tree_holds(
 
 def test_a_longer_prefix_is_made_of_several(host: Host) -> None:
     host.save(WORDS, 0, 104)
-    host.save(WORDS, 104, 200)
+    host.save(WORDS, 104, 200, OTHER)
     host.save(WORDS, 200, 240)
     assert host.restore(WORDS, [104, 200, 240]) == 240
     assert host.prefixes.num_restored == 3
     # Without the one in the middle, what is behind it is of no use.
-    host.prefixes.drop_spent(WORDS, [200])
+    host.prefixes.drop_of(OTHER)
     assert host.restore(WORDS, [104, 200, 240]) == 104
     assert host.restore(WORDS, [104, 200, 240], held=200) == 240
     assert host.restore(WORDS, [104, 200, 240], held=240) == 0
@@ -182,11 +183,10 @@ def test_too_little_kv_restores_nothing(host: Host) -> None:
 
 
 def test_all_pages_come_back(host: Host) -> None:
-    other: Any = SimpleNamespace(plan=JOB.plan)
     host.save(WORDS, 0, 104)
     host.save(WORDS, 0, 104)  # it is there already
     assert host.prefixes.num_saved == 1
-    host.save(WORDS, 104, 200, other)
+    host.save(WORDS, 104, 200, OTHER)
     host.prefixes.drop_of(JOB)
     assert host.restore(WORDS, [104, 200]) == 0
     assert host.restore(WORDS, [104, 200], held=104) == 200

@@ -7,9 +7,9 @@ machine, ``planner.admission_rules.dual_scanner``, is shared with the simulator.
 
 The jobs of one priority are scanned together. The next request is that of the job with the
 least work, done or begun (``job_work``). Nobody overtakes it until it fits, so a request
-that needs much KV does not starve. Then the other jobs join until they had as much. If one of the jobs is taken from both ends, there is one
-budget of density for all. A job that it puts behind the others by the prompts of a full
-step catches up without it.
+that needs much KV does not starve. Then the other jobs join until they had as much. If
+one of the jobs is taken from both ends, there is one budget of density for all. A job
+that it puts behind the others by the prompts of a full step catches up without it.
 """
 
 from __future__ import annotations

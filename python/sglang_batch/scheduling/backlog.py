@@ -1,6 +1,7 @@
 """Requests of a job that have arrived and wait.
 
-Requests that do not mix come after all others, so that the steps of the others mix. They are taken from either end of the order. Adding and removing a request takes
+They are taken from either end of the order. Requests that do not mix come after all
+others, so that the steps of the others mix. Adding and removing a request takes
 logarithmic time, so a hundred thousand of them cost a scheduling pass nothing.
 """
 

@@ -313,7 +313,7 @@ class KvAccounting:
     ) -> tuple[int, int]:
         """A request's KV in tokens as if it grew from now on, and its steps to the end.
 
-        A prompt that is computed beside decodes grows a tick later.
+        A prompt that is computed in a step with decodes grows a tick later.
         """
         waits = int(self._mixed and not request.decoding)
         remaining = max(est_decode_steps - steps, 1)

@@ -174,13 +174,13 @@ class PrefixUses:
 
     def spent(self, request: ScheduledRequest) -> list[int]:
         """Pinned nodes of a request that no later request needs."""
-        return [node for node in self.over(request) if node in self.pins]
-
-    def over(self, request: ScheduledRequest) -> list[int]:
-        """Nodes of a request that no later request needs, deepest first."""
         if self._open_ended:
             return []
-        return [node for node in self.path(request.node) if not self._uses_left[node]]
+        return [
+            node
+            for node in self.path(request.node)
+            if node in self.pins and self._uses_left[node] == 0
+        ]
 
     def computed(self, request: ScheduledRequest, num_tokens: int) -> list[int]:
         """The first ``num_tokens`` of a leader's prompt are in the cache.

@@ -243,7 +243,7 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "prepare_for_decode": ("", "a decode step that no request leaves"),
         "mix_with_running": (
             "running_batch",
-            "decodes beside prompts, where SGLang leaves them out",
+            "decodes in steps with prompts, where SGLang leaves them out",
         ),
         "check_decode_mem": ("selected_indices", "whether the next step has room"),
         "retract_decode": ("", "SGLang's last resort, where offloading is not enough"),

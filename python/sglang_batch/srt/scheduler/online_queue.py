@@ -134,7 +134,7 @@ class OnlineQueue:
     def _fits(
         self, running_batch: ScheduleBatch, request: ScheduledRequest, rows: int
     ) -> bool:
-        """Whether a request can join beside others that take ``rows``."""
+        """Whether a request can join with others that take ``rows``."""
         if self._kv_accounting.num_running == 0:
             return True
         if self._free_rows(running_batch) < rows + request.rows:

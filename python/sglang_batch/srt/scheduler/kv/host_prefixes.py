@@ -224,15 +224,6 @@ class HostPrefixes:
         self._offloader.room.give_back(name)
         return True
 
-    def drop_spent(self, prompt: Prompt, ends: Sequence[int]) -> None:
-        """Free the pages of the prefixes of a prompt that end there."""
-        if not self._saved:
-            return
-        for end, digest in zip(ends, prompt.digests(ends), strict=True):
-            saved = self._found_by.get(digest)
-            if saved is not None and saved.end == end:
-                self.drop(saved.name)
-
     def drop_of(self, job: JobState) -> None:
         """Free the pages of a job's prefixes."""
         for saved in list(self._saved.values()):

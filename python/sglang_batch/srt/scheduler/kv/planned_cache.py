@@ -157,11 +157,8 @@ class PinnedPrefixes:
             self._cache.unlock(pin.lock)
 
     def unpin_spent(self, job: JobState, request: ScheduledRequest) -> None:
-        """Unpin a request's prefixes that no later request needs. The host drops them."""
+        """Unpin a request's prefixes that no later request needs."""
         self.unpin(job, job.uses.spent(request))
-        if self.host is not None:
-            ends = [int(job.uses.depth[node]) for node in job.uses.over(request)]
-            self.host.drop_spent(Prompt.of(request.req), ends[::-1])
 
     def unpin_job(self, job: JobState) -> None:
         self.unpin(job, list(job.uses.pins))

@@ -101,14 +101,24 @@ def counts_of(row: Row) -> tuple[int, int, int]:
 
 
 def leftovers(service: BatchService) -> list[str]:
-    """Names in the store's directory that are no client's file and no active batch."""
+    """Names in the store's directory that are no client's file and no active batch.
+
+    Results that an active batch is writing are its own, too.
+    """
+    directory = service.store.directory
+    # Asked for first: a batch that ends in the meantime has its files recorded below.
+    at_work = [row["id"] for row in service.store.batches_in(api.ACTIVE_STATUSES)]
+    files = {path.name for path in (directory / "files").iterdir()}
+    batches = {path.name for path in (directory / "batches").iterdir()}
     files_known = service.store.list_files(
         after=None, limit=1000, descending=True, purpose=None
     )
-    at_work = service.store.batches_in(api.ACTIVE_STATUSES)
-    known = {row["id"] for row in (*files_known, *at_work)}
-    files = {path.name for path in (service.store.directory / "files").iterdir()}
-    batches = {path.name for path in (service.store.directory / "batches").iterdir()}
+    being_written = {
+        f"file-{name}-{batch_id.removeprefix('batch_')}"
+        for batch_id in at_work
+        for name in ("output", "error")
+    }
+    known = {row["id"] for row in files_known} | {*at_work} | being_written
     return sorted((files | batches) - known)
 
 

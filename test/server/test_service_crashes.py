@@ -14,7 +14,6 @@ import pytest
 from batch_service import (
     check_results,
     custom_ids,
-    leftovers,
     make_service,
     run_part,
     running_service,
@@ -133,7 +132,9 @@ def test_a_server_that_died_after_writing_the_results_leaves_no_stray_files(
             monkeypatch.setattr(first.store, "record_file", die)
             batch_id = submit_through(tmp_path, make_lines(3))
             await dead.wait()
-            assert len(leftovers(first)) == 2
+            end = batch_id.removeprefix("batch_")
+            for name in ("output", "error"):
+                assert first.store.file_path(f"file-{name}-{end}").exists()
         async with running_service(tmp_path) as service:
             row = await until_over(service, batch_id)
             outputs, errors = check_results(service, row)

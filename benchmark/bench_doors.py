@@ -1,7 +1,7 @@
 """Every door to the planner, and the engine behind them: figures beside their targets.
 
     python benchmark/bench_doors.py                     all parts
-    python benchmark/bench_doors.py lists fairness      some of them
+    python benchmark/bench_doors.py lists stream        some of them
     python benchmark/bench_doors.py --list              what each measures
 
 Each part is a module of ``benchmark/doors``. Engines run on the CPU with the demo model,
@@ -19,7 +19,8 @@ from report import RESULTS, Figure, finish, print_figures
 
 # Each module has ``measure(quick) -> list[Figure]``; its first line of text is its help.
 PARTS: tuple[str, ...] = (
-    *("fair", "lists", "stream", "trickle", "host_pool", "mixed", "pages", "replicas"),
+    *("fair", "replicas", "lists", "trickle", "stream", "overhead", "host_time"),
+    *("mixed", "pages", "host_pool"),
 )
 
 

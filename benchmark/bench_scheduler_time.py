@@ -156,10 +156,35 @@ class Measured:
         return [f"{self.case.running:,}", self.case.name, *times]
 
 
-def measure(
+def measure(cases: list[Case], seed: int, repeats: int) -> list[Measured]:
+    """Run the cases of each size in alternation, and print a table of all.
+
+    Raises:
+        RuntimeError: an engine failed, or hardly ever decoded with all requests.
+    """
+    measured: list[Measured] = []
+    with tempfile.TemporaryDirectory(prefix="sglang-batch-bench-") as scratch:
+        model = Path(scratch) / "model"
+        write_demo_model(model)
+        for running in dict.fromkeys(case.running for case in cases):
+            same = [case for case in cases if case.running == running]
+            measured += _measure_size(same, model, seed, repeats)
+    print_table(
+        "Milliseconds a step in the scheduler's own code",
+        [
+            "running", "engine",
+            *("steady steps", "mean", "p99", "added, mean", "p99"),
+            *("all steps", "mean", "p99", "added, mean", "p99"),
+        ],
+        [m.row for m in measured],
+    )  # fmt: skip
+    return measured
+
+
+def _measure_size(
     cases: list[Case], model: Path, seed: int, repeats: int
 ) -> Iterator[Measured]:
-    """Run some cases in alternation, ``repeats`` times.
+    """Run cases of one size in alternation, ``repeats`` times.
 
     Raises:
         RuntimeError: an engine failed, or hardly ever decoded with all requests.
@@ -266,10 +291,10 @@ def main() -> int:
     options = parser.parse_args()
     sizes = RUNNING[:1] if options.quick else tuple(options.running)
     repeats = 1 if options.quick else options.repeats
-    backlog = 500 if options.quick else options.backlog
-    kinds = [(False, "fcfs", 0), (True, options.policy, backlog)]
+    kinds = [(False, "fcfs", 0)]
     if not options.quick:
-        kinds.insert(1, (True, options.policy, 0))
+        kinds.append((True, options.policy, 0))
+    kinds.append((True, options.policy, 500 if options.quick else options.backlog))
     cases = [
         Case(ours, policy, running, waiting, options.output_len)
         for running in sizes
@@ -280,22 +305,7 @@ def main() -> int:
             Case(False, "fcfs", running, 0, options.output_len, again=True)
             for running in sizes
         ]
-    with tempfile.TemporaryDirectory(prefix="sglang-batch-bench-") as scratch:
-        model = Path(scratch) / "model"
-        write_demo_model(model)
-        measured: list[Measured] = []
-        for running in sizes:
-            same = [case for case in cases if case.running == running]
-            measured += measure(same, model, options.seed, repeats)
-    print_table(
-        "Milliseconds a step in the scheduler's own code",
-        [
-            "running", "engine",
-            *("steady steps", "mean", "p99", "added, mean", "p99"),
-            *("all steps", "mean", "p99", "added, mean", "p99"),
-        ],
-        [m.row for m in measured],
-    )  # fmt: skip
+    measured = measure(cases, options.seed, repeats)
     figures = [f for running in sizes for f in figures_of(measured, running)]
     print_figures("Figures", figures)
     finish(

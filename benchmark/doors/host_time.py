@@ -14,9 +14,8 @@ BACKLOG, OUTPUT_LEN, REPEATS = 100_000, 96, 3
 
 
 def measure(quick: bool) -> list[Figure]:
-    sizes, backlog, repeats = RUNNING, BACKLOG, REPEATS
-    if quick:
-        sizes, backlog, repeats = RUNNING[:1], 500, 1
+    sizes = RUNNING[:1] if quick else RUNNING
+    backlog, repeats = (500, 1) if quick else (BACKLOG, REPEATS)
     cases = [
         case
         for running in sizes

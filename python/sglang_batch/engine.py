@@ -15,7 +15,7 @@ from .request import BatchRequestInput, RequestOutput
 if TYPE_CHECKING:
     from .planner.machine_model import Machine
     from .scheduling.job_plan import JobPlan
-    from .scheduling.running_tree import TreeNow
+    from .scheduling.reports.running_tree import TreeNow
 
 # SGLang's native endpoint, for frontend programs. Not for batch files.
 GENERATE_URL = "/generate"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import random
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -268,6 +269,93 @@ def gathered(loop: Any, manager: Any) -> list[dict[str, Any]]:
     return answers
 
 
+def of_one_corpus(loop: Any, engine: Any, manager: Any) -> dict[str, Any]:
+    """Two jobs at the same time over the same documents, more than the KV holds."""
+    documents = [f"{i:04d} " + chr(97 + i % 26) * 600 for i in range(60)]
+    jobs, answers = [], []
+    loop.run_until_complete(manager.flush_cache())
+    for name in ("first", "second"):
+        lines = [
+            chat(i, f"{documents[i % 60]} {name} {i}", max_tokens=4, ignore_eos=True)
+            for i in range(240)
+        ]
+        found: dict[int, RequestOutput] = {}
+        answers.append(found)
+        job = Job(
+            *(f"batch_{name}_of_corpus", lines, range(len(lines)), engine),
+            OfflineBatchConfig(policy="dfs"),
+            lambda request, output, found=found: found.update({request.index: output}),
+        )
+        jobs.append(job)
+
+    async def run_all() -> None:
+        await asyncio.gather(*(job.run() for job in jobs))
+
+    loop.run_until_complete(run_all())
+    usages = [output.usage for found in answers for output in found.values()]
+    return {
+        "documents": len(documents),
+        "document_len": 600,
+        "answers": len(usages),
+        "prompt": sum(usage.input_tokens for usage in usages),
+        "cached": sum(usage.cached_tokens for usage in usages),
+    }
+
+
+def restored(loop: Any, manager: Any, capacity: int) -> dict[str, Any]:
+    """Calls whose groups share more tokens than the KV holds, each group asked twice.
+
+    The answers are those of all calls at once, and of one after the other in an empty
+    cache.
+    """
+    prefix_len = 512
+    num_groups = 3 * capacity // (2 * prefix_len)
+    rng = random.Random(5)
+    prefixes = [rng.choices(range(256), k=prefix_len) for _ in range(num_groups)]
+    questions = [rng.choices(range(256), k=20) for _ in range(2 * num_groups)]
+    params = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
+    again: dict[int, asyncio.Event] = {i: asyncio.Event() for i in range(num_groups)}
+
+    async def call(i: int) -> Any:
+        prompt = prefixes[i % num_groups] + questions[i]
+        request = GenerateReqInput(input_ids=prompt, sampling_params=params)
+        return await manager.generate_request(request, None).__anext__()
+
+    async def task(group: int) -> list[Any]:
+        # Groups that come later need the KV before this one is asked again.
+        first = await call(group)
+        again[group].set()
+        await asyncio.gather(*(event.wait() for event in again.values()))
+        return [first, await call(group + num_groups)]
+
+    async def at_once() -> list[list[Any]]:
+        return await asyncio.gather(*map(task, range(num_groups)))
+
+    async def state() -> dict[str, Any]:
+        [found] = await manager.get_internal_state()
+        pool: dict[str, Any] = found["offline_batch"]
+        return pool
+
+    async def alone(i: int) -> Any:
+        await manager.flush_cache()
+        return await call(i)
+
+    before = loop.run_until_complete(state())
+    pairs = loop.run_until_complete(at_once())
+    after = loop.run_until_complete(state())
+    answers = [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
+    lone = [loop.run_until_complete(alone(i)) for i in range(2 * num_groups)]
+    return {
+        "groups": num_groups,
+        "prefix_len": prefix_len,
+        "saved": after["prefixes_saved"] - before["prefixes_saved"],
+        "restored": after["prefixes_restored"] - before["prefixes_restored"],
+        "cached": [each["meta_info"]["cached_tokens"] for each in answers],
+        "answers": [each["output_ids"] for each in answers],
+        "alone": [each["output_ids"] for each in lone],
+    }
+
+
 def running_seconds(loop: Any, engine: Any) -> dict[str, Any]:
     """What the engine says of lines that run and that wait for KV, twice."""
     requests = [
@@ -349,5 +437,8 @@ def main() -> None:
         found["unsent_left"] = len(manager.offline_unsent)
         found["from_disk"] = from_disk(loop, engine)
         found["seconds"] = running_seconds(loop, engine)
+        capacity = engine.machine.limits.kv_capacity_tokens
+        found["restored"] = restored(loop, manager, capacity)
+        found["of_one_corpus"] = of_one_corpus(loop, engine, manager)
         found["capacity"] = engine.machine.limits.kv_capacity_tokens
         print(json.dumps(found))

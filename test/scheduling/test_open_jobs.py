@@ -8,7 +8,7 @@ from sglang_batch.scheduling.admission import EngineNow, choose
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.kv_accounting import KvAccounting
 from sglang_batch.scheduling.open_jobs import OpenJobs
-from sglang_batch.scheduling.waiting_view import WaitingView
+from sglang_batch.scheduling.reports.waiting_view import WaitingView
 
 PROMPTS = [(1, 2, 3), (1, 2, 4), (9,)]
 

@@ -117,3 +117,27 @@ def test_single_calls_that_arrive_together_share_their_prefixes(
         assert sum(cached < 60 for cached in mine) <= 2, mine
     assert infos[-1]["cached_tokens"] >= 60
     assert found["unsent_left"] == 0
+
+
+def test_prefixes_that_kv_has_no_room_for_come_back_from_the_host(
+    found: dict[str, Any],
+) -> None:
+    restored = found["restored"]
+    groups, prefix_len = restored["groups"], restored["prefix_len"]
+    assert groups * prefix_len > found["capacity"]
+    assert restored["saved"] >= groups // 2
+    assert restored["restored"] >= groups // 2
+    assert restored["answers"] == restored["alone"]
+    # No group's prefix is computed a second time.
+    again = restored["cached"][groups:]
+    assert [cached >= prefix_len for cached in again] == [True] * groups
+
+
+def test_two_jobs_compute_a_document_once(found: dict[str, Any]) -> None:
+    both = found["of_one_corpus"]
+    in_all = both["documents"] * both["document_len"]
+    assert in_all > found["capacity"]
+    assert both["answers"] == 480
+    # Each request computes what is its own, up to 40 tokens of question and template.
+    computed = both["prompt"] - both["cached"] - 40 * both["answers"]
+    assert computed < 1.1 * in_all

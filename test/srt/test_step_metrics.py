@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollectorContext
 
-from sglang_batch.scheduling.step_record import COLUMNS, StepRecord
+from sglang_batch.scheduling.reports.step_record import COLUMNS, StepRecord
 from sglang_batch.srt.scheduler.step_metrics import (
     PUBLISH_EVERY,
     HostUse,
@@ -128,7 +128,7 @@ def test_other_processes_are_scraped_as_sglang_scrapes_them(tmp_path: Path) -> N
     """SGLang's server collects from the files that its scheduler processes write."""
     program = """
         import sys
-        from sglang_batch.scheduling.step_record import COLUMNS, StepRecord
+        from sglang_batch.scheduling.reports.step_record import COLUMNS, StepRecord
         from sglang_batch.srt.scheduler.step_metrics import StepMetrics
         assert "prometheus_client" not in sys.modules
         metrics = StepMetrics({"model_name": "demo", "dp_rank": int(sys.argv[1])})

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..planner.costs.hardware import HardwareSpec
 from ..planner.simulator.simulator import Simulation
-from ..scheduling.step_record import Steps, summarize
+from ..scheduling.reports.step_record import Steps, summarize
 from .forecast import Forecast
 
 

@@ -160,8 +160,8 @@ def put_back(
 ) -> None:
     """Return a chosen request that could not join to the backlog."""
     kv_accounting.undo_admit(request)
-    nodes = job.uses.leave(request, offloaded=True) if request.leaf >= 0 else []
-    job.release_followers(nodes)
+    if request.leaf >= 0:
+        job.leave(request, offloaded=True)
     job.backlog.add(request)
 
 
@@ -346,7 +346,7 @@ class _Filling:
         job.done.start(request, kept, kv_accounting.usual_steps)
         kv_accounting.admit(request)
         if request.leaf >= 0:
-            uses.start(request, kept)
+            job.start(request, kept)
         self.choice.requests.append(request)
         self.choice.parts.append(PromptPart(some, kept))
         self.choice.rows += request.rows

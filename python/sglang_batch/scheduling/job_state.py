@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,10 @@ DEFAULT_EST_DECODE_STEPS = 256
 # Unplanned requests beyond it are not noted when they end. A plan that has them then
 # pins their prefixes longer than necessary.
 _MOST_ENDED = 1 << 24
+
+
+def _nowhere(node: int) -> Sequence[tuple[JobState, int]]:
+    return ()
 
 
 class Extension(NamedTuple):
@@ -60,6 +64,7 @@ class JobState:
         num_followers: requests that wait for a prefix to be computed.
         priority: among open jobs, requests of the job with the highest join first.
         joined: None if nobody wants to know.
+        elsewhere: the same prefix in other open jobs, by node: see ``equal_prefixes``.
     """
 
     def __init__(self, job_id: str, plan: JobPlan, page_size: int) -> None:
@@ -81,6 +86,7 @@ class JobState:
         self._subtree = subtrees(plan.parent, plan.leaf_begin, plan.leaf_end)
         self.priority = 0
         self.joined: Joined | None = None
+        self.elsewhere: Callable[[int], Sequence[tuple[JobState, int]]] = _nowhere
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -193,7 +199,43 @@ class JobState:
             return 1.0
         return float(density[request.position])
 
-    # Followers ------------------------------------------------------------------------
+    def requests(self) -> Iterator[ScheduledRequest]:
+        """All requests that have arrived and not ended."""
+        yield from self._requests.values()
+
+    # Leaders and followers ------------------------------------------------------------
+
+    def start(self, request: ScheduledRequest, cached_len: int) -> None:
+        """A planned request is admitted with ``cached_len`` tokens in the cache. It
+        computes its other prefixes."""
+        self.uses.start(request, cached_len)
+        self._lead_elsewhere(request)
+
+    def lead(self, request: ScheduledRequest, cached_len: int) -> None:
+        """The cache turned out to hold ``cached_len`` tokens."""
+        self.uses.lead(request, cached_len)
+        self._lead_elsewhere(request)
+
+    def _lead_elsewhere(self, request: ScheduledRequest) -> None:
+        for node in request.leading:
+            for other, at in self.elsewhere(node):
+                other.uses.await_node(at, request)
+
+    def leave(self, request: ScheduledRequest, *, offloaded: bool) -> None:
+        """A running planned request ended, or gave its KV back and will return
+        (``offloaded``). Nobody computes the prefixes now that it was computing."""
+        nodes = self.uses.leave(request, offloaded=offloaded)
+        self.release_followers(nodes)
+        for node in nodes:
+            for other, at in self.elsewhere(node):
+                other.no_longer_awaits(at, self)
+
+    def no_longer_awaits(self, node: int, job: JobState) -> None:
+        """No request of another job computes a node for this one any more."""
+        leader = self.uses.computing.get(node)
+        if leader is not None and leader.work is job.done:
+            del self.uses.computing[node]
+            self.release_followers([node])
 
     def follow(self, request: ScheduledRequest, node: int) -> None:
         """Let a waiting request wait until ``node`` is computed."""

@@ -172,6 +172,12 @@ class PrefixUses:
                 self.computing[node] = request
                 request.leading.append(node)
 
+    def await_node(self, node: int, leader: ScheduledRequest) -> None:
+        """A request of another job computes a node, unless it is in the cache already or
+        is computed here."""
+        if not self._is_kept(node):
+            self.computing.setdefault(node, leader)
+
     def spent(self, request: ScheduledRequest) -> list[int]:
         """Pinned nodes of a request that no later request needs."""
         if self._open_ended:

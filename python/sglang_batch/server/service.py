@@ -26,7 +26,7 @@ from ..engine import Engine
 from ..errors import StoreError
 from ..job.job import Job
 from ..request import BatchRequestInput, RequestOutput
-from ..scheduling.running_tree import TreeNow
+from ..scheduling.reports.running_tree import TreeNow
 from ..store.batch_store import BatchStore, OnMade, Row, now
 from ..store.files import move_into_place, sync_file
 from ..store.incoming import Room

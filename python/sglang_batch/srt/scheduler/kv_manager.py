@@ -190,7 +190,7 @@ class KvManager:
         request.steps = len(req.output_ids) - 1
         shared = 0
         if request.leaf >= 0:
-            job.release_followers(job.uses.leave(request, offloaded=True))
+            job.leave(request, offloaded=True)
             # It needs its prefixes again, even if no other request does.
             self._pinned.pin(job, req, job.uses.path(request.node))
             shared = min(job.uses.kept_depth(request.node), req.kv.cache_protected_len)

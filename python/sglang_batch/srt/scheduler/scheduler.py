@@ -27,12 +27,13 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
 from ...engine import KvUse
+from ...scheduling.equal_prefixes import EqualPrefixes
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.job_state import Joined
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
-from ...scheduling.running_tree import running_tree
-from ...scheduling.waiting_view import WaitingView
+from ...scheduling.reports.running_tree import running_tree
+from ...scheduling.reports.waiting_view import WaitingView
 from ..attention.attention_choice import share_by_default
 from ..attention.sharing import Sharing
 from ..compat.hook_targets import SCHEDULER_PROCESS_HOOKS, check_hooks_took
@@ -58,7 +59,7 @@ from ..compat.scheduler_types import (
 )
 from ..compat.server_types import OfflineArgs
 from ..compat.support import STATE_KEY
-from .kv.host_prefixes import HostPrefixes
+from .kv.host_prefixes import HostPrefixes, Prompt
 from .kv.offloading import make_offloader
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .kv_manager import KvManager
@@ -197,6 +198,9 @@ class OfflineScheduler(MarkedScheduler):
         self.prefixes = SharedPrefixes(cache, pinned)
         self.registry = RequestRegistry(
             jobs=self.jobs,
+            equal=EqualPrefixes(
+                self.jobs, lambda req, ends: Prompt.of(req).digests(ends)
+            ),
             prefixes=self.prefixes,
             pinned=pinned,
             kv_accounting=self.kv_accounting,

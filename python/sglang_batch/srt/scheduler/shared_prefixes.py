@@ -28,7 +28,7 @@ class SharedPrefixes:
 
     def started(self, job: JobState, request: ScheduledRequest, cached: int) -> None:
         """A planned request was admitted with ``cached`` prompt tokens in the tree."""
-        job.uses.lead(request, cached)
+        job.lead(request, cached)
         if request.leading:
             self.show(job, request, cached)
         self._pin_cached(job, request, cached)
@@ -81,6 +81,18 @@ class SharedPrefixes:
         done = job.uses.computed(request, num_tokens)
         self._pinned.pin(job, request.req, done)
         job.release_followers(done)
+        for node in done:
+            for other, at in job.elsewhere(node):
+                self._pinned.pin(other, request.req, [at])
+                other.no_longer_awaits(at, job)
+
+    def pin_kept_elsewhere(
+        self, job: JobState, request: ScheduledRequest, nodes: list[int]
+    ) -> None:
+        """Pin those of a request's prefixes that another job has pinned."""
+        for node in nodes:
+            if any(at in other.uses.pins for other, at in job.elsewhere(node)):
+                self._pinned.pin(job, request.req, [node])
 
     def show_computed(self, chunked: Req | None) -> None:
         """Put prefixes that leaders computed in the last step into the tree.

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ...planner.requests import SIDES
-from ...scheduling.step_record import COLUMNS, StepRecord
+from ...scheduling.reports.step_record import COLUMNS, StepRecord
 from ..compat.scheduler_types import MeteredScheduler
 
 if TYPE_CHECKING:

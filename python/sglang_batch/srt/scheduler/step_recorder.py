@@ -7,8 +7,8 @@ from pathlib import Path
 from ...scheduling.job_plan import StepCost
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
+from ...scheduling.reports.step_record import StepLog, StepRecord
 from ...scheduling.scheduled_request import ScheduledRequest
-from ...scheduling.step_record import StepLog, StepRecord
 from .kv.planned_cache import PlannedRadixCache
 from .step_metrics import StepMetrics
 

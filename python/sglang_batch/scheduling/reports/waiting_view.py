@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .open_jobs import OpenJobs
+from ..open_jobs import OpenJobs
 
 
 class BackloggedTokens(NamedTuple):

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import InputError
-from ..planner.requests import SIDES
+from ...errors import InputError
+from ...planner.requests import SIDES
 
 logger = logging.getLogger(__name__)
 

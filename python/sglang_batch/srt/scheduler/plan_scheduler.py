@@ -151,12 +151,13 @@ class PlanScheduler:
         running_batch = self._kv_manager.resume(running_batch)
         step = self._choose(running_batch)
         if step is None:
-            none: PrefillPlan = NextBatchPlan(
+            plan: PrefillPlan = NextBatchPlan(
                 batch_to_run=None, running_batch=running_batch
             )
-            return none
-        plan = self._build(step, running_batch, build)
-        self._confirm(step, plan.batch_to_run)
+        else:
+            plan = self._build(step, running_batch, build)
+            self._confirm(step, plan.batch_to_run)
+        self._prefixes.step_built()
         return plan
 
     def end_step(self, batch: ScheduleBatch | None) -> None:

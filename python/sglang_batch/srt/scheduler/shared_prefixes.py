@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
 from ...scheduling.job_state import JobState
 from ...scheduling.scheduled_request import ScheduledRequest
-from ..compat.scheduler_types import Req
+from ..compat.scheduler_types import Req, TreeLock
 from .kv.host_prefixes import Prompt
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 
@@ -25,6 +25,7 @@ class SharedPrefixes:
         self._cache = cache
         self._pinned = pinned
         self._leaders: list[tuple[JobState, ScheduledRequest]] = []
+        self._restored: list[TreeLock] = []
 
     def started(self, job: JobState, request: ScheduledRequest, cached: int) -> None:
         """A planned request was admitted with ``cached`` prompt tokens in the tree."""
@@ -60,6 +61,9 @@ class SharedPrefixes:
     def restore(self, job: JobState, request: ScheduledRequest, reserve: int) -> int:
         """Put prefixes of a request that is about to join back from the host.
 
+        They are locked until :meth:`step_built`: the next one that is put back must not
+        evict them.
+
         Args:
             reserve: tokens of KV that must be free or evictable afterwards.
 
@@ -74,7 +78,16 @@ class SharedPrefixes:
         )
         if tokens:
             self.show(job, request, tokens)
+            lock = self._cache.lock_prefix(request.req, tokens)
+            if lock is not None:
+                self._restored.append(lock)
         return tokens
+
+    def step_built(self) -> None:
+        """The requests that joined have locked their prefixes themselves."""
+        for lock in self._restored:
+            self._cache.unlock(lock)
+        self._restored.clear()
 
     def show(self, job: JobState, request: ScheduledRequest, num_tokens: int) -> None:
         """The tree holds ``num_tokens`` of a leader's prompt: followers may join."""

@@ -1,7 +1,8 @@
 """Requests of a job that have arrived and wait.
 
 They are taken from either end of the order. Requests that do not mix come after all
-others, so that the steps of the others mix. Adding and removing a request takes
+others, so that the steps of the others mix. Those whose prefix another job has in the
+cache come first on their side. Adding and removing a request takes
 logarithmic time, so a hundred thousand of them cost a scheduling pass nothing.
 """
 
@@ -12,8 +13,8 @@ from collections.abc import Iterator
 
 from .scheduled_request import ScheduledRequest
 
-# Whether it comes last, position, arrival, entry and the request.
-_Entry = tuple[bool, int, int, int, ScheduledRequest]
+# Rank, position, arrival, entry and the request.
+_Entry = tuple[int, int, int, int, ScheduledRequest]
 
 
 class Backlog:
@@ -61,12 +62,21 @@ class Backlog:
         self.tokens += request.input_len
         self._push(request)
 
+    def move_ahead(self, request: ScheduledRequest) -> None:
+        """Let a request join before the others of its side."""
+        request.ahead = True
+        if request.waiting:
+            self._push(request)
+
     def _push(self, request: ScheduledRequest) -> None:
         position = request.position
         later = (request.arrival, request.entry, request)
-        heapq.heappush(self._first, (not request.mixes, position, *later))
+        last, behind = 2 * (not request.mixes), not request.ahead
+        on_right = self._both_ends and request.leaf >= 0 and position >= self._num_left
+        heapq.heappush(self._first, (last + (on_right or behind), position, *later))
         if self._both_ends and request.leaf >= 0:
-            heapq.heappush(self._last, (not request.mixes, -position, *later))
+            rank = last + (not on_right or behind)
+            heapq.heappush(self._last, (rank, -position, *later))
 
     def remove(self, request: ScheduledRequest) -> None:
         request.waiting = False
@@ -85,7 +95,8 @@ class Backlog:
             self._push(request)
 
     def first(self) -> ScheduledRequest | None:
-        """The request with the lowest position, of those that mix if there are any."""
+        """The request with the lowest position, of those that mix if there are any, and
+        of those that were moved ahead."""
         return self._top(self._first)
 
     def last(self) -> ScheduledRequest | None:

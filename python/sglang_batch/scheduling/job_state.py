@@ -20,6 +20,8 @@ from .work_left import WorkLeft
 UNPLANNED_POSITION = 1 << 40
 # Estimate for a request without any other.
 DEFAULT_EST_DECODE_STEPS = 256
+# Where more requests share a prefix, it is used all the time.
+_MOST_AHEAD = 1024
 # Unplanned requests beyond it are not noted when they end. A plan that has them then
 # pins their prefixes longer than necessary.
 _MOST_ENDED = 1 << 24
@@ -64,7 +66,7 @@ class JobState:
         num_followers: requests that wait for a prefix to be computed.
         priority: among open jobs, requests of the job with the highest join first.
         joined: None if nobody wants to know.
-        elsewhere: the same prefix in other open jobs, by node: see ``equal_prefixes``.
+        elsewhere: nodes of other open jobs with the same prefix, by node: see ``common_prefixes``.
     """
 
     def __init__(self, job_id: str, plan: JobPlan, page_size: int) -> None:
@@ -81,6 +83,7 @@ class JobState:
         self._requests: dict[
             str, ScheduledRequest
         ] = {}  # by request id, until they end
+        self._by_leaf: dict[int, ScheduledRequest] = {}
         self.work = WorkLeft(plan)
         self.done = JobWork(plan.cost)
         self._subtree = subtrees(plan.parent, plan.leaf_begin, plan.leaf_end)
@@ -170,6 +173,8 @@ class JobState:
             # The engine has another prompt than was planned.
             leaf, skipped = -1, leaf
         request.leaf = leaf
+        if leaf >= 0:
+            self._by_leaf[leaf] = request
         request.node = int(plan.node[leaf]) if leaf >= 0 else 0
         request.subtree = int(self._subtree[request.node])
         request.own = request.input_len - int(self.uses.depth[request.node])
@@ -185,6 +190,7 @@ class JobState:
     def forget(self, request: ScheduledRequest) -> None:
         """Remove a request that ended or was aborted."""
         known = self._requests.pop(request.req.rid, None)
+        self._by_leaf.pop(request.leaf, None)
         if known is None or request.leaf >= 0 or request.part:
             return
         # A later plan may still have it.
@@ -236,6 +242,16 @@ class JobState:
         if leader is not None and leader.work is job.done:
             del self.uses.computing[node]
             self.release_followers([node])
+
+    def use_now(self, node: int) -> None:
+        """Another job has a prefix in the cache: the requests that need it here go
+        first. The order of groups matters little, and what leaves the cache is computed
+        again."""
+        leaves = self.uses.leaves(node)
+        for leaf in leaves if len(leaves) <= _MOST_AHEAD else ():
+            request = self._by_leaf.get(leaf)
+            if request is not None and not request.running:
+                self.backlog.move_ahead(request)
 
     def follow(self, request: ScheduledRequest, node: int) -> None:
         """Let a waiting request wait until ``node`` is computed."""
@@ -312,6 +328,7 @@ class JobState:
         self.done.bias.forget_subtrees()
         self._subtree = subtrees(plan.parent, plan.leaf_begin, plan.leaf_end)
         running, resized = [], []
+        self._by_leaf.clear()
         for request in self._requests.values():
             own = request.own
             request.leading = []

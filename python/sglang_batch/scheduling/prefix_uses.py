@@ -103,6 +103,10 @@ class PrefixUses:
             node = int(self._parent[node])
         return nodes
 
+    def leaves(self, node: int) -> range:
+        """The leaves below a node."""
+        return range(int(self._begin[node]), int(self._end[node]))
+
     def blocked_by(self, node: int) -> int:
         """The node on the path that another request is computing, or 0."""
         if self.computing:
@@ -173,8 +177,8 @@ class PrefixUses:
                 request.leading.append(node)
 
     def await_node(self, node: int, leader: ScheduledRequest) -> None:
-        """A request of another job computes a node, unless it is in the cache already or
-        is computed here."""
+        """A request of another job computes a node. Nobody waits for it if it is in the
+        cache already, or computed here."""
         if not self._is_kept(node):
             self.computing.setdefault(node, leader)
 

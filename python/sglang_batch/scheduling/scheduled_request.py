@@ -48,6 +48,7 @@ class ScheduledRequest:
     rows: int = 1
     work: Any = None
     waiting: bool = False
+    ahead: bool = False  # joins before others: another job has its prefix in the cache
     arrival: int = -1  # its number among the job's requests, by arrival
     entry: int = -1  # its key in the backlog
     # Set while it runs.

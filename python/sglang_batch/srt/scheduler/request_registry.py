@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ...request import parse_request_id
-from ...scheduling.equal_prefixes import EqualPrefixes
+from ...scheduling.common_prefixes import CommonPrefixes
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.job_state import JobState
 from ...scheduling.kv_accounting import KvAccounting
@@ -25,7 +25,7 @@ class RequestRegistry:
     """Opens and closes jobs, and records the arrival and end of each request.
 
     Args:
-        equal: the prefixes that several jobs have.
+        common: the prefixes that several jobs have in common.
         share: whether requests share prefixes in the cache.
     """
 
@@ -33,7 +33,7 @@ class RequestRegistry:
         self,
         *,
         jobs: OpenJobs,
-        equal: EqualPrefixes,
+        common: CommonPrefixes,
         prefixes: SharedPrefixes,
         pinned: PinnedPrefixes,
         kv_accounting: KvAccounting,
@@ -42,7 +42,7 @@ class RequestRegistry:
         share: bool,
     ) -> None:
         self._jobs = jobs
-        self._equal = equal
+        self._common = common
         self._prefixes = prefixes
         self._pinned = pinned
         self._kv_accounting = kv_accounting
@@ -87,7 +87,7 @@ class RequestRegistry:
                 self._retire(job)
             job = JobState(job_id, plan, self._page_size)
             self._jobs.add(job)
-            self._equal.opened(job)
+            self._common.opened(job)
             self._jobs.set_priority(job, 0)
         self._closed.discard(job_id)
         longest = plan.est_decode_steps.max(initial=1.0)
@@ -99,9 +99,9 @@ class RequestRegistry:
         return self._announced[job_id]
 
     def _extend(self, job: JobState, plan: JobPlan) -> None:
-        self._equal.forget(job)
+        self._common.forget(job)
         extension = job.extend(plan, _cached_len)
-        self._equal.note_all(job)
+        self._common.note_all(job)
         self._pinned.unlock(extension.released)
         for request, own in extension.resized:
             self._kv_accounting.resize(request, own)
@@ -150,7 +150,7 @@ class RequestRegistry:
                 }
             self._closed.discard(job.job_id)
             self._pinned.unpin_job(job)
-            self._equal.forget(job)
+            self._common.forget(job)
             self._jobs.remove(job)
 
     # Requests arrive and leave --------------------------------------------------------
@@ -181,7 +181,7 @@ class RequestRegistry:
             rows=num_rows(req),
         )
         self._known[req.rid] = (job, request)
-        self._prefixes.pin_kept_elsewhere(job, request, self._equal.note(job, request))
+        self._common.note(job, request)
         return True
 
     def _parse(self, rid: str) -> tuple[str, int, int]:

@@ -27,7 +27,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
 from ...engine import KvUse
-from ...scheduling.equal_prefixes import EqualPrefixes
+from ...scheduling.common_prefixes import CommonPrefixes
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.job_state import Joined
 from ...scheduling.kv_accounting import KvAccounting
@@ -198,7 +198,7 @@ class OfflineScheduler(MarkedScheduler):
         self.prefixes = SharedPrefixes(cache, pinned)
         self.registry = RequestRegistry(
             jobs=self.jobs,
-            equal=EqualPrefixes(
+            common=CommonPrefixes(
                 self.jobs, lambda req, ends: Prompt.of(req).digests(ends)
             ),
             prefixes=self.prefixes,

@@ -96,16 +96,8 @@ class SharedPrefixes:
         job.release_followers(done)
         for node in done:
             for other, at in job.elsewhere(node):
-                self._pinned.pin(other, request.req, [at])
+                other.use_now(at)
                 other.no_longer_awaits(at, job)
-
-    def pin_kept_elsewhere(
-        self, job: JobState, request: ScheduledRequest, nodes: list[int]
-    ) -> None:
-        """Pin those of a request's prefixes that another job has pinned."""
-        for node in nodes:
-            if any(at in other.uses.pins for other, at in job.elsewhere(node)):
-                self._pinned.pin(job, request.req, [node])
 
     def show_computed(self, chunked: Req | None) -> None:
         """Put prefixes that leaders computed in the last step into the tree.

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 from scheduling_jobs import Prompt, Req, arrive, job_of, plan_of
 
-from sglang_batch.scheduling.equal_prefixes import EqualPrefixes
+from sglang_batch.scheduling.common_prefixes import SHORTEST, CommonPrefixes, _places
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.open_jobs import OpenJobs
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
 
-SHARED = (1, 1)
+SHARED = (1,) * SHORTEST
 FIRST = [(*SHARED, 0), (*SHARED, 1), (2, 2, 0), (2, 2, 1)]
-SECOND = [(3, 0), (3, 1), (*SHARED, 5), (*SHARED, 6)]
+# Behind the shared part the second job's prompts have another text.
+SECOND = [(3, 0), (3, 1), (*SHARED, 9, 9, 5), (*SHARED, 9, 9, 6)]
 
 
 class Jobs:
@@ -23,7 +24,7 @@ class Jobs:
 
     def __init__(self) -> None:
         self.open = OpenJobs()
-        self.equal = EqualPrefixes(self.open, self._digests)
+        self.common = CommonPrefixes(self.open, self._digests)
         self._prompts: dict[str, Prompt] = {}
 
     def _digests(self, req: Any, ends: Sequence[int]) -> list[bytes]:
@@ -33,14 +34,14 @@ class Jobs:
         job = job_of(plan_of(prompts))
         job.job_id = name
         self.open.add(job)
-        self.equal.opened(job)
+        self.common.opened(job)
         return job
 
     def arrive(self, job: JobState, number: int, prompt: Prompt) -> ScheduledRequest:
         req = Req(f"{job.job_id}-{number}")
         self._prompts[req.rid] = prompt
         request = job.add(req, number, len(prompt), 100)
-        self.equal.note(job, request)
+        self.common.note(job, request)
         return request
 
 
@@ -78,7 +79,7 @@ def test_a_prefix_that_one_job_computes_is_awaited_by_the_other(
     [node] = leader.leading
     [(job, at)] = first.elsewhere(node)
     assert job is second
-    first.uses.computed(leader, 2)
+    first.uses.computed(leader, SHORTEST)
     second.no_longer_awaits(at, first)
     assert not blocked(second, waiting)
     assert waiting.waiting
@@ -102,10 +103,10 @@ def test_a_job_with_another_tree_keeps_no_job_waiting(jobs: Jobs) -> None:
     leader, waiting = (jobs.arrive(job, 0, FIRST[0]) for job in (first, second))
     begin(first, leader)
     assert blocked(second, waiting)
-    jobs.equal.forget(first)
+    jobs.common.forget(first)
     assert not blocked(second, waiting)
     first.extend(plan_of([*FIRST, (7, 7)]), lambda request: 0)
-    jobs.equal.note_all(first)
+    jobs.common.note_all(first)
     assert leader.leading
     assert first.elsewhere(leader.leading[0]) == [(second, waiting.node)]
     # What the second computes meanwhile is its own affair.
@@ -129,11 +130,52 @@ def test_jobs_that_were_open_alone_are_noted_with_the_second(jobs: Jobs) -> None
     late = jobs.arrive(second, 3, SECOND[3])
     assert first.elsewhere(early.node) == [(second, late.node)]
     jobs.open.remove(first)
-    jobs.equal.forget(first)
+    jobs.common.forget(first)
     assert not second.elsewhere(late.node)
 
 
 def test_other_prompts_than_planned_are_not_noted(jobs: Jobs) -> None:
     first, second = jobs.add("a", FIRST), jobs.add("b", FIRST)
-    assert jobs.equal.note(first, first.add(Req("x"), 0, 99, 10)) == []
+    jobs.common.note(first, first.add(Req("x"), 0, 99, 10))
     assert not second.elsewhere(arrive(second, 1).node)
+
+
+def test_what_another_job_has_in_the_cache_goes_first(jobs: Jobs) -> None:
+    first, second = jobs.add("a", FIRST), jobs.add("b", SECOND)
+    leader = jobs.arrive(first, 0, FIRST[0])
+    requests = [jobs.arrive(second, i, prompt) for i, prompt in enumerate(SECOND)]
+    requests[2].position, requests[3].position = 8, 9
+    second.backlog.reorder(0, both_ends=False)
+    assert second.backlog.first() is requests[0]
+    [(_, at)] = first.elsewhere(leader.node)
+    second.use_now(at)
+    order = []
+    while (request := second.backlog.first()) is not None:
+        second.backlog.remove(request)
+        order.append(request.number)
+    assert order == [2, 3, 0, 1]
+
+
+def test_short_prefixes_are_left_to_each_job(jobs: Jobs) -> None:
+    prompts = [(5,) * (SHORTEST - 1) + (i,) for i in range(2)]
+    first, second = jobs.add("a", prompts), jobs.add("b", prompts)
+    for job in (first, second):
+        request = jobs.arrive(job, 0, prompts[0])
+    assert request.node
+    assert not first.elsewhere(request.node)
+
+
+def test_nodes_are_compared_where_most_of_their_tokens_are_equal() -> None:
+    assert _places(0, 63) == []
+    assert _places(0, 64) == [64]
+    assert _places(0, 600) == [576, 512, 448, 384, 320]
+    assert _places(5000, 5600) == [5568, 5504, 5440, 5376, 5312]
+    assert _places(1040, 1100) == []
+    for begin in (0, 100, 5000):
+        for end in range(begin + 256, begin + 9000, 37):
+            places = _places(begin, end)
+            assert places == sorted(places, reverse=True)
+            assert 1 <= len(places) <= 10
+            assert all((begin + end) / 2 <= place <= end for place in places)
+            longer = _places(begin, end + (end - begin) // 8)
+            assert {*places} & {*longer}

@@ -159,7 +159,7 @@ class StressScheduler(offline.OfflineScheduler):
             if not req.finished():
                 assert id(req) in known, f"{req.rid} runs and nobody counts it"
         for job in self.jobs:
-            self.check_prefixes(job.uses)
+            self.check_prefixes(job)
             self.check_work(job, requests)
         self.check_host()
 
@@ -203,7 +203,8 @@ class StressScheduler(offline.OfflineScheduler):
         assert sum(-(-each // self.page_size) for each in tokens) == len(pages)
         assert self.kv_manager.host_bytes <= offloader.pool.num_bytes
 
-    def check_prefixes(self, uses: Any) -> None:
+    def check_prefixes(self, job: Any) -> None:
+        uses = job.uses
         length, running = uses._length, uses._running
         idle = sum(int(length[n]) for n in uses.pins if running[n] == 0)
         assert uses.idle_tokens == idle, (uses.idle_tokens, idle)
@@ -212,7 +213,15 @@ class StressScheduler(offline.OfflineScheduler):
         assert (running >= 0).all()
         assert (uses._uses_left >= 0).all(), uses._uses_left
         for node, request in uses.computing.items():
-            assert request.running and node in request.leading
+            assert request.running
+            if request.work is job.done:
+                assert node in request.leading
+                continue
+            # It belongs to another job, and computes the prefix there.
+            known, _ = self.registry.known(request.req)
+            assert known is not None and known.done is request.work
+            elsewhere = [known.elsewhere(each) for each in request.leading]
+            assert (job, node) in [place for places in elsewhere for place in places]
 
     def _reqs_finishing_inflight(self, batch: Any) -> list[Any]:
         found = super()._reqs_finishing_inflight(batch)

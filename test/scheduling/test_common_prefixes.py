@@ -170,7 +170,6 @@ def test_nodes_are_compared_where_most_of_their_tokens_are_equal() -> None:
     assert _places(0, 64) == [64]
     assert _places(0, 600) == [576, 512, 448, 384, 320]
     assert _places(5000, 5600) == [5568, 5504, 5440, 5376, 5312]
-    assert _places(1040, 1100) == []
     for begin in (0, 100, 5000):
         for end in range(begin + 256, begin + 9000, 37):
             places = _places(begin, end)

@@ -16,7 +16,7 @@ from soak_service import overhead_rows
 
 from sglang_batch.demo_model import write_demo_model
 
-LINES, REPEATS = 5000, 3
+LINES, REPEATS = 5000, 7
 
 
 def measure(quick: bool) -> list[Figure]:

@@ -231,8 +231,9 @@ for name, extra in json.loads(sys.argv[1]):
     record = make_server_args(model_path=name, **args)
     try:
         record.resolve_once()
-        sleeps = resolving_view(record).sleep_on_idle
-        print("fine, sleeps when idle" if sleeps else "fine, spins when idle")
+        view = resolving_view(record)
+        how = "sleeps" if view.sleep_on_idle else "spins"
+        print(f"fine, {how} when idle, gc {view.gc_threshold}")
     except ConfigError as error:
         print(error)
     except BaseException as error:
@@ -245,7 +246,12 @@ def test_kinds_of_models(tmp_path: Path) -> None:
     stock = {"offline_batch_config": {"scheduler": "stock"}}
     runs: list[tuple[str, dict[str, Any], str]] = [
         ("plain", {}, "fine, sleeps when idle"),
-        ("plain", {"sleep_on_idle": False}, "fine, spins when idle"),
+        (
+            "plain",
+            {"sleep_on_idle": False},
+            "fine, spins when idle, gc [20000, 20, 50]",
+        ),
+        ("plain", {"gc_threshold": [700]}, "fine, sleeps when idle, gc [700]"),
         ("plain", {"offline_batch_config": {"sleep_on_idle": False}}, "fine, spins"),
         ("state-space", {}, "FalconH1ForCausalLM does not work"),
         ("sliding-window", {}, "keep KV in a separate pool"),

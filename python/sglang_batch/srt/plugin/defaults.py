@@ -25,6 +25,10 @@ from ..engine.cpu_memory import limit_cpu_memory
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
+# Python's thresholds are for programs with few objects. A job keeps thousands of requests,
+# and looking through them for cycles took a tenth of the serving process.
+GC_THRESHOLD = [20_000, 20, 50]
+
 ResolutionStep: TypeAlias = Callable[["ServerArgs"], object]
 """A step of SGLang's resolution of arguments."""
 
@@ -50,6 +54,8 @@ def _resolve(server_args: ServerArgs, previous: ResolutionStep) -> None:
     alone = not view.enable_dp_attention and view.disaggregation_mode == "null"
     if config.sleep_on_idle and alone:
         declare_resolution(server_args, "offline_batch", sleep_on_idle=True)
+    if view.gc_threshold is None:
+        declare_resolution(server_args, "offline_batch", gc_threshold=GC_THRESHOLD)
     if config.scheduler == "offline":
         mixed = view.enable_mixed_chunk or config.mixed_chunk
         if mixed is None or config.mixed_chunk is None:

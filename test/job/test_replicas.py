@@ -159,7 +159,8 @@ def test_a_replica_is_sent_few_more_requests_than_it_runs(policy: str) -> None:
             await settle()
             # What joined a step lately is not more than the replica runs.
             assert max(engine.waiting) <= sides * max(MIN_AHEAD, 2 * 5)
-            assert min(engine.waiting) >= MIN_AHEAD
+            # A plan that is being made in a thread may hold some back.
+            await engine.until(lambda: min(engine.waiting) >= MIN_AHEAD)
             engine.release(sorted(engine.running)[:3])
             await settle()
         engine.release()

@@ -63,6 +63,8 @@ class CommonPrefixes:
             for node, begin, end in zip(path, ends[1:], ends[:-1], strict=True)
             if node not in known
         ]
+        if not parts:
+            return
         places = sorted({place for _, some in parts for place in some})
         digests = dict(zip(places, self._digests(request.req, places), strict=True))
         for node, some in parts:

@@ -22,7 +22,6 @@ from .rendering import JobRenderer, Prompts
 
 logger = logging.getLogger(__name__)
 
-# With a shorter first stretch fewer tokens come from the cache (bench_doors.py stream).
 # The first stretch ends with so many requests, or with so many prompt tokens.
 FIRST_REQUESTS = 1 << 11
 FIRST_TOKENS = 1 << 20

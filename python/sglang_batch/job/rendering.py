@@ -28,7 +28,7 @@ from ..store.token_spool import RecordSpool, TokenSpool
 NO_LIMIT = 1 << 24
 # Requests rendered for the plan are kept in memory until they are sent, up to this number
 # of requests and this number of prompt tokens in all. The others are on disk.
-KEPT_REQUESTS = 1 << 12
+KEPT_REQUESTS = 1 << 13
 KEPT_TOKENS = 1 << 21
 
 Indices = Sequence[int] | NDArray[np.int64]

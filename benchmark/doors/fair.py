@@ -238,7 +238,7 @@ def end(job: JobState, accounting: KvAccounting, request: ScheduledRequest) -> N
     accounting.learn_output_len(request)
     job.work.ended(request)
     if request.leaf >= 0:
-        job.release_followers(job.uses.leave(request, offloaded=False))
+        job.leave(request, offloaded=False)
     job.forget(request)
 
 

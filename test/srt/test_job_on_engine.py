@@ -138,5 +138,5 @@ def test_two_jobs_compute_a_document_once(found: dict[str, Any]) -> None:
     in_all = both["documents"] * both["document_len"]
     assert in_all > found["capacity"]
     assert both["answers"] == 480
-    # The rest are questions and templates. Without the other job's it was 1.31 to 1.75.
+    # The rest are questions and templates.
     assert both["prompt"] - both["cached"] < 1.25 * in_all

@@ -64,6 +64,8 @@ class Backlog:
 
     def move_ahead(self, request: ScheduledRequest) -> None:
         """Let a request join before the others of its side."""
+        if request.ahead:
+            return
         request.ahead = True
         if request.waiting:
             self._push(request)

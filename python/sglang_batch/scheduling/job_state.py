@@ -66,7 +66,8 @@ class JobState:
         num_followers: requests that wait for a prefix to be computed.
         priority: among open jobs, requests of the job with the highest join first.
         joined: None if nobody wants to know.
-        elsewhere: nodes of other open jobs with the same prefix, by node: see ``common_prefixes``.
+        elsewhere: by node, those of other open jobs that begin with the same tokens, see
+            ``common_prefixes``.
     """
 
     def __init__(self, job_id: str, plan: JobPlan, page_size: int) -> None:

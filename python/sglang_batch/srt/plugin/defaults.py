@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 # Python's thresholds are for programs with few objects. A job keeps thousands of requests,
-# and looking through them for cycles took a tenth of the serving process.
+# and each search for cycles looks at all of them.
 GC_THRESHOLD = [20_000, 20, 50]
 
 ResolutionStep: TypeAlias = Callable[["ServerArgs"], object]

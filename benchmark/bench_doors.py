@@ -1,11 +1,11 @@
-"""Every door to the planner, and the engine behind them: figures beside their targets.
+"""Every door to the planner, and the engine behind them: figures and their targets.
 
     python benchmark/bench_doors.py                     all parts
     python benchmark/bench_doors.py lists stream        some of them
     python benchmark/bench_doors.py --list              what each measures
 
 Each part is a module of ``benchmark/doors``. Engines run on the CPU with the demo model,
-stock SGLang beside ours, each in a process of its own. The last line is one JSON
+stock SGLang and ours, each in a process of its own. The last line is one JSON
 document. The exit status is 1 if a target is missed.
 """
 

@@ -30,7 +30,7 @@ from sglang_batch.scheduling.open_jobs import OpenJobs
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
 
 POLICIES = ("dfs", "dual-scan", "lof", "fcfs", "prefix-groups", "auto")
-# Most time of a small job beside a large one, over its fair share.
+# Most time of a small job next to a large one, over its fair share.
 FAIR = 1.3
 SHARE = 0.05
 STEP_TOKENS = 256
@@ -247,7 +247,7 @@ def end(job: JobState, accounting: KvAccounting, request: ScheduledRequest) -> N
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A large job that runs, and a small one that is opened beside it.
+    """A large job that runs, and a small one that is opened meanwhile.
 
     limit: the target. None where the small job has to wait until running requests of the
         large one leave, since none is offloaded for a job of equal priority.

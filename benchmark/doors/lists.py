@@ -1,4 +1,4 @@
-"""``Engine.generate(list)``: cached share and seconds beside stock's policies.
+"""``Engine.generate(list)``: cached share and seconds, and those of stock's policies.
 
 Every engine gets all prompts in one call. Stock SGLang runs with each of its policies,
 ours with ``offline_batch`` and default settings. Engines of a job start together and are

@@ -1,7 +1,7 @@
 """KV in pages of 16, 32 and 64 tokens: no request is offloaded if lengths are known.
 
 Each job has prompts and answers of known lengths, several times as much as fits. Steps
-are beside those with pages of one token, where no room is lost in pages that are not full.
+are compared with those with pages of one token, where no room is lost in pages that are not full.
 """
 
 from __future__ import annotations

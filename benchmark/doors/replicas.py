@@ -125,7 +125,7 @@ SHAPES = (
     (Shape("4 replicas", 1600, 4, 20, 20, replicas=4), 3.0, 27.3),
     (Shape("4 replicas, long prefixes", 160, 40, 400, 20, replicas=4), 29.9, 76.3),
 )
-# Requests that each side is sent ahead at least, beside the setting in force.
+# Requests that each side is sent ahead at least, besides the setting in force.
 AHEAD = (2, 32, 128, 1024)
 
 

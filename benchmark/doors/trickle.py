@@ -1,4 +1,4 @@
-"""Single calls from many tasks: cached share beside stock's policies.
+"""Single calls from many tasks: cached share, and that of stock's policies.
 
 Each task sends the next prompt of the job when it has its answer, as rollout frameworks
 and evaluation harnesses do. Ours runs with ``gather_s``.

@@ -7,7 +7,7 @@ it is one copy into the buffer, and the layers are filled from there. Copies run
 stream of their own:
 
 - Saving: the next forward pass waits until the layers are gathered, since it may write to
-  the freed slots. The transfer to the host runs beside it.
+  the freed slots. The transfer to the host runs at the same time.
 - Loading: the transfer to the device runs beside the forward pass in flight, and the next
   one waits until the layers are filled.
 

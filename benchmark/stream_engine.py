@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil  # type: ignore[import-untyped]
 import throughput_probe
 
@@ -132,13 +131,13 @@ def _while_rendering(job: Progress, scratch: Path) -> dict[str, Any]:
     begin, end = job.answered[0], job.rendered[-1]
     steps = throughput_probe.read_steps(scratch / STEPS_FILE, begin)
     steps = steps[steps["start"] < end]
-    idle = steps["gap_s"] - steps["schedule_s"] - steps["result_s"]
     first_read_s = job.rendered[min(2000, len(job.rendered)) - 1]
     skipped = min(5, len(job.rss) - 1)  # before them, requests are kept in memory
     return {
         "first_answer_s": begin - first_read_s,
         "first_read_s": first_read_s,
-        "idle": float(np.maximum(idle, 0.0).sum()) / (end - begin),
+        "idle": float(steps["idle_s"].sum()) / (end - begin),
+        "receiving": float(steps["ingest_s"].sum()) / (end - begin),
         "window_s": end - begin,
         "rendered": len(job.rendered),
         "answered": len(job.answered),

@@ -25,6 +25,8 @@ STEP = np.dtype(
         ("schedule_s", np.float64),  # in get_next_batch_to_run, for this step
         ("result_s", np.float64),  # in process_batch_result, since the step before
         ("gap_s", np.float64),  # since the run_batch before ended, idle time included
+        ("idle_s", np.float64),  # part of it from finding no batch to the next look
+        ("ingest_s", np.float64),  # part of it in ingest_requests
         ("host_cpu_s", np.float64),  # the thread's processor time in the same two
         ("added_s", np.float64),  # part of it in our own code, NaN if not measured
         ("resumed", np.float64),  # 1: the process was stopped since the step before
@@ -86,7 +88,8 @@ class Probe:
         # Unbuffered: the process is killed in the end.
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115
         self._schedule_s = 0.0
-        self._result_s = 0.0
+        self._result_s = self._ingest_s = self._idle_s = 0.0
+        self._found_none = 0.0
         self._schedule_cpu_s = self._result_cpu_s = self._added_s = 0.0
         self._cpu_s = 0.0
         self._resumed = False
@@ -103,13 +106,24 @@ class Probe:
         get_next = scheduler_class.get_next_batch_to_run
         process_result = scheduler_class.process_batch_result
         run_batch = scheduler_class.run_batch
+        ingest = scheduler_class.ingest_requests
+
+        def timed_ingest(scheduler: Any) -> Any:
+            begin = time.perf_counter()
+            done = ingest(scheduler)
+            self._ingest_s += time.perf_counter() - begin
+            return done
 
         def timed_get_next(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             begin, begin_cpu = time.perf_counter(), time.process_time()
             begin_thread = time.thread_time()
+            if self._found_none:
+                self._idle_s += begin - self._found_none
             plan = get_next(scheduler, *args, **kwargs)
             self._schedule_cpu_s = time.thread_time() - begin_thread
-            self._schedule_s = time.perf_counter() - begin
+            end = time.perf_counter()
+            self._schedule_s = end - begin
+            self._found_none = 0.0 if plan.batch_to_run else end
             if plan.batch_to_run:  # an idle scheduler looks for work all the time
                 self._cpu_s += time.process_time() - begin_cpu
             return plan
@@ -133,6 +147,7 @@ class Probe:
         scheduler_class.get_next_batch_to_run = timed_get_next
         scheduler_class.process_batch_result = timed_process_result
         scheduler_class.run_batch = recorded_run_batch
+        scheduler_class.ingest_requests = timed_ingest
 
     def wrap_ours(self) -> None:
         """Time our scheduler's additions to SGLang's own methods, every other step.
@@ -186,12 +201,22 @@ class Probe:
         gap_s = begin - self._last_end
         host_cpu_s = self._schedule_cpu_s + self._result_cpu_s
         added_s = self._added_s if self._looks_at_ours else float("nan")
-        times = (self._schedule_s, self._result_s, gap_s, host_cpu_s, added_s, resumed)
+        times = (
+            self._schedule_s,
+            self._result_s,
+            gap_s,
+            self._idle_s,
+            self._ingest_s,
+            host_cpu_s,
+            added_s,
+            resumed,
+        )
         cpu_s = self._cpu_s + time.process_time() - begin_cpu
         record = np.array([(begin, end - begin, *times, cpu_s, *work)], dtype=STEP)
         self._file.write(record.tobytes())
         self._last_end = end
         self._result_s = self._result_cpu_s = self._added_s = self._cpu_s = 0.0
+        self._ingest_s = self._idle_s = 0.0
         self._looks_at_ours = self._wrapped_ours and not self._looks_at_ours
         return done
 

@@ -10,7 +10,7 @@ from bench_scheduler_time import RUNNING, Case
 from bench_scheduler_time import measure as measure_cases
 from report import Figure
 
-BACKLOG, OUTPUT_LEN, REPEATS = 100_000, 96, 3
+BACKLOG, OUTPUT_LEN, REPEATS = 100_000, 96, 1
 
 
 def measure(quick: bool) -> list[Figure]:

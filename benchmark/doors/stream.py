@@ -42,8 +42,9 @@ def measure(quick: bool) -> list[Figure]:
             100 * found["idle"],
             "%",
             ("<=", 2.0),
-            f"{found['window_s']:.0f} s, {found['rendered']} lines rendered, "
-            f"{found['answered']} answered",
+            f"no batch to run; {100 * found['receiving']:.1f} % receives requests "
+            f"and plans; {found['window_s']:.0f} s, {found['rendered']} lines "
+            f"rendered, {found['answered']} answered",
         ),
         Figure(f"{mid}: calls of prepare per line", found["prepared"], "", ("=", 1.0)),
         Figure(f"{mid}: answers that differ", found["differing"], "", ("=", 0)),

@@ -57,11 +57,19 @@ def test_a_request_holds_its_kv_for_a_step_after_its_last() -> None:
 
 
 def test_followers_wait_for_the_step_after_their_leader() -> None:
-    prompts = [(1, 1, 1, 2), (1, 1, 1, 3), (5,)]
+    prompts = [(1,) * 8 + (2,), (1,) * 8 + (3,), (5,)]
     done = run(known(make_job(prompts, [1, 1, 1], as_sglang=True)))
-    assert done.samples[1].tolist() == [5, 1]
-    assert (done.prefilled_tokens, done.cached_tokens) == (6, 3)
+    assert done.samples[1].tolist() == [10, 1]
+    assert (done.prefilled_tokens, done.cached_tokens) == (11, 8)
     assert done.admission_order.tolist() == [0, 2, 1]
+
+
+def test_nobody_waits_for_a_few_tokens() -> None:
+    prompts = [(1,) * 7 + (2,), (1,) * 7 + (3,), (5,)]
+    done = run(known(make_job(prompts, [1, 1, 1], as_sglang=True)))
+    assert done.samples[1].tolist() == [8 + 8 + 1]
+    assert (done.prefilled_tokens, done.cached_tokens) == (17, 0)
+    assert done.admission_order.tolist() == [0, 1, 2]
 
 
 def test_followers_go_on_when_their_part_of_a_long_prompt_is_there() -> None:
@@ -157,7 +165,12 @@ def test_any_job_keeps_the_laws(job: Job, by_limit: bool) -> None:
 @settings(deadline=None, max_examples=50)
 @given(jobs(capacities=st.just(10**9), dual=False))
 def test_with_room_for_all_each_prefix_is_computed_once(job: Job) -> None:
-    job = replace(job, limits=replace(job.limits, as_sglang=True))
+    # Nobody waits for less than eight tokens.
+    prompts = [
+        tuple(token for token in prompt for _ in range(8)) for prompt in job.prompts
+    ]
+    limits = replace(job.limits, as_sglang=True)
+    job = replace(job, prompts=prompts, limits=limits)
     done = run(job)
     assert done.cached_tokens == sum(job.cached_in_order)
     if job.limits.page_size == 1:

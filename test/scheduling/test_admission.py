@@ -14,6 +14,7 @@ from scheduling_engine import ToyEngine, random_job, trace_of
 from scheduling_jobs import arrive_all, job_of, plan_of, request_of
 
 from sglang_batch.planner.requests import LEFT, RIGHT
+from sglang_batch.scheduling import prefix_uses
 from sglang_batch.scheduling.admission import Choice, EngineNow, choose, put_back
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.kv_accounting import KvAccounting
@@ -369,6 +370,8 @@ def test_a_step_in_which_nothing_fits_costs_microseconds(dual: bool) -> None:
 @pytest.mark.parametrize("dual", [False, True])
 def test_no_dependence_on_hashes_or_addresses(dual: bool) -> None:
     program = f"""
+from sglang_batch.scheduling import prefix_uses
+prefix_uses.SHORTEST_AWAITED = {prefix_uses.SHORTEST_AWAITED}
 from scheduling_engine import trace_of
 print([trace_of(seed, dual={dual}) for seed in range(3)])
 """

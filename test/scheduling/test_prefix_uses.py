@@ -117,8 +117,7 @@ class Drive:
         model.running.add(leaf)
         for node in path:
             if model.depth[node] > kept and model.uses_left(node):
-                assert node not in model.computing
-                model.computing[node] = leaf
+                model.computing.setdefault(node, leaf)
         self.keep([n for n in path if model.depth[n] <= kept])
         self.let_go_of_spent(request)
 
@@ -217,11 +216,16 @@ class Drive:
 
 @pytest.mark.parametrize("dual", [False, True])
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("many", [4096, 3])
+@pytest.mark.parametrize(("many", "awaited"), [(4096, 1), (3, 1), (4096, 3)])
 def test_like_sets_and_loops(
-    page_size: int, dual: bool, many: int, monkeypatch: pytest.MonkeyPatch
+    page_size: int,
+    dual: bool,
+    many: int,
+    awaited: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prefix_uses, "_MANY", many)
+    monkeypatch.setattr(prefix_uses, "SHORTEST_AWAITED", awaited)
     for seed in range(60):
         random = Random(seed)
         drive = Drive(random, page_size, dual=dual)

@@ -23,7 +23,7 @@ from .rendering import JobRenderer, Prompts
 logger = logging.getLogger(__name__)
 
 # The first stretch ends with so many requests, or with so many prompt tokens.
-FIRST_REQUESTS = 1 << 11
+FIRST_REQUESTS = 1 << 8
 FIRST_TOKENS = 1 << 20
 
 

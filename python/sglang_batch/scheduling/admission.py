@@ -24,6 +24,7 @@ from ..planner.admission_rules.dual_scanner import (
     budgets,
     next_pace,
 )
+from ..planner.admission_rules.followers import MOST_FOLLOWERS
 from ..planner.requests import LEFT, RIGHT
 from .job_plan import StepCost
 from .job_state import JobState
@@ -34,8 +35,6 @@ from .work_left import density_of
 
 # Factor by which a step may exceed its target while no request of the right side runs.
 _RAMP = 1.5
-# Most requests that become followers in one step: a large group must not delay it.
-_MOST_FOLLOWERS = 256
 # Most requests that others pass in one step because they wait for siblings.
 _MOST_HELD = 256
 
@@ -254,7 +253,7 @@ class _Filling:
             node = job.uses.blocked_by(request.node)
             if node:
                 self._num_new_followers += 1
-                if self._num_new_followers > _MOST_FOLLOWERS:
+                if self._num_new_followers > MOST_FOLLOWERS:
                     break
                 job.follow(request, node)
             elif self._overtakes(job, request):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..planner.admission_rules.followers import SHORTEST_AWAITED
 from ..planner.requests import Int32s, Int64s
 from .job_plan import JobPlan
 from .scheduled_request import ScheduledRequest
@@ -108,13 +109,14 @@ class PrefixUses:
         return range(int(self._begin[node]), int(self._end[node]))
 
     def blocked_by(self, node: int) -> int:
-        """The node on the path that another request is computing, or 0."""
-        if self.computing:
-            while node > 0:
-                if node in self.computing:
-                    return node
-                node = int(self._parent[node])
-        return 0
+        """The deepest node on the path that another request is computing, or 0 if too
+        little is missing to wait for it."""
+        at = node if self.computing else 0
+        while at > 0 and at not in self.computing:
+            at = int(self._parent[at])
+        if at and self.depth[at] - self.kept_depth(node) < SHORTEST_AWAITED:
+            return 0
+        return at
 
     def kept_depth(self, node: int) -> int:
         """Tokens of a node's prefix that the cache holds."""

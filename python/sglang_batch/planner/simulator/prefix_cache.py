@@ -104,6 +104,14 @@ def cached_depth(cache: SimCache, node: int) -> int:
 
 
 @jit_in_place
+def kept_depth(cache: SimCache, node: int) -> int:
+    """The same without what a request still computes."""
+    while cache.nodes[node].resident == 0 or cache.nodes[node].leader != _NONE:
+        node = cache.nodes[node].parent
+    return int(cache.nodes[node].depth)
+
+
+@jit_in_place
 def _append(cache: SimCache, entry: int) -> None:
     head = len(cache.newer) - 1
     last = cache.older[head]

@@ -7,13 +7,11 @@ complete.
 
 from __future__ import annotations
 
+from ..admission_rules.followers import MOST_FOLLOWERS, SHORTEST_AWAITED
 from ..compiled import jit_in_place
 from ..requests import LEFT, RIGHT
 from .engine_state import NONE, Sim, in_pages
-from .prefix_cache import SimCache
-
-# Most followers held back in one step: a large group must not delay the step.
-MOST_FOLLOWERS = 256
+from .prefix_cache import SimCache, kept_depth
 
 
 @jit_in_place
@@ -106,6 +104,9 @@ def follows(sim: Sim, side: int, i: int) -> bool:
     while node > 0 and sim.cache.nodes[node].leader == NONE:
         node = sim.cache.nodes[node].parent
     if node <= 0:
+        return False
+    kept = kept_depth(sim.cache, sim.requests[i].node)
+    if sim.cache.nodes[node].depth - kept < SHORTEST_AWAITED:
         return False
     state.held_back += 1
     if state.held_back <= MOST_FOLLOWERS:

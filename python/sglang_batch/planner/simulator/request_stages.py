@@ -88,7 +88,7 @@ def admit(sim: Sim, i: int, side: int) -> None:
     """Allocate KV for a request, whose prompt is computed next."""
     state = sim.state[0]
     r = sim.requests[i]
-    cached = prefix.cached_depth(sim.cache, r.node)
+    cached = prefix.kept_depth(sim.cache, r.node)
     first = r.admitted == 0 and r.offloaded == 0
     prefix.lock(sim.cache, r.node, r.admitted == 0)
     _hold(sim, i, side, 1)

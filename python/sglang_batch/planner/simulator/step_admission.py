@@ -10,13 +10,14 @@ from ..admission_rules.dual_scanner import (
     next_pace,
     steady_prefill_tokens,
 )
+from ..admission_rules.followers import MOST_FOLLOWERS
 from ..compiled import jit_in_place
 from ..requests import LEFT, RIGHT
 from . import prefix_cache as prefix
 from .engine_state import NONE, Sim, in_pages
 from .event_calendar import growth, rounded_est_decode_steps
 from .prefix_cache import LOCKED
-from .request_queue import MOST_FOLLOWERS, candidate, follows, take
+from .request_queue import candidate, follows, take
 from .request_stages import admit, decode_kv, kv_in_use
 
 # A request that did not fit is tried again when a request has ended, or after this many
@@ -54,7 +55,7 @@ def _overtakes(sim: Sim, i: int) -> bool:
     node = sim.requests[i].node
     if (
         claimed == 0
-        or prefix.cached_depth(sim.cache, node) == sim.cache.nodes[node].depth
+        or prefix.kept_depth(sim.cache, node) == sim.cache.nodes[node].depth
     ):
         return False
     return not fits(sim, i, claimed)

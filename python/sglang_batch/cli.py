@@ -128,6 +128,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
             max_inflight=options.max_inflight,
             skip_invalid=options.skip_invalid,
             server_argv=rest,
+            backend=options.backend,
         )
     )
 

@@ -19,7 +19,7 @@ def quick_run(script: str, *arguments: str) -> dict[str, Any]:
         [sys.executable, str(BENCHMARKS / script), *arguments, "--quick"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -28,7 +28,7 @@ def quick_run(script: str, *arguments: str) -> dict[str, Any]:
     return document
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(330)
 def test_the_planners_figures() -> None:
     document = quick_run("bench_planner.py")
     assert document["missed"] == []
@@ -45,7 +45,7 @@ def test_the_planners_figures() -> None:
     assert {"tree", "densities", "split", "sort"} <= stages
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(330)
 def test_the_orders() -> None:
     document = quick_run("bench_order.py")
     assert all(figure["met"] for figure in document["figures"])
@@ -53,7 +53,7 @@ def test_the_orders() -> None:
     assert len(traces["rows"]) == 4 * 3
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(330)
 def test_jobs_that_share_an_engine() -> None:
     document = quick_run("bench_doors.py", "fair")
     assert document["missed"] == []

@@ -17,6 +17,7 @@ SCRIPTS = {
     "message_batches.py": (True, "succeeded=3"),
     "programs.py": (True, "What is a page of KV? "),
     "engine.py": (False, "2 of 3 programs"),
+    "other_model.py": (False, "question-2: "),
     "plan_file.py": (False, "order: dfs"),
     "run_file.py": (False, "question-2: "),
     "run_table.py": (False, "c: "),

@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..config import OfflineBatchConfig
@@ -20,6 +21,14 @@ from ..errors import EngineError, ExitStatus, SGLangBatchError
 from ..inputs.job_input import JobInput
 from ..inputs.staging import Staging
 from . import run_options
+from .backend_options import (
+    BACKENDS,
+    StartEngine,
+    check_backend_arguments,
+    chosen_backend,
+    transformers_engine,
+    transformers_options,
+)
 from .checked_input import checked_again, checked_requests
 from .engine_log import EngineLog
 from .job_directory import JobDirectory
@@ -33,7 +42,8 @@ from .summary import Summary
 class RunOptions:
     """The options of ``sglang-batch run``.
 
-    server_argv: the options that are SGLang's.
+    server_argv: the options that are the engine's.
+    backend: one of :data:`.backend_options.BACKENDS`.
     """
 
     job_input: JobInput
@@ -43,6 +53,7 @@ class RunOptions:
     max_inflight: int | None
     skip_invalid: bool
     server_argv: list[str]
+    backend: str = BACKENDS[0]
 
 
 def run(options: RunOptions) -> int:
@@ -55,11 +66,9 @@ def run(options: RunOptions) -> int:
         EngineError: the engine failed.
     """
     signal.signal(signal.SIGTERM, _interrupt)
-    from ..srt.compat.command_line import check_arguments
-
     options.job_input.check()
     options.outputs.check(options.job_input)
-    known = check_arguments(options.server_argv)
+    known = check_backend_arguments(options.backend, options.server_argv)
     with JobDirectory(options.outputs) as directory:
         staging = Staging(directory.path)
         earlier = None
@@ -102,7 +111,9 @@ def _run_input(
         display = Display(engine_log.terminal)
         try:
             with display.showing(elapsed("Loading SGLang")):
-                settings = _settings(options)
+                settings, note = _settings(options)
+            if note:
+                display.say(note)
             model = _model_name(settings.server_args)
             requests = checked_again(
                 requests, local, named=named, model=model,
@@ -113,8 +124,9 @@ def _run_input(
             )
             with requests.closing():
                 summary = job.run(
-                    settings.server_args, model=settings.model,
-                    served_model=settings.served_model, overwrite=options.overwrite,
+                    settings.start, memory_note=settings.memory_note,
+                    model=settings.model, served_model=settings.served_model,
+                    overwrite=options.overwrite,
                 )  # fmt: skip
         except (SGLangBatchError, KeyboardInterrupt):
             raise
@@ -142,31 +154,51 @@ def _finished(options: RunOptions, directory: JobDirectory) -> int:
 class _Settings:
     """SGLang's arguments, our settings, and the model before SGLang resolves it.
 
+    memory_note: the size of SGLang's KV cache where it is our default, else empty.
+    start: loads the model in the chosen engine.
     model, served_model: its path or name, and its name in requests.
     """
 
     server_args: Any
+    memory_note: str
+    start: StartEngine
     config: OfflineBatchConfig
     model: str
     served_model: str
 
 
-def _settings(options: RunOptions) -> _Settings:
-    """The settings of a run: named options override the JSON ones."""
+def _settings(options: RunOptions) -> tuple[_Settings, str]:
+    """The settings of a run, and which engine ``--backend auto`` chose and why.
+
+    Named options override the JSON ones.
+    """
     from ..srt.engine import in_process
     from ..srt.plugin import engine_death
 
-    argv = options.server_argv
-    if not any(argument.split("=")[0] == "--log-level" for argument in argv):
-        argv = [*argv, "--log-level=info"]
-    server_args = in_process.parse_server_args(argv)
+    backend, argv, note = options.backend, options.server_argv, ""
+    if backend == "auto":
+        backend, reason = chosen_backend(argv)
+        note = f"--backend {backend}: {reason}."
+    if backend == "transformers":
+        server_args, start = transformers_engine(argv)
+    else:
+        if not any(argument.split("=")[0] == "--log-level" for argument in argv):
+            argv = [*argv, "--log-level=info"]
+        server_args = in_process.parse_server_args(argv)
+        start = partial(in_process.engine, server_args)
     # Resolving may replace the names by the path of a downloaded file.
     model, served_model = server_args.model_path, in_process.model_name(server_args)
-    in_process.resolve(server_args, engine_death.tell)
+    memory_note = ""
+    if backend == "transformers":
+        model = transformers_options(argv).model_path
+    else:
+        in_process.resolve(server_args, engine_death.tell)
+        memory_note = in_process.memory_note(server_args)
     named = {"policy": options.policy, "max_inflight": options.max_inflight}
     given: dict[str, Any] = {k: v for k, v in named.items() if v is not None}
     config = dataclasses.replace(server_args.offline_config, **given)
-    return _Settings(server_args, config, model, served_model)
+    settings = _Settings(server_args, memory_note, start, config, model, served_model)
+    return settings, note
 
 
 def _model_name(server_args: Any) -> str:

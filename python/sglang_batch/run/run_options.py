@@ -11,6 +11,7 @@ from ..batch_api.protocol import ENDPOINTS
 from ..errors import ConfigError
 from ..option_types import count
 from ..policies import POLICIES, POLICY_HELP
+from .backend_options import BACKENDS
 
 if TYPE_CHECKING:
     from ..inputs.job_input import JobInput
@@ -23,6 +24,13 @@ table. The same command resumes a job that was interrupted.
 _EPILOG = """\
 Every other option is passed to SGLang unchanged, such as --model-path, which is required,
 --tp and --served-model-name: see `sglang serve --help`.
+
+transformers:
+  With --backend transformers, these options alone are known: --model-path,
+  --tokenizer-path, --served-model-name, --trust-remote-code, --revision, --dtype,
+  --device, --context-length, --chat-template, --max-running-requests,
+  --max-total-tokens, --attn-implementation, --random-seed, --tool-call-parser,
+  --reasoning-parser.
 
 inputs:
   FILE                   JSON lines, plain, gzip or zstd. With --template also Parquet,
@@ -83,6 +91,11 @@ def add_run(commands: Any, run: Callable[..., int]) -> None:
     parser.add_argument(
         "--max-inflight", type=count, metavar="N",
         help="most requests in the engine at a time (default: chosen by the engine)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--backend", choices=BACKENDS, default=BACKENDS[0],
+        help="engine: sglang (default), transformers for models that SGLang cannot run, "
+        "such as BLOOM and Falcon, or auto, which prefers SGLang",
     )  # fmt: skip
     parser.add_argument(
         "--dry-run", action="store_true",
@@ -203,8 +216,12 @@ def plan_options(
     """The options of ``plan`` for ``run --dry-run``, and those left for SGLang.
 
     Raises:
-        ConfigError: no model is given.
+        ConfigError: no model is given, or an engine that cannot be predicted.
     """
+    if options.backend == "transformers":
+        raise ConfigError(
+            "--dry-run predicts SGLang alone, not --backend transformers."
+        )
     policy = [] if options.policy is None else ["--policy", options.policy]
     planned, rest = parser.parse_known_args(["plan", *policy, *rest])
     if planned.model_path is None:

@@ -20,6 +20,7 @@ from ..job.job import Job
 from ..job.planner_compiler import compile_planner
 from ..request import BatchRequestInput, RequestOutput, Usage
 from ..store.result_log import ResultLog
+from .backend_options import StartEngine
 from .engine_log import EngineLog
 from .job_directory import JobDirectory, JobRecord
 from .outputs import Outputs
@@ -54,11 +55,19 @@ class RunningJob:
         self._signals = StopSignals()
 
     def run(
-        self, server_args: Any, *, model: str, served_model: str, overwrite: bool
+        self,
+        start: StartEngine,
+        *,
+        memory_note: str,
+        model: str,
+        served_model: str,
+        overwrite: bool,
     ) -> Summary | None:
         """Load the model, run the requests, and write the output.
 
         Args:
+            start: loads the model in its engine.
+            memory_note: told instead of the engine's KV capacity, unless empty.
             model: path or name of the model, as the user gave it.
             served_model: its name in requests.
             overwrite: discard an earlier job with this output.
@@ -87,18 +96,18 @@ class RunningJob:
         )
         _answer_invalid(log, self._local, requests, self._job_id)
         if len(log.unfinished()):
-            summary = self._run_unfinished(server_args)
+            summary = self._run_unfinished(start, memory_note)
         else:
             summary = Summary.of_log(log, self._before, seconds=0.0)
         if summary is not None:
             self._directory.finish(summary)
         return summary
 
-    def _run_unfinished(self, server_args: Any) -> Summary | None:
+    def _run_unfinished(self, start: StartEngine, memory_note: str) -> Summary | None:
         try:
             compiling = threading.Thread(target=self._compile, daemon=True)
             compiling.start()
-            return self._run(server_args, compiling)
+            return self._run(start, memory_note, compiling)
         except SGLangBatchError:
             raise
         except Exception as error:
@@ -107,22 +116,26 @@ class RunningJob:
                 raise
             raise self._failure(error) from error
 
-    def _run(self, server_args: Any, compiling: threading.Thread) -> Summary | None:
-        from ..srt.engine import in_process
+    def _run(
+        self, start: StartEngine, memory_note: str, compiling: threading.Thread
+    ) -> Summary | None:
         from ..srt.plugin import engine_death
 
         engine_death.listen(self._died)
         with ExitStack() as stack:
             with self._display.showing(self._starting):
-                engine, loop = stack.enter_context(in_process.engine(server_args))
+                engine, loop = stack.enter_context(start())
                 loop.run_until_complete(engine.connect())
             self._started = True
             capacity = f"{engine.machine.limits.kv_capacity_tokens:,} tokens of KV"
             self._display.say(
                 f"Engine ready after {time.monotonic() - self._begun:.0f} s: "
-                f"{in_process.memory_note(server_args) or capacity}."
+                f"{memory_note or capacity}."
             )
-            return loop.run_until_complete(self._run_requests(engine, compiling))
+            summary: Summary | None = loop.run_until_complete(
+                self._run_requests(engine, compiling)
+            )
+            return summary
 
     async def _run_requests(
         self, engine: Any, compiling: threading.Thread

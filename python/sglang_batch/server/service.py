@@ -265,7 +265,7 @@ class BatchService:
         because their client waits for the answers.
 
         Args:
-            priority: beside batches and others of these.
+            priority: against batches and others of these.
         """
         answers: asyncio.Queue[tuple[BatchRequestInput, RequestOutput] | None] = (
             asyncio.Queue()

@@ -1,0 +1,452 @@
+"""The decode loop: rows join when there is room, decode together, and leave one by one.
+
+No query waits for the slowest of its batch (Baton, section 4). Prompts are computed apart
+from decode (4.2). Rows of lower priority, and those that no longer fit, go to host memory
+and come back (4.3).
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..scheduling.dense_rows import Admission
+from .grammar import Grammars
+from .model import LoadedModel
+from .prefill import Prefilled
+from .query import LoopCounts, Query
+from .row_request import DenseAnswer, DenseRequest, OnAnswer, TokenLogprobs
+from .rows import Rows
+from .sampling import Chosen, RowSampler, choose, drawn_seed, prompt_logprobs
+from .settings import DenseSettings
+from .stopping import Ending, RowStopping, ending_ids
+
+logger = logging.getLogger(__name__)
+
+_NO_LIMIT = 1 << 60
+# Fewest waiting requests that admission looks at.
+_WINDOW = 64
+# Prompts that are computed together, if so many wait: at least these, or half of the rows.
+_LEAST_PREFILLED = 4
+# Steps after which a batch that ran out of memory may have a row more.
+_GROW_EVERY = 64
+
+
+class DecodeLoop:
+    """Runs requests on the rows of one model. All calls come from one thread.
+
+    Args:
+        tokenizer: of transformers, for stop strings and grammars. May be None without.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        rows: Rows,
+        settings: DenseSettings,
+        on_answer: OnAnswer,
+        tokenizer: Any = None,
+    ) -> None:
+        self._model = model
+        self._rows = rows
+        self._settings = settings
+        self._on_answer = on_answer
+        self._tokenizer = tokenizer
+        self._grammars: Grammars | None = None
+        self._waiting: list[Query] = []
+        self._running: list[Query] = []
+        limit = settings.max_cells
+        self._admission = Admission(
+            settings.max_rows, _NO_LIMIT if limit is None else limit
+        )
+        self._num_added = 0
+        self._host_cells = 0
+        self._computes_ahead = True
+        # Whether something has changed since admission was asked last.
+        self._changed = False
+        self.counts = LoopCounts()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is open."""
+        return bool(self._waiting or self._running)
+
+    def running(self) -> list[str]:
+        """Ids of the requests that decode."""
+        return [query.request.rid for query in self._running]
+
+    def limit_cells(self, max_cells: int) -> None:
+        """Change the limit on KV cells. Rows that do not fit leave before the next step."""
+        self._admission.max_cells = max_cells
+        self._changed = True
+
+    def add(self, request: DenseRequest) -> None:
+        """Open a request. One that cannot run is answered with an error at once."""
+        try:
+            query = self._query(request)
+        except ValueError as error:
+            self._on_answer(request, DenseAnswer((), "abort", error=str(error)))
+            return
+        insort(self._waiting, query, key=lambda each: each.order)
+        self._changed = True
+
+    def abort(self, rid: str, error: str = "The request was aborted.") -> None:
+        """End a request. An unknown one is ignored."""
+        for query in self._waiting:
+            if query.request.rid == rid:
+                self._waiting.remove(query)
+                self._forget_kv(query)
+                self._fail(query, error)
+                return
+        for row, query in enumerate(self._running):
+            if query.request.rid == rid:
+                with torch.inference_mode():
+                    self._leave(row)
+                self._fail(query, error)
+                return
+
+    def step(self) -> None:
+        """Let rows leave and join, and decode one token of each row."""
+        with torch.inference_mode():
+            self._step()
+
+    def _step(self) -> None:
+        if self._changed or self._over_limit():
+            self._changed = False
+            self._admit()
+        if not self._running:
+            self._rows.forget()
+            return
+        logits = self._decode()
+        if logits is None:
+            self._halve()
+            return
+        self.counts.steps += 1
+        self.counts.decoded_rows += len(self._running)
+        cells = self._rows.allocated_cells
+        self.counts.peak_cells = max(self.counts.peak_cells, cells)
+        self._take_tokens(logits)
+        if self.counts.steps % _GROW_EVERY == 0:
+            self._grow()
+
+    def _decode(self) -> torch.Tensor | None:
+        """Logits of the next tokens, None if there is too little memory.
+
+        Memory is freed only after this returns: until then the error holds the tensors
+        of the step.
+        """
+        try:
+            return self._rows.decode([query.tokens[-1] for query in self._running])
+        except torch.OutOfMemoryError:
+            return None
+
+    # Who runs ---------------------------------------------------------------------------
+
+    def _over_limit(self) -> bool:
+        count = len(self._running)
+        width = max(self._rows.lengths, default=0) + 1
+        return count * width > self._admission.max_cells
+
+    def _admit(self) -> None:
+        size = max(_WINDOW, 2 * self._admission.max_rows)
+        window = self._waiting[:size]
+        changes = self._admission.changes(
+            [query.row() for query in self._running], [query.row() for query in window]
+        )
+        joining = [window[place] for place in changes.joining]
+        too_long = [window[place] for place in changes.too_long]
+        gone = {*changes.joining, *changes.too_long}
+        self._waiting[:size] = [
+            query for place, query in enumerate(window) if place not in gone
+        ]
+        for row in sorted(changes.leaving, reverse=True):
+            self._preempt(row)
+        for query in too_long:
+            self._forget_kv(query)
+            limit = self._admission.max_cells
+            self._fail(
+                query,
+                f"{query.length + 1} tokens do not fit into the {limit} cells of KV; "
+                "raise --max-total-tokens.",
+            )
+        if joining:
+            # Prefixes are shared by neighbours in the plan's order.
+            self._join(sorted(joining, key=lambda query: query.order))
+
+    def _join(self, joining: Sequence[Query]) -> None:
+        ready = [query for query in joining if query.kv is not None]
+        new = [query for query in joining if query.kv is None]
+        ahead = self._taken_ahead(len(new))
+        following = self._waiting[0].request if self._waiting else None
+        kvs = [query.kv for query in ready]
+        joined = list(ready)
+        by_id = {query.request.rid: query for query in (*new, *ahead)}
+        waits = {query.request.rid for query in ahead}
+        requests = [_with_answer(query) for query in (*new, *ahead)]
+        try:
+            for found in self._rows.prefill(requests, following):
+                rid = found.request.rid
+                query = by_id.pop(rid)
+                goes_on = self._begin(query, found)
+                if goes_on and rid in waits:
+                    self._keep_kv(query, found.kv)
+                    insort(self._waiting, query, key=lambda each: each.order)
+                elif goes_on:
+                    kvs.append(found.kv)
+                    joined.append(query)
+            self._rows.join(kvs)
+            short = False
+        except torch.OutOfMemoryError:
+            short = True  # the error holds tensors until here
+        if short:
+            del kvs
+            self._out_of_memory([*joined, *by_id.values()], alone=not ahead)
+            return
+        for query in ready:
+            self._forget_kv(query)
+        self._running += joined
+
+    def _taken_ahead(self, num_new: int) -> list[Query]:
+        """Take waiting requests whose prompts are computed with those of ``num_new``.
+
+        One prompt alone costs nearly what several do. They join later (4.2).
+        """
+        if not (num_new and self._computes_ahead):
+            return []
+        room = self._settings.host_cells - self._host_cells
+        most = max(_LEAST_PREFILLED, self._admission.max_rows // 2) - num_new
+        found: list[Query] = []
+        for query in self._waiting[: max(0, most)]:
+            wanted = query.request.logprobs
+            room -= query.length
+            if query.tokens or room < 0:
+                break
+            if wanted is not None and wanted.prompt_from is not None:
+                break  # it would be computed alone
+            found.append(query)
+        del self._waiting[: len(found)]
+        return found
+
+    def _out_of_memory(self, joining: Sequence[Query], *, alone: bool) -> None:
+        """Rows could not join: try again with half as many, or fail the only one.
+
+        Args:
+            alone: no prompts were computed ahead. Otherwise do without that first.
+        """
+        self._rows.forget()
+        self._computes_ahead = False
+        if alone and not self._running and len(joining) == 1:
+            self._forget_kv(joining[0])
+            self._fail(joining[0], "The prompt does not fit into memory.")
+            return
+        if alone:
+            self._admission.max_rows = max(1, len(self._running) + len(joining) // 2)
+            logger.warning(
+                "Out of memory with %d rows and %d that join: at most %d from now on.",
+                len(self._running), len(joining), self._admission.max_rows,
+            )  # fmt: skip
+        for query in joining:
+            if query.tokens and query.kv is None:
+                self.counts.recomputed_tokens += query.length
+            insort(self._waiting, query, key=lambda each: each.order)
+        self._changed = True
+
+    def _halve(self) -> None:
+        """A step ran out of memory: half of the rows go to the host."""
+        if len(self._running) == 1:
+            query = self._running[0]
+            self._leave(0)
+            self._fail(query, "Its KV does not fit into memory.")
+            return
+        self._admission.max_rows = max(1, len(self._running) // 2)
+        for row in range(len(self._running) - 1, self._admission.max_rows - 1, -1):
+            self._preempt(row)
+
+    def _grow(self) -> None:
+        """Allow a row more again, after memory was short (4.3, batch size scaling)."""
+        self._computes_ahead = True
+        if self._admission.max_rows < self._settings.max_rows:
+            self._admission.max_rows += 1
+            self._changed = True
+
+    def _preempt(self, row: int) -> None:
+        """Move a row to the host, or drop its KV where the host is full."""
+        query = self._running[row]
+        fits = self._host_cells + query.length <= self._settings.host_cells
+        # The prompt of an encoder-decoder cannot go on with its answer.
+        if fits or self._model.is_encoder_decoder:
+            self._keep_kv(query, self._rows.take(row))
+        else:
+            self.counts.recomputed_tokens += query.length
+        self._leave(row)
+        self.counts.preempted += 1
+        insort(self._waiting, query, key=lambda each: each.order)
+
+    def _leave(self, row: int, *, wipe: bool = False) -> None:
+        self._rows.leave(row, wipe=wipe)
+        self._running[row] = self._running[-1]
+        self._running.pop()
+        self._changed = True
+
+    def _keep_kv(self, query: Query, kv: Any) -> None:
+        query.kv = kv
+        self._host_cells += query.length
+
+    def _forget_kv(self, query: Query) -> None:
+        if query.kv is not None:
+            query.kv = None
+            self._host_cells -= query.length
+
+    # Tokens -----------------------------------------------------------------------------
+
+    def _query(self, request: DenseRequest) -> Query:
+        """Raises ValueError if it cannot run."""
+        length, most = len(request.input_ids), self._model.context_len
+        if not length:
+            raise ValueError("The prompt has no tokens.")
+        if length >= most:
+            raise ValueError(
+                f"The prompt has {length} tokens, and the model's context {most}; "
+                "shorten it."
+            )
+        self._check_tokens(request)
+        stopping, sampling = request.stopping, request.sampling
+        if self._tokenizer is None and (stopping.strings or stopping.regexes):
+            raise ValueError("Stop strings and regexes need the model's tokenizer.")
+        grammar = None
+        if sampling.grammar is not None:
+            grammar = self._known_grammars().row(*sampling.grammar)
+        number, self._num_added = self._num_added, self._num_added + 1
+        ends = self._model.eos_token_ids
+        return Query(
+            request,
+            number,
+            RowSampler(
+                sampling,
+                vocab_size=self._model.vocab_size,
+                seed=drawn_seed(self._settings.seed, number),
+                ending_ids=ending_ids(stopping, ends),
+                min_new_tokens=stopping.min_new_tokens,
+            ),
+            RowStopping(stopping, eos_ids=ends, tokenizer=self._tokenizer),
+            grammar,
+            [],
+            [],
+        )
+
+    def _check_tokens(self, request: DenseRequest) -> None:
+        """Raises ValueError for tokens that the model does not have."""
+        logprobs, size = request.logprobs, self._model.vocab_size
+        asked = () if logprobs is None else logprobs.token_ids
+        for name, tokens in (("prompt", request.input_ids), ("logprobs", asked)):
+            for token in (min(tokens, default=0), max(tokens, default=0)):
+                if not 0 <= token < size:
+                    raise ValueError(
+                        f"The {name} has token {token}; give ids from 0 to {size - 1}."
+                    )
+
+    def _known_grammars(self) -> Grammars:
+        if self._grammars is None:
+            if self._tokenizer is None:
+                raise ValueError("A grammar needs the model's tokenizer.")
+            self._grammars = Grammars(
+                self._tokenizer,
+                vocab_size=self._model.vocab_size,
+                eos_ids=self._model.eos_token_ids,
+            )
+        return self._grammars
+
+    def _begin(self, query: Query, found: Prefilled) -> bool:
+        """Take the first token after a prompt. Whether the row goes on.
+
+        After a row whose KV was dropped, the prompt ends with what it has answered.
+        """
+        if query.tokens:
+            return True  # its last token was chosen before
+        query.cached_tokens = found.cached_tokens
+        wanted = query.request.logprobs
+        if found.prompt_logits is not None and wanted is not None:
+            start = wanted.prompt_from or 0
+            tokens = query.request.input_ids[start:]
+            if len(found.prompt_logits) != len(tokens):
+                self._fail(query, "The model gives no log probabilities of a prompt.")
+                return False
+            if tokens:
+                query.prompt_logprobs = [
+                    TokenLogprobs(tokens[0], None),
+                    *prompt_logprobs(found.prompt_logits[:-1], tokens[1:], wanted),
+                ]
+        chosen = self._choose(found.logits[None], [query])
+        return not self._take(query, chosen, 0)
+
+    def _take_tokens(self, logits: torch.Tensor) -> None:
+        queries = list(self._running)
+        chosen = self._choose(logits, queries)
+        ended = [self._take(query, chosen, at) for at, query in enumerate(queries)]
+        for row in range(len(queries) - 1, -1, -1):
+            if ended[row]:
+                self._leave(row, wipe=row in chosen.failed)
+
+    def _choose(self, logits: torch.Tensor, queries: Sequence[Query]) -> Chosen:
+        grammars = [query.grammar for query in queries]
+        mask = None
+        if any(grammars):
+            mask = self._known_grammars().fill(grammars)
+        return choose(
+            logits,
+            [query.sampler for query in queries],
+            mask=mask,
+            wanted=[query.request.logprobs for query in queries],
+        )
+
+    def _take(self, query: Query, chosen: Chosen, at: int) -> bool:
+        """Add a row's token to its answer. Whether the row has ended."""
+        if (error := chosen.failed.get(at)) is not None:
+            self._fail(query, error)
+            return True
+        token = chosen.tokens[at]
+        query.tokens.append(token)
+        query.sampler.append(token)
+        if (logprobs := chosen.logprobs[at]) is not None:
+            query.logprobs.append(logprobs)
+        ended_grammar = False
+        if query.grammar is not None:
+            query.grammar.accept(token)
+            ended_grammar = query.grammar.terminated
+        ending = query.stopping.append(token, grammar_ended=ended_grammar)
+        if ending is None and query.length + 1 >= self._model.context_len:
+            ending = Ending("length")
+        if ending is None:
+            return False
+        self._answer(query, ending.reason, ending.matched)
+        return True
+
+    def _fail(self, query: Query, error: str) -> None:
+        self._answer(query, "abort", error=error)
+
+    def _answer(
+        self,
+        query: Query,
+        reason: str,
+        matched: int | str | None = None,
+        error: str | None = None,
+    ) -> None:
+        self._changed = True
+        answer = DenseAnswer(
+            query.tokens, reason, matched, error, query.cached_tokens,
+            query.logprobs, query.prompt_logprobs,
+        )  # fmt: skip
+        self._on_answer(query.request, answer)
+
+
+def _with_answer(query: Query) -> DenseRequest:
+    """A request whose prompt ends with what was answered before its KV was dropped."""
+    if not query.tokens:
+        return query.request
+    ids = [*query.request.input_ids, *query.tokens[:-1]]
+    return replace(query.request, input_ids=ids, logprobs=None)

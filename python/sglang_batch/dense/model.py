@@ -1,0 +1,193 @@
+"""A transformers model as the dense engine calls it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
+from transformers.cache_utils import Cache
+
+from ..errors import ConfigError
+from . import attention
+
+# Where configurations keep the longest sequence.
+_CONTEXT_FIELDS = (
+    *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
+    *("seq_length", "max_sequence_length", "max_length_tokens", "context_length"),
+)
+# Positions are relative or there is no limit in the configuration.
+DEFAULT_CONTEXT = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model, and what of it the engine needs.
+
+    model: in evaluation mode.
+    parameters: the names that its ``forward`` takes.
+    context_len: most tokens of a prompt and its answer.
+    eos_token_ids: tokens that end an answer.
+    decoder_start: of an encoder-decoder, the decoder's first token: the prompt is the
+        encoder's. None for others.
+    """
+
+    model: PreTrainedModel
+    parameters: frozenset[str]
+    context_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    decoder_start: int | None
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether prompts are the encoder's."""
+        return self.decoder_start is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        device: torch.device = self.model.device
+        return device
+
+    def logits(
+        self,
+        input_ids: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Cache,
+        last: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """One forward pass of tokens behind those in a cache.
+
+        Args:
+            input_ids, positions: ``[rows, tokens]``, int64.
+            mask: ``[rows, tokens in the cache and new ones]``, int64, 1 for real tokens.
+            last: the token of each row whose logits are wanted. None for all tokens.
+
+        Returns:
+            float32 ``[rows, vocab]``, or ``[rows, tokens, vocab]`` if ``last`` is None.
+        """
+        inputs: dict[str, Any] = {
+            "input_ids": input_ids,
+            "attention_mask": mask,
+            "position_ids": positions,
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        wanted = None
+        if last is not None and "logits_to_keep" in self.parameters:
+            wanted = sorted(set(last))
+            inputs["logits_to_keep"] = torch.tensor(wanted, device=input_ids.device)
+        inputs = {
+            name: value for name, value in inputs.items() if name in self.parameters
+        }
+        logits = self.model(**inputs).logits
+        if last is not None:
+            places = last if wanted is None else [wanted.index(token) for token in last]
+            logits = logits[torch.arange(len(places)), places]
+        return logits.float()
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    attention_kind: str | None = None,
+    context_len: int | None = None,
+) -> LoadedModel:
+    """Load a model by transformers.
+
+    Args:
+        path: a directory, or a name on the Hugging Face hub.
+        dtype: ``auto`` for that of the checkpoint, or a name such as ``float32``.
+        device: of torch. None: the accelerator if there is one.
+        attention_kind: ``eager``, ``sdpa`` or another of transformers. None: ours where
+            the model takes it.
+        context_len: most tokens of a prompt and its answer, instead of the model's.
+
+    Raises:
+        ConfigError: the model cannot be loaded.
+    """
+    given = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(path, **given)
+        kind: Any = AutoModelForCausalLM
+        if config.is_encoder_decoder:
+            kind = AutoModelForSeq2SeqLM
+        model = kind.from_pretrained(path, config=config, dtype=dtype, **given)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(
+            f"--model-path {path} cannot be loaded by transformers: {error}"
+        ) from error
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return wrap(model.to(device), attention_kind, context_len)
+
+
+def wrap(
+    model: PreTrainedModel,
+    attention_kind: str | None = None,
+    context_len: int | None = None,
+) -> LoadedModel:
+    """A model that is already loaded, for the engine.
+
+    Raises:
+        ConfigError: it knows no such attention.
+    """
+    model.eval()
+    _set_attention(model, attention_kind)
+    config = model.config.get_text_config()
+    ends = model.generation_config.eos_token_id
+    ends = config.eos_token_id if ends is None else ends
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
+    return LoadedModel(
+        model,
+        frozenset(inspect.signature(model.forward).parameters),
+        context_len or _context_len(config),
+        int(config.vocab_size),
+        frozenset(ends),
+        _decoder_start(model) if config.is_encoder_decoder else None,
+    )
+
+
+def _set_attention(model: PreTrainedModel, kind: str | None) -> None:
+    if kind is not None:
+        try:
+            model.set_attn_implementation(kind)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"--attn-implementation {kind}: {error}") from error
+    elif (
+        model.config._attn_implementation == "sdpa"
+        and model._supports_attention_backend
+    ):
+        attention.register()
+        model.set_attn_implementation(attention.NAME)
+
+
+def _decoder_start(model: PreTrainedModel) -> int:
+    for config in (model.generation_config, model.config):
+        for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
+            found = getattr(config, name, None)
+            if found is not None:
+                return int(found)
+    return 0
+
+
+def _context_len(config: Any) -> int:
+    for name in _CONTEXT_FIELDS:
+        found = getattr(config, name, None)
+        if isinstance(found, int) and found > 0:
+            return found
+    return DEFAULT_CONTEXT

@@ -1,0 +1,90 @@
+"""Whether rows of a model can share a batch, tried when it is loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import ConfigError
+from .model import LoadedModel
+from .row_request import DenseRequest, Stopping
+from .rows import Rows, SeparateRows, SlabRows
+from .settings import DenseSettings
+
+logger = logging.getLogger(__name__)
+
+# Prompts of two lengths, and the tokens that each decodes. They share a prefix of more
+# tokens than this.
+_LENGTHS, _STEPS, _SHARED = (11, 4), 4, 3
+# How far logits may differ, as a share of the largest.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+_LOW_PRECISION = 5e-2
+
+
+def rows_for(model: LoadedModel, settings: DenseSettings) -> tuple[Rows, str]:
+    """The rows that a model can have.
+
+    Two rows of different lengths in one slab must have the logits of rows that run alone
+    with the model's own cache.
+
+    Returns:
+        The rows, and why they are separate, which is empty if they are not.
+
+    Raises:
+        ConfigError: the model cannot run at all.
+    """
+    try:
+        with torch.inference_mode():
+            alone = _logits(SeparateRows(model), model)
+    except Exception as error:
+        raise ConfigError(
+            f"{type(model.model).__name__} cannot run with the transformers backend: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    reason = _difference(model, settings, alone)
+    if not reason:
+        return SlabRows(model, settings.prefill_tokens, settings.shortest_shared), ""
+    logger.warning("Rows run one at a time: %s.", reason)
+    return SeparateRows(model), reason
+
+
+def _difference(
+    model: LoadedModel, settings: DenseSettings, alone: Sequence[torch.Tensor]
+) -> str:
+    """Why rows cannot share a slab, empty if they can."""
+    if model.is_encoder_decoder:
+        return "it is an encoder-decoder"
+    if "past_key_values" not in model.parameters:
+        return "it has no KV cache of transformers"
+    shortest = min(_SHARED, settings.shortest_shared)
+    shared = SlabRows(model, settings.prefill_tokens, shortest)
+    try:
+        with torch.inference_mode():
+            together = _logits(shared, model)
+    except Exception as error:
+        return f"its cache has another form ({type(error).__name__}: {error})"
+    allowed = _TOLERANCE.get(model.model.dtype, _LOW_PRECISION)
+    for one, other in zip(alone, together, strict=True):
+        scale = max(1e-6, float(one.abs().max()))
+        if not float((one - other).abs().max()) <= allowed * scale:
+            return "its logits depend on the row's place in a batch"
+    return ""
+
+
+def _logits(rows: Rows, model: LoadedModel) -> list[torch.Tensor]:
+    """The logits of each step, ``[2, vocab]``. All rows decode the same tokens."""
+    ids = [3 + 7 * place % (model.vocab_size - 3) for place in range(max(_LENGTHS))]
+    requests = [
+        DenseRequest(f"probe-{length}", ids[:length], Stopping(_STEPS))
+        for length in _LENGTHS
+    ]
+    found = list(rows.prefill(requests, None))
+    logits = [torch.stack([each.logits for each in found])]
+    rows.join([each.kv for each in found])
+    for step in range(_STEPS):
+        logits.append(rows.decode([ids[step]] * len(requests)))
+    for row in reversed(range(len(requests))):
+        rows.leave(row)
+    return logits

@@ -1,0 +1,206 @@
+"""Prefill of prompts, apart from decode (Baton 4.2), each shared prefix once.
+
+Prompts of a batch end differently, so they are padded behind: in a causal model no token
+sees the padding, and columns of a row stay its positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from .model import LoadedModel
+from .row_request import DenseRequest
+from .slab import RowKv
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A prompt whose KV is computed.
+
+    kv: of the row, for :meth:`.rows.Rows.join`.
+    logits: float32 ``[vocab]``, for the first token of the answer.
+    prompt_logits: float32 ``[tokens, vocab]`` from ``logprobs.prompt_from`` on, or None.
+    cached_tokens: tokens of it that were computed before, for another.
+    """
+
+    request: DenseRequest
+    kv: Any
+    logits: torch.Tensor
+    prompt_logits: torch.Tensor | None
+    cached_tokens: int
+
+
+class Prefill:
+    """Computes prompts in the order of a plan, in which those that share a prefix follow
+    each other. Then the KV of the last prompt is all that has to be kept: it is the path
+    from the root of the prefix tree to the present leaf.
+
+    Args:
+        max_tokens: of a batch, padding included.
+        shortest: a shared prefix of fewer tokens is computed again.
+
+    Attributes:
+        computed_tokens: of all prompts so far, without padding.
+    """
+
+    def __init__(self, model: LoadedModel, max_tokens: int, shortest: int) -> None:
+        self._model = model
+        self._max_tokens = max_tokens
+        self._shortest = shortest
+        self._path: list[int] = []
+        self._path_kv: RowKv | None = None
+        self.computed_tokens = 0
+
+    def compute(
+        self, requests: Sequence[DenseRequest], following: DenseRequest | None = None
+    ) -> Iterator[Prefilled]:
+        """Prefill requests, in their order as far as prefixes are concerned.
+
+        Args:
+            following: the request after the last of these, if it is known.
+        """
+        todo = list(requests)
+        while todo:
+            shared = self._prepare_path(todo[0], [*todo[1:], following][0])
+            batch = [todo[0]]
+            if _prompt_from(todo[0]) is None:
+                batch += self._companions(todo, shared, following)
+            taken = {request.rid for request in batch}
+            todo = [request for request in todo if request.rid not in taken]
+            yield from self._run(batch, shared)
+
+    def forget(self) -> None:
+        """Release the KV of the last prompt."""
+        self._path, self._path_kv = [], None
+
+    def _prepare_path(self, first: DenseRequest, second: DenseRequest | None) -> int:
+        """Have the prefix that a request shares, with the one before or after it.
+
+        Returns:
+            Its length, or 0 if it is too short.
+        """
+        limit = len(first.input_ids) - 1
+        start = _prompt_from(first)
+        if start is not None:
+            limit = min(limit, start)
+        before = min(_common(self._path, first.input_ids), limit)
+        after = 0
+        if second is not None:
+            after = min(_common(second.input_ids, first.input_ids), limit)
+            after = min(after, len(second.input_ids) - 1)
+        before = before if before >= self._shortest else 0
+        if after < self._shortest or after - before < self._shortest:
+            return before
+        self._extend_path(first.input_ids[:after], before)
+        return after
+
+    def _extend_path(self, prefix: Sequence[int], have: int) -> None:
+        new = torch.tensor([list(prefix[have:])], device=self._model.device)
+        cache = self._cache(have, 1)
+        total = len(prefix)
+        positions = torch.arange(have, total, device=new.device)[None]
+        mask = torch.ones(1, total, dtype=torch.int64, device=new.device)
+        self._model.logits(new, mask, positions, cache, [total - have - 1])
+        self.computed_tokens += total - have
+        self._path, self._path_kv = list(prefix), _row_of(cache, 0, total)
+
+    def _companions(
+        self,
+        todo: Sequence[DenseRequest],
+        shared: int,
+        following: DenseRequest | None,
+    ) -> list[DenseRequest]:
+        """Further requests that need no more of the path, and fit into the batch."""
+        found: list[DenseRequest] = []
+        longest = len(todo[0].input_ids) - shared
+        others = todo[1:]
+        after = [*others[1:], following]
+        for request, then in zip(others, after, strict=False):
+            if _prompt_from(request) is not None:
+                break
+            ids = request.input_ids
+            if shared and (len(ids) <= shared or _common(self._path, ids) < shared):
+                break
+            if _common(todo[0].input_ids, ids) - shared >= self._shortest:
+                break
+            if then is not None and (
+                _common(ids, then.input_ids) - shared >= self._shortest
+            ):
+                break  # the two will share more
+            longest = max(longest, len(ids) - shared)
+            if longest * (len(found) + 2) > self._max_tokens:
+                break
+            found.append(request)
+        return found
+
+    def _run(self, batch: Sequence[DenseRequest], shared: int) -> Iterator[Prefilled]:
+        device = self._model.device
+        suffixes = [list(request.input_ids[shared:]) for request in batch]
+        longest = max(map(len, suffixes))
+        padded = [ids + ids[-1:] * (longest - len(ids)) for ids in suffixes]
+        cache = self._cache(shared, len(batch))
+        positions = torch.arange(shared, shared + longest, device=device)
+        mask = torch.ones(
+            len(batch), shared + longest, dtype=torch.int64, device=device
+        )
+        start = _prompt_from(batch[0])
+        last = None if start is not None else [len(ids) - 1 for ids in suffixes]
+        logits = self._model.logits(
+            torch.tensor(padded, device=device),
+            mask,
+            positions.expand(len(batch), -1),
+            cache,
+            last,
+        )
+        self.computed_tokens += sum(map(len, suffixes))
+        for row, request in enumerate(batch):
+            kv = _row_of(cache, row, len(request.input_ids))
+            if row == len(batch) - 1:
+                self._path, self._path_kv = list(request.input_ids), kv
+            if start is None:
+                yield Prefilled(request, kv, logits[row], None, shared)
+            else:
+                yield Prefilled(
+                    request, kv, logits[row, -1], logits[row, start - shared :], shared
+                )
+
+    def _cache(self, length: int, rows: int) -> DynamicCache:
+        """A cache that holds so many tokens of the path, for each row."""
+        cache = DynamicCache()
+        if length:
+            assert self._path_kv is not None
+            for number, (keys, values) in enumerate(self._path_kv.layers):
+                cache.update(
+                    keys[None, :, :length].expand(rows, -1, -1, -1),
+                    values[None, :, :length].expand(rows, -1, -1, -1),
+                    number,
+                )
+        return cache
+
+
+def _row_of(cache: DynamicCache, row: int, length: int) -> RowKv:
+    return RowKv(
+        [
+            (layer.keys[row, :, :length].clone(), layer.values[row, :, :length].clone())
+            for layer in cache.layers
+        ]
+    )
+
+
+def _prompt_from(request: DenseRequest) -> int | None:
+    return None if request.logprobs is None else request.logprobs.prompt_from
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Tokens that two prompts have in common at their beginning."""
+    length = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        length += 1
+    return length

@@ -1,0 +1,436 @@
+"""The next token of each row, chosen from the logits of one step.
+
+Rows with different settings share a step. The logits are changed in the order of
+SGLang: frequency and presence penalties, ending tokens that come too early, repetition
+penalty, grammar, bias, temperature; then top-k, top-p and min-p, each of which looks at
+the probabilities before any of them.
+
+Each row draws one uniform number per token, which is a hash of its seed and the number
+of its answer tokens. So its tokens do not depend on other rows or on its place in the
+batch.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from .row_request import LogprobsWanted, Sampling, TokenLogprobs
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from .grammar import GrammarMask
+
+GREEDY_BELOW = 1e-6
+"""A temperature below this takes the most probable token."""
+
+# Rows of logits whose log probabilities are computed at once, so that a long prompt
+# needs little memory apart from its logits.
+_CHUNK = 256
+
+
+class RowSampler:
+    """How one row chooses, and what it must remember of its tokens.
+
+    Args:
+        sampling: the row's settings.
+        vocab_size: width of the logits.
+        seed: of the row if ``sampling`` has none; see :func:`drawn_seed`.
+        ending_ids: tokens that are not chosen before ``min_new_tokens``.
+        min_new_tokens: tokens of the answer before an ending token may be chosen.
+
+    Raises:
+        ValueError: a setting is out of its range.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        *,
+        vocab_size: int,
+        seed: int,
+        ending_ids: Iterable[int] = (),
+        min_new_tokens: int = 0,
+    ) -> None:
+        _check(sampling, vocab_size)
+        self.sampling = sampling
+        self.seed = seed if sampling.seed is None else sampling.seed
+        self.num_tokens = 0
+        self.greedy = sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
+        self.temperature = (
+            1.0 if sampling.temperature < GREEDY_BELOW else sampling.temperature
+        )
+        self._min_new_tokens = min_new_tokens
+        self._ending = _ids(i for i in ending_ids if 0 <= i < vocab_size)
+        self._bias_ids = _ids(sampling.logit_bias)
+        self._bias = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
+        adds = bool(sampling.frequency_penalty or sampling.presence_penalty)
+        self._counts = _TokenCounts() if adds else None
+        self._seen = _TokenCounts() if sampling.repetition_penalty != 1.0 else None
+
+    def append(self, token: int) -> None:
+        """Add a token to the answer."""
+        self.num_tokens += 1
+        for counts in (self._counts, self._seen):
+            if counts is not None:
+                counts.add(token)
+
+    def uniform(self) -> float:
+        """The number in (0, 1) that draws the next token."""
+        # With 50 bits, the product with any sum of probabilities is less than that sum.
+        return ((_hash(self.seed, self.num_tokens) >> 14) + 0.5) / 2.0**50
+
+    def additive(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        """Token ids, int64, and what is added to their logits, float32, or None."""
+        if not self._counts:
+            return None
+        ids, counts = self._counts.arrays()
+        amounts = (
+            -self.sampling.frequency_penalty * counts - self.sampling.presence_penalty
+        )
+        return ids, amounts.astype(np.float32)
+
+    def scaling(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        """Token ids, int64, and their repetition penalty, float32, or None."""
+        if not self._seen:
+            return None
+        ids, _ = self._seen.arrays()
+        return ids, np.full(len(ids), self.sampling.repetition_penalty, np.float32)
+
+    def forbidden(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        """Token ids, int64, that may not be chosen yet, and minus infinity, or None."""
+        if self.num_tokens >= self._min_new_tokens or not len(self._ending):
+            return None
+        return self._ending, np.full(len(self._ending), -np.inf, np.float32)
+
+    def bias(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        """Token ids, int64, and what is added to their logits, float32, or None."""
+        return (self._bias_ids, self._bias) if len(self._bias_ids) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The outcome of a step.
+
+    tokens: one per row, -1 for a row in ``failed``.
+    failed: why no token could be chosen, in a sentence, by row.
+    logprobs: one per row, None where none are wanted or the row failed.
+    """
+
+    tokens: Sequence[int]
+    failed: Mapping[int, str]
+    logprobs: Sequence[TokenLogprobs | None]
+
+
+def drawn_seed(engine_seed: int, number: int) -> int:
+    """The seed of the ``number``-th row that brought none, the same in every run."""
+    return _hash(engine_seed, number)
+
+
+def choose(
+    logits: Any,
+    samplers: Sequence[RowSampler],
+    *,
+    mask: GrammarMask | None = None,
+    wanted: Sequence[LogprobsWanted | None] | None = None,
+) -> Chosen:
+    """Choose a token for each row. The caller adds it with the sampler's ``append``.
+
+    Log probabilities are those that SGLang reports: of the logits with penalties,
+    grammar, bias and temperature, before top-k, top-p and min-p. Temperature 0 counts
+    as 1.
+
+    Args:
+        logits: ``[rows, vocab]``, float32 on any device. Changed in place.
+        samplers: one per row.
+        mask: of the rows that have a grammar.
+        wanted: log probabilities, one per row.
+    """
+    with torch.inference_mode():
+        best, tokens = _most_probable(logits)
+        failed = {
+            int(row): "the model's logits have NaN or infinity in them"
+            for row in (~best.isfinite()).nonzero().flatten().tolist()
+        }
+        if _change(logits, samplers, mask):
+            best, tokens = _most_probable(logits)
+            for row in (~best.isfinite()).nonzero().flatten().tolist():
+                failed.setdefault(
+                    int(row),
+                    "grammar, min_new_tokens and logit_bias together leave no token "
+                    "that may be chosen; loosen one of them",
+                )
+        chosen: list[int] = tokens.tolist()
+        drawn = [
+            row
+            for row, sampler in enumerate(samplers)
+            if not sampler.greedy and row not in failed
+        ]
+        if drawn:
+            at_rows = [samplers[row] for row in drawn]
+            probs = _scaled(_select(logits, drawn), at_rows).softmax(dim=-1)
+            _filter(probs, [sampler.sampling for sampler in at_rows])
+            for row, token in zip(drawn, _draw(probs, at_rows), strict=True):
+                chosen[row] = token
+        for row in failed:
+            chosen[row] = -1
+        return Chosen(chosen, failed, _logprobs_of(logits, samplers, chosen, wanted))
+
+
+def prompt_logprobs(
+    logits: Any, tokens: Sequence[int], wanted: LogprobsWanted
+) -> list[TokenLogprobs]:
+    """Log probabilities of tokens of a prompt.
+
+    Args:
+        logits: ``[tokens, vocab]``, of any floating type; row i is what the model has
+            computed at the position before that of ``tokens[i]``.
+        tokens: as many as ``logits`` has rows.
+        wanted: ``prompt_from`` is not looked at.
+    """
+    with torch.inference_mode():
+        found: list[TokenLogprobs] = []
+        for start in range(0, len(tokens), _CHUNK):
+            part = tokens[start : start + _CHUNK]
+            rows = logits[start : start + _CHUNK].float()
+            found += _token_logprobs(rows, part, [wanted] * len(part))
+        return found
+
+
+class _TokenCounts:
+    """Distinct tokens in the order of their first coming, and how often each came."""
+
+    def __init__(self) -> None:
+        self._place: dict[int, int] = {}
+        self._ids = array("q")
+        self._counts = array("q")
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def add(self, token: int) -> None:
+        place = self._place.setdefault(token, len(self._ids))
+        if place == len(self._ids):
+            self._ids.append(token)
+            self._counts.append(1)
+        else:
+            self._counts[place] += 1
+
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return np.array(self._ids, np.int64), np.array(self._counts, np.int64)
+
+
+def _check(sampling: Sampling, vocab_size: int) -> None:
+    for name, fits, allowed in (
+        ("temperature", 0.0 <= sampling.temperature < math.inf, "0 or more"),
+        ("top_k", sampling.top_k == -1 or sampling.top_k >= 1, "-1 or at least 1"),
+        ("top_p", 0.0 < sampling.top_p <= 1.0, "more than 0, at most 1"),
+        ("min_p", 0.0 <= sampling.min_p <= 1.0, "0 to 1"),
+        (
+            "repetition_penalty",
+            0.0 < sampling.repetition_penalty < math.inf,
+            "more than 0",
+        ),
+    ):
+        if not fits:
+            raise ValueError(f"{name} is {getattr(sampling, name)}; give {allowed}")
+    for name in ("frequency_penalty", "presence_penalty"):
+        if not math.isfinite(getattr(sampling, name)):
+            raise ValueError(
+                f"{name} is {getattr(sampling, name)}; give a finite number"
+            )
+    for token in sampling.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"logit_bias names token {token}; "
+                f"give token ids from 0 to {vocab_size - 1}"
+            )
+
+
+def _hash(seed: int, number: int) -> int:
+    """64 well-mixed bits of two integers."""
+    text = f"{seed} {number}".encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+
+
+def _ids(ids: Iterable[int]) -> NDArray[np.int64]:
+    return np.array(list(ids), dtype=np.int64)
+
+
+def _select(logits: Any, rows: Sequence[int]) -> Any:
+    """Those rows, which are only copied if others are left out."""
+    if len(rows) == len(logits):
+        return logits
+    return logits[torch.tensor(rows, device=logits.device)]
+
+
+def _most_probable(logits: Any) -> tuple[Any, Any]:
+    """The largest logit of each row, NaN if the row has one, and its token."""
+    tokens = logits.argmax(dim=-1, keepdim=True)
+    return logits.gather(-1, tokens).squeeze(-1), tokens.squeeze(-1)
+
+
+def _change(
+    logits: Any, samplers: Sequence[RowSampler], mask: GrammarMask | None
+) -> bool:
+    """Apply penalties, grammar and bias in place. Whether there were any."""
+    changed = mask is not None
+    for step in (RowSampler.additive, RowSampler.forbidden):
+        if at := _gathered(logits, [step(sampler) for sampler in samplers]):
+            rows, ids, values = at
+            logits[rows, ids] += values
+            changed = True
+    if at := _gathered(logits, [sampler.scaling() for sampler in samplers]):
+        rows, ids, values = at
+        old = logits[rows, ids]
+        logits[rows, ids] = torch.where(old < 0, old * values, old / values)
+        changed = True
+    if mask is not None:
+        mask.apply(logits)
+    if at := _gathered(logits, [sampler.bias() for sampler in samplers]):
+        rows, ids, values = at
+        logits[rows, ids] += values
+        changed = True
+    return changed
+
+
+def _gathered(
+    logits: Any,
+    of_rows: Sequence[tuple[NDArray[np.int64], NDArray[np.float32]] | None],
+) -> tuple[Any, Any, Any] | None:
+    """Row, token id and value of each entry, on the device of the logits."""
+    found = [(row, *entry) for row, entry in enumerate(of_rows) if entry is not None]
+    if not found:
+        return None
+    rows = np.repeat([row for row, _, _ in found], [len(ids) for _, ids, _ in found])
+    ids = np.concatenate([ids for _, ids, _ in found])
+    values = np.concatenate([values for _, _, values in found])
+    return (
+        torch.from_numpy(rows).to(logits.device),
+        torch.from_numpy(ids).to(logits.device),
+        torch.from_numpy(values).to(logits.device),
+    )
+
+
+def _scaled(logits: Any, samplers: Sequence[RowSampler]) -> Any:
+    """Logits, less the largest of their row, divided by its temperature."""
+    temperatures = torch.tensor(
+        [[sampler.temperature] for sampler in samplers],
+        dtype=torch.float32,
+        device=logits.device,
+    )
+    # Without the subtraction, a low temperature could make large logits infinite.
+    return (logits - logits.amax(dim=-1, keepdim=True)) / temperatures
+
+
+def _filter(probs: Any, settings: Sequence[Sampling]) -> None:
+    """Set the probabilities of tokens outside top-k, top-p or min-p to 0, in place.
+
+    A token is in top-p if those before it in descending order sum to at most ``top_p``.
+    """
+    vocab = probs.shape[-1]
+    least = [sampling.min_p for sampling in settings]
+    if any(least):
+        thresholds = probs.amax(dim=-1) * torch.tensor(least, device=probs.device)
+    ranked: defaultdict[int, list[int]] = defaultdict(list)
+    for row, sampling in enumerate(settings):
+        k = vocab if sampling.top_k == -1 else min(sampling.top_k, vocab)
+        if k < vocab or sampling.top_p < 1.0:
+            ranked[k].append(row)
+    # Rows of one k at a time: the order of equal probabilities may depend on k.
+    for k, rows in ranked.items():
+        index = torch.tensor(rows, device=probs.device)
+        part = probs[index]
+        if k < vocab:
+            ordered, ids = part.topk(k, dim=-1)
+        else:
+            ordered, ids = part.sort(dim=-1, descending=True, stable=True)
+        top_ps = torch.tensor(
+            [[settings[row].top_p] for row in rows],
+            dtype=torch.float64,
+            device=probs.device,
+        )
+        before = ordered.double().cumsum(dim=-1) - ordered
+        # All of the probabilities may sum to a little more than 1.
+        ordered[(before > top_ps) & (top_ps < 1.0)] = 0.0
+        probs[index] = torch.zeros_like(part).scatter_(-1, ids, ordered)
+    if any(least):
+        probs[probs < thresholds[:, None]] = 0.0
+
+
+def _draw(probs: Any, samplers: Sequence[RowSampler]) -> list[int]:
+    """One token per row by its weight, ``[rows, vocab]``, which need not sum to 1."""
+    sums = probs.double().cumsum(dim=-1)
+    uniforms = torch.tensor(
+        [[sampler.uniform()] for sampler in samplers],
+        dtype=torch.float64,
+        device=probs.device,
+    )
+    found = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)
+    tokens: list[int] = found.squeeze(-1).tolist()
+    return tokens
+
+
+def _logprobs_of(
+    logits: Any,
+    samplers: Sequence[RowSampler],
+    chosen: Sequence[int],
+    wanted: Sequence[LogprobsWanted | None] | None,
+) -> list[TokenLogprobs | None]:
+    found: list[TokenLogprobs | None] = [None] * len(samplers)
+    asked = [
+        (row, want)
+        for row, want in enumerate(wanted or ())
+        if want is not None and chosen[row] >= 0
+    ]
+    if asked:
+        rows = [row for row, _ in asked]
+        scaled = _scaled(_select(logits, rows), [samplers[row] for row in rows])
+        at_rows = _token_logprobs(
+            scaled, [chosen[row] for row in rows], [want for _, want in asked]
+        )
+        for row, logprobs in zip(rows, at_rows, strict=True):
+            found[row] = logprobs
+    return found
+
+
+def _token_logprobs(
+    logits: Any, tokens: Sequence[int], wanted: Sequence[LogprobsWanted]
+) -> list[TokenLogprobs]:
+    """Of float32 logits ``[tokens, vocab]``; minus infinity becomes the least float."""
+    logprobs = logits.log_softmax(dim=-1).clamp_(min=torch.finfo(torch.float32).min)
+    device = logits.device
+    of_tokens = logprobs.gather(-1, torch.tensor(tokens, device=device)[:, None])
+    top: list[list[tuple[int, float]]] = [[] for _ in tokens]
+    by_count: defaultdict[int, list[int]] = defaultdict(list)
+    for row, want in enumerate(wanted):
+        if want.top:
+            by_count[min(want.top, logits.shape[-1])].append(row)
+    for count, rows in by_count.items():
+        values, ids = _select(logprobs, rows).topk(count, dim=-1)
+        for row, some_ids, some_values in zip(
+            rows, ids.tolist(), values.tolist(), strict=True
+        ):
+            top[row] = list(zip(some_ids, some_values, strict=True))
+    return [
+        TokenLogprobs(
+            token=token,
+            of_token=of_token,
+            top=tuple(top[row]),
+            of_ids=tuple(logprobs[row, list(want.token_ids)].tolist())
+            if want.token_ids
+            else (),
+        )
+        for row, (token, of_token, want) in enumerate(
+            zip(tokens, of_tokens.squeeze(-1).tolist(), wanted, strict=True)
+        )
+    ]

@@ -1,0 +1,181 @@
+"""The options of ``sglang-batch run --backend``, and the choice of an engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..errors import ConfigError
+from ..option_types import count
+
+BACKENDS = ("sglang", "transformers", "auto")
+# Options that also tell SGLang's classes how to render requests and to parse answers.
+_SHARED = (
+    *("tokenizer_path", "served_model_name", "revision", "chat_template"),
+    *("tool_call_parser", "reasoning_parser"),
+)
+
+StartEngine = Callable[[], AbstractContextManager[Any]]
+"""Loads the model. The context is an engine and its event loop."""
+
+
+class BackendParser(argparse.ArgumentParser):
+    """Raises ConfigError instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see `sglang-batch run --help`.")
+
+
+def check_backend_arguments(backend: str, argv: list[str]) -> argparse.Namespace:
+    """The options of an engine, as far as they are known without loading it.
+
+    Returns:
+        The options that are given, by SGLang's names for them.
+
+    Raises:
+        ConfigError: an option is unknown, or its value cannot be used.
+    """
+    if backend == "transformers":
+        return transformers_options(argv)
+    from ..srt.compat.command_line import check_arguments
+
+    return check_arguments(argv)
+
+
+def transformers_options(argv: list[str]) -> argparse.Namespace:
+    """The options of the transformers backend that are given.
+
+    Raises:
+        ConfigError: an option is not among them, or its value cannot be used.
+    """
+    known, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        raise ConfigError(
+            f"{unknown[0].partition('=')[0]} is an option of SGLang's, which --backend "
+            f"transformers does not know. It knows {', '.join(_flags())}."
+        )
+    if "model_path" not in known:
+        raise ConfigError("--model-path MODEL is required.")
+    return known
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = BackendParser(
+        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
+    parser.add_argument("--model-path", "--model")
+    for name in ("tokenizer-path", "served-model-name", "revision", "dtype", "device"):
+        parser.add_argument(f"--{name}")
+    for name in ("chat-template", "tool-call-parser", "reasoning-parser"):
+        parser.add_argument(f"--{name}")
+    for name in ("context-length", "max-running-requests", "max-total-tokens"):
+        parser.add_argument(f"--{name}", type=count)
+    parser.add_argument("--attn-implementation")
+    parser.add_argument("--random-seed", type=int)
+    parser.add_argument("--trust-remote-code", action="store_true")
+    return parser
+
+
+def _flags() -> list[str]:
+    return [action.option_strings[0] for action in _parser()._actions]
+
+
+def check_remote_code(known: argparse.Namespace) -> None:
+    """Check that a model which brings its own code is allowed to run it.
+
+    Models on the hub are checked when they are loaded.
+
+    Raises:
+        ConfigError: it is not allowed.
+    """
+    file = Path(known.model_path).expanduser() / "config.json"
+    if getattr(known, "trust_remote_code", False) or not file.is_file():
+        return
+    try:
+        config = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON: {error}") from None
+    if config.get("auto_map") and not _in_transformers(config.get("model_type")):
+        raise ConfigError(
+            f"--model-path {known.model_path} brings code of its own, in "
+            f"{', '.join(sorted(set(map(str, config['auto_map'].values()))))}. Read it, "
+            "and pass --trust-remote-code to run it."
+        )
+
+
+def _in_transformers(model_type: object) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
+
+
+def chosen_backend(argv: list[str]) -> tuple[str, str]:
+    """The engine for ``--backend auto``, and why, in a few words.
+
+    Raises:
+        ConfigError: the model's configuration cannot be read.
+    """
+    from ..srt.dense.choice import why_not_sglang
+
+    known = _given(argv)
+    reason = why_not_sglang(
+        known.model_path,
+        revision=getattr(known, "revision", None),
+        trust_remote_code=getattr(known, "trust_remote_code", False),
+    )
+    if reason is None:
+        return "sglang", "SGLang runs this model"
+    return "transformers", reason
+
+
+def _given(argv: list[str]) -> argparse.Namespace:
+    """The options that both engines know, of those of either."""
+    known, _ = _parser().parse_known_args(argv)
+    if "model_path" not in known:
+        raise ConfigError("--model-path MODEL is required.")
+    return known
+
+
+def transformers_engine(argv: list[str]) -> tuple[Any, StartEngine]:
+    """SGLang's arguments for rendering, and a function that starts the dense engine.
+
+    Raises:
+        ConfigError: an option cannot be used.
+    """
+    given = vars(transformers_options(argv))
+    check_remote_code(argparse.Namespace(**given))
+    from ..dense.settings import DenseSettings
+    from ..srt.dense import start
+    from ..srt.engine import in_process
+
+    # SGLang computes nothing. It must not read the model, which it may refuse.
+    passed = ["--model-path=none", "--device=cpu", "--log-level=info"]
+    passed.append("--enable-cache-report")
+    given.setdefault("tokenizer_path", given["model_path"])
+    given.setdefault("served_model_name", given["model_path"])
+    passed += [
+        f"--{name.replace('_', '-')}={given[name]}" for name in _SHARED if name in given
+    ]
+    if given.get("trust_remote_code"):
+        passed.append("--trust-remote-code")
+    server_args = in_process.parse_server_args(passed)
+    model = start.ModelOptions(
+        path=given["model_path"],
+        dtype=given.get("dtype", "auto"),
+        device=given.get("device"),
+        trust_remote_code=given.get("trust_remote_code", False),
+        revision=given.get("revision"),
+        attention=given.get("attn_implementation"),
+        context_len=given.get("context_length"),
+    )
+    settings = DenseSettings(
+        max_rows=given.get("max_running_requests", DenseSettings().max_rows),
+        max_cells=given.get("max_total_tokens"),
+        seed=given.get("random_seed", 0),
+    )
+    return server_args, partial(start.engine, server_args, model, settings)

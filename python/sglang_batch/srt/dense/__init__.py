@@ -1,0 +1,1 @@
+"""The dense engine behind SGLang's serving classes."""

@@ -1,0 +1,240 @@
+"""SGLang's tokenizer manager over the dense engine.
+
+SGLang's serving classes need nothing but a tokenizer manager. This one has no sockets.
+What it would send to a scheduler goes to the dense engine, and each answer comes back
+through SGLang's own detokenizer, so usage, log probabilities, stop strings, tool calls
+and reasoning are SGLang's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.detokenizer_manager import DetokenizerManager
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenizedGenerateReqInput,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
+from sglang.srt.parser.reasoning_parser import ReasoningParser
+from sglang.srt.runtime_context import get_serving
+
+from ...dense.model import LoadedModel
+from ...dense.row_request import DenseAnswer, DenseRequest
+from ..compat.server_types import OfflineArgs
+from .conversion import dense_request, token_output
+
+logger = logging.getLogger(__name__)
+
+
+class RowWorker(Protocol):
+    """What of the dense engine this module calls, from any thread."""
+
+    def submit(self, request: DenseRequest) -> None:
+        """Have a row join. Its answer comes by the worker's ``on_answer``."""
+        ...
+
+    def abort(self, rid: str) -> None:
+        """End a row. An unknown one is ignored."""
+        ...
+
+
+class Places(Protocol):
+    """Where the requests of the open jobs are in their plans."""
+
+    def of(self, rid: str) -> tuple[int, int, int | None]:
+        """The ``place``, ``priority`` and ``expected_len`` of a request."""
+        ...
+
+
+class DenseModelConfig(ModelConfig):  # type: ignore[misc]
+    """What SGLang's manager and serving classes read of a text model's configuration.
+
+    SGLang's own class refuses or misreads models that it does not know.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.hf_config = loaded.model.config
+        if not self.hf_config.architectures:
+            self.hf_config.architectures = [type(loaded.model).__name__]
+        self.hf_text_config = self.hf_config.get_text_config()
+        self.hf_generation_config = loaded.model.generation_config
+        self.sampling_defaults = get_serving().sampling_defaults
+        self.model_path, self.revision = loaded.model.name_or_path, None
+        self.vocab_size = loaded.vocab_size
+        self.hidden_size = int(getattr(self.hf_text_config, "hidden_size", 0))
+        self.context_len = loaded.context_len
+        self.is_generation = True
+        self.is_multimodal = self.is_embedding_gemma = self.is_matryoshka = False
+        self.image_token_id = self.joint_head_config = self.pointer_head = None
+        self.decision_config = self.think_end_ids = None
+
+
+class AnswerDetokenizer(DetokenizerManager):  # type: ignore[misc]
+    """SGLang's detokenizer in this process."""
+
+    def __init__(self, tokenizer: Any, server_args: OfflineArgs) -> None:
+        # No super().__init__(), which opens sockets and loads the tokenizer again.
+        self.tokenizer = tokenizer
+        self.vocab_size = len(tokenizer)
+        self.init_running_status(server_args)
+
+
+class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
+    """SGLang's tokenizer manager, with the dense engine for a scheduler.
+
+    Args:
+        server_args: SGLang's, published for the role ``tokenizer``.
+        places: of the requests in the plans.
+    """
+
+    def __init__(
+        self, server_args: OfflineArgs, loaded: LoadedModel, places: Places
+    ) -> None:
+        self.event_loop: asyncio.AbstractEventLoop | None = None
+        self._loaded = loaded
+        self._places = places
+        self._worker: RowWorker | None = None
+        # Requests that the worker has, by id.
+        self._sent: dict[str, TokenizedGenerateReqInput] = {}
+        self._answers: asyncio.Queue[tuple[str, DenseAnswer]] = asyncio.Queue()
+        # It takes SGLang's channels from init_ipc_channels().
+        super().__init__(server_args, None, start_pd_bootstrap_service=False)
+        self._detokenizer = AnswerDetokenizer(self.tokenizer, server_args)
+        self._end_ids = _end_ids(self.tokenizer)
+        self._think_end_ids = self._reasoning_end()
+        self.server_status = ServerStatus.Up
+
+    def attach(self, worker: RowWorker) -> None:
+        """Send requests to this worker, whose answers come to :meth:`answered`."""
+        self._worker = worker
+
+    def answered(self, request: DenseRequest, answer: DenseAnswer) -> None:
+        """The end of a row, called in the worker's thread."""
+        if self.event_loop is not None:  # nobody waits before the first request
+            self.event_loop.call_soon_threadsafe(
+                self._answers.put_nowait, (request.rid, answer)
+            )
+
+    def init_model_config(self) -> None:
+        self.model_path = self._loaded.model.name_or_path
+        self.served_model_name = get_serving().served_model_name
+        self.model_config = DenseModelConfig(self._loaded)
+        self.is_generation = True
+        self.context_len = self._loaded.context_len
+        self.image_token_id = self.max_req_input_len = None
+        self.enable_priority_scheduling = False
+        self.default_priority_value = None
+        self.num_reserved_tokens = 0
+        self.validate_total_tokens = True
+
+    def init_ipc_channels(self, port_args: object) -> None:
+        self.tokenizer_ipc_name = None
+
+    def auto_create_handle_loop(self) -> None:
+        if self.event_loop is None:
+            self.event_loop = loop = asyncio.get_running_loop()
+            self.asyncio_tasks.add(loop.create_task(self.handle_loop()))
+
+    async def handle_loop(self) -> None:
+        while True:
+            rid, answer = await self._answers.get()
+            message = self._sent.pop(rid, None)
+            if message is None:  # it was aborted meanwhile
+                continue
+            try:
+                await self._finish(message, answer)
+            except Exception as error:
+                logger.exception("Request %s has an answer that cannot be given", rid)
+                self._give_up(rid, FINISH_ABORT(f"{error}", 500).to_json())
+
+    async def _finish(
+        self, message: TokenizedGenerateReqInput, answer: DenseAnswer
+    ) -> None:
+        found = token_output(
+            message, answer, reasoning_tokens=self._num_reasoning(message, answer)
+        )
+        text = self._detokenizer.handle_batch_token_id_out(found)
+        await self._handle_batch_output(text)
+
+    def _give_up(self, rid: str, reason: dict[str, Any] | None = None) -> None:
+        self._handle_abort_req(AbortReq(rid=rid, finished_reason=reason))
+
+    def _dispatch_to_scheduler(self, obj: Any) -> None:
+        if self._worker is None:
+            raise RuntimeError("attach() a worker before the first request")
+        if isinstance(obj, AbortReq):
+            self._abort(self._worker, obj)
+            return
+        several = isinstance(obj, BatchTokenizedGenerateReqInput)
+        messages = obj.batch if several else [obj]
+        if not all(isinstance(each, TokenizedGenerateReqInput) for each in messages):
+            raise ValueError(
+                f"--backend transformers does not know {type(obj).__name__}"
+            )
+        # All are converted before any is sent: one that cannot be ends the call.
+        requests = [self._converted(each) for each in messages]
+        for message, request in zip(messages, requests, strict=True):
+            self._sent[request.rid] = message
+            self._worker.submit(request)
+
+    def _converted(self, message: TokenizedGenerateReqInput) -> DenseRequest:
+        place, priority, expected_len = self._places.of(message.rid)
+        longest = self.context_len
+        if not self._loaded.is_encoder_decoder:  # whose answers have their own context
+            longest -= len(message.input_ids)
+        return dense_request(
+            message,
+            longest=max(1, longest),
+            end_ids=self._end_ids,
+            place=place,
+            priority=priority,
+            expected_len=expected_len,
+        )
+
+    def _abort(self, worker: RowWorker, request: AbortReq) -> None:
+        rids = [
+            rid
+            for rid in self._sent
+            if request.abort_all or rid.startswith(request.rid)
+        ]
+        for rid in rids:
+            del self._sent[rid]
+            worker.abort(rid)
+            self._give_up(rid)
+
+    def _reasoning_end(self) -> list[int]:
+        """Tokens that end the reasoning, empty if there is none or they are unknown."""
+        name = get_serving().reasoning_parser
+        if not name:
+            return []
+        parser = ReasoningParser(
+            model_type=name, stream_reasoning=False, tokenizer=self.tokenizer
+        )
+        return list(parser.detector.get_think_end_token_ids(self.tokenizer) or ())
+
+    def _num_reasoning(
+        self, message: TokenizedGenerateReqInput, answer: DenseAnswer
+    ) -> int:
+        """Tokens up to the end of the reasoning, or all if it does not end."""
+        end, ids = self._think_end_ids, list(answer.output_ids)
+        if not end or not message.require_reasoning:
+            return 0
+        starts = range(len(ids) - len(end) + 1)
+        found = (i + len(end) for i in starts if ids[i : i + len(end)] == end)
+        return next(found, len(ids))
+
+
+def _end_ids(tokenizer: Any) -> frozenset[int]:
+    """The tokenizer's tokens that end an answer, as SGLang's scheduler has them."""
+    own: Sequence[int] = tuple(
+        getattr(tokenizer, "additional_stop_token_ids", None) or ()
+    )
+    end = tokenizer.eos_token_id
+    return frozenset(own if end is None else (*own, end))

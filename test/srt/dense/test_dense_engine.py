@@ -1,0 +1,392 @@
+"""SGLang's answers from dense batches, against ``generate`` of transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_batch.demo_model import SPECIAL_IDS, VOCAB_SIZE
+from sglang_batch.engine import GENERATE_URL
+from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
+from sglang_batch.run.backend_options import transformers_engine
+from sglang_batch.scheduling.job_plan import JobPlan, unplanned
+from sglang_batch.srt.dense.dense_engine import DenseEngine, OpenPlans
+
+# SGLang answers errors with a class that its web framework wants to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse")
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+Engine = tuple[DenseEngine, asyncio.AbstractEventLoop]
+
+
+@pytest.fixture(scope="session")
+def neo_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its checkpoint, float32, with a context of 256 tokens."""
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    path = tmp_path_factory.mktemp("neo") / "model"
+    torch.manual_seed(3)
+    GPTNeoForCausalLM(
+        GPTNeoConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            num_layers=2,
+            num_heads=4,
+            attention_types=[[["global", "local"], 1]],
+            max_position_embeddings=256,
+            window_size=8,
+            initializer_range=0.6,
+            bos_token_id=SPECIAL_IDS["<|bos|>"],
+            eos_token_id=SPECIAL_IDS["<|end|>"],
+            pad_token_id=SPECIAL_IDS["<|pad|>"],
+        )
+    ).save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (demo_model / name).exists():
+            shutil.copy(demo_model / name, path / name)
+    return path
+
+
+@pytest.fixture(scope="module")
+def neo_engine(neo_model: Path) -> Iterator[Engine]:
+    argv = ["--model-path", str(neo_model), "--dtype=float32", "--device=cpu"]
+    _, start = transformers_engine(argv)
+    with start() as (engine, loop):
+        loop.run_until_complete(engine.connect())
+        yield engine, loop
+
+
+@pytest.fixture(scope="module")
+def reference(neo_model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(neo_model, dtype=torch.float32).eval()
+
+
+def answers(
+    served: Engine, *bodies: dict[str, Any], url: str = COMPLETIONS
+) -> list[RequestOutput]:
+    """The outputs of requests that run together."""
+    engine, loop = served
+
+    async def one(index: int, body: dict[str, Any]) -> RequestOutput:
+        request = BatchRequestInput(index, str(index), url, json.dumps(body).encode())
+        rid = engine_request_id(f"batch_{next(_jobs)}", index)
+        prepared = await engine.prepare(request, rid, tokenize=True)
+        if isinstance(prepared, RequestOutput):
+            return prepared
+        return await engine.execute(prepared)
+
+    async def every() -> list[RequestOutput]:
+        return await asyncio.gather(*(one(i, body) for i, body in enumerate(bodies)))
+
+    return loop.run_until_complete(every())
+
+
+def _numbers() -> Iterator[int]:
+    yield from range(1_000_000)
+
+
+_jobs = _numbers()
+
+
+def generated(reference: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        found = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+        )
+    return [int(token) for token in found[0, len(prompt) :]]
+
+
+def body_of(output: RequestOutput) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(output.body)
+    return body
+
+
+def test_greedy_tokens_are_those_of_generate(
+    neo_engine: Engine, reference: Any
+) -> None:
+    prompts = [[7 + i, 50, 91 + i, *range(60, 60 + 3 * i)] for i in range(5)]
+    sampling = {"max_new_tokens": 11, "temperature": 0}
+    asked = [{"input_ids": ids, "sampling_params": sampling} for ids in prompts]
+    outputs = answers(neo_engine, *asked, url=GENERATE_URL)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = generated(reference, prompt, 11)
+        assert body_of(output)["output_ids"] == expected
+        assert output.usage.input_tokens == len(prompt)
+        assert output.usage.output_tokens == len(expected)
+
+
+def test_a_chat_has_the_models_template_and_its_logprobs(
+    neo_engine: Engine, reference: Any
+) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    (output,) = answers(
+        neo_engine,
+        {
+            "messages": messages,
+            "max_completion_tokens": 6,
+            "temperature": 0,
+            "logprobs": True,
+            "top_logprobs": 2,
+        },
+        url=CHAT,
+    )
+    tokenizer = neo_engine[0].manager.tokenizer
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    expected = generated(reference, prompt, 6)
+    assert output.ok, output.body
+    content = body_of(output)["choices"][0]["logprobs"]["content"]
+    assert len(content) == len(expected)
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt + expected])).logits[0].double()
+    for i, (token, found) in enumerate(zip(expected, content, strict=True)):
+        at = torch.log_softmax(logits[len(prompt) - 1 + i], -1)
+        assert found["logprob"] == pytest.approx(float(at[token]), abs=1e-3)
+        top = [each["logprob"] for each in found["top_logprobs"]]
+        assert top == pytest.approx(at.topk(2).values.tolist(), abs=1e-3)
+
+
+def test_an_echoed_prompt_has_the_logprobs_of_its_tokens(
+    neo_engine: Engine, reference: Any
+) -> None:
+    prompt = [80, 81, 99, 104]
+    (output,) = answers(
+        neo_engine,
+        {
+            "prompt": prompt,
+            "max_tokens": 2,
+            "temperature": 0,
+            "echo": True,
+            "logprobs": 1,
+        },
+    )
+    found = body_of(output)["choices"][0]["logprobs"]["token_logprobs"]
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt])).logits[0].double()
+    each = torch.log_softmax(logits, -1)
+    expected = [float(each[i, prompt[i + 1]]) for i in range(3)]
+    assert found[0] is None
+    assert found[1:4] == pytest.approx(expected, abs=1e-3)
+    assert len(found) == 6
+
+
+def test_samples_of_one_seed_differ_and_are_the_same_again(neo_engine: Engine) -> None:
+    body = {"prompt": "abc", "max_tokens": 8, "temperature": 1.0, "n": 3, "seed": 5}
+    first, second = answers(neo_engine, body, body)
+    texts = [choice["text"] for choice in body_of(first)["choices"]]
+    assert len(set(texts)) == 3
+    assert texts == [choice["text"] for choice in body_of(second)["choices"]]
+
+
+def test_a_stop_string_ends_an_answer_and_is_not_in_it(
+    neo_engine: Engine, reference: Any
+) -> None:
+    tokenizer = neo_engine[0].manager.tokenizer
+    for start in range(60, 100):  # an answer of plain letters only
+        text = tokenizer.decode(generated(reference, [start, 70], 10))
+        if text.isascii() and text.isprintable() and len(text) == 10:
+            break
+    stop = text[4:6]
+    (output,) = answers(
+        neo_engine,
+        {"prompt": [start, 70], "max_tokens": 10, "temperature": 0, "stop": stop},
+    )
+    choice = body_of(output)["choices"][0]
+    assert choice["text"] == text[: text.index(stop)]
+    assert (choice["finish_reason"], choice["matched_stop"]) == ("stop", stop)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"prompt": [9] * 300, "max_tokens": 1}, "context length"),
+        ({"prompt": "a", "max_tokens": 1, "custom_logit_processor": "x"}, "logit"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_with_a_reason(
+    neo_engine: Engine, body: dict[str, Any], said: str
+) -> None:
+    (output,) = answers(neo_engine, body)
+    assert output.status_code == 400
+    assert said in body_of(output)["error"]["message"]
+
+
+def test_a_cancelled_request_leaves_the_engine(neo_engine: Engine) -> None:
+    engine, loop = neo_engine
+
+    async def cancelled() -> dict[str, float]:
+        body = {"prompt": "a", "max_tokens": 240, "ignore_eos": True}
+        request = BatchRequestInput(0, "x", COMPLETIONS, json.dumps(body).encode())
+        prepared = await engine.prepare(request, "batch_c-00000000", tokenize=True)
+        assert not isinstance(prepared, RequestOutput)
+        task = asyncio.ensure_future(engine.execute(prepared))
+        while not await engine.running_s():
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        for _ in range(1000):
+            if not (running := await engine.running_s()):
+                break
+            await asyncio.sleep(0.01)
+        return running
+
+    assert loop.run_until_complete(cancelled()) == {}
+    assert not engine.manager.rid_to_state
+    (after,) = answers(neo_engine, {"prompt": "b", "max_tokens": 2})
+    assert after.ok
+
+
+def planned(neo_engine: Engine, numbers: list[int], positions: list[int]) -> JobPlan:
+    from dataclasses import replace
+
+    n = len(numbers)
+    return replace(
+        unplanned(neo_engine[0].machine),
+        number=np.array(numbers, np.int32),
+        position=np.array(positions, np.int32),
+        est_decode_steps=np.arange(n, dtype=np.float32) * 10,
+    )
+
+
+def test_requests_have_the_places_and_lengths_of_their_jobs_plan(
+    neo_engine: Engine,
+) -> None:
+    plans = OpenPlans()
+    plans.open("batch_j", planned(neo_engine, [2, 0], [1, 0]))
+    plans.prioritize("batch_j", 4)
+    assert plans.of("batch_j-00000002") == (1, 4, 1)
+    assert plans.of("batch_j-00000000.000001") == (0, 4, 11)
+    assert plans.of("batch_j-00000001") == (1, 4, None)  # in no plan
+    plans.close("batch_j")
+    assert plans.of("batch_j-00000002") == (2, 0, None)
+
+
+def test_the_machine_has_the_engines_limits(neo_engine: Engine) -> None:
+    limits = neo_engine[0].machine.limits
+    assert limits.max_running == neo_engine[0].max_running_requests == 32
+    assert limits.kv_capacity_tokens == 32 * 256
+
+
+def run(*options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sglang_batch", "run", *map(str, options)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_auto_runs_what_sglang_cannot_and_a_second_run_has_nothing_to_do(
+    neo_model: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    texts = ["hello", "hello there", "good morning"]
+    lines = [
+        {
+            "custom_id": text,
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {
+                "messages": [{"role": "user", "content": text}],
+                "max_completion_tokens": 5 + i,
+                "temperature": 0,
+                "logprobs": True,
+            },
+        }
+        for i, text in enumerate(texts)
+    ]
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["-i", source, "-o", output, "--backend", "auto", "--device=cpu"]
+    options += ["--model-path", neo_model, "--dtype=float32"]
+    done = run(*options)
+    assert done.returncode == 0, done.stderr
+    assert "--backend transformers: SGLang has no GPTNeoForCausalLM" in done.stderr
+
+    model: Any = AutoModelForCausalLM.from_pretrained(neo_model, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(neo_model)
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line["custom_id"] for line in found] == texts
+    for i, line in enumerate(found):
+        prompt = tokenizer.apply_chat_template(
+            lines[i]["body"]["messages"],  # type: ignore[index]
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        ids = model.generate(**prompt, max_new_tokens=5 + i, do_sample=False)[0]
+        expected = ids[prompt["input_ids"].shape[1] :].tolist()
+        choice = line["response"]["body"]["choices"][0]
+        tokens = [each["token"] for each in choice["logprobs"]["content"]]
+        assert tokens == tokenizer.batch_decode([[token] for token in expected])
+
+    again = run(*options)
+    assert again.returncode == 0, again.stderr
+    assert "nothing to do" in again.stderr
+
+
+def test_a_killed_run_is_continued_by_the_same_command(
+    neo_model: Path, tmp_path: Path
+) -> None:
+    count = 3000
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    source.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "custom_id": str(number),
+                    "method": "POST",
+                    "url": "/v1/completions",
+                    "body": {"prompt": f"line {number}", **body},
+                }
+            )
+            + "\n"
+            for number in range(count)
+        )
+    )
+    options = ["-i", source, "-o", output, "--backend", "transformers"]
+    options += ["--model-path", neo_model, "--dtype=float32", "--device=cpu"]
+    log = Path(f"{output}.job") / "results.jsonl"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sglang_batch", "run", *map(str, options)],
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.stat().st_size > 10_000):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    assert not output.exists()
+
+    again = run(*options)
+    assert again.returncode == 0, again.stderr
+    summary = json.loads(again.stdout.splitlines()[-1])
+    assert summary["completed"] == count
+    assert 0 < summary["this_run"]["completed"] < count
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line["custom_id"] for line in found] == [str(n) for n in range(count)]

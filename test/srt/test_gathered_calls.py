@@ -118,6 +118,32 @@ def test_another_job_knows_nothing_of_the_last_one(engine: Engine) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_call_that_arrives_while_the_last_job_is_closed_is_sent(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    async def scenario() -> None:
+        manager = Manager(engine)
+        closing = engine.close_job
+
+        async def slowly(job_id: str) -> None:
+            if not engine.closed:
+                await manager.call("b", PROMPT)
+            await closing(job_id)
+            if fails:
+                raise OSError("the scheduler is busy")
+
+        monkeypatch.setattr(engine, "close_job", slowly)
+        await manager.call("a", PROMPT)
+        await manager.until(lambda: manager.sent == ["a"])
+        manager.answer("a")
+        await manager.until(lambda: manager.sent == ["a", "b"])
+        manager.answer("b")
+        await manager.until(lambda: len(engine.closed) == 2)
+
+    asyncio.run(scenario())
+
+
 def test_calls_that_are_given_up_are_neither_sent_nor_planned(engine: Engine) -> None:
     async def scenario() -> None:
         manager = Manager(engine)

@@ -128,6 +128,7 @@ def test_prefixes_that_kv_has_no_room_for_come_back_from_the_host(
     assert restored["saved"] >= groups // 2
     assert restored["restored"] >= groups // 2
     assert restored["answers"] == restored["alone"]
+    assert restored["alone_cached"] < prefix_len
     # No group's prefix is computed a second time.
     again = restored["cached"][groups:]
     assert [cached >= prefix_len for cached in again] == [True] * groups

@@ -124,6 +124,10 @@ class _Gathering:
             self._task = asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
+        while self._new:  # a call may arrive while the last job is closed
+            await self._run_job()
+
+    async def _run_job(self) -> None:
         """Send groups until no call is left. They are one job."""
         job_id = GATHERED_ID + uuid.uuid4().hex
         self._answered.clear()  # another job does not know them
@@ -136,7 +140,10 @@ class _Gathering:
             await asyncio.sleep(self._wait_s)
             self._arrived.clear()
             await self._send_group(job_id)
-        await (await engine_of(self._manager)).close_job(job_id)
+        try:
+            await (await engine_of(self._manager)).close_job(job_id)
+        except Exception:
+            logger.exception("Job %s of gathered calls was not closed", job_id)
 
     def _forget_answered(self) -> bool:
         """Whether calls are left once those with an answer are forgotten."""

@@ -20,6 +20,8 @@ from sglang_batch.srt.calls.connection import abort_unsent
 class Engine:
     """Notes the plans that it is given."""
 
+    is_connected = True
+
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.opened: list[tuple[str, list[int], tuple[str, ...], int]] = []

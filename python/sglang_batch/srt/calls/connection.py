@@ -6,18 +6,25 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq
 
+from ..compat.server_types import TemplateManager
 from ..engine.sglang_engine import SGLangEngine
 from .call_items import Message
 
 
-async def engine_of(manager: Any) -> SGLangEngine:
-    """The engine behind a tokenizer manager, connected once."""
+async def engine_of(
+    manager: Any, templates: TemplateManager | None = None
+) -> SGLangEngine:
+    """The engine behind a tokenizer manager, connected once.
+
+    Args:
+        templates: what batches need. A server gives them before any call comes.
+    """
     if not hasattr(manager, "offline_engine"):
-        engine = SGLangEngine(manager, None)
+        manager.offline_engine = SGLangEngine(manager, templates)
+    engine: SGLangEngine = manager.offline_engine
+    if not engine.is_connected:
         await engine.connect()
-        manager.offline_engine = engine
-    connected: SGLangEngine = manager.offline_engine
-    return connected
+    return engine
 
 
 def unsent_messages(manager: Any) -> dict[str, Message]:

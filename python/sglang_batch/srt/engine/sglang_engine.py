@@ -119,6 +119,10 @@ class SGLangEngine:
         return self._machine
 
     @property
+    def is_connected(self) -> bool:
+        return self._machine is not None
+
+    @property
     def closing(self) -> bool:
         """Whether SGLang is shutting down and only waits for running requests."""
         return self._tokenizer_manager.gracefully_exit

@@ -23,8 +23,8 @@ from ...job.planner_compiler import compile_planner
 from ...server.batch_metrics import published
 from ...server.service import BatchService
 from ...store.batch_store import BatchStore
+from ..calls.connection import engine_of
 from ..compat.server_types import OfflineArgs
-from ..engine.sglang_engine import SGLangEngine
 from . import engine_death
 from .client_keys import ServerKeys
 from .online_usage import count_online_usage
@@ -106,8 +106,7 @@ def _has_metrics() -> bool:
 async def _start_service() -> BatchService:
     state = http_server.get_global_state()
     server_args = state.tokenizer_manager.server_args
-    engine = SGLangEngine(state.tokenizer_manager, state.template_manager)
-    await engine.connect()
+    engine = await engine_of(state.tokenizer_manager, state.template_manager)
     directory = Path(
         server_args.offline_batch_dir or platformdirs.user_data_path("sglang-batch")
     )

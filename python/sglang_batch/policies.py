@@ -21,18 +21,21 @@ class Policy:
         mixes compute-intensive and memory-intensive ones.
     uses_prompts: whether the job is planned from its prompts, which are all rendered
         first. If not, requests are rendered and sent in the order of the input.
+    for_dense: whether it is made for dense batches. ``auto`` takes it there, and does
+        not simulate it for paged KV.
     """
 
     description: str
     needs_estimates: bool = False
     both_ends: bool = False
     uses_prompts: bool = True
+    for_dense: bool = False
 
 
 AUTO = "auto"
 # Simplest first: among orders that are equally fast, ``auto`` takes the first.
 POLICY_TABLE = {
-    AUTO: Policy("the fastest of all orders, by simulation", needs_estimates=True),
+    AUTO: Policy("the fastest order, by simulation", needs_estimates=True),
     "dfs": Policy("depth-first through the prefix tree"),
     "dfs-weight": Policy(
         "depth-first, at each node the subtree with most requests first"
@@ -50,6 +53,12 @@ POLICY_TABLE = {
     "lof": Policy("longest max_new_tokens first"),
     "random": Policy("shuffled with the seed"),
     "fcfs": Policy("order of the input", uses_prompts=False),
+    "aligned": Policy(
+        "depth-first, at each node the longest prompt and answer first, for dense "
+        "batches",
+        needs_estimates=True,
+        for_dense=True,
+    ),
 }
 
 POLICIES = tuple(POLICY_TABLE)
@@ -57,6 +66,12 @@ POLICIES = tuple(POLICY_TABLE)
 
 ORDERS = tuple(name for name in POLICIES if name != AUTO)
 """Names of the policies that are an order themselves: all but ``auto``."""
+
+PAGED_ORDERS = tuple(name for name in ORDERS if not POLICY_TABLE[name].for_dense)
+"""The orders among which ``auto`` chooses by simulation."""
+
+DENSE_ORDER = next(name for name in ORDERS if POLICY_TABLE[name].for_dense)
+"""The order that ``auto`` takes for dense batches."""
 
 POLICY_HELP = "; ".join(
     f"{name}: {each.description}" for name, each in POLICY_TABLE.items()

@@ -139,12 +139,15 @@ def plan_requests(requests: Sequence[BatchRequestInput]) -> PlanRequests:
 
 
 def planner_of(
-    requests: Sequence[BatchRequestInput], policy: str = DUAL, num_shards: int = 1
+    requests: Sequence[BatchRequestInput],
+    policy: str = DUAL,
+    num_shards: int = 1,
+    **limits: Any,
 ) -> JobPlanner:
     return JobPlanner(
         plan_requests(requests),
         np.arange(len(requests)),
-        make_machine(),
+        make_machine(**limits),
         OfflineBatchConfig(policy=policy),
         num_shards,
     )

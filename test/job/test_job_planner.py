@@ -48,6 +48,13 @@ def test_a_job_is_planned_as_the_planner_does(
     assert sorted([*left, *right]) == list(range(50))
 
 
+def test_dense_batches_are_aligned_unless_another_order_is_wished() -> None:
+    (plan,) = planner_of(two_kinds(50), "auto", dense=True).plans()
+    assert plan.plan.policy == "aligned"
+    (plan,) = planner_of(two_kinds(50), "fcfs", dense=True).plans()
+    assert plan.plan.policy == "fcfs"
+
+
 def test_answers_of_several_sequences_teach_nothing() -> None:
     requests = [make_request(i, f"prompt {i}", max_tokens=10) for i in range(100)]
     planner = planner_of(requests)

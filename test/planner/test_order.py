@@ -221,6 +221,41 @@ def test_prefix_groups_stay_together(prompts: list[Prompt], seed: int) -> None:
 # --- Dual scan.
 
 
+def test_aligned_takes_the_longest_sequences_first() -> None:
+    prompts = [[1] * 5, [2] * 40, [3] * 5, [4] * 20]
+    order = order_of("aligned", prompts, np.array([50.0, 1.0, 2.0, 40.0]))
+    assert order.requests.tolist() == [3, 0, 1, 2]
+
+
+def test_aligned_keeps_long_prefixes_together_and_no_short_ones() -> None:
+    long, short = [7] * 16, [8] * 15
+    prompts = [[*long, 1], [*short, 1], [*long, 2], [*short, 2], [9] * 30]
+    order = order_of("aligned", prompts, np.array([60.0, 50.0, 1.0, 1.0, 10.0]))
+    assert order.requests.tolist() == [0, 2, 1, 4, 3]
+
+
+@settings(deadline=None)
+@given(PROMPTS, SEEDS)
+def test_aligned_keeps_all_sharing_of_long_prefixes(
+    prompts: list[Prompt], seed: int
+) -> None:
+    long = [tuple(t for t in prompt for _ in range(16)) for prompt in prompts]
+    order = order_of("aligned", long, outputs_of(len(prompts), seed))
+    assert shared_in(long, order.requests.tolist()) == most_shared(long)
+
+
+@settings(deadline=None)
+@given(PROMPTS, SEEDS)
+def test_aligned_is_by_length_alone_without_long_prefixes(
+    prompts: list[Prompt], seed: int
+) -> None:
+    short = [tuple(prompt[:15]) for prompt in prompts]
+    outputs = outputs_of(len(prompts), seed)
+    order = order_of("aligned", short, outputs)
+    ends = np.array([len(prompt) for prompt in short]) + outputs
+    assert (np.diff(ends[order.requests]) <= 0).all()
+
+
 def test_dual_scan_has_short_answers_left_and_long_ones_right() -> None:
     # Per request 100 + 1 tokens and 100.5 reads, or 10 + 200 tokens and 22,000 reads.
     prompts = [

@@ -26,14 +26,14 @@ from ..planner.prefixes.prefix_tree import build_prefix_tree
 from ..planner.requests import UNKNOWN, Bools, Int32s, Int64s, PlanRequests
 from ..planner.sharding.shard import ShardJob
 from ..planner.simulator.simulator import Simulation, simulate
-from ..policies import AUTO, ORDERS, POLICY_TABLE
+from ..policies import AUTO, DENSE_ORDER, PAGED_ORDERS, POLICY_TABLE
 from .job_shards import JobProgress, JobShards
 from .shard_plan import ShardPlan
 
 # With fewer requests of unknown length, a sample would be most of the job.
 MIN_SAMPLED = 64
 # The order of ``auto`` until the sample is answered: the first without estimates.
-_UNTIL_SAMPLED = next(name for name in ORDERS if not POLICY_TABLE[name].needs_estimates)
+_UNTIL_SAMPLED = next(name for name in PAGED_ORDERS if not POLICY_TABLE[name].needs_estimates)
 
 
 class JobPlanner:
@@ -64,7 +64,9 @@ class JobPlanner:
     ) -> None:
         self._machine = machine
         self._settings = OrderSettings(seed=config.seed)
-        self._policy = self.policy = config.policy
+        self._policy = self.policy = policy = config.policy
+        if policy == AUTO and machine.limits.dense:
+            self._policy = self.policy = policy = DENSE_ORDER
         # SGLang's own scheduler runs requests in the order of arrival, so it cannot
         # take them from both ends.
         self._stock_scheduler = config.scheduler == "stock"
@@ -79,7 +81,7 @@ class JobPlanner:
         self._estimator = OutputLengthEstimator(self.tree, kept)
         self.num_unknown = int((kept.known_output_len == UNKNOWN).sum())
         self._sample = np.zeros(0, np.int64)
-        needs_estimates = POLICY_TABLE[config.policy].needs_estimates
+        needs_estimates = POLICY_TABLE[policy].needs_estimates
         if needs_estimates and self.num_unknown >= MIN_SAMPLED:
             self._sample = choose_sample(self.tree, kept, seed=config.seed)
         self._is_sampling = len(self._sample) > 0
@@ -226,7 +228,7 @@ class JobPlanner:
         return best(
             {
                 policy: self._simulate(shard, self._order(shard, policy, own), own)
-                for policy in ORDERS
+                for policy in PAGED_ORDERS
             }
         )
 

@@ -35,6 +35,8 @@ class EngineLimits:
         most one prompt is partly computed, and it is continued first. Retracted
         requests are offloaded. The free KV margin and the estimates adapt to observed
         lengths.
+    dense: whether KV is as many rows times the longest of them, as in dense batches.
+        Orders for them are not simulated.
 
     Raises:
         ConfigError: a number is below 1.
@@ -49,6 +51,7 @@ class EngineLimits:
     closed_loop: bool = True
     plan_aware_eviction: bool = True
     as_sglang: bool = False
+    dense: bool = False
 
     def __post_init__(self) -> None:
         for name in (

@@ -17,7 +17,7 @@ from ..planner.costs.model_spec import ModelSpec
 from ..planner.machine_model import Machine
 from ..planner.ordering.order import OrderSettings
 from ..planner.requests import UNKNOWN, Int64s
-from ..policies import AUTO, ORDERS
+from ..policies import AUTO, PAGED_ORDERS
 from ..run.checked_input import checked_again, checked_requests
 from ..run.model_place import check_model
 from ..run.run_options import job_input, named_model
@@ -116,7 +116,7 @@ def _report(
     machine = make_machine(options, model, device)
     requests = rendered.requests
     auto = options.policy == AUTO
-    orders = ORDERS if auto else (options.policy,)
+    orders = PAGED_ORDERS if auto else (options.policy,)
     found = forecast(
         requests,
         machine,

@@ -18,6 +18,7 @@ from ..costs.tree_work import leaf_work
 from ..prefixes.prefix_groups import group_order, prefix_groups
 from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Floats, PlanRequests
+from .aligned_order import aligned_order
 from .dual_scan_order import dual_scan_order
 from .layer_sort import depth_first, sort_children
 from .order import Order, OrderSettings
@@ -114,6 +115,11 @@ def _dfs_weight(job: _Job) -> Order:
 def _prefix_groups(job: _Job) -> Order:
     groups = prefix_groups(job.tree)
     return Order(group_order(job.tree, groups, job.est_output_len))
+
+
+@_makes("aligned")
+def _aligned(job: _Job) -> Order:
+    return Order(aligned_order(job.tree, job.est_output_len))
 
 
 @_makes("dual-scan")

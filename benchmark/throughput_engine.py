@@ -47,6 +47,7 @@ class Task:
         has all requests before its first step.
     callers: how many tasks send the prompts of stock's engine one by one, each the next
         of the list when it has its answer. None sends all in one call.
+    repeats: how often stock's engine runs the job, each time with an empty cache.
     """
 
     ours: bool
@@ -57,6 +58,7 @@ class Task:
     max_inflight: int | None = None
     stop_after: int | None = None
     callers: int | None = None
+    repeats: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class Engine:
     def __init__(self, task: Task, scratch: Path) -> None:
         self._task = task
         self._scratch = scratch
+        self._runs = 0
         (scratch / TASK_FILE).write_text(json.dumps(asdict(task)))
         with (scratch / "engine.log").open("wb") as log:
             self._process = subprocess.Popen(
@@ -119,16 +122,28 @@ class Engine:
             time.sleep(0.1)
 
     def run(self) -> TaskResult:
-        """Run the job and end the engine.
+        """Run the job. The last of its repeats ends the engine.
 
         Raises:
             RuntimeError: the process failed.
         """
-        (self._scratch / GO_FILE).touch()
-        if not self._ends_within(TIMEOUT_S):
-            self.kill()
-            raise self._failure(f"no end after {TIMEOUT_S} s")
+        self._go()
+        deadline = time.monotonic() + TIMEOUT_S
+        while not self._answers.exists() or self._runs == self._task.repeats:
+            if self._ends_within(0.1):
+                break
+            if time.monotonic() > deadline:
+                self.kill()
+                raise self._failure(f"no end after {TIMEOUT_S} s")
         return self._result()
+
+    @property
+    def _answers(self) -> Path:
+        return self._scratch / f"{ANSWERS_FILE}-{self._runs}"
+
+    def _go(self) -> None:
+        self._runs += 1
+        (self._scratch / f"{GO_FILE}-{self._runs}").touch()
 
     def run_until_first_step(self) -> None:
         """Begin the job, and pause the process as soon as it makes steps.
@@ -138,7 +153,7 @@ class Engine:
         """
         steps = self._scratch / STEPS_FILE
         before = steps.stat().st_size
-        (self._scratch / GO_FILE).touch()
+        self._go()
         deadline = time.monotonic() + TIMEOUT_S
         while steps.stat().st_size == before:
             if self._ends_within(0.01) or time.monotonic() > deadline:
@@ -165,11 +180,11 @@ class Engine:
         return True
 
     def _result(self) -> TaskResult:
-        self.kill()
-        answers_path = self._scratch / ANSWERS_FILE
-        if self._process.returncode or not answers_path.exists():
-            raise self._failure(f"exit status {self._process.returncode}")
-        answers = json.loads(answers_path.read_text())
+        if self._runs == self._task.repeats:
+            self.kill()
+        if self._process.poll() or not self._answers.exists():
+            raise self._failure(f"exit status {self._process.poll()}")
+        answers = json.loads(self._answers.read_text())
         begin = answers.pop("begin")
         steps = read_steps(self._scratch / STEPS_FILE, since=begin)
         return TaskResult(steps=steps, **answers)
@@ -187,10 +202,14 @@ class Engine:
 
 
 def run_tasks(tasks: Sequence[Task]) -> Iterator[TaskResult]:
-    """Start the tasks' engines at the same time, then run one after another."""
+    """Start the tasks' engines at the same time, then run one after another.
+
+    Tasks with repeats, which all have as many, take turns.
+    """
     with ready_engines(tasks) as engines:
-        for engine in engines:
-            yield engine.run()
+        for _ in range(tasks[0].repeats):
+            for engine in engines:
+                yield engine.run()
 
 
 def run_in_slices(tasks: Sequence[Task], slice_s: float = 2.0) -> list[TaskResult]:
@@ -289,7 +308,7 @@ def blend_spread(job: ThroughputJob, steps: Steps) -> float:
 # In the process of the engine ---------------------------------------------------------
 
 
-def run_stock(task: Task, scratch: Path, started: float) -> dict[str, Any]:
+def run_stock(task: Task, scratch: Path, started: float) -> Iterator[dict[str, Any]]:
     """All prompts in one call of ``sglang.Engine``, or from several callers."""
     import sglang
     from sglang.srt.plugins import load_plugins
@@ -302,16 +321,19 @@ def run_stock(task: Task, scratch: Path, started: float) -> dict[str, Any]:
     engine = sglang.Engine(server_args=server_args)
     try:
         engine.generate(input_ids=WARM_UP_PROMPTS, sampling_params=_short())
-        wait_for_go(scratch)
-        begin = time.perf_counter()
-        if task.callers is None:
-            answers = engine.generate(
-                input_ids=task.prompts, sampling_params=task.sampling_params
-            )
-        else:
-            calls = call_one_by_one(engine, task, task.callers)
-            answers = engine.loop.run_until_complete(calls)
-        return _summary(answers, started, begin)
+        for number in range(1, task.repeats + 1):
+            if number > 1 and not engine.flush_cache().success:
+                raise RuntimeError("the cache was not emptied")
+            wait_for_go(scratch, number)
+            begin = time.perf_counter()
+            if task.callers is None:
+                answers = engine.generate(
+                    input_ids=task.prompts, sampling_params=task.sampling_params
+                )
+            else:
+                calls = call_one_by_one(engine, task, task.callers)
+                answers = engine.loop.run_until_complete(calls)
+            yield _summary(answers, started, begin)
     finally:
         engine.shutdown()
 
@@ -333,7 +355,7 @@ async def call_one_by_one(
     return [answers[number] for number in sorted(answers)]
 
 
-def run_ours(task: Task, scratch: Path, started: float) -> dict[str, Any]:
+def run_ours(task: Task, scratch: Path, started: float) -> Iterator[dict[str, Any]]:
     """The same prompts as one job of this package."""
     from sglang_batch.config import OfflineBatchConfig
     from sglang_batch.srt.engine import in_process
@@ -353,10 +375,10 @@ def run_ours(task: Task, scratch: Path, started: float) -> dict[str, Any]:
             return answers
 
         run(WARM_UP_PROMPTS, [_short()] * len(WARM_UP_PROMPTS))
-        wait_for_go(scratch)
+        wait_for_go(scratch, 1)
         begin = time.perf_counter()
         answers = run(task.prompts, task.sampling_params, task.stop_after)
-        return _summary(answers, started, begin)
+        yield _summary(answers, started, begin)
 
 
 async def answer_all(
@@ -422,9 +444,9 @@ def _summary(
     }
 
 
-def wait_for_go(scratch: Path) -> None:
+def wait_for_go(scratch: Path, number: int) -> None:
     (scratch / READY_FILE).touch()
-    while not (scratch / GO_FILE).exists():
+    while not (scratch / f"{GO_FILE}-{number}").exists():
         time.sleep(0.01)
 
 
@@ -438,7 +460,10 @@ def main() -> None:
         hold = (warm_up, warm_up + len(task.prompts))
     throughput_probe.install(scratch / STEPS_FILE, hold)
     run = run_ours if task.ours else run_stock
-    (scratch / ANSWERS_FILE).write_text(json.dumps(run(task, scratch, started)))
+    for number, found in enumerate(run(task, scratch, started), 1):
+        written = scratch / ANSWERS_FILE
+        written.write_text(json.dumps(found))
+        written.rename(scratch / f"{ANSWERS_FILE}-{number}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 
@@ -111,14 +112,14 @@ def _measured(job: ThroughputJob, model: Path, repeats: int) -> dict[str, list[R
         for policy in STOCK
     }
     tasks[OURS] = _offline(tasks["fcfs"])
+    tasks = {name: replace(task, repeats=repeats) for name, task in tasks.items()}
     runs: dict[str, list[Run]] = {name: [] for name in tasks}
     answers: list[list[int]] | None = None
-    for _ in range(repeats):
-        for name, done in zip(tasks, run_tasks([*tasks.values()]), strict=True):
-            runs[name].append(Run.of(job, done))
-            answers = answers or done.output_ids
-            if done.output_ids != answers:
-                raise RuntimeError(f"{job.name}: {name} answers otherwise than fcfs")
+    for name, done in zip(cycle(tasks), run_tasks([*tasks.values()])):
+        runs[name].append(Run.of(job, done))
+        answers = answers or done.output_ids
+        if done.output_ids != answers:
+            raise RuntimeError(f"{job.name}: {name} answers otherwise than fcfs")
     return runs
 
 

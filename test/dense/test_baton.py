@@ -9,11 +9,11 @@ import torch
 from dense_runs import Run, ShortOfMemory, generated, greedy, prompts
 from tiny_models import tiny_model
 
+from sglang_batch.dense.kv.slab import slack
 from sglang_batch.dense.model import LoadedModel, wrap
 from sglang_batch.dense.row_request import DenseRequest
 from sglang_batch.dense.rows import SeparateRows, SlabRows
 from sglang_batch.dense.settings import DenseSettings
-from sglang_batch.dense.slab import slack
 
 SETTINGS = DenseSettings(max_rows=8)
 
@@ -142,6 +142,19 @@ class TestVectorEmbedding:
         assert list(run.rows.lengths) == [35, 17, length + 1]
         run.finish()
         assert run.tokens() == expected(model, [*running, newcomer])
+
+    def test_rows_that_join_one_by_one_seldom_copy_the_others(
+        self, gpt2: LoadedModel
+    ) -> None:
+        requests = requests_of([(20, 40)] * 16)
+        run = Run(gpt2, DenseSettings(max_rows=16))
+        for request in requests:
+            run.add([request]).steps(1)
+        assert len(run.loop.running()) == 16
+        # To 3, 6, 10 and 16 rows, and never for want of columns.
+        assert run.rows.num_resized == 4
+        run.finish()
+        assert run.tokens() == expected(gpt2, requests)
 
 
 class TestPrefillApartFromDecode:
@@ -329,7 +342,7 @@ class TestShortMemory:
     ) -> None:
         settings = DenseSettings(max_rows=1)
         requests = self.requests()[:2]
-        rows = ShortOfMemory(SlabRows(gpt2, 4096, 16), {"decode": (4,)})
+        rows = ShortOfMemory(SlabRows(gpt2, 4096, 16), {"decode": (4, 5)})
         run = Run(gpt2, settings, rows=rows).add(requests)
         answers = run.finish()
         assert "memory" in str(answers["0"].error)

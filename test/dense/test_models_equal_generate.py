@@ -12,6 +12,7 @@ from tiny_models import (
     tiny_model,
 )
 
+from sglang_batch.dense.encoded_rows import EncodedRows
 from sglang_batch.dense.model import LoadedModel, wrap
 from sglang_batch.dense.model_probe import rows_for
 from sglang_batch.dense.row_request import DenseRequest
@@ -29,7 +30,14 @@ REFUSED = {
 }
 """Types that transformers itself does not run as the engine has to, and its words."""
 
+COUNT_COLUMNS = {
+    *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart"),
+    *("mvp", "pegasus", "plbart", "trocr", "whisper"),
+}
+"""Types whose position embeddings would count the columns of a batch."""
+
 IN_A_SLAB = {
+    *COUNT_COLUMNS,
     *("big_bird", "biogpt", "bloom", "codegen", "falcon", "gpt_neo"),
     *("gpt_neox_japanese", "megatron-bert", "mpt", "rembert", "xglm"),
     *("cohere", "deepseek_v2", "deepseek_v3", "exaone4", "gemma2", "gemma3_text"),
@@ -38,6 +46,11 @@ IN_A_SLAB = {
     *("smollm3", "stablelm", "starcoder2"),
 }
 """Types whose rows share a batch. A change of transformers may add to them."""
+
+ENCODED_IN_A_SLAB = set(SEQ2SEQ) - {
+    *("fsmt", "led", "pegasus_x", "prophetnet", "t5gemma"),
+}
+"""Types with an encoder whose rows share a batch."""
 
 CAUSAL = [
     name
@@ -59,7 +72,8 @@ def requests_of(longest: int = 25) -> list[DenseRequest]:
 def check(model: LoadedModel, requests: list[DenseRequest]) -> Run:
     """Run requests that join one after the other, and compare them with ``generate``."""
     rows, reason = rows_for(model, SETTINGS)
-    assert isinstance(rows, SeparateRows if reason else SlabRows)
+    shared = EncodedRows if model.is_encoder_decoder else SlabRows
+    assert isinstance(rows, SeparateRows if reason else shared)
     run = Run(model, SETTINGS, rows=rows).add(requests[:2]).steps(2)
     run.add(requests[2:]).finish()
     assert {answer.error for answer in run.answers.values()} == {None}
@@ -84,9 +98,10 @@ def test_a_causal_model_answers_as_generate_does(model_type: str) -> None:
         assert run.rows.computed_tokens < prompt_tokens
 
 
-def test_at_least_38_types_run_that_sglang_does_not() -> None:
+def test_39_types_run_that_sglang_does_not_and_22_of_them_in_shared_batches() -> None:
     runs = set(CAUSAL_WITHOUT_SGLANG) - CANNOT_BE_BUILT.keys() - REFUSED.keys()
-    assert len(runs) >= 38
+    assert len(runs) >= 39
+    assert len(runs & IN_A_SLAB) >= 22
 
 
 @pytest.mark.parametrize("model_type", SEQ2SEQ)
@@ -99,4 +114,5 @@ def test_an_encoder_decoder_answers_as_generate_does(model_type: str) -> None:
         with pytest.raises(ConfigError, match=REFUSED[model_type]):
             rows_for(model, SETTINGS)
         return
-    check(model, requests_of(15)[1:4])
+    run = check(model, requests_of(15))
+    assert isinstance(run.rows, EncodedRows) == (model_type in ENCODED_IN_A_SLAB)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from sglang_batch.dense.slab import RowKv, Slab, slack
+from sglang_batch.dense.kv.slab import RowKv, Slab, slack
 
 # Heads and head_dim of the keys, and head_dim of the values, of each layer.
 LAYERS = ((2, 3, 3), (1, 4, 2))
@@ -179,6 +179,47 @@ def test_a_row_joins_without_a_change_to_the_others(length: int) -> None:
         model.step()
     model.insert(length)
     model.check()
+    model.step()
+    model.check()
+
+
+@pytest.mark.parametrize("max_cells", [1 << 40, 1000], ids=["rows", "cells"])
+def test_rows_that_join_one_by_one_are_copied_a_few_times_only(max_cells: int) -> None:
+    model = Model()
+    model.slab.max_rows, model.slab.max_cells = 32, max_cells
+    columns = 20 + slack(20)
+    for count in range(1, 33):
+        model.insert(20)
+        ahead = min(32, max_cells // columns)
+        cells = model.slab.allocated_cells
+        assert cells <= max(count, min(ahead, count * 3 // 2)) * columns
+    model.check()
+    # To 3, 6, 10, 16, 25 and 32 rows. Beyond 19, 1000 cells leave none to spare.
+    assert model.slab.num_resized == (6 if max_cells > 1000 else 5 + 13)
+
+
+def test_spare_rows_are_kept_when_the_slab_grows_in_width() -> None:
+    model = Model()
+    model.slab.max_rows, model.slab.max_cells = 32, 1 << 40
+    for _ in range(4):
+        model.insert(9)
+    while model.slab.num_resized < 3:  # the third time for want of columns
+        model.step()
+    model.insert(5, 6)
+    model.check()
+    assert model.slab.num_resized == 3
+
+
+@pytest.mark.parametrize("number", range(2 * len(LAYERS)))
+def test_rows_join_without_spare_ones_where_memory_is_short(number: int) -> None:
+    model = Model()
+    model.slab.max_rows, model.slab.max_cells = 32, 1 << 40
+    model.insert(30, 20, 10)
+    with OutOfMemoryAt(number) as memory:
+        model.insert(25)
+    assert memory.left < 0
+    model.check()
+    assert model.slab.allocated_cells == 4 * (30 + slack(30))
     model.step()
     model.check()
 

@@ -174,6 +174,32 @@ def test_a_limit_on_cells_may_be_changed_while_rows_run(
         assert list(answers[request.rid].output_ids) == expected
 
 
+def test_rows_that_wait_for_a_limit_use_no_processor(
+    model: LoadedModel, started: Started
+) -> None:
+    started.worker.limit_cells(5)
+    (waiting,) = requests_of(1, 5)
+    started.worker.submit(waiting)
+    assert processor_s() < 0.2
+    assert not started.answers.found
+    started.worker.limit_cells(1000)
+    answers = started.answers.wait(1)
+    expected = generated(model, waiting.input_ids, 5)
+    assert list(answers["0"].output_ids) == expected
+
+
+def test_priorities_reach_requests_that_are_open(started: Started) -> None:
+    for request in [*requests_of(4, 100_000, "long-"), *requests_of(2, 4, "b-")]:
+        started.worker.submit(request)
+    deadline = time.monotonic() + WAIT_S
+    while len(started.worker.running()) < 4 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    started.worker.set_priority(lambda rid: rid == "unknown", 8)
+    started.worker.set_priority(lambda rid: rid == "b-1", 7)
+    assert list(started.answers.wait(1)) == ["b-1"]
+    assert started.worker.counts.preempted == 1
+
+
 def test_it_stops_with_open_work(model: LoadedModel) -> None:
     with Started(model) as started:
         for request in requests_of(6, 100_000):

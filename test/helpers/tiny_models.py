@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForTextEncoding,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -244,6 +246,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
     "cpmant": {"position_bias_max_distance": 64, "prompt_length": 4},
     "cohere": {"logit_scale": 1.0},
+    "distilbert": {"dim": 64, "hidden_dim": 128},
+    "modernbert": {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 8},
     "deepseek_v2": _LATENT_ATTENTION,
     "deepseek_v3": _LATENT_ATTENTION,
     "exaone4": _SLIDING,
@@ -378,14 +382,33 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto.from_config(config)
-        for name, weight in model.named_parameters():
-            if weight.requires_grad and weight.ndim >= 2 and not _KEPT.search(name):
-                std = _EMBEDDING_STD if _EMBEDDING.search(name) else _MATRIX_STD
-                torch.nn.init.normal_(weight, std=std)
-                _centre(weight)
+        _draw(model)
     model.config.eos_token_id = None
     model.generation_config.eos_token_id = None
     return model.eval()
+
+
+def tiny_encoder(model_type: str, seed: int = 0) -> PreTrainedModel:
+    """A model without a head, in eval mode, with float32 weights drawn from ``seed``.
+
+    Of an encoder-decoder it is the encoder.
+    """
+    is_t5 = model_type in ("t5", "mt5", "umt5")
+    config = tiny_config(model_type, encoder_decoder=is_t5)
+    auto = AutoModelForTextEncoding if is_t5 else AutoModel
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = auto.from_config(config)
+        _draw(model)
+    return model.eval()
+
+
+def _draw(model: PreTrainedModel) -> None:
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and weight.ndim >= 2 and not _KEPT.search(name):
+            std = _EMBEDDING_STD if _EMBEDDING.search(name) else _MATRIX_STD
+            torch.nn.init.normal_(weight, std=std)
+            _centre(weight)
 
 
 def _centre(weight: torch.Tensor) -> None:

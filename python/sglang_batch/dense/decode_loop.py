@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..scheduling.dense_rows import Admission
-from .grammar import Grammars
 from .model import LoadedModel
 from .prefill import Prefilled
 from .query import LoopCounts, Query
+from .query_opener import QueryOpener
 from .row_request import DenseAnswer, DenseRequest, OnAnswer, TokenLogprobs
 from .rows import Rows
-from .sampling import Chosen, RowSampler, choose, drawn_seed, prompt_logprobs
+from .sampling import Chosen, choose, prompt_logprobs
 from .settings import DenseSettings
-from .stopping import Ending, RowStopping, ending_ids
+from .stopping import Ending
 
 logger = logging.getLogger(__name__)
 
@@ -56,15 +56,14 @@ class DecodeLoop:
         self._rows = rows
         self._settings = settings
         self._on_answer = on_answer
-        self._tokenizer = tokenizer
-        self._grammars: Grammars | None = None
+        self._opener = QueryOpener(model, settings.seed, tokenizer)
         self._waiting: list[Query] = []
         self._running: list[Query] = []
+        # They wait for a higher limit on cells.
+        self._too_long: list[Query] = []
         limit = settings.max_cells
-        self._admission = Admission(
-            settings.max_rows, _NO_LIMIT if limit is None else limit
-        )
-        self._num_added = 0
+        self._most_cells = _NO_LIMIT if limit is None else limit
+        self._admission = Admission(settings.max_rows, self._most_cells)
         self._host_cells = 0
         self._computes_ahead = True
         # Whether something has changed since admission was asked last.
@@ -74,6 +73,11 @@ class DecodeLoop:
     @property
     def has_work(self) -> bool:
         """Whether a request is open."""
+        return self.can_step or bool(self._too_long)
+
+    @property
+    def can_step(self) -> bool:
+        """Whether a step does anything. It does not if all wait for a higher limit."""
         return bool(self._waiting or self._running)
 
     def running(self) -> list[str]:
@@ -81,14 +85,30 @@ class DecodeLoop:
         return [query.request.rid for query in self._running]
 
     def limit_cells(self, max_cells: int) -> None:
-        """Change the limit on KV cells. Rows that do not fit leave before the next step."""
+        """Change the limit on KV cells. Rows that do not fit leave before the next step.
+
+        Those that do not even fit alone wait until the limit is higher, unless they do
+        not fit the one of the settings either.
+        """
         self._admission.max_cells = max_cells
-        self._changed = True
+        self._put_in_order([*self._waiting, *self._too_long])
+        self._too_long = []
+
+    def set_priority(self, matches: Callable[[str], bool], priority: int) -> None:
+        """Change the priority of the open requests whose ids match.
+
+        Rows leave for others that now have a higher priority, before the next step.
+        """
+        for query in (*self._waiting, *self._running, *self._too_long):
+            if matches(query.request.rid):
+                query.request = replace(query.request, priority=priority)
+        self._put_in_order(self._waiting)
 
     def add(self, request: DenseRequest) -> None:
         """Open a request. One that cannot run is answered with an error at once."""
         try:
-            query = self._query(request)
+            query = self._opener.open(request)
+            self._check_fits(query)
         except ValueError as error:
             self._on_answer(request, DenseAnswer((), "abort", error=str(error)))
             return
@@ -97,12 +117,13 @@ class DecodeLoop:
 
     def abort(self, rid: str, error: str = "The request was aborted.") -> None:
         """End a request. An unknown one is ignored."""
-        for query in self._waiting:
-            if query.request.rid == rid:
-                self._waiting.remove(query)
-                self._forget_kv(query)
-                self._fail(query, error)
-                return
+        for queries in (self._waiting, self._too_long):
+            for query in queries:
+                if query.request.rid == rid:
+                    queries.remove(query)
+                    self._forget_kv(query)
+                    self._fail(query, error)
+                    return
         for row, query in enumerate(self._running):
             if query.request.rid == rid:
                 with torch.inference_mode():
@@ -123,6 +144,9 @@ class DecodeLoop:
             self._rows.forget()
             return
         logits = self._decode()
+        if logits is None and len(self._running) == 1:
+            self._free()
+            logits = self._decode()
         if logits is None:
             self._halve()
             return
@@ -167,16 +191,34 @@ class DecodeLoop:
         for row in sorted(changes.leaving, reverse=True):
             self._preempt(row)
         for query in too_long:
-            self._forget_kv(query)
-            limit = self._admission.max_cells
-            self._fail(
-                query,
-                f"{query.length + 1} tokens do not fit into the {limit} cells of KV; "
-                "raise --max-total-tokens.",
-            )
+            self._set_aside(query)
         if joining:
             # Prefixes are shared by neighbours in the plan's order.
             self._join(sorted(joining, key=lambda query: query.order))
+
+    def _set_aside(self, query: Query) -> None:
+        """Let a row wait that does not fit alone, or fail it if it never will."""
+        try:
+            self._check_fits(query)
+        except ValueError as error:
+            self._forget_kv(query)
+            self._fail(query, str(error))
+            return
+        self._too_long.append(query)
+        self._changed = True  # those behind it were not looked at
+
+    def _check_fits(self, query: Query) -> None:
+        """Raises ValueError if a row can make no step even alone and later."""
+        limit = max(self._most_cells, self._admission.max_cells)
+        if query.length + 1 > limit:
+            raise ValueError(
+                f"{query.length + 1} tokens do not fit into the {limit} cells of KV; "
+                "raise --max-total-tokens."
+            )
+
+    def _put_in_order(self, waiting: Sequence[Query]) -> None:
+        self._waiting = sorted(waiting, key=lambda each: each.order)
+        self._changed = True
 
     def _join(self, joining: Sequence[Query]) -> None:
         ready = [query for query in joining if query.kv is not None]
@@ -199,6 +241,7 @@ class DecodeLoop:
                 elif goes_on:
                     kvs.append(found.kv)
                     joined.append(query)
+            self._rows.allow(self._admission.max_rows, self._admission.max_cells)
             self._rows.join(kvs)
             short = False
         except torch.OutOfMemoryError:
@@ -238,8 +281,7 @@ class DecodeLoop:
         Args:
             alone: no prompts were computed ahead. Otherwise do without that first.
         """
-        self._rows.forget()
-        self._computes_ahead = False
+        self._free()
         if alone and not self._running and len(joining) == 1:
             self._forget_kv(joining[0])
             self._fail(joining[0], "The prompt does not fit into memory.")
@@ -256,6 +298,14 @@ class DecodeLoop:
             insort(self._waiting, query, key=lambda each: each.order)
         self._changed = True
 
+    def _free(self) -> None:
+        """Release what is only kept for rows that wait: memory has run out."""
+        self._rows.forget()
+        self._computes_ahead = False
+        for query in (*self._waiting, *self._too_long):
+            if query.kv is not None:
+                query.kv = self._rows.to_host(query.kv)
+
     def _halve(self) -> None:
         """A step ran out of memory: half of the rows go to the host."""
         if len(self._running) == 1:
@@ -263,6 +313,7 @@ class DecodeLoop:
             self._leave(0)
             self._fail(query, "Its KV does not fit into memory.")
             return
+        self._free()
         self._admission.max_rows = max(1, len(self._running) // 2)
         for row in range(len(self._running) - 1, self._admission.max_rows - 1, -1):
             self._preempt(row)
@@ -304,63 +355,6 @@ class DecodeLoop:
 
     # Tokens -----------------------------------------------------------------------------
 
-    def _query(self, request: DenseRequest) -> Query:
-        """Raises ValueError if it cannot run."""
-        length, most = len(request.input_ids), self._model.context_len
-        if not length:
-            raise ValueError("The prompt has no tokens.")
-        if length >= most:
-            raise ValueError(
-                f"The prompt has {length} tokens, and the model's context {most}; "
-                "shorten it."
-            )
-        self._check_tokens(request)
-        stopping, sampling = request.stopping, request.sampling
-        if self._tokenizer is None and (stopping.strings or stopping.regexes):
-            raise ValueError("Stop strings and regexes need the model's tokenizer.")
-        grammar = None
-        if sampling.grammar is not None:
-            grammar = self._known_grammars().row(*sampling.grammar)
-        number, self._num_added = self._num_added, self._num_added + 1
-        ends = self._model.eos_token_ids
-        return Query(
-            request,
-            number,
-            RowSampler(
-                sampling,
-                vocab_size=self._model.vocab_size,
-                seed=drawn_seed(self._settings.seed, number),
-                ending_ids=ending_ids(stopping, ends),
-                min_new_tokens=stopping.min_new_tokens,
-            ),
-            RowStopping(stopping, eos_ids=ends, tokenizer=self._tokenizer),
-            grammar,
-            [],
-            [],
-        )
-
-    def _check_tokens(self, request: DenseRequest) -> None:
-        """Raises ValueError for tokens that the model does not have."""
-        logprobs, size = request.logprobs, self._model.vocab_size
-        asked = () if logprobs is None else logprobs.token_ids
-        for name, tokens in (("prompt", request.input_ids), ("logprobs", asked)):
-            for token in (min(tokens, default=0), max(tokens, default=0)):
-                if not 0 <= token < size:
-                    raise ValueError(
-                        f"The {name} has token {token}; give ids from 0 to {size - 1}."
-                    )
-
-    def _known_grammars(self) -> Grammars:
-        if self._grammars is None:
-            if self._tokenizer is None:
-                raise ValueError("A grammar needs the model's tokenizer.")
-            self._grammars = Grammars(
-                self._tokenizer,
-                vocab_size=self._model.vocab_size,
-                eos_ids=self._model.eos_token_ids,
-            )
-        return self._grammars
-
     def _begin(self, query: Query, found: Prefilled) -> bool:
         """Take the first token after a prompt. Whether the row goes on.
 
@@ -396,7 +390,7 @@ class DecodeLoop:
         grammars = [query.grammar for query in queries]
         mask = None
         if any(grammars):
-            mask = self._known_grammars().fill(grammars)
+            mask = self._opener.grammars.fill(grammars)
         return choose(
             logits,
             [query.sampler for query in queries],

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from ..errors import ConfigError
-from . import attention
+from .kv import attention
+from .kv.learned_positions import LearnedPositions
 
 # Where configurations keep the longest sequence.
 _CONTEXT_FIELDS = (
@@ -38,6 +40,7 @@ class LoadedModel:
     eos_token_ids: tokens that end an answer.
     decoder_start: of an encoder-decoder, the decoder's first token: the prompt is the
         encoder's. None for others.
+    learned: position embeddings that would count columns, None where there are none.
     """
 
     model: PreTrainedModel
@@ -46,6 +49,7 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
     decoder_start: int | None
+    learned: LearnedPositions | None = field(default=None, kw_only=True)
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -87,14 +91,24 @@ class LoadedModel:
         if last is not None and "logits_to_keep" in self.parameters:
             wanted = sorted(set(last))
             inputs["logits_to_keep"] = torch.tensor(wanted, device=input_ids.device)
-        inputs = {
-            name: value for name, value in inputs.items() if name in self.parameters
-        }
-        logits = self.model(**inputs).logits
+        logits = self.run(inputs, positions)
         if last is not None:
             places = last if wanted is None else [wanted.index(token) for token in last]
             logits = logits[torch.arange(len(places)), places]
         return logits.float()
+
+    def run(self, inputs: Mapping[str, Any], positions: torch.Tensor) -> torch.Tensor:
+        """Logits ``[rows, tokens, vocab]`` of a forward pass.
+
+        Args:
+            inputs: by name. Those that the model does not take are left out.
+            positions: of the tokens, int64 ``[rows, tokens]``.
+        """
+        known = {name: each for name, each in inputs.items() if name in self.parameters}
+        given = nullcontext() if self.learned is None else self.learned.given(positions)
+        with given:
+            logits: torch.Tensor = self.model(**known).logits
+        return logits
 
 
 def load_model(
@@ -155,10 +169,11 @@ def wrap(
     return LoadedModel(
         model,
         frozenset(inspect.signature(model.forward).parameters),
-        context_len or _context_len(config),
+        context_len or context_length(config),
         int(config.vocab_size),
         frozenset(ends),
         _decoder_start(model) if config.is_encoder_decoder else None,
+        learned=LearnedPositions.of(model),
     )
 
 
@@ -185,7 +200,8 @@ def _decoder_start(model: PreTrainedModel) -> int:
     return 0
 
 
-def _context_len(config: Any) -> int:
+def context_length(config: Any) -> int:
+    """Most tokens of a sequence, by a model's configuration of its text."""
     for name in _CONTEXT_FIELDS:
         found = getattr(config, name, None)
         if isinstance(found, int) and found > 0:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import ConfigError
+from .encoded_rows import EncodedRows
 from .model import LoadedModel
 from .row_request import DenseRequest, Stopping
 from .rows import Rows, SeparateRows, SlabRows
@@ -15,9 +16,11 @@ from .settings import DenseSettings
 
 logger = logging.getLogger(__name__)
 
-# Prompts of two lengths, and the tokens that each decodes. They share a prefix of more
-# tokens than this.
-_LENGTHS, _STEPS, _SHARED = (11, 4), 4, 3
+# Prompts of two lengths, which share a prefix of more tokens than this.
+_LENGTHS, _SHARED = (11, 4), 3
+# Tokens that the first row decodes alone, and then both: so the lengths of the answers
+# differ too.
+_ALONE, _BOTH = 3, 4
 # How far logits may differ, as a share of the largest.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _LOW_PRECISION = 5e-2
@@ -45,21 +48,26 @@ def rows_for(model: LoadedModel, settings: DenseSettings) -> tuple[Rows, str]:
         ) from error
     reason = _difference(model, settings, alone)
     if not reason:
-        return SlabRows(model, settings.prefill_tokens, settings.shortest_shared), ""
+        shortest = settings.shortest_shared
+        return _shared_rows(model, settings.prefill_tokens, shortest), ""
     logger.warning("Rows run one at a time: %s.", reason)
     return SeparateRows(model), reason
+
+
+def _shared_rows(model: LoadedModel, max_tokens: int, shortest: int) -> Rows:
+    if model.is_encoder_decoder:
+        return EncodedRows(model, max_tokens)
+    return SlabRows(model, max_tokens, shortest)
 
 
 def _difference(
     model: LoadedModel, settings: DenseSettings, alone: Sequence[torch.Tensor]
 ) -> str:
     """Why rows cannot share a slab, empty if they can."""
-    if model.is_encoder_decoder:
-        return "it is an encoder-decoder"
     if "past_key_values" not in model.parameters:
         return "it has no KV cache of transformers"
     shortest = min(_SHARED, settings.shortest_shared)
-    shared = SlabRows(model, settings.prefill_tokens, shortest)
+    shared = _shared_rows(model, settings.prefill_tokens, shortest)
     try:
         with torch.inference_mode():
             together = _logits(shared, model)
@@ -74,17 +82,18 @@ def _difference(
 
 
 def _logits(rows: Rows, model: LoadedModel) -> list[torch.Tensor]:
-    """The logits of each step, ``[2, vocab]``. All rows decode the same tokens."""
+    """The logits of each step, ``[rows, vocab]``. The second row joins later."""
     ids = [3 + 7 * place % (model.vocab_size - 3) for place in range(max(_LENGTHS))]
     requests = [
-        DenseRequest(f"probe-{length}", ids[:length], Stopping(_STEPS))
+        DenseRequest(f"probe-{length}", ids[:length], Stopping(_ALONE + _BOTH))
         for length in _LENGTHS
     ]
-    found = list(rows.prefill(requests, None))
-    logits = [torch.stack([each.logits for each in found])]
-    rows.join([each.kv for each in found])
-    for step in range(_STEPS):
-        logits.append(rows.decode([ids[step]] * len(requests)))
+    first, second = rows.prefill(requests, None)
+    logits = [torch.stack([first.logits, second.logits])]
+    rows.join([first.kv])
+    logits += [rows.decode([ids[step]]) for step in range(_ALONE)]
+    rows.join([second.kv])
+    logits += [rows.decode([ids[_ALONE + step], ids[step]]) for step in range(_BOTH)]
     for row in reversed(range(len(requests))):
         rows.leave(row)
     return logits

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
+from .kv.slab import RowKv
 from .model import LoadedModel
 from .row_request import DenseRequest
-from .slab import RowKv
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Prefill:
         while todo:
             shared = self._prepare_path(todo[0], [*todo[1:], following][0])
             batch = [todo[0]]
-            if _prompt_from(todo[0]) is None:
+            if prompt_from(todo[0]) is None:
                 batch += self._companions(todo, shared, following)
             taken = {request.rid for request in batch}
             todo = [request for request in todo if request.rid not in taken]
@@ -85,7 +85,7 @@ class Prefill:
             Its length, or 0 if it is too short.
         """
         limit = len(first.input_ids) - 1
-        start = _prompt_from(first)
+        start = prompt_from(first)
         if start is not None:
             limit = min(limit, start)
         before = min(_common(self._path, first.input_ids), limit)
@@ -107,7 +107,7 @@ class Prefill:
         mask = torch.ones(1, total, dtype=torch.int64, device=new.device)
         self._model.logits(new, mask, positions, cache, [total - have - 1])
         self.computed_tokens += total - have
-        self._path, self._path_kv = list(prefix), _row_of(cache, 0, total)
+        self._path, self._path_kv = list(prefix), row_of(cache, 0, total)
 
     def _companions(
         self,
@@ -121,7 +121,7 @@ class Prefill:
         others = todo[1:]
         after = [*others[1:], following]
         for request, then in zip(others, after, strict=False):
-            if _prompt_from(request) is not None:
+            if prompt_from(request) is not None:
                 break
             ids = request.input_ids
             if shared and (len(ids) <= shared or _common(self._path, ids) < shared):
@@ -148,7 +148,7 @@ class Prefill:
         mask = torch.ones(
             len(batch), shared + longest, dtype=torch.int64, device=device
         )
-        start = _prompt_from(batch[0])
+        start = prompt_from(batch[0])
         last = None if start is not None else [len(ids) - 1 for ids in suffixes]
         logits = self._model.logits(
             torch.tensor(padded, device=device),
@@ -159,7 +159,7 @@ class Prefill:
         )
         self.computed_tokens += sum(map(len, suffixes))
         for row, request in enumerate(batch):
-            kv = _row_of(cache, row, len(request.input_ids))
+            kv = row_of(cache, row, len(request.input_ids))
             if row == len(batch) - 1:
                 self._path, self._path_kv = list(request.input_ids), kv
             if start is None:
@@ -183,7 +183,8 @@ class Prefill:
         return cache
 
 
-def _row_of(cache: DynamicCache, row: int, length: int) -> RowKv:
+def row_of(cache: Cache, row: int, length: int) -> RowKv:
+    """A copy of a row's first tokens of a cache, ``[rows, heads, tokens, head_dim]``."""
     return RowKv(
         [
             (layer.keys[row, :, :length].clone(), layer.values[row, :, :length].clone())
@@ -192,7 +193,7 @@ def _row_of(cache: DynamicCache, row: int, length: int) -> RowKv:
     )
 
 
-def _prompt_from(request: DenseRequest) -> int | None:
+def prompt_from(request: DenseRequest) -> int | None:
     return None if request.logprobs is None else request.logprobs.prompt_from
 
 

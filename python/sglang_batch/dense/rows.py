@@ -1,5 +1,7 @@
 """The rows that decode together: in a slab, or each with a cache of its own.
 
+Those of encoder-decoders in slabs are in :mod:`.encoded_rows`.
+
 Call them in torch's inference mode.
 """
 
@@ -11,11 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
+from .kv.slab import RowKv, Slab
+from .kv.slab_cache import SlabCache
 from .model import LoadedModel
 from .prefill import Prefill, Prefilled
 from .row_request import DenseRequest
-from .slab import RowKv, Slab
-from .slab_cache import SlabCache
 
 
 class Rows(Protocol):
@@ -42,6 +44,10 @@ class Rows(Protocol):
         """Compute prompts. ``following`` is the request after these, if it is known."""
         ...
 
+    def allow(self, max_rows: int, max_cells: int) -> None:
+        """Memory may be allocated ahead for so many rows, and rows times columns."""
+        ...
+
     def join(self, kvs: Sequence[Any]) -> None:
         """Add rows at the end, each from a prefill or from :meth:`take`."""
         ...
@@ -52,6 +58,10 @@ class Rows(Protocol):
 
     def take(self, row: int) -> Any:
         """A copy of a row's KV, in host memory."""
+        ...
+
+    def to_host(self, kv: Any) -> Any:
+        """The KV of a prefill, in host memory."""
         ...
 
     def leave(self, row: int, *, wipe: bool = False) -> None:
@@ -89,10 +99,18 @@ class SlabRows:
         """Prompt tokens that were computed."""
         return self._prefill.computed_tokens
 
+    @property
+    def num_resized(self) -> int:
+        """How often all rows were copied to tensors of another size."""
+        return self._slab.num_resized
+
     def prefill(
         self, requests: Sequence[DenseRequest], following: DenseRequest | None
     ) -> Iterator[Prefilled]:
         return self._prefill.compute(requests, following)
+
+    def allow(self, max_rows: int, max_cells: int) -> None:
+        self._slab.max_rows, self._slab.max_cells = max_rows, max_cells
 
     def join(self, kvs: Sequence[RowKv]) -> None:
         device = self._model.device
@@ -113,6 +131,9 @@ class SlabRows:
     def take(self, row: int) -> RowKv:
         return self._slab.row(row)
 
+    def to_host(self, kv: RowKv) -> RowKv:
+        return kv.to("cpu")
+
     def leave(self, row: int, *, wipe: bool = False) -> None:
         self._slab.remove(row, wipe=wipe)
 
@@ -122,17 +143,22 @@ class SlabRows:
 
 @dataclass(slots=True)
 class OwnState:
-    """The state of one row: what ``generate`` would pass from step to step."""
+    """The state of one row: what ``generate`` would pass from step to step.
+
+    ids: its tokens, int64 ``[1, tokens]``. Of an encoder-decoder, the decoder's.
+    logits: float32 ``[vocab]``, of a step that ran out of memory at a later row.
+    """
 
     ids: torch.Tensor
     kwargs: dict[str, Any]
+    logits: torch.Tensor | None = None
 
 
 class SeparateRows:
     """Rows one at a time, with the cache that the model makes for itself.
 
     Slower, and right for every model: states of recurrent layers, positions that count
-    from the beginning of the tensor, and encoder-decoders.
+    from the beginning of the tensor, and prompts that cannot be padded.
     """
 
     computed_tokens = 0
@@ -164,19 +190,27 @@ class SeparateRows:
             prompt = None if start is None else logits[start:]
             yield Prefilled(request, state, logits[-1], prompt, 0)
 
+    def allow(self, max_rows: int, max_cells: int) -> None:
+        """Nothing is allocated ahead."""
+
     def join(self, kvs: Sequence[OwnState]) -> None:
         self._rows += kvs
 
     def decode(self, tokens: Sequence[int]) -> torch.Tensor:
-        found = []
         for row, token in zip(self._rows, tokens, strict=True):
-            new = torch.tensor([[token]], device=row.ids.device)
-            row.ids = torch.cat([row.ids, new], dim=1)
-            found.append(self._forward(row)[-1])
-        return torch.stack(found)
+            if row.logits is None:
+                self._step(row, token)
+        found = torch.stack([row.logits for row in self._rows])
+        for row in self._rows:
+            row.logits = None
+        return found
 
     def take(self, row: int) -> OwnState:
         return self._rows[row]
+
+    def to_host(self, kv: OwnState) -> OwnState:
+        """Its cache, which only the model knows, stays where it is."""
+        return kv
 
     def leave(self, row: int, *, wipe: bool = False) -> None:
         self._rows[row] = self._rows[-1]
@@ -184,6 +218,32 @@ class SeparateRows:
 
     def forget(self) -> None:
         """Nothing is kept."""
+
+    def _step(self, row: OwnState, token: int) -> None:
+        before = row.ids
+        new = torch.tensor([[token]], device=before.device)
+        row.ids = torch.cat([before, new], dim=1)
+        try:
+            row.logits = self._forward(row)[-1]
+        except torch.OutOfMemoryError:
+            # Some layers have the token and others have not: the next step begins anew.
+            row.ids = before
+            row.kwargs = self._restarted(row)
+            raise
+
+    def _restarted(self, row: OwnState) -> dict[str, Any]:
+        """What a forward pass of all tokens of a row, and one more, begins with."""
+        kwargs = {k: v for k, v in row.kwargs.items() if k not in _STATES}
+        if not self._model.is_encoder_decoder:
+            shape = (1, row.ids.shape[1] + 1)
+            kwargs["attention_mask"] = torch.ones(
+                shape, dtype=torch.int64, device=row.ids.device
+            )
+            if "position_ids" in kwargs:
+                kwargs["position_ids"] = torch.arange(shape[1], device=row.ids.device)[
+                    None
+                ]
+        return kwargs
 
     def _begin(self, prompt: Sequence[int]) -> OwnState:
         model = self._model.model

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from .nucleus import keep_nucleus, outside
 from .row_request import LogprobsWanted, Sampling, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -350,18 +351,18 @@ def _filter(probs: Any, settings: Sequence[Sampling]) -> None:
     for k, rows in ranked.items():
         index = torch.tensor(rows, device=probs.device)
         part = probs[index]
-        if k < vocab:
-            ordered, ids = part.topk(k, dim=-1)
-        else:
-            ordered, ids = part.sort(dim=-1, descending=True, stable=True)
         top_ps = torch.tensor(
             [[settings[row].top_p] for row in rows],
             dtype=torch.float64,
             device=probs.device,
         )
-        before = ordered.double().cumsum(dim=-1) - ordered
+        if k == vocab:
+            keep_nucleus(part, top_ps)
+            probs[index] = part
+            continue
+        ordered, ids = part.topk(k, dim=-1)
         # All of the probabilities may sum to a little more than 1.
-        ordered[(before > top_ps) & (top_ps < 1.0)] = 0.0
+        ordered[outside(ordered, top_ps) & (top_ps < 1.0)] = 0.0
         probs[index] = torch.zeros_like(part).scatter_(-1, ids, ordered)
     if any(least):
         probs[probs < thresholds[:, None]] = 0.0

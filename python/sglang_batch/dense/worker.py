@@ -64,7 +64,8 @@ class DenseWorker:
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        self._thread.join()
+        if self._thread.ident is not None:  # it was started
+            self._thread.join()
 
     def submit(self, request: DenseRequest) -> None:
         """Have a request answered."""
@@ -77,6 +78,14 @@ class DenseWorker:
     def limit_cells(self, max_cells: int) -> None:
         """Change the limit on KV cells, see :meth:`.DecodeLoop.limit_cells`."""
         self._call(lambda: self._loop.limit_cells(max_cells))
+
+    def set_priority(self, matches: Callable[[str], bool], priority: int) -> None:
+        """Change the priority of open requests, see :meth:`.DecodeLoop.set_priority`.
+
+        Args:
+            matches: of a request's id; called in the worker's thread.
+        """
+        self._call(lambda: self._loop.set_priority(matches, priority))
 
     def running(self) -> dict[str, float]:
         """Seconds since each request that decodes has joined."""
@@ -105,7 +114,7 @@ class DenseWorker:
             self._note_running()
 
     def _can_step(self) -> bool:
-        return self.failure is None and self._loop.has_work
+        return self.failure is None and self._loop.can_step
 
     def _guarded(self, call: Callable[[], None]) -> None:
         try:

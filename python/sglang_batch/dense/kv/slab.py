@@ -49,14 +49,18 @@ class Slab:
         front, column: the columns in use, ``[front, column)``.
         layers: keys and values of each layer, ``[rows, heads, columns, head_dim]``. Empty
             before the first row.
+        max_rows, max_cells: rows are allocated ahead up to these, so that those that join
+            one by one do not each copy all others. At first, none are.
         moved_bytes: of all copies within the tensors, so far.
+        num_resized: how often the tensors became larger or smaller, so far.
     """
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
         self.front = self.column = 0
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.moved_bytes = 0
+        self.max_rows = self.max_cells = 0
+        self.moved_bytes = self.num_resized = 0
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -174,13 +178,26 @@ class Slab:
             self.front = width
             self._allocate(rows, width + slack(width), like)
             return
+        columns = width + slack(width)
         if rows > self._rows:
-            self._reallocate(rows, max(self._columns, width + slack(width)), width)
+            self._resize(rows, max(self._columns, columns), width)
         elif self.column < width or self.column == self._columns:
-            if width + slack(width) > self._columns:
-                self._reallocate(rows, width + slack(width), width)
+            if columns > self._columns:
+                self._resize(rows, columns, width)
             else:
                 self._shift(width)
+
+    def _resize(self, rows: int, columns: int, column: int) -> None:
+        """Have tensors of this size, with up to half as many rows again as far as the
+        limits and the memory allow: the rows of a batch join one by one."""
+        most = min(rows * 3 // 2, self.max_rows, self.max_cells // columns)
+        if rows <= self._rows:
+            most = min(most, self._rows)  # more of them were not needed so far
+        if most > rows:
+            with suppress(torch.OutOfMemoryError):
+                self._reallocate(most, columns, column)
+                return
+        self._reallocate(rows, columns, column)
 
     def _shift(self, column: int) -> None:
         """Move all rows within the tensors, so that they end at another column."""
@@ -212,6 +229,7 @@ class Slab:
         column = self.width if column is None else column
         begin = column - self.width
         rows = max(rows, len(self))
+        self.num_resized += 1
         for number, (keys, values) in enumerate(self.layers):
             try:
                 moved = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -61,3 +63,27 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         """No limit: the slab makes room before the step."""
         return -1
+
+
+class EncodedCache(Cache):  # type: ignore[misc]
+    """The KV of encoded prompts in a slab, which decoding only reads."""
+
+    def __init__(self, slab: Slab) -> None:
+        self._slab = slab
+        super().__init__(
+            layers=[EncodedLayer(slab, n) for n in range(len(slab.layers))]
+        )
+
+    def refresh(self) -> None:
+        """Show the columns that are in use now."""
+        slab = self._slab
+        rows, used = slice(len(slab)), slice(slab.front, slab.column)
+        for layer, (keys, values) in zip(self.layers, slab.layers, strict=True):
+            layer.keys, layer.values = keys[rows, :, used], values[rows, :, used]
+
+
+class EncodedLayer(SlabLayer):
+    """One layer, whose keys and values are ``[rows, heads, width, head_dim]``."""
+
+    def update(self, *args: object, **kwargs: object) -> NoReturn:
+        raise RuntimeError("The prompts of running rows are encoded already.")

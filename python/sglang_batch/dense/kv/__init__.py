@@ -1,0 +1,1 @@
+"""The KV of the rows of a dense batch, and how models see it."""

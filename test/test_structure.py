@@ -51,10 +51,11 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "sglang_batch.srt": (
         ("compat",),
         ("engine",),
-        ("calls", "dense"),
+        ("calls",),
         ("attention",),
         ("scheduler",),
         ("plugin",),
+        ("dense",),
     ),
 }
 # The packages that run without SGLang, torch and a web server, and which other

@@ -136,7 +136,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
 def _serve(options: argparse.Namespace, rest: list[str]) -> int:
     from .run.serve_command import serve
 
-    return serve(rest)
+    return serve(options.backend, rest)
 
 
 def _plan(options: argparse.Namespace, rest: list[str]) -> int:

@@ -24,7 +24,9 @@ def quick_run(script: str, *arguments: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout + done.stderr
     document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert {"cpu", "cores", "numpy", "commit", "date"} <= document["machine"].keys()
-    assert document["command"].endswith(" ".join((script, *arguments, "--quick")))
+    # Of files, only the names.
+    named = [Path(a).name if Path(a).is_absolute() else a for a in arguments]
+    assert document["command"].endswith(" ".join((script, *named, "--quick")))
     return document
 
 
@@ -60,3 +62,32 @@ def test_jobs_that_share_an_engine() -> None:
     names = {figure["name"]: figure["value"] for figure in document["figures"]}
     assert names["small job, 6 beside 150"] <= 1.3
     assert names["two equal jobs, off by"] <= 0.05
+
+
+@pytest.mark.timeout(330)
+def test_the_dense_engine() -> None:
+    parts = "steps", "small", "sharing", "memory", "models"
+    document = quick_run("bench_dense.py", *parts)
+    assert document["missed"] == []
+    assert {"torch", "transformers"} <= document["machine"].keys()
+    names = {figure["name"]: figure["value"] for figure in document["figures"]}
+    assert names["prompt tokens computed"] == 2 * (64 + 12 * 16)
+    assert names["classes that answer otherwise"] == 0
+    titles = [table["title"].partition(":")[0] for table in document["tables"]]
+    assert titles == ["Target-1", "Target-2", "Processor seconds", "Classes"]
+
+
+def test_parts_and_the_file_to_save(tmp_path: Path) -> None:
+    saved = tmp_path / "dense.json"
+    document = quick_run("bench_dense.py", "sharing", "--save", str(saved))
+    assert json.loads(saved.read_text()) == document
+    listed = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "bench_doors.py"), "--list"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert [line.split()[0] for line in listed.stdout.splitlines()][:2] == [
+        "fair",
+        "replicas",
+    ]

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -63,16 +63,18 @@ def server(
     *args: str,
     log_dir: Path,
     python: str = sys.executable,
+    module: Sequence[str] = ("sglang.launch_server",),
+    defaults: Sequence[str] = SERVER_ARGS,
     env: dict[str, str] | None = None,
 ) -> Iterator[Server]:
-    """Run ``python -m sglang.launch_server`` until the block ends."""
+    """Run ``python -m sglang.launch_server`` or another module until the block ends."""
     port = free_port()
     command = [
-        *(python, "-m", "sglang.launch_server"),
+        *(python, "-m", *module),
         f"--model-path={model}",
         "--host=127.0.0.1",
         f"--port={port}",
-        *SERVER_ARGS,
+        *defaults,
         *args,
     ]
     log_path = log_dir / f"server-{port}.log"

@@ -33,7 +33,9 @@ from .shard_plan import ShardPlan
 # With fewer requests of unknown length, a sample would be most of the job.
 MIN_SAMPLED = 64
 # The order of ``auto`` until the sample is answered: the first without estimates.
-_UNTIL_SAMPLED = next(name for name in PAGED_ORDERS if not POLICY_TABLE[name].needs_estimates)
+_UNTIL_SAMPLED = next(
+    name for name in PAGED_ORDERS if not POLICY_TABLE[name].needs_estimates
+)
 
 
 class JobPlanner:

@@ -17,7 +17,12 @@ BACKENDS = ("sglang", "transformers", "auto")
 # Options that also tell SGLang's classes how to render requests and to parse answers.
 _SHARED = (
     *("tokenizer_path", "served_model_name", "revision", "chat_template"),
-    *("tool_call_parser", "reasoning_parser"),
+    *("tool_call_parser", "reasoning_parser", "offline_batch_config"),
+)
+# Options of SGLang's HTTP server.
+_OF_SERVER = (
+    *("host", "port", "log_level", "api_key", "admin_api_key", "offline_batch_dir"),
+    *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password"),
 )
 
 StartEngine = Callable[[], AbstractContextManager[Any]]
@@ -47,42 +52,49 @@ def check_backend_arguments(backend: str, argv: list[str]) -> argparse.Namespace
     return check_arguments(argv)
 
 
-def transformers_options(argv: list[str]) -> argparse.Namespace:
+def transformers_options(
+    argv: list[str], *, server: bool = False
+) -> argparse.Namespace:
     """The options of the transformers backend that are given.
+
+    Args:
+        server: those of the HTTP server are among them.
 
     Raises:
         ConfigError: an option is not among them, or its value cannot be used.
     """
-    known, unknown = _parser().parse_known_args(argv)
+    parser = _parser(server)
+    known, unknown = parser.parse_known_args(argv)
     if unknown:
+        flags = [action.option_strings[0] for action in parser._actions]
         raise ConfigError(
             f"{unknown[0].partition('=')[0]} is an option of SGLang's, which --backend "
-            f"transformers does not know. It knows {', '.join(_flags())}."
+            f"transformers does not know. It knows {', '.join(flags)}."
         )
     if "model_path" not in known:
         raise ConfigError("--model-path MODEL is required.")
     return known
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(server: bool) -> argparse.ArgumentParser:
     parser = BackendParser(
         add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
+    for name in _OF_SERVER if server else ():
+        kind = int if name == "port" else str
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
+    if server:
+        parser.add_argument("--enable-metrics", action="store_true")
     parser.add_argument("--model-path", "--model")
-    for name in ("tokenizer-path", "served-model-name", "revision", "dtype", "device"):
-        parser.add_argument(f"--{name}")
-    for name in ("chat-template", "tool-call-parser", "reasoning-parser"):
-        parser.add_argument(f"--{name}")
+    for name in (*_SHARED, "dtype", "device"):
+        parser.add_argument(f"--{name.replace('_', '-')}")
     for name in ("context-length", "max-running-requests", "max-total-tokens"):
         parser.add_argument(f"--{name}", type=count)
     parser.add_argument("--attn-implementation")
     parser.add_argument("--random-seed", type=int)
     parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument("--is-embedding", action="store_true")
     return parser
-
-
-def _flags() -> list[str]:
-    return [action.option_strings[0] for action in _parser()._actions]
 
 
 def check_remote_code(known: argparse.Namespace) -> None:
@@ -135,7 +147,7 @@ def chosen_backend(argv: list[str]) -> tuple[str, str]:
 
 def _given(argv: list[str]) -> argparse.Namespace:
     """The options that both engines know, of those of either."""
-    known, _ = _parser().parse_known_args(argv)
+    known, _ = _parser(False).parse_known_args(argv)
     if "model_path" not in known:
         raise ConfigError("--model-path MODEL is required.")
     return known
@@ -147,22 +159,44 @@ def transformers_engine(argv: list[str]) -> tuple[Any, StartEngine]:
     Raises:
         ConfigError: an option cannot be used.
     """
-    given = vars(transformers_options(argv))
+    settings = transformers_settings(argv)
+    from ..srt.dense import start
+
+    return settings[0], partial(start.engine, *settings)
+
+
+def transformers_settings(
+    argv: list[str], *, server: bool = False
+) -> tuple[Any, Any, Any]:
+    """SGLang's arguments for rendering, the model's options and the dense engine's.
+
+    Args:
+        server: options of the HTTP server are among them.
+
+    Raises:
+        ConfigError: an option cannot be used.
+    """
+    given = vars(transformers_options(argv, server=server))
     check_remote_code(argparse.Namespace(**given))
     from ..dense.settings import DenseSettings
     from ..srt.dense import start
     from ..srt.engine import in_process
 
     # SGLang computes nothing. It must not read the model, which it may refuse.
-    passed = ["--model-path=none", "--device=cpu", "--log-level=info"]
-    passed.append("--enable-cache-report")
+    passed = ["--model-path=none", "--device=cpu", "--enable-cache-report"]
+    given.setdefault("log_level", "info")
     given.setdefault("tokenizer_path", given["model_path"])
     given.setdefault("served_model_name", given["model_path"])
     passed += [
-        f"--{name.replace('_', '-')}={given[name]}" for name in _SHARED if name in given
+        f"--{name.replace('_', '-')}={given[name]}"
+        for name in (*_SHARED, *_OF_SERVER)
+        if name in given
     ]
-    if given.get("trust_remote_code"):
-        passed.append("--trust-remote-code")
+    passed += [
+        f"--{name.replace('_', '-')}"
+        for name in ("trust_remote_code", "enable_metrics")
+        if given.get(name)
+    ]
     server_args = in_process.parse_server_args(passed)
     model = start.ModelOptions(
         path=given["model_path"],
@@ -172,10 +206,11 @@ def transformers_engine(argv: list[str]) -> tuple[Any, StartEngine]:
         revision=given.get("revision"),
         attention=given.get("attn_implementation"),
         context_len=given.get("context_length"),
+        is_embedding=given.get("is_embedding", False),
     )
     settings = DenseSettings(
         max_rows=given.get("max_running_requests", DenseSettings().max_rows),
         max_cells=given.get("max_total_tokens"),
         seed=given.get("random_seed", 0),
     )
-    return server_args, partial(start.engine, server_args, model, settings)
+    return server_args, model, settings

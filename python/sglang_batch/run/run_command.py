@@ -110,7 +110,7 @@ def _run_input(
     with EngineLog(directory.engine_log) as engine_log:
         display = Display(engine_log.terminal)
         try:
-            with display.showing(elapsed("Loading SGLang")):
+            with display.showing(elapsed("Loading the engine")):
                 settings, note = _settings(options)
             if note:
                 display.say(note)

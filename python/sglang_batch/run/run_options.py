@@ -92,11 +92,7 @@ def add_run(commands: Any, run: Callable[..., int]) -> None:
         "--max-inflight", type=count, metavar="N",
         help="most requests in the engine at a time (default: chosen by the engine)",
     )  # fmt: skip
-    parser.add_argument(
-        "--backend", choices=BACKENDS, default=BACKENDS[0],
-        help="engine: sglang (default), transformers for models that SGLang cannot run, "
-        "such as BLOOM and Falcon, or auto, which prefers SGLang",
-    )  # fmt: skip
+    _add_backend(parser)
     parser.add_argument(
         "--dry-run", action="store_true",
         help="check all requests and predict the run as `sglang-batch plan` does, "
@@ -116,7 +112,16 @@ def add_serve(commands: Any, serve: Callable[..., int]) -> None:
         "these options. `sglang serve --help` lists them.",
         allow_abbrev=False,
     )
+    _add_backend(parser)
     parser.set_defaults(run=serve)
+
+
+def _add_backend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--backend", choices=BACKENDS, default=BACKENDS[0],
+        help="engine: sglang (default), transformers for models that SGLang cannot run, "
+        "such as BLOOM and Falcon, or auto, which prefers SGLang",
+    )  # fmt: skip
 
 
 def named_model(server_argv: list[str]) -> str | None:

@@ -92,7 +92,7 @@ class RunningJob:
         self._before = Counts.of(log)
         resumed = f", {log.num_done:,} of them done" if log.num_done else ""
         self._display.say(
-            f"{len(requests):,} requests{resumed}. SGLang's log: {self._engine_log.path}"
+            f"{len(requests):,} requests{resumed}. Engine's log: {self._engine_log.path}"
         )
         _answer_invalid(log, self._local, requests, self._job_id)
         if len(log.unfinished()):
@@ -204,7 +204,7 @@ class RunningJob:
             f"The same command continues with {log.num_done:,} of {len(log):,} requests "
             "done"
         )
-        ends = f"SGLang's log: {self._engine_log.path}"
+        ends = f"Engine's log: {self._engine_log.path}"
         if failure.killed:
             return EngineError(
                 "the system killed a process of SGLang (SIGKILL), most likely for "
@@ -213,7 +213,7 @@ class RunningJob:
             )
         if failure.status == ExitStatus.BAD_INPUT:
             return ConfigError(
-                "SGLang cannot start with this model and these options: "
+                "the engine cannot start with this model and these options: "
                 f"{failure.reason} {ends}"
             )
         return EngineError(f"the engine died: {failure.reason}. {resumes}. {ends}")

@@ -12,18 +12,20 @@ from pathlib import Path
 import platformdirs
 
 from ..config import OfflineBatchConfig
-from ..errors import ConfigError, StoreError
+from ..errors import ConfigError, ExitStatus, StoreError
 from ..store.lock import FileLock
+from .backend_options import chosen_backend, transformers_options, transformers_settings
 from .model_place import check_model
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 30000
 
 
-def serve(argv: list[str]) -> int:
-    """Become ``python -m sglang.launch_server --offline-batch``.
+def serve(backend: str, argv: list[str]) -> int:
+    """Become ``python -m sglang.launch_server --offline-batch``, or serve with ours.
 
     Args:
-        argv: SGLang's options.
+        backend: one of :data:`.backend_options.BACKENDS`.
+        argv: the engine's options.
 
     Raises:
         ConfigError: an option or the model cannot be used.
@@ -31,6 +33,11 @@ def serve(argv: list[str]) -> int:
     """
     from ..srt.compat.command_line import check_arguments
 
+    if backend == "auto":
+        backend, reason = chosen_backend(argv)
+        print(f"--backend {backend}: {reason}.", file=sys.stderr)
+    if backend == "transformers":
+        return _serve_transformers(argv)
     if not {"-h", "--help"} & set(argv):
         check_server(check_arguments(argv))
     module = ["-m", "sglang.launch_server", "--offline-batch", *argv]
@@ -38,6 +45,15 @@ def serve(argv: list[str]) -> int:
     # Python would warn that `sglang serve` is the recommended command.
     quiet = ["-W", "ignore:'python -m sglang.launch_server':UserWarning"]
     os.execv(sys.executable, [sys.executable, *quiet, *module])
+
+
+def _serve_transformers(argv: list[str]) -> int:
+    check_server(transformers_options(argv, server=True))
+    settings = transformers_settings(argv, server=True)
+    from ..srt.dense import dense_server
+
+    dense_server.serve(*settings)
+    return ExitStatus.OK
 
 
 def check_server(known: argparse.Namespace) -> None:

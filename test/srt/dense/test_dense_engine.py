@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,46 +16,19 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_batch.demo_model import SPECIAL_IDS, VOCAB_SIZE
 from sglang_batch.engine import GENERATE_URL
 from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
 from sglang_batch.run.backend_options import transformers_engine
 from sglang_batch.scheduling.job_plan import JobPlan, unplanned
+from sglang_batch.srt.dense.choice import why_not_sglang
 from sglang_batch.srt.dense.dense_engine import DenseEngine, OpenPlans
 
 # SGLang answers errors with a class that its web framework wants to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse")
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+Generated = Callable[[list[int], int], list[int]]
 Engine = tuple[DenseEngine, asyncio.AbstractEventLoop]
-
-
-@pytest.fixture(scope="session")
-def neo_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its checkpoint, float32, with a context of 256 tokens."""
-    from transformers import GPTNeoConfig, GPTNeoForCausalLM
-
-    path = tmp_path_factory.mktemp("neo") / "model"
-    torch.manual_seed(3)
-    GPTNeoForCausalLM(
-        GPTNeoConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=32,
-            num_layers=2,
-            num_heads=4,
-            attention_types=[[["global", "local"], 1]],
-            max_position_embeddings=256,
-            window_size=8,
-            initializer_range=0.6,
-            bos_token_id=SPECIAL_IDS["<|bos|>"],
-            eos_token_id=SPECIAL_IDS["<|end|>"],
-            pad_token_id=SPECIAL_IDS["<|pad|>"],
-        )
-    ).save_pretrained(path)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (demo_model / name).exists():
-            shutil.copy(demo_model / name, path / name)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +38,6 @@ def neo_engine(neo_model: Path) -> Iterator[Engine]:
     with start() as (engine, loop):
         loop.run_until_complete(engine.connect())
         yield engine, loop
-
-
-@pytest.fixture(scope="module")
-def reference(neo_model: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(neo_model, dtype=torch.float32).eval()
 
 
 def answers(
@@ -102,39 +67,27 @@ def _numbers() -> Iterator[int]:
 _jobs = _numbers()
 
 
-def generated(reference: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    with torch.no_grad():
-        found = reference.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-        )
-    return [int(token) for token in found[0, len(prompt) :]]
-
-
 def body_of(output: RequestOutput) -> dict[str, Any]:
     body: dict[str, Any] = json.loads(output.body)
     return body
 
 
 def test_greedy_tokens_are_those_of_generate(
-    neo_engine: Engine, reference: Any
+    neo_engine: Engine, generated: Generated
 ) -> None:
     prompts = [[7 + i, 50, 91 + i, *range(60, 60 + 3 * i)] for i in range(5)]
     sampling = {"max_new_tokens": 11, "temperature": 0}
     asked = [{"input_ids": ids, "sampling_params": sampling} for ids in prompts]
     outputs = answers(neo_engine, *asked, url=GENERATE_URL)
     for prompt, output in zip(prompts, outputs, strict=True):
-        expected = generated(reference, prompt, 11)
+        expected = generated(prompt, 11)
         assert body_of(output)["output_ids"] == expected
         assert output.usage.input_tokens == len(prompt)
         assert output.usage.output_tokens == len(expected)
 
 
 def test_a_chat_has_the_models_template_and_its_logprobs(
-    neo_engine: Engine, reference: Any
+    neo_engine: Engine, reference: Any, generated: Generated
 ) -> None:
     messages = [{"role": "user", "content": "hello"}]
     (output,) = answers(
@@ -152,7 +105,7 @@ def test_a_chat_has_the_models_template_and_its_logprobs(
     prompt = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
     )
-    expected = generated(reference, prompt, 6)
+    expected = generated(prompt, 6)
     assert output.ok, output.body
     content = body_of(output)["choices"][0]["logprobs"]["content"]
     assert len(content) == len(expected)
@@ -198,11 +151,11 @@ def test_samples_of_one_seed_differ_and_are_the_same_again(neo_engine: Engine) -
 
 
 def test_a_stop_string_ends_an_answer_and_is_not_in_it(
-    neo_engine: Engine, reference: Any
+    neo_engine: Engine, generated: Generated
 ) -> None:
     tokenizer = neo_engine[0].manager.tokenizer
     for start in range(60, 100):  # an answer of plain letters only
-        text = tokenizer.decode(generated(reference, [start, 70], 10))
+        text = tokenizer.decode(generated([start, 70], 10))
         if text.isascii() and text.isprintable() and len(text) == 10:
             break
     stop = text[4:6]
@@ -295,6 +248,26 @@ def run(*options: object) -> subprocess.CompletedProcess[str]:
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        ("LlamaForCausalLM", None),
+        ("BertModel", None),
+        ("GPTNeoForCausalLM", "SGLang has no GPTNeoForCausalLM, and cannot run that"),
+        ("DistilBertModel", "SGLang has no DistilBertModel, and DistilBertModel does"),
+    ],
+)
+def test_auto_says_why_it_does_not_take_sglang(
+    tmp_path: Path, kind: str, said: str | None
+) -> None:
+    import transformers
+
+    config = getattr(transformers, kind).config_class(architectures=[kind])
+    config.save_pretrained(tmp_path)
+    reason = why_not_sglang(str(tmp_path))
+    assert reason is None if said is None else str(reason).startswith(said)
 
 
 def test_auto_runs_what_sglang_cannot_and_a_second_run_has_nothing_to_do(

@@ -8,6 +8,7 @@ import transformers
 from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.utils.hf_transformers_utils import get_config
 
+from ...dense.embedding.embedding_loading import embedding_reason
 from ...errors import ConfigError
 
 
@@ -33,6 +34,11 @@ def why_not_sglang(
         return f"the configuration of {path} names no architecture"
     if any(ModelRegistry.is_arch_supported(name) for name in names):
         return None
+    embeds = embedding_reason(
+        path, revision=revision, trust_remote_code=trust_remote_code
+    )
+    if embeds is not None:  # SGLang pools those of transformers in its own way
+        return f"SGLang has no {names[0]}, and {embeds}"
     remote = "AutoModel" in (getattr(config, "auto_map", None) or {})
     for name in names:
         kind = getattr(transformers, name, None)

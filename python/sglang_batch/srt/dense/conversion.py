@@ -12,8 +12,11 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
+import torch
 from sglang.srt.managers.io_struct import (
+    BatchEmbeddingOutput,
     BatchTokenIDOutput,
+    TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
 )
 from sglang.srt.managers.schedule_batch import (
@@ -23,7 +26,9 @@ from sglang.srt.managers.schedule_batch import (
     INIT_INCREMENTAL_DETOKENIZATION_OFFSET,
 )
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
+from torch.nn.functional import normalize
 
+from ...dense.embedding.embedding_worker import EmbeddingAnswer
 from ...dense.row_request import (
     DenseAnswer,
     DenseRequest,
@@ -40,6 +45,12 @@ _UNKNOWN = (
     *("input_embeds", "mm_inputs", "positional_embed_overrides", "session_params"),
     *("custom_logit_processor", "lora_id", "return_hidden_states"),
     *("return_routed_experts", "return_sampling_mask", "return_flat_raw_top_logprobs"),
+)
+# The same of a request for a vector.
+_UNKNOWN_OF_VECTORS = (
+    *("mm_inputs", "token_type_ids", "lora_id", "positional_embed_overrides"),
+    *("return_pooled_hidden_states", "multi_item_delimiter_indices"),
+    *("token_indices_to_pool", "decision_layout"),
 )
 _PART = re.compile(r"\.(\d{6})$", re.ASCII)
 _SEEDS = 1 << 63
@@ -66,17 +77,13 @@ def dense_request(
         ValueError: it asks for something that only SGLang's own engine can do.
     """
     params = message.sampling_params
-    asked = [name for name in _UNKNOWN if getattr(message, name, None)]
+    asked = _asked(message, _UNKNOWN)
     asked += ["beam_width"] if (params.beam_width or 1) > 1 else []
     asked += ["watermark"] if params.watermark else []
     grammar = _grammar(params)
     if grammar is not None and message.require_reasoning:
         asked.append(f"{grammar[0]} after reasoning")
-    if asked:
-        raise ValueError(
-            f"--backend transformers does not support {', '.join(asked)}; leave it out, "
-            "or use --backend sglang."
-        )
+    _refuse(asked)
     return DenseRequest(
         rid=message.rid,
         input_ids=list(message.input_ids),
@@ -86,6 +93,56 @@ def dense_request(
         place=place,
         priority=priority,
         expected_len=expected_len,
+    )
+
+
+def _asked(message: Any, names: Sequence[str]) -> list[str]:
+    return [name for name in names if getattr(message, name, None)]
+
+
+def _refuse(asked: Sequence[str]) -> None:
+    if asked:
+        raise ValueError(
+            f"--backend transformers does not support {', '.join(asked)}; leave it out, "
+            "or use --backend sglang."
+        )
+
+
+def embedding_request(
+    message: TokenizedEmbeddingReqInput, *, place: int = 0, priority: int = 0
+) -> DenseRequest:
+    """A request for a vector, as a row that decodes nothing.
+
+    Raises:
+        ValueError: as of :func:`dense_request`.
+    """
+    _refuse(_asked(message, _UNKNOWN_OF_VECTORS))
+    ids = list(message.input_ids)
+    return DenseRequest(message.rid, ids, Stopping(1), place=place, priority=priority)
+
+
+def embedding_output(
+    message: TokenizedEmbeddingReqInput, answer: DenseAnswer, *, normalizes: bool
+) -> BatchEmbeddingOutput:
+    """A vector as a scheduler sends it.
+
+    Args:
+        normalizes: vectors have length 1, also those of fewer dimensions.
+    """
+    vector = list(answer.vector) if isinstance(answer, EmbeddingAnswer) else []
+    if message.dimensions is not None:
+        kept = torch.tensor(vector[: message.dimensions])
+        vector = (normalize(kept, dim=0) if normalizes else kept).tolist()
+    return BatchEmbeddingOutput(
+        rids=[message.rid],
+        http_worker_ipcs=[None],
+        finished_reasons=[finish_reason(answer, 0)],
+        embeddings=[vector],
+        prompt_tokens=[len(message.input_ids)],
+        cached_tokens=[0],
+        placeholder_tokens_idx=None,
+        placeholder_tokens_val=None,
+        retraction_counts=[0],
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -29,11 +29,6 @@ from .manager import DenseTokenizerManager, RowWorker
 class Worker(RowWorker, Protocol):
     """:class:`sglang_batch.dense.worker.DenseWorker`, or another that runs rows."""
 
-    @property
-    def failure(self) -> Exception | None:
-        """What ended it, if it failed. All rows are then answered."""
-        ...
-
     def start(self) -> None:
         """Start its thread."""
         ...
@@ -44,6 +39,15 @@ class Worker(RowWorker, Protocol):
 
     def running(self) -> dict[str, float]:
         """Seconds since each row joined, by its id."""
+        ...
+
+
+@runtime_checkable
+class ReorderingWorker(Protocol):
+    """A worker whose open rows can have another priority."""
+
+    def set_priority(self, matches: Callable[[str], bool], priority: int) -> None:
+        """Change the priority of the open rows whose ids match."""
         ...
 
 
@@ -125,6 +129,7 @@ class DenseEngine(SGLangEngine):
         self._plans = OpenPlans()
         manager = DenseTokenizerManager(server_args, loaded, self._plans)
         super().__init__(manager, templates)
+        self.templates = templates
         self._manager = manager
         self._loaded = loaded
         self._settings = settings
@@ -137,6 +142,13 @@ class DenseEngine(SGLangEngine):
     def manager(self) -> DenseTokenizerManager:
         """SGLang's tokenizer manager, which templates need."""
         return self._manager
+
+    @property
+    def max_cells(self) -> int:
+        """KV cells that all rows can have, each of the context's length."""
+        return self._settings.max_cells or (
+            self._settings.max_rows * self._loaded.context_len
+        )
 
     async def connect(self) -> None:
         self._max_running_requests = self._settings.max_rows
@@ -190,8 +202,12 @@ class DenseEngine(SGLangEngine):
         return False
 
     async def set_priority(self, job_id: str, priority: int) -> None:
-        """Set the priority of a job's requests that are sent from now on."""
+        """Set the priority of a job's requests, open ones and those sent from now on."""
         self._plans.prioritize(job_id, priority)
+        if isinstance(self._worker, ReorderingWorker):
+            self._worker.set_priority(
+                lambda rid: parse_request_id(rid)[0] == job_id, priority
+            )
 
     async def close_job(self, job_id: str) -> None:
         self._plans.close(job_id)
@@ -215,6 +231,7 @@ def dense_machine(loaded: LoadedModel, settings: DenseSettings) -> Machine:
             step_tokens=step_tokens,
             min_step_tokens=min(MIN_STEP_TOKENS, max(1, step_tokens // 8)),
             max_running=settings.max_rows,
+            dense=True,
         ),
     )
 

@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 from sglang.srt.managers.io_struct import (
     AbortReq,
+    BatchTokenizedEmbeddingReqInput,
     BatchTokenizedGenerateReqInput,
+    FlushCacheReqOutput,
+    FreezeGCReq,
+    ShutdownReq,
+    TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
 )
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -25,12 +31,21 @@ from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 from sglang.srt.runtime_context import get_serving
 
+from ...dense.embedding.embedding_model import EmbeddingModel
 from ...dense.model import LoadedModel
 from ...dense.row_request import DenseAnswer, DenseRequest
 from ..compat.server_types import OfflineArgs
-from .conversion import dense_request, token_output
+from .conversion import (
+    dense_request,
+    embedding_output,
+    embedding_request,
+    token_output,
+)
 
 logger = logging.getLogger(__name__)
+
+Message: TypeAlias = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput
+_BATCHES = BatchTokenizedGenerateReqInput | BatchTokenizedEmbeddingReqInput
 
 
 class RowWorker(Protocol):
@@ -42,6 +57,11 @@ class RowWorker(Protocol):
 
     def abort(self, rid: str) -> None:
         """End a row. An unknown one is ignored."""
+        ...
+
+    @property
+    def failure(self) -> Exception | None:
+        """What ended it, if it failed. All rows are then answered."""
         ...
 
 
@@ -64,14 +84,24 @@ class DenseModelConfig(ModelConfig):  # type: ignore[misc]
         if not self.hf_config.architectures:
             self.hf_config.architectures = [type(loaded.model).__name__]
         self.hf_text_config = self.hf_config.get_text_config()
-        self.hf_generation_config = loaded.model.generation_config
+        self.hf_generation_config = getattr(loaded.model, "generation_config", None)
         self.sampling_defaults = get_serving().sampling_defaults
         self.model_path, self.revision = loaded.model.name_or_path, None
         self.vocab_size = loaded.vocab_size
         self.hidden_size = int(getattr(self.hf_text_config, "hidden_size", 0))
         self.context_len = loaded.context_len
-        self.is_generation = True
-        self.is_multimodal = self.is_embedding_gemma = self.is_matryoshka = False
+        self.is_generation = not isinstance(loaded, EmbeddingModel)
+        if isinstance(loaded, EmbeddingModel):
+            self.hidden_size = loaded.dims
+        self.matryoshka_dimensions = getattr(
+            self.hf_config, "matryoshka_dimensions", None
+        )
+        self.is_matryoshka = self.matryoshka_dimensions or getattr(
+            self.hf_config, "is_matryoshka", False
+        )
+        self.is_multimodal = self.is_embedding_gemma = False
+        self.is_image_understandable_model = self.is_audio_understandable_model = False
+        self.dtype = loaded.model.dtype
         self.image_token_id = self.joint_head_config = self.pointer_head = None
         self.decision_config = self.think_end_ids = None
 
@@ -92,6 +122,10 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
     Args:
         server_args: SGLang's, published for the role ``tokenizer``.
         places: of the requests in the plans.
+
+    Attributes:
+        on_failure: called on the event loop if the worker has failed, before its rows
+            are answered.
     """
 
     def __init__(
@@ -101,8 +135,9 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self._loaded = loaded
         self._places = places
         self._worker: RowWorker | None = None
+        self.on_failure: Callable[[], None] | None = None
         # Requests that the worker has, by id.
-        self._sent: dict[str, TokenizedGenerateReqInput] = {}
+        self._sent: dict[str, Message] = {}
         self._answers: asyncio.Queue[tuple[str, DenseAnswer]] = asyncio.Queue()
         # It takes SGLang's channels from init_ipc_channels().
         super().__init__(server_args, None, start_pd_bootstrap_service=False)
@@ -126,7 +161,7 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self.model_path = self._loaded.model.name_or_path
         self.served_model_name = get_serving().served_model_name
         self.model_config = DenseModelConfig(self._loaded)
-        self.is_generation = True
+        self.is_generation = self.model_config.is_generation
         self.context_len = self._loaded.context_len
         self.image_token_id = self.max_req_input_len = None
         self.enable_priority_scheduling = False
@@ -145,6 +180,9 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
     async def handle_loop(self) -> None:
         while True:
             rid, answer = await self._answers.get()
+            self.last_receive_tstamp = time.time()  # SGLang's health check looks at it
+            if self._worker and self._worker.failure and self.on_failure:
+                self.on_failure()
             message = self._sent.pop(rid, None)
             if message is None:  # it was aborted meanwhile
                 continue
@@ -154,9 +192,12 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
                 logger.exception("Request %s has an answer that cannot be given", rid)
                 self._give_up(rid, FINISH_ABORT(f"{error}", 500).to_json())
 
-    async def _finish(
-        self, message: TokenizedGenerateReqInput, answer: DenseAnswer
-    ) -> None:
+    async def _finish(self, message: Message, answer: DenseAnswer) -> None:
+        if isinstance(self._loaded, EmbeddingModel):
+            unit = self._loaded.pooling.normalizes
+            vector = embedding_output(message, answer, normalizes=unit)
+            await self._handle_batch_output(vector)
+            return
         found = token_output(
             message, answer, reasoning_tokens=self._num_reasoning(message, answer)
         )
@@ -172,9 +213,10 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
         if isinstance(obj, AbortReq):
             self._abort(self._worker, obj)
             return
-        several = isinstance(obj, BatchTokenizedGenerateReqInput)
-        messages = obj.batch if several else [obj]
-        if not all(isinstance(each, TokenizedGenerateReqInput) for each in messages):
+        if isinstance(obj, FreezeGCReq | ShutdownReq):  # there is no other process
+            return
+        messages = obj.batch if isinstance(obj, _BATCHES) else [obj]
+        if not all(isinstance(each, Message) for each in messages):
             raise ValueError(
                 f"--backend transformers does not know {type(obj).__name__}"
             )
@@ -184,8 +226,21 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
             self._sent[request.rid] = message
             self._worker.submit(request)
 
-    def _converted(self, message: TokenizedGenerateReqInput) -> DenseRequest:
+    async def get_internal_state(self) -> list[dict[str, Any]]:
+        """Of one scheduler, as ``/server_info`` shows it."""
+        return [{"backend": "transformers", "requests": len(self._sent)}]
+
+    async def flush_cache(self, timeout_s: float | None = None) -> FlushCacheReqOutput:
+        """Nothing outlives its requests."""
+        return FlushCacheReqOutput(success=True)
+
+    def _converted(self, message: Message) -> DenseRequest:
         place, priority, expected_len = self._places.of(message.rid)
+        if isinstance(message, TokenizedEmbeddingReqInput):
+            return embedding_request(message, place=place, priority=priority)
+        if isinstance(self._loaded, EmbeddingModel):
+            # SGLang has no check of this, and its scheduler would compute embeddings.
+            raise ValueError("This model makes embeddings and generates no text.")
         longest = self.context_len
         if not self._loaded.is_encoder_decoder:  # whose answers have their own context
             longest -= len(message.input_ids)

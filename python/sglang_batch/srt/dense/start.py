@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,14 @@ from sglang.srt.runtime_context import (
     restore_context,
     snapshot_context,
 )
+from sglang.srt.utils import configure_logger
 
+from ...dense.embedding.embedding_loading import (
+    embedding_reason,
+    load_embedding_model,
+)
+from ...dense.embedding.embedding_model import EmbeddingModel
+from ...dense.embedding.embedding_worker import EmbeddingWorker
 from ...dense.model import LoadedModel, load_model
 from ...dense.model_probe import rows_for
 from ...dense.row_request import OnAnswer
@@ -23,12 +31,17 @@ from ...dense.settings import DenseSettings
 from ...dense.worker import DenseWorker
 from ...errors import ConfigError
 from ..compat.server_types import OfflineArgs
-from .dense_engine import DenseEngine, MakeWorker
+from .dense_engine import DenseEngine, MakeWorker, Worker
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """How the model is loaded; see :func:`sglang_batch.dense.model.load_model`."""
+    """How the model is loaded; see :func:`sglang_batch.dense.model.load_model`.
+
+    is_embedding: it makes embeddings, even if it could generate.
+    """
 
     path: str
     dtype: str = "auto"
@@ -37,24 +50,53 @@ class ModelOptions:
     revision: str | None = None
     attention: str | None = None
     context_len: int | None = None
+    is_embedding: bool = False
+
+    def load(self) -> LoadedModel:
+        """The model, which is an :class:`EmbeddingModel` if it makes embeddings.
+
+        Raises:
+            ConfigError: it cannot be loaded.
+        """
+        trusted, revision = self.trust_remote_code, self.revision
+        reason = embedding_reason(
+            self.path,
+            asked=self.is_embedding,
+            trust_remote_code=trusted,
+            revision=revision,
+        )
+        if reason is not None:
+            logger.info("An embedding model: %s.", reason)
+        load = load_model if reason is None else load_embedding_model
+        return load(
+            self.path,
+            dtype=self.dtype,
+            device=self.device,
+            trust_remote_code=trusted,
+            revision=revision,
+            attention_kind=self.attention,
+            context_len=self.context_len,
+        )
 
 
 def dense_worker(
     loaded: LoadedModel, settings: DenseSettings, on_answer: OnAnswer, tokenizer: Any
-) -> DenseWorker:
+) -> Worker:
     """The worker of a model, with the kind of rows that it can have."""
+    if isinstance(loaded, EmbeddingModel):
+        return EmbeddingWorker(loaded, settings, on_answer)
     rows, _ = rows_for(loaded, settings)  # which has logged a reason against sharing
     return DenseWorker(loaded, rows, settings, on_answer, tokenizer)
 
 
 @contextmanager
-def engine(
+def loaded_engine(
     server_args: OfflineArgs,
     model: ModelOptions,
     settings: DenseSettings,
     make_worker: MakeWorker = dense_worker,
-) -> Iterator[tuple[DenseEngine, asyncio.AbstractEventLoop]]:
-    """Load the model, and yield the engine and the event loop for calls to it.
+) -> Iterator[DenseEngine]:
+    """Load the model, and yield the engine, for the event loop that connects it.
 
     Args:
         server_args: SGLang's, which name the tokenizer, the template and the parsers.
@@ -62,17 +104,10 @@ def engine(
     Raises:
         ConfigError: the model, its tokenizer or its template cannot be loaded.
     """
-    loaded = load_model(
-        model.path,
-        dtype=model.dtype,
-        device=model.device,
-        trust_remote_code=model.trust_remote_code,
-        revision=model.revision,
-        attention_kind=model.attention,
-        context_len=model.context_len,
-    )
+    # While the options were parsed, SGLang's log went to what they print.
+    configure_logger(server_args)
+    loaded = model.load()
     before = snapshot_context()
-    loop = asyncio.new_event_loop()
     try:
         try:
             publish(server_args, role="tokenizer")
@@ -92,14 +127,29 @@ def engine(
                 f"loaded: {error}; --tokenizer-path and --chat-template name others."
             ) from error
         try:
-            yield found, loop
+            yield found
         finally:
             found.stop()
+    finally:
+        restore_context(before)
+
+
+@contextmanager
+def engine(
+    server_args: OfflineArgs,
+    model: ModelOptions,
+    settings: DenseSettings,
+    make_worker: MakeWorker = dense_worker,
+) -> Iterator[tuple[DenseEngine, asyncio.AbstractEventLoop]]:
+    """As :func:`loaded_engine`, with an event loop for calls to the engine."""
+    loop = asyncio.new_event_loop()
+    try:
+        with loaded_engine(server_args, model, settings, make_worker) as found:
+            yield found, loop
     finally:
         loop.run_until_complete(_cancel_tasks())
         loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
-        restore_context(before)
 
 
 async def _cancel_tasks() -> None:

@@ -1,0 +1,1 @@
+"""Vectors of texts, with the pooling that a model was trained for."""

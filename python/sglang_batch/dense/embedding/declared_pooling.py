@@ -1,0 +1,206 @@
+"""The pooling that a sentence-transformers checkpoint declares, and its weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+
+from ...errors import ConfigError
+from .sentence_pooling import MODES, DenseLayer, SentencePooling, UnitLength
+
+logger = logging.getLogger(__name__)
+
+# Before there was `pooling_mode`, one flag for each mode, in the order of their vectors.
+_FLAGS = {
+    "cls": "pooling_mode_cls_token",
+    "max": "pooling_mode_max_tokens",
+    "mean": "pooling_mode_mean_tokens",
+    "mean_sqrt_len_tokens": "pooling_mode_mean_sqrt_len_tokens",
+    "weightedmean": "pooling_mode_weightedmean_tokens",
+    "lasttoken": "pooling_mode_lasttoken",
+}
+_VECTOR = "sentence_embedding"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFiles:
+    """Files of a model.
+
+    path: a directory, or a name on the Hugging Face hub.
+    """
+
+    path: str
+    revision: str | None = None
+
+    def find(self, name: str) -> Path | None:
+        """A file, downloaded if need be, or None if there is none.
+
+        Raises:
+            ConfigError: it cannot be downloaded.
+        """
+        folder = Path(self.path).expanduser()
+        if folder.is_dir():
+            return folder / name if (folder / name).is_file() else None
+        try:
+            return Path(hf_hub_download(self.path, name, revision=self.revision))
+        except EntryNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{name} of {self.path}: {error}") from error
+
+    def json(self, name: str) -> Any:
+        """A file's JSON value, or None if there is no such file.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        found = self.find(name)
+        try:
+            return None if found is None else json.loads(found.read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{name} of {self.path}: {error}") from error
+
+
+def declares_pooling(files: CheckpointFiles) -> bool:
+    """Whether a checkpoint says how texts become vectors, known to us or not."""
+    modules = files.json("modules.json")
+    if isinstance(modules, list):
+        return any(_kind(module) == "Pooling" for module in modules)
+    return files.find("1_Pooling/config.json") is not None
+
+
+def declared_pooling(files: CheckpointFiles) -> SentencePooling | None:
+    """The pooling that a checkpoint declares, or None if it declares none.
+
+    Raises:
+        ConfigError: it declares something that is not known here.
+    """
+    modules = files.json("modules.json")
+    if modules is None:
+        config = files.json("1_Pooling/config.json")
+        if config is None:
+            return None
+        steps = torch.nn.Sequential(UnitLength())
+        return SentencePooling(_modes(files, config), steps, "1_Pooling/config.json")
+    if not isinstance(modules, list):
+        raise ConfigError(f"modules.json of {files.path} is no list of modules.")
+    kinds = [_kind(module) for module in modules]
+    if kinds[:2] != ["Transformer", "Pooling"]:
+        raise ConfigError(
+            f"modules.json of {files.path} has {', '.join(kinds) or 'no modules'}; "
+            "known are those that begin with Transformer and Pooling."
+        )
+    _check_transformer(files)
+    config = files.json(f"{modules[1].get('path')}/config.json")
+    steps = torch.nn.Sequential()
+    for kind, module in zip(kinds[2:], modules[2:], strict=True):
+        try:
+            steps.append(_step(files, kind, str(module.get("path"))))
+        except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{kind} of {files.path}: {reason}") from error
+    if config is None:
+        raise ConfigError(f"{files.path} does not say how it pools.")
+    return SentencePooling(_modes(files, config), steps, "modules.json")
+
+
+def _kind(module: Any) -> str:
+    """The name of a module's class, with its package if that is not the library's."""
+    name = str(module.get("type")) if isinstance(module, dict) else ""
+    package, _, last = name.rpartition(".")
+    return last if package.partition(".")[0] == "sentence_transformers" else name
+
+
+def _check_transformer(files: CheckpointFiles) -> None:
+    config = files.json("sentence_bert_config.json") or {}
+    task = config.get("transformer_task", "feature-extraction")
+    if task != "feature-extraction":
+        raise ConfigError(f"{files.path} is a model for {task}, not for embeddings.")
+    if config.get("do_lower_case"):
+        logger.warning("%s wants texts in lower case: write them so.", files.path)
+
+
+def _modes(files: CheckpointFiles, config: Any) -> tuple[str, ...]:
+    config = config if isinstance(config, dict) else {}
+    modes = config.get("pooling_mode")
+    if modes is None:
+        modes = [mode for mode, flag in _FLAGS.items() if config.get(flag)]
+    modes = [modes] if isinstance(modes, str) else list(modes)
+    if unknown := [mode for mode in modes if mode not in MODES]:
+        raise ConfigError(
+            f"{files.path} declares the pooling {unknown[0]!r}; known are "
+            f"{', '.join(MODES)}."
+        )
+    return tuple(modes) or ("mean",)
+
+
+def _step(files: CheckpointFiles, kind: str, folder: str) -> torch.nn.Module:
+    """A module after the pooling."""
+    config = files.json(f"{folder}/config.json") or {}
+    named = {config.get(f"module_{end}_name") or _VECTOR for end in ("input", "output")}
+    if named != {_VECTOR}:
+        kind += f" of {', '.join(sorted(named))}"
+    match kind:
+        case "Normalize":
+            return UnitLength()
+        case "Dropout":
+            return torch.nn.Identity()
+        case "LayerNorm":
+            layer = torch.nn.LayerNorm(config["dimension"])
+            weights = _weights(files, folder)
+            layer.load_state_dict(
+                {name.removeprefix("norm."): value for name, value in weights.items()}
+            )
+            return layer
+        case "Dense":
+            return _dense(files, folder, config)
+        case _:
+            raise ConfigError(
+                f"modules.json of {files.path} has {kind} after the pooling; known are "
+                "Dense, Normalize, LayerNorm and Dropout."
+            )
+
+
+def _dense(files: CheckpointFiles, folder: str, config: dict[str, Any]) -> DenseLayer:
+    name = config.get("activation_function") or "torch.nn.Tanh"
+    kind: Any = getattr(torch.nn, name.rpartition(".")[2], None)
+    # The file must not choose what code runs.
+    if not name.startswith("torch.nn.") or not _is_activation(kind):
+        raise ConfigError(
+            f"Dense of {files.path} has the activation {name}; known are the classes "
+            "of torch.nn that take no arguments."
+        )
+    layer = DenseLayer(
+        (config["in_features"], config["out_features"]),
+        kind(),
+        bias=config.get("bias", True),
+        residual=config.get("use_residual", False),
+    )
+    layer.load_state_dict(_weights(files, folder))
+    return layer
+
+
+def _is_activation(kind: Any) -> bool:
+    modules = (torch.nn.modules.activation, torch.nn.modules.linear)
+    return isinstance(kind, type) and kind.__module__ in {m.__name__ for m in modules}
+
+
+def _weights(files: CheckpointFiles, folder: str) -> dict[str, torch.Tensor]:
+    """float32 weights of a module by name."""
+    found: dict[str, torch.Tensor]
+    if path := files.find(f"{folder}/model.safetensors"):
+        from safetensors.torch import load_file
+
+        found = load_file(path)
+    elif path := files.find(f"{folder}/pytorch_model.bin"):
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    else:
+        raise ConfigError(f"{folder} of {files.path} has no weights.")
+    return {name: value.float() for name, value in found.items()}

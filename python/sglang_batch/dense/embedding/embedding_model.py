@@ -1,0 +1,200 @@
+"""An embedding model of transformers: vectors of token ids in padded batches."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from ...errors import ConfigError
+from ..model import LoadedModel, context_length
+from .sentence_pooling import SentencePooling, usual_pooling
+
+logger = logging.getLogger(__name__)
+
+# Prompts of two lengths. The first two differ in the last token.
+_PROBE = ((11, 0), (11, 1), (4, 0))
+# How far vectors may differ, as a share of the largest number.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+_LOW_PRECISION = 5e-2
+_UNCHANGED = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingModel(LoadedModel):
+    """A model whose rows become vectors.
+
+    pooling: its weights are on the model's device.
+    dims: numbers of a vector.
+    pads: whether rows of different lengths can share a batch.
+    """
+
+    pooling: SentencePooling
+    dims: int
+    pads: bool
+
+    def vectors(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """The vectors of prompts, computed in one batch that is padded behind.
+
+        Args:
+            prompts: token ids, at least one of each prompt. Of one length unless the
+                model ``pads``.
+
+        Returns:
+            float32 ``[rows, dims]`` on the CPU.
+        """
+        with torch.inference_mode():
+            ids, mask = _padded(self.model, prompts)
+            states = _states(self.model, self.parameters, ids, mask)
+            return self.pooling(states, mask).cpu()
+
+
+def length_batches(
+    lengths: Sequence[int], max_cells: int, *, pads: bool = True
+) -> Iterator[list[int]]:
+    """Batches of prompts, longest first, as indices of their lengths.
+
+    Args:
+        max_cells: most rows times the longest one's tokens. A longer prompt is alone.
+        pads: whether prompts of different lengths share a batch.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    while order:
+        longest = lengths[order[0]]
+        batch = order[: max(1, max_cells // max(1, longest))]
+        if not pads:
+            batch = [index for index in batch if lengths[index] == longest]
+        yield batch
+        order = order[len(batch) :]
+
+
+def wrap_embedding(
+    model: PreTrainedModel,
+    pooling: SentencePooling | None = None,
+    context_len: int | None = None,
+) -> EmbeddingModel:
+    """A model that is already loaded. It is tried with a few tokens.
+
+    Args:
+        pooling: None for what is usual for the architecture.
+
+    Raises:
+        ConfigError: it cannot run.
+    """
+    model.eval()
+    name = type(model).__name__
+    parameters = frozenset(inspect.signature(model.forward).parameters)
+    try:
+        vocab = int(model.get_input_embeddings().weight.shape[0])
+        with torch.inference_mode():
+            pooling = pooling or _usual(model, parameters, vocab)
+            pooling.steps.to(model.device)
+            alone, together = _probed(model, parameters, vocab, pooling)
+    except Exception as error:
+        raise ConfigError(
+            f"{name} cannot make embeddings with the transformers backend: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    pads = _near(alone, together, _TOLERANCE.get(model.dtype, _LOW_PRECISION))
+    dims = int(alone.shape[1])
+    logger.info("Embeddings of %s: %s (%s), %d numbers.",
+                name, pooling, pooling.source, dims)  # fmt: skip
+    if not pads:
+        logger.warning("Only texts of one length share a batch: padding changes them.")
+    return EmbeddingModel(
+        model=model,
+        parameters=parameters,
+        context_len=context_len or _longest(model),
+        vocab_size=vocab,
+        eos_token_ids=frozenset(),
+        decoder_start=None,
+        pooling=pooling,
+        dims=dims,
+        pads=pads,
+    )
+
+
+def _padded(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask, int64 ``[rows, longest]`` on the model's device."""
+    longest = max(map(len, prompts))
+    # Some models number positions by which tokens are no padding.
+    filler = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
+    ids = torch.full((len(prompts), longest), max(0, filler))
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+        mask[row, : len(prompt)] = 1
+    return ids.to(model.device), mask.to(model.device)
+
+
+def _states(
+    model: PreTrainedModel,
+    parameters: frozenset[str],
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """The last layer's states, ``[rows, tokens, width]``.
+
+    Types of tokens are left out: all are of the first type, as models assume.
+    """
+    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    found = model(**{key: value for key, value in inputs.items() if key in parameters})
+    states: torch.Tensor = found[0]
+    return states
+
+
+def _prompts(vocab: int) -> list[list[int]]:
+    ids = [3 + 7 * place % (vocab - 4) for place in range(max(_PROBE)[0])]
+    return [[*ids[: length - 1], ids[length - 1] + add] for length, add in _PROBE]
+
+
+def _usual(
+    model: PreTrainedModel, parameters: frozenset[str], vocab: int
+) -> SentencePooling:
+    one, other, _ = _prompts(vocab)
+    states = _states(model, parameters, *_padded(model, [one, other])).float()
+    config = model.config.get_text_config()
+    mean = (
+        type(model).__name__.endswith("EncoderModel")
+        or getattr(config, "use_bidirectional_attention", False)
+        or "Contriever" in (config.architectures or ())
+    )
+    causal = _near(states[0, 0], states[1, 0], _UNCHANGED)
+    return usual_pooling(causal=causal, mean=mean)
+
+
+def _probed(
+    model: PreTrainedModel,
+    parameters: frozenset[str],
+    vocab: int,
+    pooling: SentencePooling,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Vectors of rows that run alone and together, float32 ``[2, dims]``."""
+    _, *prompts = _prompts(vocab)
+    found = []
+    for batch in ([prompts[0]], [prompts[1]], prompts):
+        ids, mask = _padded(model, batch)
+        found.append(pooling(_states(model, parameters, ids, mask), mask))
+    return torch.cat(found[:2]), found[2]
+
+
+def _near(one: torch.Tensor, other: torch.Tensor, allowed: float) -> bool:
+    scale = max(1e-6, float(one.abs().max()))
+    return float((one - other).abs().max()) <= allowed * scale
+
+
+def _longest(model: PreTrainedModel) -> int:
+    """Most tokens of a prompt."""
+    found = context_length(model.config.get_text_config())
+    for name, part in model.named_modules():
+        padding = getattr(part, "padding_idx", None)
+        if name.endswith("position_embeddings") and isinstance(padding, int):
+            # Positions of RoBERTa and its like begin behind the one of padding.
+            return min(found, int(part.weight.shape[0]) - padding - 1)
+    return found

@@ -8,8 +8,10 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,7 @@ def machine() -> dict[str, str | int]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "numba": numba.__version__,
+        **_versions("torch", "transformers", "sglang"),
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -136,6 +139,15 @@ def _cpu_model() -> str:
         lines = []
     names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
     return names[0].strip() if names else platform.machine()
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def _commit() -> str:

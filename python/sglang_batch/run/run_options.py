@@ -30,7 +30,7 @@ transformers:
   --tokenizer-path, --served-model-name, --trust-remote-code, --revision, --dtype,
   --device, --context-length, --chat-template, --max-running-requests,
   --max-total-tokens, --attn-implementation, --random-seed, --tool-call-parser,
-  --reasoning-parser.
+  --reasoning-parser, --is-embedding, --offline-batch-config.
 
 inputs:
   FILE                   JSON lines, plain, gzip or zstd. With --template also Parquet,
@@ -105,11 +105,14 @@ def add_serve(commands: Any, serve: Callable[..., int]) -> None:
     """Add ``serve`` to the commands."""
     parser = commands.add_parser(
         "serve",
-        usage="sglang-batch serve --model-path MODEL [SGLang's server options]",
+        usage="sglang-batch serve [--backend NAME] --model-path MODEL [options of SGLang]",
         help="start SGLang's server with the batch API",
         description="Check the options, the model, the port and the directory of "
         "batches, which takes a moment, and start `sglang serve --offline-batch` with "
-        "these options. `sglang serve --help` lists them.",
+        "these options. `sglang serve --help` lists them. With --backend transformers, "
+        "the options are those in `sglang-batch run --help` and --host, --port, "
+        "--offline-batch-dir, --offline-batch-config, --log-level, --enable-metrics, "
+        "--api-key, --admin-api-key and --ssl-*.",
         allow_abbrev=False,
     )
     _add_backend(parser)

@@ -92,5 +92,7 @@ def by_prefix(tasks: Sequence[Task]) -> list[int]:
 
 
 def longest_first(tasks: Sequence[Task]) -> list[int]:
-    """Expected lengths known, as after a run's sample: the longest answers first."""
-    return sorted(range(len(tasks)), key=lambda i: -tasks[i].output_len)
+    """Lengths known, as after a run's sample: the planner's order for dense batches."""
+    return sorted(
+        range(len(tasks)), key=lambda i: -len(tasks[i].prompt) - tasks[i].output_len
+    )

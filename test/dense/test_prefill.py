@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from dense_runs import greedy, prompts
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 from sglang_batch.dense.model import LoadedModel, wrap
-from sglang_batch.dense.prefill import Prefill
+from sglang_batch.dense.prefill import Prefill, cheapest_cuts
 from sglang_batch.dense.row_request import DenseRequest, LogprobsWanted
 
 SHORTEST = 4
@@ -192,3 +194,45 @@ def test_random_trees_in_any_order_give_the_logits_of_each_prompt_alone(
         for each in found:
             assert close(each.logits, alone(model, each.request.input_ids)[-1])
     assert prefill.computed_tokens < 0.8 * sum(map(len, all_ids))
+
+
+def test_prompts_of_about_the_same_length_are_computed_together(
+    model: LoadedModel,
+) -> None:
+    counted = CountedModel(model)
+    lengths = [100, 3, 90, 5, 97, 4]
+    requests = [
+        greedy(str(i), prompts(1, seed=i, shortest=n, longest=n)[0], 1)
+        for i, n in enumerate(lengths)
+    ]
+    prefill = Prefill(counted, NO_LIMIT, SHORTEST)  # type: ignore[arg-type]
+    found = {each.request.rid: each for each in prefill.compute(requests)}
+    assert counted.shapes == [(3, 100), (3, 5)]
+    for request in requests:
+        expected = alone(model, request.input_ids)[-1]
+        assert close(found[request.rid].logits, expected)
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=7),
+    st.integers(1, 40),
+    st.integers(1, 120),
+)
+def test_cuts_are_the_cheapest_of_all(lengths: list[int], each: int, most: int) -> None:
+    lengths.sort(reverse=True)
+    n = len(lengths)
+
+    def cost(cuts: Sequence[tuple[int, int]]) -> int | None:
+        batches = [(end - begin, lengths[begin] * (end - begin)) for begin, end in cuts]
+        if any(count > 1 and tokens > most for count, tokens in batches):
+            return None
+        return sum(each + tokens for _, tokens in batches)
+
+    choices = []
+    for chosen in range(1 << (n - 1)):
+        ends = [i + 1 for i in range(n - 1) if chosen >> i & 1] + [n]
+        choices.append(cost(list(zip([0, *ends], ends, strict=False))))
+    found = cheapest_cuts(lengths, each, most)
+    assert [begin for begin, _ in found] == [0, *(end for _, end in found[:-1])]
+    assert found[-1][1] == n
+    assert cost(found) == min(each for each in choices if each is not None)

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from .kv.slab import RowKv, Slab
 from .kv.slab_cache import EncodedCache, SlabCache
 from .model import LoadedModel
-from .prefill import Prefilled, prompt_from, row_of
+from .prefill import Prefilled, padded_batches, prompt_from, row_of
 from .row_request import DenseRequest
 
 
@@ -68,7 +68,7 @@ class EncodedRows:
     def prefill(
         self, requests: Sequence[DenseRequest], following: DenseRequest | None
     ) -> Iterator[Prefilled]:
-        for batch in self._batches(requests):
+        for batch in padded_batches(requests, self._model.device, self._max_tokens):
             yield from self._encode(batch)
 
     def allow(self, max_rows: int, max_cells: int) -> None:
@@ -115,21 +115,6 @@ class EncodedRows:
 
     def forget(self) -> None:
         """Nothing is kept: an encoder sees whole prompts, so prefixes are not shared."""
-
-    def _batches(
-        self, requests: Sequence[DenseRequest]
-    ) -> Iterator[Sequence[DenseRequest]]:
-        """In their order, each within the limit of tokens or of one request."""
-        batch: list[DenseRequest] = []
-        longest = 0
-        for request in requests:
-            longest = max(longest, len(request.input_ids))
-            if batch and longest * (len(batch) + 1) > self._max_tokens:
-                yield batch
-                batch, longest = [], len(request.input_ids)
-            batch.append(request)
-        if batch:
-            yield batch
 
     def _encode(self, batch: Sequence[DenseRequest]) -> Iterator[Prefilled]:
         device = self._model.device

@@ -1,7 +1,8 @@
 """Prefill of prompts, apart from decode (Baton 4.2), each shared prefix once.
 
 Prompts of a batch end differently, so they are padded behind: in a causal model no token
-sees the padding, and columns of a row stay its positions.
+sees the padding, and columns of a row stay its positions. Those of about the same length
+are computed together.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from transformers.cache_utils import Cache, DynamicCache
 from .kv.slab import RowKv
 from .model import LoadedModel
 from .row_request import DenseRequest
+
+# What a forward pass takes besides its tokens, in tokens: it reads all weights and calls
+# hundreds of kernels. Measured with small models on a CPU, and a guess for others.
+_PASS = {"cpu": 16}
+_PASS_OF_OTHERS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +73,14 @@ class Prefill:
         todo = list(requests)
         while todo:
             shared = self._prepare_path(todo[0], [*todo[1:], following][0])
-            batch = [todo[0]]
+            group = [todo[0]]
             if prompt_from(todo[0]) is None:
-                batch += self._companions(todo, shared, following)
-            taken = {request.rid for request in batch}
-            todo = [request for request in todo if request.rid not in taken]
-            yield from self._run(batch, shared)
+                group += self._companions(todo, shared, following)
+            todo = todo[len(group) :]
+            for batch in padded_batches(
+                group, self._model.device, self._max_tokens, shared
+            ):
+                yield from self._run(batch, shared)
 
     def forget(self) -> None:
         """Release the KV of the last prompt."""
@@ -115,9 +123,8 @@ class Prefill:
         shared: int,
         following: DenseRequest | None,
     ) -> list[DenseRequest]:
-        """Further requests that need no more of the path, and fit into the batch."""
+        """The requests behind the first that need no more of the path."""
         found: list[DenseRequest] = []
-        longest = len(todo[0].input_ids) - shared
         others = todo[1:]
         after = [*others[1:], following]
         for request, then in zip(others, after, strict=False):
@@ -132,9 +139,6 @@ class Prefill:
                 _common(ids, then.input_ids) - shared >= self._shortest
             ):
                 break  # the two will share more
-            longest = max(longest, len(ids) - shared)
-            if longest * (len(found) + 2) > self._max_tokens:
-                break
             found.append(request)
         return found
 
@@ -195,6 +199,52 @@ def row_of(cache: Cache, row: int, length: int) -> RowKv:
 
 def prompt_from(request: DenseRequest) -> int | None:
     return None if request.logprobs is None else request.logprobs.prompt_from
+
+
+def padded_batches(
+    requests: Sequence[DenseRequest],
+    device: torch.device,
+    max_tokens: int,
+    shared: int = 0,
+) -> list[list[DenseRequest]]:
+    """The batches of requests that cost least, longest first.
+
+    Args:
+        max_tokens: of a batch, padding included, unless it is one request.
+        shared: tokens of each prompt that are there already.
+    """
+    ordered = sorted(requests, key=lambda request: -len(request.input_ids))
+    lengths = [len(request.input_ids) - shared for request in ordered]
+    each = _PASS.get(device.type, _PASS_OF_OTHERS)
+    cuts = cheapest_cuts(lengths, each, max_tokens)
+    return [ordered[begin:end] for begin, end in cuts]
+
+
+def cheapest_cuts(
+    lengths: Sequence[int], each: int, most: int
+) -> list[tuple[int, int]]:
+    """Where to cut prompts of falling length into batches, as ranges.
+
+    A batch has as many tokens as it has prompts times the longest, at most ``most`` unless
+    it is one prompt. It costs its tokens and ``each``.
+    """
+    costs, begins = [0], [0]
+    for end in range(1, len(lengths) + 1):
+        options = [(costs[end - 1] + each + lengths[end - 1], end - 1)]
+        for begin in range(end - 2, -1, -1):
+            tokens = lengths[begin] * (end - begin)
+            if tokens > most:
+                break
+            options.append((costs[begin] + each + tokens, begin))
+        cost, begin = min(options)
+        costs.append(cost)
+        begins.append(begin)
+    cuts = []
+    end = len(lengths)
+    while end:
+        cuts.append((begins[end], end))
+        end = begins[end]
+    return cuts[::-1]
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -155,7 +155,7 @@ def test_it_tells_which_requests_decode(started: Started) -> None:
     while len(started.worker.running()) < 4 and time.monotonic() < deadline:
         time.sleep(0.005)
     running = started.worker.running()
-    assert list(running) == ["0", "1", "2", "3"]
+    assert set(running) == {"0", "1", "2", "3"}
     assert all(0 <= seconds < WAIT_S for seconds in running.values())
     assert started.worker.counts.decoded_rows >= 4
 

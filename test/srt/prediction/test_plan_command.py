@@ -10,7 +10,7 @@ import pytest
 from plan_command import MAX_TOKENS_IS_USED, chat, is_picture, plan, write
 
 from sglang_batch.planner.costs.cost_model import CostModel
-from sglang_batch.policies import ORDERS
+from sglang_batch.policies import PAGED_ORDERS
 
 pytestmark = MAX_TOKENS_IS_USED
 
@@ -42,7 +42,7 @@ def test_json_has_the_job_the_bounds_and_every_policy(
     assert 0 < job["prefix_sharing_ratio"] < 1
     # 12 of at most 16, one of exactly 7, 3 of at most 9.
     assert job["expected_output_tokens"] == 12 * 16 + 7 + 3 * 9
-    assert {each["policy"] for each in found["policies"]} == set(ORDERS)
+    assert {each["policy"] for each in found["policies"]} == set(PAGED_ORDERS)
     seconds = [each["seconds"] for each in found["policies"]]
     assert seconds == sorted(seconds)
     seconds = {each["policy"]: each["seconds"] for each in found["policies"]}
@@ -136,7 +136,7 @@ def test_the_forecast_is_that_of_the_plan_a_run_makes() -> None:
     requests = industry(120, seed=1).requests
     cost = CostModel(token_time_s=1e-5, kv_read_time_s=1e-8, weight_read_time_s=1e-3)
     machine = Machine(cost, EngineLimits(kv_capacity_tokens=6000))
-    found = forecast(requests, machine, ORDERS, Lengths(), OrderSettings())
+    found = forecast(requests, machine, PAGED_ORDERS, Lengths(), OrderSettings())
     made = make_plan(requests, machine, settings=OrderSettings())
     assert found.best == made.policy
     assert found.too_large.tolist() == made.too_large.tolist()

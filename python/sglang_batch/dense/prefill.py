@@ -19,7 +19,7 @@ from .model import LoadedModel
 from .row_request import DenseRequest
 
 # What a forward pass takes besides its tokens, in tokens: it reads all weights and calls
-# hundreds of kernels. Measured with small models on a CPU, and a guess for others.
+# hundreds of kernels. Unmeasured on accelerators.
 _PASS = {"cpu": 16}
 _PASS_OF_OTHERS = 512
 

@@ -142,7 +142,7 @@ class _Gathering:
             await self._send_group(job_id)
         try:
             await (await engine_of(self._manager)).close_job(job_id)
-        except Exception:
+        except Exception:  # calls that came meanwhile must be sent nevertheless
             logger.exception("Job %s of gathered calls was not closed", job_id)
 
     def _forget_answered(self) -> bool:

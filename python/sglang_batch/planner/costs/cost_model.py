@@ -46,9 +46,14 @@ class CostModel:
     interference_exponent: k of :func:`overlapped`, 1 or more. 1.47 reproduces the mean
         speedup of the paper's simulated grid (Fig. 9). The paper's own fit is not
         published.
+    row_share: w of :func:`tokens_read`, 0 or more: one row alone uses at most 1/w of the
+        bandwidth. 0 where nobody measured it.
+    padded: whether attention reads as many tokens for every row as for the longest, as
+        in dense batches.
 
     Raises:
-        ConfigError: a time is negative or not finite, or the exponent is below 1.
+        ConfigError: a time is negative or not finite, or the exponent is below 1, or
+            ``row_share`` is negative.
     """
 
     token_time_s: float
@@ -57,6 +62,8 @@ class CostModel:
     weight_read_time_s: float = 0.0
     shared_kv_read_once: bool = False
     interference_exponent: float = 1.47
+    row_share: float = 0.0
+    padded: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[:4]:
@@ -68,6 +75,8 @@ class CostModel:
                 f"interference_exponent={self.interference_exponent!r} must be 1 (no "
                 "overlap) or more; infinity is perfect overlap."
             )
+        if not (math.isfinite(self.row_share) and self.row_share >= 0):
+            raise ConfigError(f"row_share={self.row_share!r} must be 0 or more.")
 
     @classmethod
     def of(
@@ -81,6 +90,8 @@ class CostModel:
         shared_kv_read_once: bool = False,
         interference_exponent: float = 1.47,
         fp8: bool = False,
+        row_share: float = 0.0,
+        padded: bool = False,
     ) -> CostModel:
         """The model on ``tp`` of these devices.
 
@@ -112,6 +123,8 @@ class CostModel:
             weight_read_time_s=weights if weight_reads else 0.0,
             shared_kv_read_once=shared_kv_read_once,
             interference_exponent=float(interference_exponent),
+            row_share=float(row_share),
+            padded=padded,
         )
 
     def compute_time_s(self, input_len: Values, output_len: Values) -> Floats:
@@ -174,6 +187,25 @@ def compute_density(compute_time_s: Values, memory_time_s: Values) -> Floats:
     with np.errstate(over="ignore"):
         np.divide(compute, memory, out=density, where=memory > 0)
     return density[()]
+
+
+@jit
+def tokens_read(
+    total: float, longest: float, rows: float, row_share: float, padded: bool
+) -> float:
+    """Tokens of KV whose reading takes as long as a decode step's attention does.
+
+    ``max(total, w * longest)``: a row cannot use the whole bandwidth alone, so that the
+    longest row may end after all others have. With balanced split-KV ``w``, the
+    ``row_share``, is near 0. Dense batches read ``rows * longest``.
+
+    Args:
+        total: tokens that all rows read.
+        longest: tokens that the longest row reads.
+    """
+    if padded:
+        return rows * longest
+    return max(total, row_share * longest)
 
 
 @jit

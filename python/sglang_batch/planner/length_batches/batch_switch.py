@@ -1,0 +1,437 @@
+"""Which request joins next, so that requests with KV of similar length run together.
+
+A state machine without an engine: the simulator, the scheduler and the dense engine tell it
+who waits, joins and leaves, and ask it for the next request. Ticks are decode steps, so all
+ranks of an engine answer alike.
+
+Two rules:
+
+``TREE`` is AlignedServe's Algorithm 2 (section 3.4). Requests of the running batch's
+lengths, which grow with it, join first: the *candidate requests*. When there are none, those
+of the *candidate batch* do, which was formed by Algorithm 1, and the *switch* begins: rows
+of two batches run. If KV is short meanwhile, the longest row of the old batch leaves.
+
+``WINDOW`` is ours. The running batch has one measure, its longest row. The waiting request
+that is longest of those no longer than it joins, if a row of its length is worth the padding.
+When few rows are left and a window of waiting lengths would make more tokens a second, all
+rows are parked, and the next batch begins with this window.
+
+With either rule, requests that wait too long join before all others (section 3.5).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..compiled import jit_in_place
+from ..costs.cost_model import tokens_read
+from ..requests import Int32s, Int64s
+from .density_search import LengthRange, density_first_search
+from .length_tree import (
+    COUNT,
+    MAX_LENGTH,
+    NEVER,
+    NONE,
+    OLDEST,
+    LengthTree,
+    insert,
+    longest_up_to,
+    longest_waiting,
+    make_tree,
+    shortest_from,
+    take_out,
+)
+from .length_window import BatchLaw, best_window, step_s, usual_rows
+
+TREE, WINDOW = 1, 2
+
+# AlignedServe, section 4.1: share of the KV that a candidate batch may take, and its rows.
+BATCH_SHARE = 0.4
+MIN_ROWS = 36
+# A batch with less than this share of the KV leaves the device idle.
+_SMALL = 0.25
+# Share of the steps in which rows of two batches may run: the paper's, section 4.4, is 8.61 %
+# (ShareGPT) and 12.37 % (LongBench) at most.
+MAX_MIXED = 0.08
+# By how much the padded reads of a row may exceed its own, and how much of its share in
+# reading the weights may be spent on padding, too.
+_PADDING = 0.1
+_WEIGHTS = 0.5
+# How much faster a window must be than the running batch, as rows that are parked move to
+# the host and back, and ticks after which it is looked for again.
+_GAIN = 1.5
+CHECK_TICKS = 16
+
+STATE = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "rule",
+            "clock",  # decode steps
+            "limit",  # ticks that a request may wait
+            "batch",  # number of the running batch
+            "since",  # tick at which it began
+            "low",  # its range of lengths at that tick
+            "high",
+            "rows_old",  # running rows of earlier batches, and of this one
+            "rows_new",
+            "next",  # of the ring of candidates: the first, and their number
+            "num_next",
+            "next_low",  # the range of the candidate batch
+            "next_high",
+            "next_since",  # since when its first request waits
+            "family",  # of the request that joined last
+            "family_length",
+            "checked",  # tick at which a window was last looked for
+            "num_batches",
+            "mixed_ticks",  # ticks with rows of more than one batch
+            "cuts",  # whether all rows are to be parked before the next batch begins
+        )
+    ],
+    align=True,
+)
+
+
+class LengthBatches(NamedTuple):
+    """The requests that wait or run, and the batches that they are in.
+
+    tree: waiting requests but those of the candidate batch.
+    family: int32 ``[n]``, requests of one family share a prefix and have one length in
+        the tree. They join one after the other. NONE for those without.
+    batch_of: int64 ``[n]``, number of the batch in which a request runs.
+    is_next: uint8 ``[n]``, whether a request is in the candidate batch.
+    ring: int32 ``[n]``, the candidate batch. Requests that left it are still in it.
+    state: ``STATE [1]``.
+    """
+
+    tree: LengthTree
+    family: Int32s
+    batch_of: Int64s
+    is_next: NDArray[np.uint8]
+    ring: Int32s
+    state: NDArray[Any]
+
+
+class RunningRows(NamedTuple):
+    """The rows that decode, and those whose prompt is computed.
+
+    rows: their number.
+    total: tokens of KV that they read.
+    longest: tokens that the longest of them reads.
+    """
+
+    rows: int
+    total: float
+    longest: int
+
+
+def make_batches(
+    num_requests: int, rule: int, limit: int | None = None
+) -> LengthBatches:
+    """No requests yet, numbered from 0 when they come.
+
+    Args:
+        rule: TREE or WINDOW.
+        limit: ticks after which a waiting request joins before all others. None: never.
+    """
+    state = np.zeros(1, STATE)
+    state["rule"] = rule
+    state["limit"] = NEVER // 2 if limit is None else limit
+    state["family"] = NONE
+    state["checked"] = -CHECK_TICKS
+    return LengthBatches(
+        tree=make_tree(num_requests),
+        family=np.full(num_requests, NONE, np.int32),
+        batch_of=np.zeros(num_requests, np.int64),
+        is_next=np.zeros(num_requests, np.uint8),
+        ring=np.zeros(max(1, num_requests), np.int32),
+        state=state,
+    )
+
+
+# Requests that come and go
+
+
+@jit_in_place
+def add(batches: LengthBatches, i: int, length: int, tokens: int, family: int) -> None:
+    """A request waits from now on.
+
+    Args:
+        length: of its KV when it joins, or that of its family.
+        tokens: of KV that it takes.
+        family: NONE for a request without.
+    """
+    batches.family[i] = family
+    insert(batches.tree, i, length, tokens, batches.state[0].clock)
+
+
+@jit_in_place
+def remove(batches: LengthBatches, i: int) -> None:
+    """A waiting request joins, or leaves for good."""
+    if batches.is_next[i]:
+        batches.is_next[i] = 0
+        batches.state[0].num_next -= 1
+        batches.tree.length[i] = 0
+    elif batches.tree.length[i] > 0:
+        take_out(batches.tree, i)
+
+
+@jit_in_place
+def join(batches: LengthBatches, i: int) -> None:
+    """The request that was :func:`proposed` joins the running rows."""
+    state = batches.state[0]
+    state.family = batches.family[i]
+    state.family_length = batches.tree.length[i]
+    if batches.is_next[i]:  # a switch: the candidate batch is the running one
+        if state.batch != state.num_batches:
+            state.batch = state.num_batches
+            state.since = state.clock
+            state.low, state.high = state.next_low, state.next_high
+            state.rows_old += state.rows_new
+            state.rows_new = 0
+    remove(batches, i)
+    batches.batch_of[i] = state.batch
+    state.rows_new += 1
+
+
+@jit_in_place
+def leave(batches: LengthBatches, i: int) -> None:
+    """A row has ended, or gives its KV up for a while and is added again."""
+    state = batches.state[0]
+    if batches.batch_of[i] == state.batch:
+        state.rows_new -= 1
+    else:
+        state.rows_old -= 1
+
+
+@jit_in_place
+def tick(batches: LengthBatches) -> None:
+    """A decode step was taken."""
+    state = batches.state[0]
+    state.clock += 1
+    if state.rows_old > 0 and state.rows_new > 0:
+        state.mixed_ticks += 1
+
+
+@jit_in_place
+def is_of_old_batch(batches: LengthBatches, i: int) -> bool:
+    """Whether a row is one of those that leave first: the batch is being switched."""
+    state = batches.state[0]
+    return bool(state.rows_old > 0 and batches.batch_of[i] != state.batch)
+
+
+@jit_in_place
+def num_waiting(batches: LengthBatches) -> int:
+    """Requests that wait."""
+    return int(batches.tree.nodes[0, COUNT] + batches.state[0].num_next)
+
+
+# The next request
+
+
+@jit_in_place
+def propose(batches: LengthBatches, law: BatchLaw, now: RunningRows) -> int:
+    """The request that is to join next, NONE if nobody should.
+
+    If it does not fit, nobody joins before it does: ask again when a row has left.
+    """
+    state = batches.state[0]
+    tree = batches.tree
+    due = state.clock - state.limit
+    oldest = tree.nodes[0, OLDEST]
+    if state.num_next > 0 and state.next_since < due and state.next_since <= oldest:
+        return _first_next(batches)
+    if oldest < due:
+        return longest_waiting(tree)
+    if state.rule == TREE:
+        return _by_tree(batches, law, now)
+    return _by_window(batches, law, now)
+
+
+@jit_in_place
+def _first_next(batches: LengthBatches) -> int:
+    """The first request of the candidate batch, which is not empty."""
+    state = batches.state[0]
+    while not batches.is_next[batches.ring[state.next]]:
+        state.next += 1
+    return int(batches.ring[state.next])
+
+
+@jit_in_place
+def _by_tree(batches: LengthBatches, law: BatchLaw, now: RunningRows) -> int:
+    """Algorithm 2: candidate requests, then the candidate batch.
+
+    While batches are switched, the candidate batch joins first, and no other one is
+    formed before the rows of the old one have left.
+    """
+    state = batches.state[0]
+    tree = batches.tree
+    switching = state.rows_old > 0
+    if switching and state.num_next > 0 and state.batch == state.num_batches:
+        return _first_next(batches)
+    if state.rows_new > 0:
+        grown = state.clock - state.since
+        length = longest_up_to(tree, state.high + grown)
+        if length > 0 and length >= min(state.low + grown, MAX_LENGTH):
+            return int(tree.first[length - 1])
+    if switching and state.rows_new > 0:
+        return NONE
+    if now.rows > 0 and not _is_small(law, now):
+        return NONE
+    if now.rows > 0 and law.parks and _has_mixed_enough(batches):
+        state.cuts = 1
+        return NONE
+    if state.num_next == 0:
+        _form(batches, density_first_search(tree, _budget(law), MIN_ROWS))
+    if state.num_next == 0:
+        return NONE
+    return _first_next(batches)
+
+
+@jit_in_place
+def _is_small(law: BatchLaw, now: RunningRows) -> bool:
+    """Whether the running batch leaves the device idle, so that another joins it."""
+    used = now.total
+    if law.padded:
+        used = float(now.rows * now.longest)
+    return bool(used < _SMALL * law.capacity)
+
+
+@jit_in_place
+def _has_mixed_enough(batches: LengthBatches) -> bool:
+    state = batches.state[0]
+    return bool(state.mixed_ticks >= MAX_MIXED * state.clock)
+
+
+@jit_in_place
+def _budget(law: BatchLaw) -> int:
+    return int(BATCH_SHARE * law.capacity)
+
+
+@jit_in_place
+def _form(batches: LengthBatches, chosen: LengthRange) -> None:
+    """Make a range of waiting requests the candidate batch, shortest first."""
+    state = batches.state[0]
+    tree = batches.tree
+    if chosen.rows == 0:
+        return
+    state.next = state.num_next = 0
+    state.next_low, state.next_high = chosen.shortest, chosen.longest
+    state.next_since = NEVER
+    state.num_batches += 1
+    length = chosen.shortest
+    while 0 < length <= chosen.longest:
+        left = int(tree.nodes[0, COUNT])  # more than there are of this length
+        if length == chosen.shortest:
+            left = chosen.at_shortest
+        elif length == chosen.longest:
+            left = chosen.at_longest
+        i = tree.first[length - 1]
+        while i != NONE and left > 0:
+            after = tree.after[i]
+            take_out(tree, i)
+            tree.length[i] = length
+            batches.is_next[i] = 1
+            batches.ring[state.num_next] = i
+            state.num_next += 1
+            state.next_since = min(state.next_since, tree.since[i])
+            i = after
+            left -= 1
+        length = shortest_from(tree, length + 1)
+
+
+@jit_in_place
+def _by_window(batches: LengthBatches, law: BatchLaw, now: RunningRows) -> int:
+    state = batches.state[0]
+    tree = batches.tree
+    if now.rows == 0:
+        if state.checked != state.clock:
+            _begin_window(batches, law)
+        length = longest_up_to(tree, state.high)
+        if length == 0:
+            length = shortest_from(tree, 1)
+        return int(tree.first[length - 1]) if length > 0 else NONE
+    if state.family != NONE and state.family_length > 0:
+        # Siblings go on while their prefix is there.
+        i = tree.first[state.family_length - 1]
+        if i != NONE and batches.family[i] == state.family:
+            return int(i)
+    length = longest_up_to(tree, now.longest)
+    grown = state.clock - state.since
+    if length > 0 and (length >= state.low + grown or _is_worth(law, length, now)):
+        return int(tree.first[length - 1])
+    if law.padded and law.parks:
+        return NONE
+    # Nothing is gained by waiting.
+    length = length or shortest_from(tree, 1)
+    return int(tree.first[length - 1]) if length > 0 else NONE
+
+
+@jit_in_place
+def _begin_window(batches: LengthBatches, law: BatchLaw) -> None:
+    """Begin a batch with the best window."""
+    state = batches.state[0]
+    window, _ = best_window(batches.tree, law)
+    state.checked = state.clock
+    state.num_batches += 1
+    state.batch = state.num_batches
+    state.rows_old += state.rows_new
+    state.rows_new = 0
+    state.since = state.clock
+    state.low, state.high = window.shortest, window.longest
+    state.family = NONE
+
+
+@jit_in_place
+def _is_worth(law: BatchLaw, length: int, now: RunningRows) -> bool:
+    """Whether a row costs about as much in the running batch as in one of its length."""
+    if not (law.padded and law.parks):
+        return True
+    rows = float(now.rows)
+    longest = float(max(now.longest, length))
+    read = tokens_read(now.total + length, longest, rows + 1, law.row_share, True)
+    read -= tokens_read(now.total, float(now.longest), rows, law.row_share, True)
+    own = law.read_s * length * (1.0 + _PADDING)
+    own += _WEIGHTS * law.weight_s / usual_rows(law, float(length))
+    return law.read_s * read <= own
+
+
+@jit_in_place
+def wants_switch(batches: LengthBatches, law: BatchLaw, now: RunningRows) -> bool:
+    """Whether rows should be parked now: those that :func:`is_parked` names.
+
+    With ``WINDOW`` all of them, because the best window is much faster. With ``TREE`` those
+    of the old batch, because there were too many mixed steps. Ask once in a step, before
+    :func:`propose`. After it the caller parks rows: ``leave`` and ``add`` for each.
+    """
+    state = batches.state[0]
+    if not law.parks or now.rows == 0:
+        return False
+    if state.rule == TREE:
+        if state.cuts:
+            state.cuts = 0
+            return batches.tree.nodes[0, COUNT] + state.num_next > 0
+        mixed = state.rows_old > 0 and state.rows_new > 0
+        return bool(mixed and _has_mixed_enough(batches))
+    if not law.padded or batches.tree.nodes[0, COUNT] == 0:
+        return False
+    if state.clock < state.checked + CHECK_TICKS:
+        return False
+    state.checked = state.clock
+    _, rate = best_window(batches.tree, law)
+    seconds = step_s(law, float(now.rows), now.total, float(now.longest))
+    if rate <= _GAIN * now.rows / seconds:
+        return False
+    state.checked = state.clock - 1  # the window is formed with the parked rows
+    return True
+
+
+@jit_in_place
+def is_parked(batches: LengthBatches, i: int) -> bool:
+    """Whether a row is one of those that leave in a switch."""
+    state = batches.state[0]
+    mixed = state.rule == TREE and state.rows_old > 0 and state.rows_new > 0
+    return bool(not mixed or is_of_old_batch(batches, i))

@@ -1,0 +1,198 @@
+"""Waiting requests by the length of their KV, in a quad-tree.
+
+The tree is AlignedServe's (section 3.3): the root has the lengths 1 to 65,536, each node
+a quarter of the lengths of the node above, and a leaf one length. Longer requests are in
+the last leaf. Each node counts its requests and their tokens, and knows since when the
+first of them waits (section 3.5). The requests of a leaf are in the order in which they
+came.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..compiled import jit_in_place
+from ..requests import Int32s, Int64s
+
+NONE = -1
+MAX_LENGTH = 65_536
+NUM_LEVELS = 9
+LEAVES = (4 ** (NUM_LEVELS - 1) - 1) // 3
+"""The first leaf among all nodes. Node ``j`` of level ``k`` is at ``(4^k - 1) / 3 + j``."""
+NEVER = 1 << 62
+
+COUNT, TOKENS, OLDEST = 0, 1, 2
+
+
+class LengthTree(NamedTuple):
+    """The tree, and for each request its place in it.
+
+    nodes: int64 ``[nodes, 3]``: the requests below, their tokens, and the tick since
+        when the first of them waits.
+    first, last: int32 ``[MAX_LENGTH]``, requests of each leaf.
+    before, after: int32 ``[n]``, neighbours in a leaf.
+    length: int32 ``[n]``, the length by which a request is in the tree, 0 if it is not.
+    tokens: int64 ``[n]``, tokens of KV that it takes.
+    since: int64 ``[n]``, the tick since when it waits.
+    """
+
+    nodes: Int64s
+    first: Int32s
+    last: Int32s
+    before: Int32s
+    after: Int32s
+    length: Int32s
+    tokens: Int64s
+    since: Int64s
+
+
+def make_tree(num_requests: int) -> LengthTree:
+    """An empty tree for requests ``0`` to ``num_requests - 1``."""
+    nodes = np.zeros((LEAVES + MAX_LENGTH, 3), np.int64)
+    nodes[:, OLDEST] = NEVER
+    return LengthTree(
+        nodes=nodes,
+        first=np.full(MAX_LENGTH, NONE, np.int32),
+        last=np.full(MAX_LENGTH, NONE, np.int32),
+        before=np.full(num_requests, NONE, np.int32),
+        after=np.full(num_requests, NONE, np.int32),
+        length=np.zeros(num_requests, np.int32),
+        tokens=np.zeros(num_requests, np.int64),
+        since=np.zeros(num_requests, np.int64),
+    )
+
+
+@jit_in_place
+def _above(node: int) -> int:
+    return (node - 1) // 4
+
+
+@jit_in_place
+def _count(tree: LengthTree, leaf: int, number: int, tokens: int) -> None:
+    """Change the sums of a leaf, and of all nodes above it."""
+    nodes = tree.nodes
+    first = tree.first[leaf]
+    node = LEAVES + leaf
+    nodes[node, OLDEST] = NEVER if first == NONE else tree.since[first]
+    while True:
+        nodes[node, COUNT] += number
+        nodes[node, TOKENS] += tokens
+        if node < LEAVES:
+            oldest = NEVER
+            for child in range(4 * node + 1, 4 * node + 5):
+                oldest = min(oldest, nodes[child, OLDEST])
+            nodes[node, OLDEST] = oldest
+        if node == 0:
+            return
+        node = _above(node)
+
+
+@jit_in_place
+def insert(tree: LengthTree, i: int, length: int, tokens: int, now: int) -> None:
+    """Add a request, behind others of its length.
+
+    Args:
+        length: of its KV when it joins, or of the requests that it is to join with.
+        tokens: of KV that it takes.
+        now: the tick, no earlier than those of requests that were added before.
+    """
+    leaf = min(max(length, 1), MAX_LENGTH) - 1
+    tree.length[i] = leaf + 1
+    tree.tokens[i] = tokens
+    tree.since[i] = now
+    last = tree.last[leaf]
+    tree.before[i] = last
+    tree.after[i] = NONE
+    tree.last[leaf] = i
+    if last == NONE:
+        tree.first[leaf] = i
+    else:
+        tree.after[last] = i
+    _count(tree, leaf, 1, tokens)
+
+
+@jit_in_place
+def take_out(tree: LengthTree, i: int) -> None:
+    """Remove a request that is in the tree."""
+    leaf = tree.length[i] - 1
+    before, after = tree.before[i], tree.after[i]
+    if before == NONE:
+        tree.first[leaf] = after
+    else:
+        tree.after[before] = after
+    if after == NONE:
+        tree.last[leaf] = before
+    else:
+        tree.before[after] = before
+    tree.length[i] = 0
+    _count(tree, leaf, -1, -tree.tokens[i])
+
+
+@jit_in_place
+def longest_up_to(tree: LengthTree, length: int) -> int:
+    """The longest length of a request that is at most ``length``, 0 if there is none."""
+    nodes = tree.nodes
+    if length < 1 or nodes[0, COUNT] == 0:
+        return 0
+    node = LEAVES + min(length, MAX_LENGTH) - 1
+    if nodes[node, COUNT] > 0:
+        return node - LEAVES + 1
+    while node > 0:
+        first = 4 * _above(node) + 1
+        node -= 1
+        while node >= first and nodes[node, COUNT] == 0:
+            node -= 1
+        if node >= first:
+            break
+        node = _above(first)
+    if node <= 0:
+        return 0
+    while node < LEAVES:
+        node = 4 * node + 4
+        while nodes[node, COUNT] == 0:
+            node -= 1
+    return node - LEAVES + 1
+
+
+@jit_in_place
+def shortest_from(tree: LengthTree, length: int) -> int:
+    """The shortest length of a request that is at least ``length``, 0 if there is none."""
+    nodes = tree.nodes
+    if length > MAX_LENGTH or nodes[0, COUNT] == 0:
+        return 0
+    node = LEAVES + max(length, 1) - 1
+    if nodes[node, COUNT] > 0:
+        return node - LEAVES + 1
+    while node > 0:
+        last = 4 * _above(node) + 4
+        node += 1
+        while node <= last and nodes[node, COUNT] == 0:
+            node += 1
+        if node <= last:
+            break
+        node = _above(last)
+    if node <= 0:
+        return 0
+    while node < LEAVES:
+        node = 4 * node + 1
+        while nodes[node, COUNT] == 0:
+            node += 1
+    return node - LEAVES + 1
+
+
+@jit_in_place
+def longest_waiting(tree: LengthTree) -> int:
+    """The request that has waited longest, NONE if the tree is empty."""
+    nodes = tree.nodes
+    if nodes[0, COUNT] == 0:
+        return NONE
+    node = 0
+    while node < LEAVES:
+        best = 4 * node + 1
+        for child in range(4 * node + 2, 4 * node + 5):
+            if nodes[child, OLDEST] < nodes[best, OLDEST]:
+                best = child
+        node = best
+    return tree.first[node - LEAVES]

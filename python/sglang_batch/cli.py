@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
+from .calibration import calibrate_options
 from .client import client_options
 from .errors import ConfigError, ExitStatus, InputError, SGLangBatchError
 from .prediction import options as prediction_options
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and options.command not in ("run", "plan", "serve"):
+    if rest and options.command not in ("run", "plan", "serve", "calibrate"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return int(options.run(options, rest))
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     run_options.add_serve(commands, _serve)
     prediction_options.add_plan(commands, _plan)
     prediction_options.add_simulate(commands, _simulate)
+    calibrate_options.add_calibrate(commands, _calibrate)
     client_options.add(commands)
 
     module = commands.add_parser(
@@ -149,6 +151,12 @@ def _simulate(options: argparse.Namespace, rest: list[str]) -> int:
     from .prediction.simulate_command import simulate
 
     return simulate(options)
+
+
+def _calibrate(options: argparse.Namespace, rest: list[str]) -> int:
+    from .calibration.calibrate_command import calibrate
+
+    return calibrate(rest, rows=options.rows, tokens=options.tokens)
 
 
 def _exec(options: argparse.Namespace, rest: list[str]) -> int:

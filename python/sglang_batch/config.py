@@ -58,6 +58,11 @@ def _is_origin(value: object) -> bool:
     return isinstance(value, str) and (value == "*" or bool(_ORIGIN.fullmatch(value)))
 
 
+def _is_server(value: object) -> bool:
+    """Whether a value is the URL of a server, without a path."""
+    return isinstance(value, str) and bool(_ORIGIN.fullmatch(value.rstrip("/")))
+
+
 _Fits = Callable[[Any], bool]
 _FROM_0: tuple[_Fits, str] = (lambda v: _whole(v, 0), "a whole number of 0 or more")
 _FROM_1: tuple[_Fits, str] = (lambda v: _whole(v, 1), "a whole number of 1 or more")
@@ -102,6 +107,10 @@ _FITS: dict[str, tuple[_Fits, str]] = {
         "the http or https URL of the server, such as 'https://batches.example.com'",
     ),
     "api_keys": _PATH,
+    "prefill_servers": (
+        lambda v: isinstance(v, tuple) and all(map(_is_server, v)),
+        "a list of URLs such as 'http://10.0.0.7:30000'",
+    ),
     "open_metrics": (lambda v: isinstance(v, bool), "true or false"),
 }
 _OPTIONAL = {
@@ -227,6 +236,8 @@ class OfflineBatchConfig:
         its name.
     open_metrics: whether ``/metrics`` needs no key on a server with keys. It needs that
         of an admin otherwise.
+    prefill_servers: on a decode server (``--disaggregation-mode decode``), URLs of the
+        offline servers that compute its prompts, such as ``http://10.0.0.7:30000``.
     """
 
     policy: str = "dfs"
@@ -256,10 +267,12 @@ class OfflineBatchConfig:
     public_url: str | None = None
     api_keys: str | None = None
     open_metrics: bool = False
+    prefill_servers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.allowed_origins, list):  # of JSON
-            object.__setattr__(self, "allowed_origins", tuple(self.allowed_origins))
+        for name in ("allowed_origins", "prefill_servers"):
+            if isinstance(getattr(self, name), list):  # of JSON
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:

@@ -42,6 +42,13 @@ def positive(text: str) -> float:
     return value
 
 
+def at_least_0(text: str) -> float:
+    value = number(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise ArgumentTypeError(f"{text!r} must be a number of 0 or more")
+    return value
+
+
 def share(text: str) -> float:
     value = number(text)
     if not 0 <= value <= 1:

@@ -23,6 +23,7 @@ class Policy:
         first. If not, requests are rendered and sent in the order of the input.
     for_dense: whether it is made for dense batches. ``auto`` takes it there, and does
         not simulate it for paged KV.
+    by_length: whether requests join by the length of their KV, in batches.
     """
 
     description: str
@@ -30,6 +31,7 @@ class Policy:
     both_ends: bool = False
     uses_prompts: bool = True
     for_dense: bool = False
+    by_length: bool = False
 
 
 AUTO = "auto"
@@ -51,6 +53,15 @@ POLICY_TABLE = {
     ),
     "lpt": Policy("longest estimated output first", needs_estimates=True),
     "lof": Policy("longest max_new_tokens first"),
+    "length-aligned": Policy(
+        "batches of similar KV length, prefix families together",
+        needs_estimates=True,
+        by_length=True,
+    ),
+    "length-tree": Policy(
+        "AlignedServe's batches of similar KV length, from a quad-tree",
+        by_length=True,
+    ),
     "random": Policy("shuffled with the seed"),
     "fcfs": Policy("order of the input", uses_prompts=False),
     "aligned": Policy(

@@ -291,7 +291,10 @@ def stress(model: Path, *argv: str) -> Iterator[Stress]:
 
 # Jobs of random shapes ----------------------------------------------------------------
 
-POLICIES = ("dfs", "dual-scan", "fcfs", "prefix-groups", "random", "lof")
+POLICIES = (
+    "dfs", "dual-scan", "fcfs", "prefix-groups", "random", "lof", "length-aligned",
+    "length-tree",
+)  # fmt: skip
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:

@@ -47,9 +47,11 @@ def assert_is_whole(plan: Plan, requests: PlanRequests) -> None:
     for moment in (plan.estimates.est_output_len, plan.estimates.est_output_len_sq):
         assert moment.shape == (len(fits),)
         assert np.all(np.isfinite(moment))
-    if plan.scan.density is None:
+    if plan.scan.lengths is not None:
+        assert plan.policy in plan.predicted
+    elif plan.scan.density is None:
         assert plan.order[: len(fits)].tolist() == plan.scan.requests.tolist()
-    else:
+    elif plan.scan.density is not None:
         assert plan.scan.density.shape == (len(fits),)
         assert not np.any(np.isnan(plan.scan.density))
         assert 0 <= plan.scan.num_left <= len(fits)

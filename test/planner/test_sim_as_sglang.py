@@ -12,7 +12,7 @@ from sim_jobs import Job, jobs, make_job, own_prompts, run, unit_cost
 
 from sglang_batch.planner.costs.tree_work import planned_work
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)  # the first run compiles the simulator
 
 
 def known(job: Job) -> Job:
@@ -157,7 +157,7 @@ def test_any_job_keeps_the_laws(job: Job, by_limit: bool) -> None:
     assert 0 < done.peak_kv_tokens <= job.limits.kv_capacity_tokens
     assert sorted(done.admission_order) == list(range(len(p)))
     sums = [done.seconds, done.compute_s, done.memory_s]
-    assert done.samples.sum(axis=1) == pytest.approx(sums, rel=1e-9)
+    assert done.samples[:3].sum(axis=1) == pytest.approx(sums, rel=1e-9)
     if job.max_new_tokens == job.output_len and job.est_output_len == job.output_len:
         assert done.retractions == 0
 

@@ -31,7 +31,7 @@ from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.planner.simulator.simulator import Simulation
 from sglang_batch.policies import ORDERS
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(600)  # the first run compiles the simulator
 
 
 # --- By hand. A token takes 1 s to compute and its KV 10 s to read.
@@ -226,7 +226,7 @@ def check_laws(job: Job, done: Simulation) -> None:
     assert 0 < done.mean_kv_share <= 1
     assert sorted(done.admission_order) == list(range(len(p)))
     sums = [done.seconds, done.compute_s, done.memory_s]
-    assert done.samples.sum(axis=1) == pytest.approx(sums, rel=1e-9)
+    assert done.samples[:3].sum(axis=1) == pytest.approx(sums, rel=1e-9)
     assert done.samples.min() >= 0
     if done.retractions == 0:
         assert done.recomputed_tokens <= len(p)
@@ -335,9 +335,9 @@ def test_the_same_job_goes_the_same_way(job: Job) -> None:
 def test_long_jobs_are_sampled_in_fewer_columns() -> None:
     done = run(make_job([(1,), (2, 2)], [5000, 3000]))
     assert done.num_steps == 5001
-    assert done.samples.shape == (3, -(-5001 // 8))
+    assert done.samples.shape == (6, -(-5001 // 8))
     sums = [done.seconds, done.compute_s, done.memory_s]
-    assert done.samples.sum(axis=1) == pytest.approx(sums, rel=1e-12)
+    assert done.samples[:3].sum(axis=1) == pytest.approx(sums, rel=1e-12)
     # Eight steps to a column: the prompts' and 7 of the decodes, and so on.
     assert done.samples[1, :2].tolist() == [3 + 7 * 2, 8 * 2]
 

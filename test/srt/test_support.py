@@ -58,7 +58,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("enable_lora", True, "--enable-lora does"),
     ("lora_paths", ["a"], "--lora-paths does"),
     ("uno_lora_path", "a", "--uno-lora-path a does"),
-    ("disaggregation_mode", "decode", "--disaggregation-mode decode does"),
     ("pp_size", 2, "--pp-size 2 does"),
     ("enable_dp_attention", True, "--enable-dp-attention does"),
     ("attn_dp_size", 2, "--attn-dp-size 2 does"),

@@ -8,17 +8,17 @@ and come back (4.3).
 from __future__ import annotations
 
 import logging
-from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 
-from ..scheduling.dense_rows import Admission
+from ..scheduling.length_rows import ByLength, LengthAdmission
 from .model import LoadedModel
 from .prefill import Prefilled
-from .query import LoopCounts, Query
+from .query import LoopCounts, Query, WaitingQueries
 from .query_opener import QueryOpener
 from .row_request import DenseAnswer, DenseRequest, OnAnswer, TokenLogprobs
 from .rows import Rows
@@ -57,13 +57,19 @@ class DecodeLoop:
         self._settings = settings
         self._on_answer = on_answer
         self._opener = QueryOpener(model, settings.seed, tokenizer)
-        self._waiting: list[Query] = []
+        # Those that join in their order, and those that join by length.
+        self._waiting, self._by_length = WaitingQueries(), WaitingQueries()
         self._running: list[Query] = []
         # They wait for a higher limit on cells.
         self._too_long: list[Query] = []
         limit = settings.max_cells
         self._most_cells = _NO_LIMIT if limit is None else limit
-        self._admission = Admission(settings.max_rows, self._most_cells)
+        self._admission = LengthAdmission(
+            settings.max_rows,
+            self._most_cells,
+            step_cells=settings.step_cells,
+            most_cells=settings.max_rows * model.context_len,
+        )
         self._host_cells = 0
         self._computes_ahead = True
         # Whether something has changed since admission was asked last.
@@ -78,7 +84,7 @@ class DecodeLoop:
     @property
     def can_step(self) -> bool:
         """Whether a step does anything. It does not if all wait for a higher limit."""
-        return bool(self._waiting or self._running)
+        return bool(self._waiting or self._by_length or self._running)
 
     def running(self) -> list[str]:
         """Ids of the requests that decode."""
@@ -91,18 +97,28 @@ class DecodeLoop:
         not fit the one of the settings either.
         """
         self._admission.max_cells = max_cells
-        self._put_in_order([*self._waiting, *self._too_long])
-        self._too_long = []
+        too_long, self._too_long = self._too_long, []
+        for query in too_long:
+            self._let_wait(query)
+        self._changed = True
 
     def set_priority(self, matches: Callable[[str], bool], priority: int) -> None:
         """Change the priority of the open requests whose ids match.
 
         Rows leave for others that now have a higher priority, before the next step.
         """
-        for query in (*self._waiting, *self._running, *self._too_long):
+        waiting = [query for query in self._all_waiting() if matches(query.request.rid)]
+        for query in waiting:
+            self._queue_of(query).take(query.number)
+        for query in (*waiting, *self._running, *self._too_long):
             if matches(query.request.rid):
                 query.request = replace(query.request, priority=priority)
-        self._put_in_order(self._waiting)
+        for query in waiting:
+            self._let_wait(query)
+        for query in self._running:
+            if place := self._place_of(query):
+                self._admission.add(query.row(), place, runs=True)
+        self._changed = True
 
     def add(self, request: DenseRequest) -> None:
         """Open a request. One that cannot run is answered with an error at once."""
@@ -112,18 +128,20 @@ class DecodeLoop:
         except ValueError as error:
             self._on_answer(request, DenseAnswer((), "abort", error=str(error)))
             return
-        insort(self._waiting, query, key=lambda each: each.order)
+        self._let_wait(query)
         self._changed = True
 
     def abort(self, rid: str, error: str = "The request was aborted.") -> None:
         """End a request. An unknown one is ignored."""
-        for queries in (self._waiting, self._too_long):
-            for query in queries:
-                if query.request.rid == rid:
-                    queries.remove(query)
-                    self._forget_kv(query)
-                    self._fail(query, error)
-                    return
+        for at, query in enumerate((*self._too_long, *self._all_waiting())):
+            if query.request.rid == rid:
+                if at < len(self._too_long):
+                    del self._too_long[at]
+                else:
+                    self._queue_of(query).take(query.number)
+                self._forget_kv(query)
+                self._fail(query, error)
+                return
         for row, query in enumerate(self._running):
             if query.request.rid == rid:
                 with torch.inference_mode():
@@ -137,7 +155,7 @@ class DecodeLoop:
             self._step()
 
     def _step(self) -> None:
-        if self._changed or self._over_limit():
+        if self._changed or self._over_limit() or self._admission.is_due:
             self._changed = False
             self._admit()
         if not self._running:
@@ -150,6 +168,7 @@ class DecodeLoop:
         if logits is None:
             self._halve()
             return
+        self._admission.tick()
         self.counts.steps += 1
         self.counts.decoded_rows += len(self._running)
         cells = self._rows.allocated_cells
@@ -177,17 +196,16 @@ class DecodeLoop:
         return count * width > self._admission.max_cells
 
     def _admit(self) -> None:
-        size = max(_WINDOW, 2 * self._admission.max_rows)
-        window = self._waiting[:size]
+        window = self._waiting.first(max(_WINDOW, 2 * self._admission.max_rows))
         changes = self._admission.changes(
-            [query.row() for query in self._running], [query.row() for query in window]
+            [query.row() for query in self._running],
+            [query.row() for query in window],
+            self._settings.host_cells - self._host_cells,
         )
-        joining = [window[place] for place in changes.joining]
-        too_long = [window[place] for place in changes.too_long]
-        gone = {*changes.joining, *changes.too_long}
-        self._waiting[:size] = [
-            query for place, query in enumerate(window) if place not in gone
-        ]
+        joining = [self._waiting.take(window[i].number) for i in changes.joining]
+        joining += [self._by_length.take(number) for number in changes.chosen]
+        too_long = [self._waiting.take(window[i].number) for i in changes.too_long]
+        too_long += [self._by_length.take(n) for n in changes.chosen_too_long]
         for row in sorted(changes.leaving, reverse=True):
             self._preempt(row)
         for query in too_long:
@@ -195,6 +213,24 @@ class DecodeLoop:
         if joining:
             # Prefixes are shared by neighbours in the plan's order.
             self._join(sorted(joining, key=lambda query: query.order))
+
+    # Who waits --------------------------------------------------------------------------
+
+    def _place_of(self, query: Query) -> ByLength | None:
+        # Rows that are computed one by one need not be alike.
+        return query.request.by_length if self._rows.are_padded else None
+
+    def _queue_of(self, query: Query) -> WaitingQueries:
+        return self._by_length if self._place_of(query) else self._waiting
+
+    def _all_waiting(self) -> Iterator[Query]:
+        return chain(self._waiting, self._by_length)
+
+    def _let_wait(self, query: Query) -> None:
+        """A row waits from now on, or again."""
+        self._queue_of(query).add(query)
+        if place := self._place_of(query):
+            self._admission.add(query.row(), place)
 
     def _set_aside(self, query: Query) -> None:
         """Let a row wait that does not fit alone, or fail it if it never will."""
@@ -216,15 +252,11 @@ class DecodeLoop:
                 "raise --max-total-tokens."
             )
 
-    def _put_in_order(self, waiting: Sequence[Query]) -> None:
-        self._waiting = sorted(waiting, key=lambda each: each.order)
-        self._changed = True
-
     def _join(self, joining: Sequence[Query]) -> None:
         ready = [query for query in joining if query.kv is not None]
         new = [query for query in joining if query.kv is None]
-        ahead = self._taken_ahead(len(new))
-        following = self._waiting[0].request if self._waiting else None
+        ahead = self._taken_ahead(new)
+        following = next((query.request for query in self._next_after(new, 1)), None)
         kvs = [query.kv for query in ready]
         joined = list(ready)
         by_id = {query.request.rid: query for query in (*new, *ahead)}
@@ -237,7 +269,7 @@ class DecodeLoop:
                 goes_on = self._begin(query, found)
                 if goes_on and rid in waits:
                     self._keep_kv(query, found.kv)
-                    insort(self._waiting, query, key=lambda each: each.order)
+                    self._let_wait(query)
                 elif goes_on:
                     kvs.append(found.kv)
                     joined.append(query)
@@ -254,17 +286,23 @@ class DecodeLoop:
             self._forget_kv(query)
         self._running += joined
 
-    def _taken_ahead(self, num_new: int) -> list[Query]:
-        """Take waiting requests whose prompts are computed with those of ``num_new``.
+    def _next_after(self, new: Sequence[Query], count: int) -> list[Query]:
+        """The requests that wait next after new rows, in the plan's order."""
+        if new and self._place_of(new[-1]):
+            return self._by_length.after(new[-1], count)
+        return self._waiting.first(count)
+
+    def _taken_ahead(self, new: Sequence[Query]) -> list[Query]:
+        """Take waiting requests whose prompts are computed with those of new rows.
 
         One prompt alone costs nearly what several do. They join later (4.2).
         """
-        if not (num_new and self._computes_ahead):
+        if not (new and self._computes_ahead):
             return []
         room = self._settings.host_cells - self._host_cells
-        most = max(_LEAST_PREFILLED, self._admission.max_rows // 2) - num_new
+        most = max(_LEAST_PREFILLED, self._admission.max_rows // 2) - len(new)
         found: list[Query] = []
-        for query in self._waiting[: max(0, most)]:
+        for query in self._next_after(new, max(0, most)):
             wanted = query.request.logprobs
             room -= query.length
             if query.tokens or room < 0:
@@ -272,7 +310,8 @@ class DecodeLoop:
             if wanted is not None and wanted.prompt_from is not None:
                 break  # it would be computed alone
             found.append(query)
-        del self._waiting[: len(found)]
+        for query in found:
+            self._queue_of(query).take(query.number)
         return found
 
     def _out_of_memory(self, joining: Sequence[Query], *, alone: bool) -> None:
@@ -295,14 +334,14 @@ class DecodeLoop:
         for query in joining:
             if query.tokens and query.kv is None:
                 self.counts.recomputed_tokens += query.length
-            insort(self._waiting, query, key=lambda each: each.order)
+            self._let_wait(query)
         self._changed = True
 
     def _free(self) -> None:
         """Release what is only kept for rows that wait: memory has run out."""
         self._rows.forget()
         self._computes_ahead = False
-        for query in (*self._waiting, *self._too_long):
+        for query in (*self._all_waiting(), *self._too_long):
             if query.kv is not None:
                 query.kv = self._rows.to_host(query.kv)
 
@@ -336,7 +375,7 @@ class DecodeLoop:
             self.counts.recomputed_tokens += query.length
         self._leave(row)
         self.counts.preempted += 1
-        insort(self._waiting, query, key=lambda each: each.order)
+        self._let_wait(query)
 
     def _leave(self, row: int, *, wipe: bool = False) -> None:
         self._rows.leave(row, wipe=wipe)
@@ -431,6 +470,7 @@ class DecodeLoop:
         error: str | None = None,
     ) -> None:
         self._changed = True
+        self._admission.remove(query.number)
         answer = DenseAnswer(
             query.tokens, reason, matched, error, query.cached_tokens,
             query.logprobs, query.prompt_logprobs,

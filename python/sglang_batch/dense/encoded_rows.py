@@ -43,6 +43,8 @@ class EncodedRows:
         max_tokens: of a batch that is encoded, padding included.
     """
 
+    are_padded = True
+
     def __init__(self, model: LoadedModel, max_tokens: int) -> None:
         self._model = model
         self._max_tokens = max_tokens

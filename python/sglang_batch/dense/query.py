@@ -1,8 +1,9 @@
-"""An open request of the decode loop, and what the loop counts."""
+"""An open request of the decode loop, those that wait, and what the loop counts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,43 @@ class Query:
         expected = self.request.expected_len or most
         left = expected_left(min(expected, most), len(self.tokens), most)
         return Row(self.length, left, self.request.priority, self.number)
+
+
+class WaitingQueries:
+    """Requests that wait, in their order. What the order depends on stays the same."""
+
+    def __init__(self) -> None:
+        self._ordered: list[Query] = []
+        self._by_number: dict[int, Query] = {}
+
+    def __len__(self) -> int:
+        return len(self._ordered)
+
+    def __iter__(self) -> Iterator[Query]:
+        return iter(self._ordered)
+
+    def first(self, count: int) -> list[Query]:
+        """The first ones."""
+        return self._ordered[:count]
+
+    def after(self, query: Query, count: int) -> list[Query]:
+        """The next ones after a place in the order at which nobody waits."""
+        at = self._place(query)
+        return self._ordered[at : at + count]
+
+    def add(self, query: Query) -> None:
+        """A request waits from now on."""
+        insort(self._ordered, query, key=lambda each: each.order)
+        self._by_number[query.number] = query
+
+    def take(self, number: int) -> Query:
+        """The request of this number, which no longer waits."""
+        query = self._by_number.pop(number)
+        del self._ordered[self._place(query)]
+        return query
+
+    def _place(self, query: Query) -> int:
+        return bisect_left(self._ordered, query.order, key=lambda each: each.order)
 
 
 @dataclass(slots=True)

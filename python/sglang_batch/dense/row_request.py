@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..scheduling.length_rows import ByLength
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -80,6 +82,7 @@ class DenseRequest:
     place: rows join in this order; smaller first, equal in the order of their arrival.
     priority: rows of a higher one join first, and may displace others.
     expected_len: tokens that the answer is expected to have, None for ``max_new_tokens``.
+    by_length: how it joins among rows of similar length. None: in the order of ``place``.
     """
 
     rid: str
@@ -90,6 +93,7 @@ class DenseRequest:
     place: int = 0
     priority: int = 0
     expected_len: int | None = None
+    by_length: ByLength | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,12 @@ from .row_request import DenseRequest
 
 
 class Rows(Protocol):
-    """What the decode loop needs of a batch. Rows are numbered from 0, without gaps."""
+    """What the decode loop needs of a batch. Rows are numbered from 0, without gaps.
+
+    are_padded: whether a step takes as long for every row as for the longest.
+    """
+
+    are_padded: bool
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -75,6 +80,8 @@ class Rows(Protocol):
 
 class SlabRows:
     """Rows in one slab: one forward pass for all."""
+
+    are_padded = True
 
     def __init__(self, model: LoadedModel, max_tokens: int, shortest: int) -> None:
         self._model = model
@@ -161,6 +168,7 @@ class SeparateRows:
     from the beginning of the tensor, and prompts that cannot be padded.
     """
 
+    are_padded = False
     computed_tokens = 0
 
     def __init__(self, model: LoadedModel) -> None:

@@ -19,6 +19,9 @@ class DenseSettings:
         prefilled alone.
     shortest_shared: a shared prefix of fewer tokens is computed for each prompt.
     seed: of rows that name none.
+    step_cells: KV cells that are read in the time of a decode step without rows. Rows that
+        join by length are compared with it. By default that of a model with 24 times as
+        many parameters as numbers in a token's keys and values.
     """
 
     max_rows: int = 32
@@ -27,3 +30,4 @@ class DenseSettings:
     prefill_tokens: int = 4096
     shortest_shared: int = 16
     seed: int = 0
+    step_cells: float = 8000.0

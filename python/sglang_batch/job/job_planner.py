@@ -196,7 +196,7 @@ class JobPlanner:
             order = families_mixed(shard.tree, self._settings.seed)
         else:
             order = self._order(shard, policy, own)
-        if order.density is not None and self._stock_scheduler:
+        if order.is_dynamic and self._stock_scheduler:
             order = Order(self._simulate(shard, order, own).admission_order)
         first = np.flatnonzero(np.isin(shard.index, self._sample))
         if not len(first):
@@ -221,6 +221,7 @@ class JobPlanner:
             own.est_output_len,
             own.est_output_len_sq,
             self._settings,
+            self._machine.limits.kv_capacity_tokens,
         )
 
     def _choose(self, estimates: OutputEstimates) -> str:
@@ -253,6 +254,7 @@ class JobPlanner:
             max_new_tokens=shard.requests.max_new_tokens,
             density=order.density,
             num_left=order.num_left,
+            lengths=order.lengths,
         )
 
 

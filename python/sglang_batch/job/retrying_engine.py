@@ -24,6 +24,10 @@ from .forwarding_engine import ForwardingEngine
 TRANSIENT = frozenset((408, 425, 429, 500, 502, 503, 504))
 # Seconds before the second attempt. Each further pause is twice as long.
 BACK_OFF_S = 1.0
+# The code of an error that is no fault of the line: the server that computed its prompt
+# is gone. So many of them are not counted as attempts.
+PREFILL_LOST = "prefill_lost"
+MOST_LOSSES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,8 @@ class RetryingEngine(ForwardingEngine):
     """An :class:`~sglang_batch.engine.Engine` that retries transient errors.
 
     A line answered with a transient error is rendered and sent again, in at most
-    ``config.max_line_attempts`` attempts. A line without an answer
+    ``config.max_line_attempts`` attempts. A line whose prefill server is gone is sent to
+    another one, or when one is back, which is no attempt. A line without an answer
     ``config.line_timeout_s`` seconds after it began to run is aborted and answered with
     HTTP 408.
 
@@ -104,15 +109,20 @@ class RetryingEngine(ForwardingEngine):
 
     async def _execute(self, line: _PreparedLine, replica: int | None) -> RequestOutput:
         output = await self._attempt(line.prepared, line.rid, replica)
-        pause_s = BACK_OFF_S
-        for attempt in range(1, self._config.max_line_attempts):
-            if output.status_code not in TRANSIENT or _timed_out(output):
+        pause_s, attempts, losses = BACK_OFF_S, 1, 0
+        while output.status_code in TRANSIENT and not _timed_out(output):
+            if _is_code(output, PREFILL_LOST) and losses < MOST_LOSSES:
+                losses += 1
+            elif attempts < self._config.max_line_attempts:
+                attempts += 1
+            else:
                 break
             self.num_retries += 1
             await asyncio.sleep(pause_s)
-            pause_s *= 2
+            if attempts > 1:
+                pause_s *= 2
             # A rendered request is used up, and its id is finished for the scheduler.
-            rid = attempt_request_id(line.rid, attempt)
+            rid = attempt_request_id(line.rid, attempts + losses - 1)
             again = await self._engine.prepare(line.request, rid, tokenize=False)
             if isinstance(again, RequestOutput):
                 return again
@@ -174,4 +184,8 @@ def _error_output(rid: str, status_code: int, code: str, message: str) -> Reques
 
 
 def _timed_out(output: RequestOutput) -> bool:
-    return output.status_code == 408 and b'"line_timeout"' in output.body
+    return output.status_code == 408 and _is_code(output, "line_timeout")
+
+
+def _is_code(output: RequestOutput, code: str) -> bool:
+    return f'"{code}"'.encode() in output.body

@@ -34,7 +34,7 @@ class PolicyRun:
     @property
     def sent(self) -> Int64s:
         """Requests in the order in which they enter the engine, int64 ``[n]``."""
-        if self.order.density is None:
+        if not self.order.is_dynamic:
             return self.order.requests
         return self.simulation.admission_order
 
@@ -126,6 +126,7 @@ class Candidates:
             self.estimates.est_output_len,
             self.estimates.est_output_len_sq,
             self._settings,
+            self.machine.limits.kv_capacity_tokens,
         )
 
     def run(self, policy: str) -> PolicyRun:
@@ -147,6 +148,7 @@ class Candidates:
                 max_new_tokens=self.requests.max_new_tokens,
                 density=order.density,
                 num_left=order.num_left,
+                lengths=order.lengths,
             )
             self._runs[policy] = PolicyRun(order, simulation)
         return self._runs[policy]

@@ -36,7 +36,8 @@ class EngineLimits:
         requests are offloaded. The free KV margin and the estimates adapt to observed
         lengths.
     dense: whether KV is as many rows times the longest of them, as in dense batches.
-        Orders for them are not simulated.
+    max_waiting: most requests that wait in the engine, from which batches of similar
+        length are formed. None for all of the job.
 
     Raises:
         ConfigError: a number is below 1.
@@ -52,6 +53,7 @@ class EngineLimits:
     plan_aware_eviction: bool = True
     as_sglang: bool = False
     dense: bool = False
+    max_waiting: int | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -61,6 +63,7 @@ class EngineLimits:
             "min_step_tokens",
             "batch_multiple",
             "max_running",
+            "max_waiting",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

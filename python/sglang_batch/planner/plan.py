@@ -86,7 +86,7 @@ def make_plan(
         chosen = best({name: predicted[name] for name in PAGED_ORDERS})
     scan = job.order(chosen)
     sent = scan.requests
-    if scan.density is not None:
+    if scan.is_dynamic:
         predicted[chosen] = job.run(chosen).simulation
         sent = job.run(chosen).sent
     return Plan(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import logging
 
 from ..errors import ConfigError
 from ..planner.costs.cost_model import CostModel, kv_capacity_tokens
 from ..planner.costs.hardware import HardwareSpec, hardware, match_hardware
 from ..planner.costs.model_spec import ModelSpec
 from ..planner.machine_model import EngineLimits, Machine
+from ..store.row_share_file import UNMEASURED, kept_row_shares
+
+logger = logging.getLogger(__name__)
 
 
 def named_device(options: argparse.Namespace, name: str) -> HardwareSpec:
@@ -72,5 +76,33 @@ def make_machine(
         weight_reads=not paper_costs,
         shared_kv_read_once=options.shared_prefix_attention,
         interference_exponent=options.overlap,
+        row_share=_row_share(options, model, device, paper_costs),
+        padded=options.padded_attention,
     )
     return Machine(cost, EngineLimits(capacity, options.chunked_prefill_size))
+
+
+def _row_share(
+    options: argparse.Namespace,
+    model: ModelSpec,
+    device: HardwareSpec,
+    paper_costs: bool,
+) -> float:
+    """That of the option, or the last one measured for this device, or 0."""
+    if options.row_share is not None:
+        return float(options.row_share)
+    if paper_costs:
+        return 0.0
+    for kept in reversed(kept_row_shares()):
+        key = kept.key
+        spec = match_hardware(key.device)
+        # Without an engine neither its attention backend nor its pages are known.
+        if (
+            spec is not None
+            and spec.name == device.name
+            and key.kv_heads == model.kv_shards
+            and key.tp == options.tp
+        ):
+            return kept.row_share
+    logger.info(UNMEASURED)
+    return 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..option_types import count, exponent, positive, positive_share
+from ..option_types import at_least_0, count, exponent, positive, positive_share
 
 # Both commands presume SGLang's engine, which runs matrix products and attention one
 # after the other.
@@ -48,6 +48,16 @@ def add_machine(parser: argparse.ArgumentParser, *, hardware: str | None) -> Non
         "--shared-prefix-attention", action="store_true",
         help="read a prefix that running requests share once for all of them, as an "
         "offline server does on the GPUs in docs/kernels.md",
+    )  # fmt: skip
+    group.add_argument(
+        "--row-share", type=at_least_0, metavar="W",
+        help="one row alone uses at most 1/W of the bandwidth, so that the longest one "
+        "may decide a decode step (default: what `sglang-batch calibrate` measured for "
+        "this device and shape of KV, otherwise 0)",
+    )  # fmt: skip
+    group.add_argument(
+        "--padded-attention", action="store_true",
+        help="read as much KV for every row as for the longest, as in dense batches",
     )  # fmt: skip
     group.add_argument(
         "--overlap", type=exponent, default=OVERLAP, metavar="K",

@@ -168,7 +168,7 @@ def _draw_bars(
 
 def _draw_busy(axes: Any, forecast: Forecast, policy: str, longest: float) -> None:
     simulation = forecast.runs[policy].simulation
-    seconds, compute, memory = _binned_by_time(simulation.samples)
+    seconds, compute, memory = _binned_by_time(simulation.samples[:3])
     unit = time_unit(longest)
     edges = np.concatenate([[0.0], np.cumsum(seconds)]) / unit.seconds
     busy = np.maximum(seconds, 1e-300)

@@ -119,6 +119,10 @@ def _machine_rows(report: Report) -> list[Row]:
     if cost.weight_read_time_s:
         weights = f"{time_text(cost.weight_read_time_s)}, in every step"
         rows.append(("reads all weights in", weights))
+    if cost.padded:
+        rows.append(("KV of a row", "read as far as the longest row's"))
+    elif cost.row_share:
+        rows.append(("one row alone uses", f"at most 1/{cost.row_share:.3g} of it"))
     return [*rows, ("compute and memory", _overlap(cost.interference_exponent))]
 
 

@@ -340,7 +340,8 @@ class _Filling:
             # SGLang locks it, which leaves less to evict for the rest. As nothing runs,
             # nothing else will make room: have enough for the whole prompt.
             needed = extend
-        job.backlog.remove(request)
+        job.backlog.join(request)
+        request.backlog = job.backlog
         request.side = side
         job.done.start(request, kept, kv_accounting.usual_steps)
         kv_accounting.admit(request)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,43 @@ def displaced_by(
     )
 
 
+class Offer(Enum):
+    """What becomes of a waiting row that could join.
+
+    IN_VAIN: it does not fit now.
+    STAYS_BEHIND: it may not pass another one that waits.
+    TOO_LONG: it cannot make a step even alone.
+    """
+
+    JOINS = auto()
+    IN_VAIN = auto()
+    STAYS_BEHIND = auto()
+    TOO_LONG = auto()
+
+
+@dataclass(slots=True)
+class BatchChange:
+    """The batch while it is decided who leaves and who joins.
+
+    batch: the rows so far.
+    passed: rows that wait, which later ones would pass.
+    in_vain: rows that were offered and did not fit.
+    """
+
+    batch: list[Row]
+    passed: list[Row] = field(default_factory=list)
+    in_vain: int = 0
+
+    def take_out(self, row: Row) -> None:
+        """A row leaves the batch."""
+        self.batch = [other for other in self.batch if other.number != row.number]
+
+    def leaving(self, running: Sequence[Row]) -> list[int]:
+        """Indices of running rows that are not in the batch any more."""
+        kept = {row.number for row in self.batch}
+        return [i for i, row in enumerate(running) if row.number not in kept]
+
+
 @dataclass(slots=True)
 class Admission:
     """Chooses who runs. The limits may be changed between any two calls.
@@ -156,36 +194,47 @@ class Admission:
         later. If none runs, the first that can make a step joins without regard to
         what is expected. At most ``max_passes`` + 1 rows are tried in vain.
         """
-        leaving = preempted(running, self.max_cells, steps=1)
-        # Rows are told apart by their numbers, as indices change when rows leave.
-        index_of = {row.number: i for i, row in enumerate(running)}
-        batch = _without(running, leaving)
-        passed = [running[i] for i in leaving if not self._is_too_long(running[i])]
+        change = self.begin(running)
         self._forget_except(waiting)
         joining: list[int] = []
         too_long: list[int] = []
-        in_vain = 0
         for i in sorted(range(len(waiting)), key=lambda i: -waiting[i].priority):
-            row = waiting[i]
-            if self._must_stay_behind(row, passed):
-                break
-            if self._is_too_long(row):
+            outcome = self.offer(change, waiting[i])
+            if outcome is Offer.JOINS:
+                joining.append(i)
+            elif outcome is Offer.TOO_LONG:
                 too_long.append(i)
-                continue
-            displaced = displaced_by(batch, row, self.max_rows, self.max_cells)
-            if displaced is None:
-                passed.append(row)
-                in_vain += 1
-                if in_vain > self.max_passes:
-                    break
-                continue
-            self._count_pass(row, passed)
-            gone = [batch[j] for j in displaced]
-            leaving += [index_of[other.number] for other in gone]
-            passed += gone
-            batch = [*_without(batch, displaced), row]
-            joining.append(i)
-        return RowChanges(sorted(leaving), joining, too_long)
+            if outcome is Offer.STAYS_BEHIND or change.in_vain > self.max_passes:
+                break
+        return RowChanges(change.leaving(running), joining, too_long)
+
+    def begin(self, running: Sequence[Row]) -> BatchChange:
+        """The batch without the rows that must leave before the next step."""
+        change = BatchChange(list(running))
+        for i in preempted(running, self.max_cells, steps=1):
+            change.take_out(running[i])
+            if not self._is_too_long(running[i]):
+                change.passed.append(running[i])
+        return change
+
+    def offer(self, change: BatchChange, row: Row) -> Offer:
+        """Let a waiting row join if it can. Others may leave for it."""
+        if self._must_stay_behind(row, change.passed):
+            return Offer.STAYS_BEHIND
+        if self._is_too_long(row):
+            return Offer.TOO_LONG
+        displaced = displaced_by(change.batch, row, self.max_rows, self.max_cells)
+        if displaced is None:
+            change.passed.append(row)
+            change.in_vain += 1
+            return Offer.IN_VAIN
+        self._count_pass(row, change.passed)
+        gone = [change.batch[j] for j in displaced]
+        for other in gone:
+            change.take_out(other)
+        change.passed += gone
+        change.batch.append(row)
+        return Offer.JOINS
 
     def _is_too_long(self, row: Row) -> bool:
         return row.length + 1 > self.max_cells

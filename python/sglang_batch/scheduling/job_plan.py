@@ -34,6 +34,8 @@ class StepCost:
     attention_time_s: float
     kv_read_time_s: float
     weight_read_time_s: float
+    row_share: float = 0.0
+    padded: bool = False
 
     @classmethod
     def of(cls, cost: CostModel) -> StepCost:
@@ -42,6 +44,8 @@ class StepCost:
             float(cost.attention_time_s),
             float(cost.kv_read_time_s),
             float(cost.weight_read_time_s),
+            float(cost.row_share),
+            cost.padded,
         )
 
 
@@ -65,6 +69,10 @@ class JobPlan:
     num_left: number of positions on the left side.
     compute_s, kv_read_s: seconds of the whole job, by the estimates.
     min_step_tokens: see ``planner.machine_model.EngineLimits``.
+    length_rule: of ``planner.length_batches.batch_switch``, if requests join in batches of
+        similar KV length. 0 for an order that is followed.
+    length_key, family: int32 ``[n]`` by leaf, the length by which a request joins, and the
+        family with which. None without a rule.
     open_ended: whether requests that nobody knows of yet may share its prefixes.
     """
 
@@ -87,6 +95,9 @@ class JobPlan:
     min_step_tokens: int
     cost: StepCost
     open_ended: bool = False
+    length_rule: int = 0
+    length_key: Int32s | None = None
+    family: Int32s | None = None
 
     @property
     def num_requests(self) -> int:
@@ -181,6 +192,11 @@ def job_plan(plan: Plan, numbers: Int64s, machine: Machine) -> JobPlan:
     place_of[plan.fits] = np.arange(n)
     position = np.empty(n, np.int32)
     position[leaf_of_place[place_of[plan.scan.requests]]] = np.arange(n, dtype=np.int32)
+    lengths = plan.scan.lengths
+    key = family = None
+    if lengths is not None:
+        at = plan.fits[tree.order]
+        key, family = lengths.key[at], lengths.family[at]
     steps, est_decode_steps_sq = _decode_steps(estimates)
     compute_s, kv_read_s = planned_work(tree, cost, steps, est_decode_steps_sq)
     return JobPlan(
@@ -202,6 +218,9 @@ def job_plan(plan: Plan, numbers: Int64s, machine: Machine) -> JobPlan:
         kv_read_s=kv_read_s,
         min_step_tokens=_min_step_tokens(machine),
         cost=StepCost.of(cost),
+        length_rule=0 if lengths is None else lengths.rule,
+        length_key=key,
+        family=family,
     )
 
 

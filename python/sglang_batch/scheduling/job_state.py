@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .backlog import Backlog
+from ..planner.length_batches.batch_switch import RunningRows
+from ..planner.length_batches.length_window import BatchLaw
 from .job_plan import JobPlan
 from .job_work import JobWork
 from .leaf_numbers import LeafNumbers
 from .length_bias import LengthBias, subtrees
 from .prefix_uses import PrefixUses
 from .scheduled_request import ScheduledRequest
+from .waiting.backlog import Backlog
+from .waiting.length_backlog import LengthBacklog, LengthPlace
 from .work_left import WorkLeft
 
 # Position of unplanned requests: after all others, in the order of arrival.
@@ -29,6 +32,10 @@ _MOST_ENDED = 1 << 24
 
 def _nowhere(node: int) -> Sequence[tuple[JobState, int]]:
     return ()
+
+
+def _no_rows() -> RunningRows:
+    return RunningRows(0, 0.0, 0)
 
 
 class Extension(NamedTuple):
@@ -70,15 +77,29 @@ class JobState:
             ``common_prefixes``.
     """
 
-    def __init__(self, job_id: str, plan: JobPlan, page_size: int) -> None:
+    def __init__(
+        self,
+        job_id: str,
+        plan: JobPlan,
+        page_size: int,
+        *,
+        rows: Callable[[], RunningRows] = _no_rows,
+        capacity: int = 1 << 62,
+    ) -> None:
+        """
+        Args:
+            rows: the running requests of all jobs.
+            capacity: KV of the engine, in tokens.
+        """
         self.job_id = job_id
         self.plan = plan
         self._page_size = page_size
+        self._rows, self._capacity = rows, capacity
         self._leaves = LeafNumbers(plan.number)
         # By number, from the lowest of the plan on: whether a request ended unplanned.
         self._ended = bytearray()
         self.uses = PrefixUses(plan, page_size)
-        self.backlog = Backlog(plan.num_left, both_ends=plan.density is not None)
+        self.backlog = self._make_backlog(plan)
         self._followers: dict[int, list[ScheduledRequest]] = {}
         self.num_followers = 0
         self._requests: dict[
@@ -297,7 +318,42 @@ class JobState:
                 request.est_decode_steps = self._est_decode_steps(
                     request.leaf, request.max_decode_steps
                 )
-        self.backlog.reorder(plan.num_left, both_ends=plan.density is not None)
+        self._reorder(plan)
+
+    def _make_backlog(self, plan: JobPlan) -> Backlog:
+        if not plan.length_rule:
+            return Backlog(plan.num_left, both_ends=plan.density is not None)
+        cost = plan.cost
+        law = BatchLaw(
+            cost.weight_read_time_s,
+            cost.kv_read_time_s,
+            cost.row_share,
+            cost.padded,
+            float(self._capacity),
+            1 << 30,
+            parks=False,
+        )
+        return LengthBacklog(plan.length_rule, self._length_place, self._rows, law)
+
+    def _length_place(self, request: ScheduledRequest) -> LengthPlace:
+        plan, leaf = self.plan, request.leaf
+        if leaf < 0 or plan.length_key is None or plan.family is None:
+            return LengthPlace(request.input_len, -1)
+        return LengthPlace(int(plan.length_key[leaf]), int(plan.family[leaf]))
+
+    def _reorder(self, plan: JobPlan) -> None:
+        """Sort the waiting requests by a new plan, perhaps by another rule."""
+        old = self.backlog
+        if getattr(old, "rule", 0) == plan.length_rule:
+            old.reorder(plan.num_left, both_ends=plan.density is not None)
+            return
+        self.backlog = self._make_backlog(plan)
+        for request in old:
+            self.backlog.add(request)
+        for request in self._requests.values():
+            if request.running:
+                request.backlog = self.backlog
+                self.backlog.runs(request)
 
     def extend(
         self, plan: JobPlan, cached_len: Callable[[ScheduledRequest], int]
@@ -348,7 +404,7 @@ class JobState:
             self.uses.lead(request, cached_len(request))
         self._followers.clear()
         self.num_followers = 0
-        self.backlog.reorder(plan.num_left, both_ends=plan.density is not None)
+        self._reorder(plan)
         for request in followers:
             node = self.uses.blocked_by(request.node)
             if node:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from ..planner.admission_rules import kv_forecast
 from ..planner.admission_rules.kv_forecast import KvForecast, make_forecast
+from ..planner.length_batches.batch_switch import RunningRows
 from ..planner.requests import LEFT, ONLINE, RIGHT
 from .job_work import JobWork, read_base
 from .length_bias import LengthBias, LengthSums
@@ -80,6 +82,9 @@ class KvAccounting:
         self._last_steps: dict[int, _LastSteps] = {}
         # Requests by the step in which they outlive their estimates.
         self._overruns: dict[int, dict[ScheduledRequest, None]] = {}
+        # By falling length, with rows that have left, and a number to tell equals apart.
+        self._longest_rows: list[tuple[int, int, ScheduledRequest]] = []
+        self._num_noted = 0
 
     @property
     def requests(self) -> list[ScheduledRequest]:
@@ -97,6 +102,19 @@ class KvAccounting:
         """Tokens in the pages that the decodes of the next step begin."""
         ticks = (self.clock + 1) % self._page_size
         return sum(self._growing[ticks :: self._page_size]) * self._page_size
+
+    def running_rows(self) -> RunningRows:
+        """The running requests by their lengths, whose prompts are read in whole."""
+        rows = self._longest_rows
+        while rows and not (rows[0][2].running and rows[0][2].row_base == -rows[0][0]):
+            heappop(rows)
+        longest = self.clock - rows[0][0] if rows else 0
+        return RunningRows(self.num_running, float(sum(self.reads)), longest)
+
+    def _note_row(self, request: ScheduledRequest) -> None:
+        request.row_base = request.input_len + request.steps - self.clock
+        self._num_noted += 1
+        heappush(self._longest_rows, (-request.row_base, self._num_noted, request))
 
     def in_pages(self, tokens: int) -> int:
         """Tokens in the pages that hold ``tokens``."""
@@ -136,6 +154,9 @@ class KvAccounting:
             request.bias = self._bias_of(request)
         request.est_decode_steps = self.corrected_est_decode_steps(request)
         self._requests[id(request)] = request
+        self._note_row(request)
+        if request.backlog is not None:
+            request.backlog.runs(request)
         self.num_running += 1
         self.kv[request.side] += self.in_pages(request.own + request.steps)
         self._join_forecast(request)
@@ -150,6 +171,7 @@ class KvAccounting:
         if request.base != request.own + request.steps - self.clock:
             self._leave_forecast(request)  # its prompt took other steps than expected
             self._join_forecast(request)
+        self._note_row(request)
         self.decoding[request.side] += 1
         self._growing[self._growth_index(request)] += 1
         self.reads[request.side] += request.read_len + request.steps + 1
@@ -178,6 +200,8 @@ class KvAccounting:
         if request.work is not None:
             request.work.leave(request, request.first, steps)
         request.running = request.decoding = False
+        if request.backlog is not None:
+            request.backlog.left(request)
         request.cached_node = -1
         request.steps = steps
 

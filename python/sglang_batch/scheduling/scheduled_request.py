@@ -65,6 +65,8 @@ class ScheduledRequest:
     charged_s: float = 0.0  # its part of its job's charged work
     prompt_s: float = 0.0  # work on its prompt since it joined
     begin: int = 0  # decode clock at which it began
+    row_base: int = 0  # its length minus the decode clock
+    backlog: Any = None  # the Backlog that it joined from
     last: int = 0  # decode clock once it has taken all steps that it may take
     # Its part of the KV forecast.
     bucket: int = 0

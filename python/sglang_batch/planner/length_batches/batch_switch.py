@@ -60,8 +60,9 @@ MAX_MIXED = 0.08
 # reading the weights may be spent on padding, too.
 _PADDING = 0.1
 _WEIGHTS = 0.5
-# How much faster a window must be than the running batch, as rows that are parked move to
-# the host and back, and ticks after which it is looked for again.
+# How much faster a window must be than the running batch, or how many times its rows a
+# candidate batch must have, as rows that are parked move to the host and back; and ticks
+# after which a window is looked for again.
 _GAIN = 1.5
 CHECK_TICKS = 16
 
@@ -99,6 +100,7 @@ class LengthBatches(NamedTuple):
     """The requests that wait or run, and the batches that they are in.
 
     tree: waiting requests but those of the candidate batch.
+    key: int32 ``[n]``, the length with which a request was added.
     family: int32 ``[n]``, requests of one family share a prefix and have one length in
         the tree. They join one after the other. NONE for those without.
     batch_of: int64 ``[n]``, number of the batch in which a request runs.
@@ -108,6 +110,7 @@ class LengthBatches(NamedTuple):
     """
 
     tree: LengthTree
+    key: Int32s
     family: Int32s
     batch_of: Int64s
     is_next: NDArray[np.uint8]
@@ -144,6 +147,7 @@ def make_batches(
     state["checked"] = -CHECK_TICKS
     return LengthBatches(
         tree=make_tree(num_requests),
+        key=np.zeros(num_requests, np.int32),
         family=np.full(num_requests, NONE, np.int32),
         batch_of=np.zeros(num_requests, np.int64),
         is_next=np.zeros(num_requests, np.uint8),
@@ -164,13 +168,33 @@ def add(batches: LengthBatches, i: int, length: int, tokens: int, family: int) -
         tokens: of KV that it takes.
         family: NONE for a request without.
     """
+    batches.key[i] = length
     batches.family[i] = family
     insert(batches.tree, i, length, tokens, batches.state[0].clock)
 
 
 @jit_in_place
 def remove(batches: LengthBatches, i: int) -> None:
-    """A waiting request joins, or leaves for good."""
+    """A waiting request leaves for good."""
+    state = batches.state[0]
+    since = batches.tree.since[i]
+    was_first = batches.is_next[i] and since == state.next_since
+    _take(batches, i)
+    if was_first:
+        # The candidate batch waits since its next oldest request does.
+        state.next_since = NEVER
+        seen, at = 0, state.next
+        while seen < state.num_next and state.next_since > since:
+            other = batches.ring[at]
+            if batches.is_next[other]:
+                seen += 1
+                state.next_since = min(state.next_since, batches.tree.since[other])
+            at += 1
+
+
+@jit_in_place
+def _take(batches: LengthBatches, i: int) -> None:
+    """A request waits no longer."""
     if batches.is_next[i]:
         batches.is_next[i] = 0
         batches.state[0].num_next -= 1
@@ -181,18 +205,25 @@ def remove(batches: LengthBatches, i: int) -> None:
 
 @jit_in_place
 def join(batches: LengthBatches, i: int) -> None:
-    """The request that was :func:`proposed` joins the running rows."""
+    """The request that :func:`propose` named joins the running rows."""
     state = batches.state[0]
     state.family = batches.family[i]
-    state.family_length = batches.tree.length[i]
-    if batches.is_next[i]:  # a switch: the candidate batch is the running one
-        if state.batch != state.num_batches:
-            state.batch = state.num_batches
-            state.since = state.clock
-            state.low, state.high = state.next_low, state.next_high
-            state.rows_old += state.rows_new
-            state.rows_new = 0
-    remove(batches, i)
+    state.family_length = batches.key[i]
+    if batches.is_next[i] and state.batch != state.num_batches:  # a switch begins
+        state.batch = state.num_batches
+        state.since = state.clock
+        state.low, state.high = state.next_low, state.next_high
+        state.rows_old += state.rows_new
+        state.rows_new = 0
+    _take(batches, i)
+    batches.batch_of[i] = state.batch
+    state.rows_new += 1
+
+
+@jit_in_place
+def come_back(batches: LengthBatches, i: int) -> None:
+    """A request that left while it ran, and was not added again, goes on."""
+    state = batches.state[0]
     batches.batch_of[i] = state.batch
     state.rows_new += 1
 
@@ -264,14 +295,14 @@ def _first_next(batches: LengthBatches) -> int:
 def _by_tree(batches: LengthBatches, law: BatchLaw, now: RunningRows) -> int:
     """Algorithm 2: candidate requests, then the candidate batch.
 
-    While batches are switched, the candidate batch joins first, and no other one is
-    formed before the rows of the old one have left.
+    The rest of the running batch joins before them. While batches are switched, no other
+    one is formed before the rows of the old one have left.
     """
     state = batches.state[0]
     tree = batches.tree
     switching = state.rows_old > 0
-    if switching and state.num_next > 0 and state.batch == state.num_batches:
-        return _first_next(batches)
+    if state.num_next > 0 and state.batch == state.num_batches:
+        return _first_next(batches)  # the rest of the running batch
     if state.rows_new > 0:
         grown = state.clock - state.since
         length = longest_up_to(tree, state.high + grown)
@@ -281,14 +312,19 @@ def _by_tree(batches: LengthBatches, law: BatchLaw, now: RunningRows) -> int:
         return NONE
     if now.rows > 0 and not _is_small(law, now):
         return NONE
-    if now.rows > 0 and law.parks and _has_mixed_enough(batches):
-        state.cuts = 1
-        return NONE
+    may_mix = now.rows == 0 or not law.parks or not _has_mixed_enough(batches)
     if state.num_next == 0:
-        _form(batches, density_first_search(tree, _budget(law), MIN_ROWS))
+        chosen = density_first_search(tree, _budget(law), MIN_ROWS)
+        if may_mix or chosen.rows > _GAIN * now.rows:
+            _form(batches, chosen)
     if state.num_next == 0:
         return NONE
-    return _first_next(batches)
+    if may_mix:
+        return _first_next(batches)
+    # The rows are parked for a batch that has been formed without them: they would
+    # come back at once if they were in the tree.
+    state.cuts = int(state.num_next > _GAIN * now.rows)
+    return NONE
 
 
 @jit_in_place
@@ -356,7 +392,7 @@ def _by_window(batches: LengthBatches, law: BatchLaw, now: RunningRows) -> int:
         return int(tree.first[length - 1]) if length > 0 else NONE
     if state.family != NONE and state.family_length > 0:
         # Siblings go on while their prefix is there.
-        i = tree.first[state.family_length - 1]
+        i = tree.first[min(state.family_length, MAX_LENGTH) - 1]
         if i != NONE and batches.family[i] == state.family:
             return int(i)
     length = longest_up_to(tree, now.longest)
@@ -409,11 +445,12 @@ def wants_switch(batches: LengthBatches, law: BatchLaw, now: RunningRows) -> boo
     """
     state = batches.state[0]
     if not law.parks or now.rows == 0:
+        state.cuts = 0
         return False
     if state.rule == TREE:
         if state.cuts:
             state.cuts = 0
-            return batches.tree.nodes[0, COUNT] + state.num_next > 0
+            return bool(batches.tree.nodes[0, COUNT] + state.num_next > 0)
         mixed = state.rows_old > 0 and state.rows_new > 0
         return bool(mixed and _has_mixed_enough(batches))
     if not law.padded or batches.tree.nodes[0, COUNT] == 0:

@@ -76,7 +76,7 @@ def densest_node(tree: LengthTree, max_tokens: int) -> tuple[int, int]:
 def first_length(node: int, level: int) -> int:
     """The shortest length of a node."""
     begin = (4**level - 1) // 3
-    return (node - begin) * 4 ** (8 - level) + 1
+    return int((node - begin) * 4 ** (8 - level) + 1)
 
 
 @jit_in_place

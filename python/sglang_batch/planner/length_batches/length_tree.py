@@ -138,7 +138,7 @@ def longest_up_to(tree: LengthTree, length: int) -> int:
         return 0
     node = LEAVES + min(length, MAX_LENGTH) - 1
     if nodes[node, COUNT] > 0:
-        return node - LEAVES + 1
+        return int(node - LEAVES + 1)
     while node > 0:
         first = 4 * _above(node) + 1
         node -= 1
@@ -153,7 +153,7 @@ def longest_up_to(tree: LengthTree, length: int) -> int:
         node = 4 * node + 4
         while nodes[node, COUNT] == 0:
             node -= 1
-    return node - LEAVES + 1
+    return int(node - LEAVES + 1)
 
 
 @jit_in_place
@@ -164,7 +164,7 @@ def shortest_from(tree: LengthTree, length: int) -> int:
         return 0
     node = LEAVES + max(length, 1) - 1
     if nodes[node, COUNT] > 0:
-        return node - LEAVES + 1
+        return int(node - LEAVES + 1)
     while node > 0:
         last = 4 * _above(node) + 4
         node += 1
@@ -179,7 +179,7 @@ def shortest_from(tree: LengthTree, length: int) -> int:
         node = 4 * node + 1
         while nodes[node, COUNT] == 0:
             node += 1
-    return node - LEAVES + 1
+    return int(node - LEAVES + 1)
 
 
 @jit_in_place
@@ -195,4 +195,4 @@ def longest_waiting(tree: LengthTree) -> int:
             if nodes[child, OLDEST] < nodes[best, OLDEST]:
                 best = child
         node = best
-    return tree.first[node - LEAVES]
+    return int(tree.first[node - LEAVES])

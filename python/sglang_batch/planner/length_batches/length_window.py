@@ -6,6 +6,7 @@ lengths counts that fits, and its worth is the rate of its first step: rows over
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ..compiled import jit_in_place
@@ -81,13 +82,14 @@ def best_window(tree: LengthTree, law: BatchLaw) -> tuple[LengthRange, float]:
         total += float(here) * longest
         most = float(law.max_rows)
         if law.padded:
-            most = min(most, limit / longest)
-        # Drop the shortest lengths as long as the others alone are enough.
+            most = min(most, float(int(limit / longest)))
+        most = max(1.0, most)
+        # Drop the shortest lengths as long as none of them fits beside the others.
         while low < longest:
             there = nodes[LEAVES + low - 1, COUNT]
             full = rows - there >= most
             if not law.padded:
-                full = full or total - float(there) * low >= limit
+                full = full or total - float(there - 1) * low > limit
             if there > 0 and not full:
                 break
             rows -= there
@@ -96,16 +98,14 @@ def best_window(tree: LengthTree, law: BatchLaw) -> tuple[LengthRange, float]:
         kept, read = float(rows), total
         if kept > most:
             read -= (kept - most) * low
-            kept = max(1.0, float(int(most)))
+            kept = most
         if not law.padded and read > limit:
-            out = min(kept - 1.0, float(int((read - limit) / low) + 1))
+            out = min(kept - 1.0, float(math.ceil((read - limit) / low)))
             kept, read = kept - out, read - out * low
         rate = kept / step_s(law, kept, read, float(longest))
         if rate > best_rate:
             best_rate = rate
             at_low = int(nodes[LEAVES + low - 1, COUNT] - (rows - kept))
             at_high = at_low if low == longest else here
-            best = LengthRange(
-                low, longest, max(at_low, 0), at_high, int(kept), int(read)
-            )
+            best = LengthRange(low, longest, at_low, at_high, int(kept), int(read))
     return best, best_rate

@@ -6,7 +6,30 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..requests import Floats, Int64s
+from ..requests import Floats, Int32s, Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class LengthKeys:
+    """How requests are put into batches of similar KV length while they run.
+
+    rule: of ``length_batches.batch_switch``.
+    key: int32 ``[n]`` by request, the length of its KV when it joins, or the longest of
+        its family.
+    family: int32 ``[n]`` by request. Members of a family share a prefix and join one
+        after the other. -1 for requests without.
+    """
+
+    rule: int
+    key: Int32s
+    family: Int32s
+
+    def renumbered(self, numbers: Int64s) -> LengthKeys:
+        """The same with request ``i`` called ``numbers[i]``."""
+        size = int(numbers.max(initial=-1)) + 1
+        key, family = np.zeros(size, np.int32), np.full(size, -1, np.int32)
+        key[numbers], family[numbers] = self.key, self.family
+        return replace(self, key=key, family=family)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +42,25 @@ class Order:
         start.
     num_left: requests on the compute-intensive side, the first ones.
     repeated_tokens: shared prompt tokens that the order computes again on purpose.
+    lengths: for an order whose requests join by the length of their KV. They are sent in
+        the order of ``requests``. None for an order that is followed.
     """
 
     requests: Int64s
     density: Floats | None = None
     num_left: int = 0
     repeated_tokens: int = 0
+    lengths: LengthKeys | None = None
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether requests enter the engine in an order that depends on its state."""
+        return self.density is not None or self.lengths is not None
 
     def renumbered(self, numbers: Int64s) -> Order:
         """The same order with request ``i`` called ``numbers[i]``, int64 ``[n]``."""
-        return replace(self, requests=numbers[self.requests])
+        lengths = None if self.lengths is None else self.lengths.renumbered(numbers)
+        return replace(self, requests=numbers[self.requests], lengths=lengths)
 
     def beginning_with(self, first: Int64s) -> Order:
         """The same order after some requests that are moved to the front.

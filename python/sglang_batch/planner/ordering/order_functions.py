@@ -21,6 +21,7 @@ from ..requests import Floats, PlanRequests
 from .aligned_order import aligned_order
 from .dual_scan_order import dual_scan_order
 from .layer_sort import depth_first, sort_children
+from .length_order import length_aligned_order, length_tree_order
 from .order import Order, OrderSettings
 
 
@@ -33,6 +34,7 @@ class _Job(NamedTuple):
     est_output_len: Floats
     est_output_len_sq: Floats
     settings: OrderSettings
+    kv_capacity_tokens: int
 
 
 _OrderFunction = Callable[[_Job], Order]
@@ -47,6 +49,7 @@ def make_order(
     est_output_len: Floats,
     est_output_len_sq: Floats,
     settings: OrderSettings,
+    kv_capacity_tokens: int = 1 << 62,
 ) -> Order:
     """The order of one policy.
 
@@ -54,6 +57,8 @@ def make_order(
         policy: one of :data:`sglang_batch.policies.ORDERS`.
         est_output_len, est_output_len_sq: float64 ``[n]`` by request, first and second
             moment of the output length.
+        kv_capacity_tokens: of the engine. Without a limit, all requests fit into one
+            batch.
 
     Raises:
         ConfigError: the policy is unknown.
@@ -63,7 +68,15 @@ def make_order(
             f"policy={policy!r} is not known; choose one of {', '.join(ORDERS)}."
         )
     return _FUNCTIONS[policy](
-        _Job(tree, requests, cost, est_output_len, est_output_len_sq, settings)
+        _Job(
+            tree,
+            requests,
+            cost,
+            est_output_len,
+            est_output_len_sq,
+            settings,
+            kv_capacity_tokens,
+        )
     )
 
 
@@ -120,6 +133,18 @@ def _prefix_groups(job: _Job) -> Order:
 @_makes("aligned")
 def _aligned(job: _Job) -> Order:
     return Order(aligned_order(job.tree, job.est_output_len))
+
+
+@_makes("length-tree")
+def _length_tree(job: _Job) -> Order:
+    return length_tree_order(job.tree)
+
+
+@_makes("length-aligned")
+def _length_aligned(job: _Job) -> Order:
+    return length_aligned_order(
+        job.tree, job.cost, job.est_output_len, job.kv_capacity_tokens
+    )
 
 
 @_makes("dual-scan")

@@ -8,7 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..admission_rules.kv_forecast import KvForecast
+from ..admission_rules.padded_forecast import PaddedForecast
 from ..compiled import jit_in_place
+from ..length_batches.batch_switch import LengthBatches
+from ..length_batches.length_window import BatchLaw
 from ..requests import Floats, Int64s
 from .prefix_cache import SimCache
 
@@ -51,6 +54,10 @@ REQUEST = np.dtype(
         ("offloaded", np.int32),
         ("ends_in_time", np.int32),
         ("next_follower", np.int32),
+        # With batches of similar length: its length in them, and its family.
+        ("key", np.int32),
+        ("family", np.int32),
+        ("row_base", np.int64),  # length - step while it decodes
     ],
     align=True,
 )
@@ -86,6 +93,13 @@ STATE = np.dtype(
             "ended",  # requests that ended and still hold their KV
             "first_offloaded",
             "num_offloaded",
+            "longest",  # tokens that the longest row reads in this step
+            "longest_joining",  # of the rows whose prompt is computed
+            "heap_rows",  # entries of the heap of rows
+            "num_notes",
+            "cells_seen",  # ``changes`` when the rows of a dense engine were last sorted
+            "next_waiting",  # position of the first request that is not in the engine yet
+            "parked",  # rows that left in a switch of batches
         )
     ]
     + [
@@ -135,6 +149,7 @@ class Queue(NamedTuple):
     density: float64 ``[n]`` by position, compute density of the neighbourhood.
     dual: whether the order is taken from both ends.
     num_left: positions of the left side. The right scanner stops before them.
+    rule: of ``length_batches.batch_switch``, 0 for an order that is followed.
     """
 
     order: Int64s
@@ -143,12 +158,43 @@ class Queue(NamedTuple):
     density: Floats
     dual: bool
     num_left: int
+    rule: int
+
+
+class RowHeap(NamedTuple):
+    """Rows that decode, the longest at the top, and some that have left.
+
+    bases: int64 ``[3 n]``, a row's length minus the step.
+    rows: int64 ``[3 n]``, the row.
+    """
+
+    bases: Int64s
+    rows: Int64s
+
+
+class RowLengths(NamedTuple):
+    """The lengths of rows, where they matter to costs, capacity or batches.
+
+    Apart from :class:`Sim`, since most functions do without it and numba's time to
+    compile them grows with the arrays that they are given.
+
+    heap: rows that decode.
+    cells: running rows of a dense engine.
+    batches: waiting requests, and the batches that the others run in.
+    law: by which the batches are chosen.
+    """
+
+    heap: RowHeap
+    cells: PaddedForecast
+    batches: LengthBatches
+    law: BatchLaw
 
 
 class SimEngine(NamedTuple):
     """Limits and costs of the engine: those of ``EngineLimits`` and ``CostModel``.
 
     kv_capacity: tokens in whole pages.
+    max_waiting: most requests that wait in the engine, of which batches are formed.
     """
 
     kv_capacity: int
@@ -165,6 +211,10 @@ class SimEngine(NamedTuple):
     kv_read_time_s: float
     weight_read_time_s: float
     interference_exponent: float
+    row_share: float
+    padded: bool
+    dense: bool
+    max_waiting: int
 
 
 class Lists(NamedTuple):
@@ -177,6 +227,7 @@ class Lists(NamedTuple):
     waiting: uint8 ``[n]`` by position, whether the request waits to be admitted.
     ended: int32 ``[n]``, requests that ended and still hold their KV.
     offloaded: int32 ``[n]``, a ring of offloaded requests, in the order of offloading.
+    notes: int64 ``[8 n]``, what happened to rows, see ``row_notes``.
     """
 
     calendar: NDArray[np.int32]
@@ -186,6 +237,7 @@ class Lists(NamedTuple):
     waiting: NDArray[np.uint8]
     ended: NDArray[np.int32]
     offloaded: NDArray[np.int32]
+    notes: Int64s
 
 
 def make_state(num_requests: int) -> NDArray[Any]:
@@ -216,6 +268,7 @@ def make_lists(num_requests: int, max_decode_steps: int) -> Lists:
         waiting=np.ones(num_requests, np.uint8),
         ended=np.zeros(num_requests, np.int32),
         offloaded=np.zeros(num_requests, np.int32),
+        notes=np.zeros(8 * num_requests, np.int64),
     )
 
 

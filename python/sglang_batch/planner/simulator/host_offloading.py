@@ -18,6 +18,7 @@ from .request_stages import (
     reload,
     retract_newest,
 )
+from .row_notes import COMES_BACK, note
 from .step_admission import fits
 
 # Decode steps that fit after requests were offloaded.
@@ -64,6 +65,7 @@ def resume(sim: Sim) -> None:
             put_back(sim, i)
         else:
             reload(sim, i)
+            note(sim, i, COMES_BACK)
 
 
 @jit_in_place

@@ -12,6 +12,7 @@ from ..compiled import jit_in_place
 from ..requests import LEFT, RIGHT
 from .engine_state import NONE, Sim, in_pages
 from .prefix_cache import SimCache, kept_depth
+from .row_notes import WAITS, note
 
 
 @jit_in_place
@@ -50,6 +51,7 @@ def put_back(sim: Sim, i: int) -> None:
     state = sim.state[0]
     position = sim.queue.position[i]
     sim.lists.waiting[position] = 1
+    note(sim, i, WAITS)
     state.next_left = min(state.next_left, position)
     state.next_right = max(state.next_right, position)
 

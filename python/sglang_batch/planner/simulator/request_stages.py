@@ -15,7 +15,8 @@ from .event_calendar import (
     unschedule,
 )
 from .prefix_cache import GARBAGE, IDLE, LOCKED
-from .request_queue import lead, show
+from .request_queue import lead, put_back, show
+from .row_notes import DECODES, LEAVES, note
 
 
 @jit_in_place
@@ -59,6 +60,15 @@ def grow(sim: Sim) -> None:
         tokens = sim.growing[side, phase] * page_size
         sim.state[0].private += tokens
         sim.sides[side].kv += tokens
+
+
+@jit_in_place
+def over_capacity(sim: Sim) -> bool:
+    """Whether the next decodes exceed the KV."""
+    if sim.engine.dense:
+        cells = sim.state[0].decoding * (sim.state[0].longest + 1)
+        return bool(sim.state[0].decoding > 1 and cells > sim.engine.kv_capacity)
+    return kv_in_use(sim) + decode_kv(sim) > sim.engine.kv_capacity
 
 
 @jit_in_place
@@ -114,6 +124,7 @@ def admit(sim: Sim, i: int, side: int) -> None:
     r.side = side
     join_forecast(sim, i, r.generated)
     join_running(sim, i)
+    state.longest_joining = max(state.longest_joining, r.input_len + r.generated)
     sim.sides[side].partial = i
     sim.sides[side].partial_left = extend
 
@@ -132,11 +143,14 @@ def start_decoding(sim: Sim) -> None:
                 continue
         _begin_decoding(sim, i, state.step)
     state.starting = 0
-    if sim.engine.as_sglang:
-        for side in range(2):
-            s = sim.sides[side]
-            if s.partial != NONE:
-                r = sim.requests[s.partial]
+    state.longest_joining = 0
+    for side in range(2):
+        s = sim.sides[side]
+        if s.partial != NONE:
+            r = sim.requests[s.partial]
+            length = r.input_len + r.generated
+            state.longest_joining = max(state.longest_joining, length)
+            if sim.engine.as_sglang:
                 show(sim, s.partial, r.input_len + r.generated - s.partial_left)
 
 
@@ -155,6 +169,10 @@ def _begin_decoding(sim: Sim, i: int, begin: int) -> None:
         state.read_base -= r.input_len - r.own
         state.shared_read += prefix.change_readers(sim.cache, r.node, 1)
     schedule_next(sim, i)
+    r.row_base = r.input_len + r.generated - begin
+    note(sim, i, DECODES)
+    if begin < state.step:
+        state.longest = max(state.longest, r.row_base + state.step)
     if r.base != r.own + r.generated - state.clock:
         leave_forecast(sim, i)  # its prompt took other steps than expected
         join_forecast(sim, i, r.generated)
@@ -201,6 +219,7 @@ def retract_newest(sim: Sim) -> bool:
     r = sim.requests[i]
     _stop_decoding(sim, i, state.step - 1)
     state.retractions += 1
+    note(sim, i, LEAVES)
     if sim.engine.as_sglang:
         prefix.give_use_back(sim.cache, r.node)
         r.admitted = 0
@@ -214,6 +233,23 @@ def retract_newest(sim: Sim) -> bool:
         side.num_retry += 1
     _release(sim, i)
     return True
+
+
+@jit_in_place
+def park(sim: Sim, i: int) -> None:
+    """Move a decoding row to the host. It waits with its present length."""
+    state = sim.state[0]
+    r = sim.requests[i]
+    unschedule(sim, i)
+    leave_forecast(sim, i)
+    _stop_decoding(sim, i, state.step - 1)
+    prefix.give_use_back(sim.cache, r.node)
+    r.admitted = 0
+    r.offloaded = 1
+    _release(sim, i)
+    state.parked += 1
+    note(sim, i, LEAVES)
+    put_back(sim, i)
 
 
 @jit_in_place
@@ -249,6 +285,7 @@ def _end(sim: Sim, i: int) -> None:
     r = sim.requests[i]
     state.est_total += r.est_decode_steps + 1
     state.true_total += r.generated + 1
+    note(sim, i, LEAVES)
     _revise_est_decode_steps(sim, i, r.generated)
     if r.ends_in_time:
         # SGLang learns one step late that a request ended.

@@ -19,15 +19,21 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError
 from ..admission_rules.kv_forecast import make_forecast
+from ..admission_rules.padded_forecast import make_padded_forecast
 from ..costs.cost_model import CostModel
 from ..costs.tree_work import decode_step_moments, planned_work, read_len
+from ..length_batches.batch_switch import LengthBatches, make_batches
+from ..length_batches.length_window import BatchLaw
 from ..machine_model import EngineLimits
+from ..ordering.order import LengthKeys
 from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Floats, Int32s, Int64s
 from .engine_state import (
     NONE,
     REQUEST,
     Queue,
+    RowHeap,
+    RowLengths,
     Sim,
     SimEngine,
     make_lists,
@@ -38,6 +44,8 @@ from .prefix_cache import LRU, PLANNED, make_cache
 from .step_loop import run_steps
 
 NUM_SAMPLES = 1024
+# Of orders that are followed.
+_NO_BATCHES = make_batches(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +60,12 @@ class Simulation:
         - ``cached_tokens`` + ``recomputed_tokens``.
     mean_kv_share: KV in use over the capacity, as the mean over steps.
     admission_order: int64 ``[n]``, requests in the order of their admission.
-    samples: float64 ``[3, s]``, the seconds, compute and memory time of the steps. Each
-        column is the sum of the same number of steps.
+    parked: times that a row left in a switch of batches, and came back.
+    num_batches, mixed_steps: batches of similar length that were formed, and steps in
+        which rows of more than one of them ran. 0 for orders that are followed.
+    samples: float64 ``[6, s]``, of the steps: seconds, compute and memory time, rows that
+        decode, their tokens of KV, and those of the longest row. Each column is the sum of the same
+        number of steps.
     """
 
     seconds: float
@@ -70,6 +82,9 @@ class Simulation:
     mean_kv_share: float
     admission_order: Int64s
     samples: Floats
+    parked: int = 0
+    num_batches: int = 0
+    mixed_steps: int = 0
 
     @property
     def total_throughput(self) -> float:
@@ -97,6 +112,7 @@ def simulate(
     max_new_tokens: Int32s | None = None,
     density: Floats | None = None,
     num_left: int = 0,
+    lengths: LengthKeys | None = None,
 ) -> Simulation:
     """Run a job in a given order.
 
@@ -109,6 +125,8 @@ def simulate(
         density: float64 ``[n]`` by position in ``order``. With it, the dual scanner
             takes the order from both ends. None: requests are taken in order.
         num_left: requests of ``order`` that are on the left side.
+        lengths: with it, requests join in batches of similar KV length, and ``order``
+            says in which order the engine learns of them.
 
     Raises:
         ConfigError: a request needs more KV than the engine has.
@@ -137,9 +155,15 @@ def simulate(
     requests["read_len"] = read_len(tree, cost)
     requests["est_decode_steps_mean"] = est_decode_steps[tree.order]
     requests["est_decode_steps_sq"] = est_decode_steps_sq[tree.order]
+    requests["family"] = NONE
+    if lengths is not None:
+        requests["key"] = lengths.key[tree.order]
+        requests["family"] = lengths.family[tree.order]
+    engine = _engine(cost, limits, lengths)
+    n = tree.num_requests
     sim = Sim(
-        engine=_engine(cost, limits),
-        queue=_queue(tree, order, density, num_left),
+        engine=engine,
+        queue=_queue(tree, order, density, num_left, lengths),
         requests=requests,
         growing=np.zeros((2, limits.page_size), np.int64),
         state=state,
@@ -152,9 +176,15 @@ def simulate(
             int(est_decode_steps.max(initial=1.0)), limits.page_size
         ),
     )
-    samples = np.zeros((3, NUM_SAMPLES))
-    stride = run_steps(sim, samples)
-    return _result(tree, limits, sim, samples, stride, output_tokens)
+    row_lengths = RowLengths(
+        heap=_heap(3 * n + 1),
+        cells=make_padded_forecast(n + 1 if limits.dense else 0),
+        batches=_batches(n, lengths),
+        law=_law(engine),
+    )
+    samples = np.zeros((6, NUM_SAMPLES))
+    stride = run_steps(sim, row_lengths, samples)
+    return _result(tree, limits, sim, row_lengths, samples, stride, output_tokens)
 
 
 def check_capacity(tree: PrefixTree, output_len: Int32s, limits: EngineLimits) -> None:
@@ -200,7 +230,11 @@ def _count_decode_steps(requests: NDArray[Any]) -> None:
 
 
 def _queue(
-    tree: PrefixTree, order: Int64s, density: Floats | None, num_left: int
+    tree: PrefixTree,
+    order: Int64s,
+    density: Floats | None,
+    num_left: int,
+    lengths: LengthKeys | None,
 ) -> Queue:
     n = len(order)
     leaf_of = np.empty(n, dtype=np.int64)
@@ -220,10 +254,35 @@ def _queue(
         density=np.zeros(n) if density is None else density,
         dual=density is not None,
         num_left=num_left,
+        rule=0 if lengths is None else lengths.rule,
     )
 
 
-def _engine(cost: CostModel, limits: EngineLimits) -> SimEngine:
+def _heap(size: int) -> RowHeap:
+    return RowHeap(np.zeros(size, np.int64), np.zeros(size, np.int64))
+
+
+def _batches(num_requests: int, lengths: LengthKeys | None) -> LengthBatches:
+    if lengths is None:
+        return _NO_BATCHES
+    return make_batches(num_requests, lengths.rule)
+
+
+def _law(engine: SimEngine) -> BatchLaw:
+    return BatchLaw(
+        weight_s=engine.weight_read_time_s,
+        read_s=engine.kv_read_time_s,
+        row_share=engine.row_share,
+        padded=engine.padded,
+        capacity=float(engine.kv_capacity),
+        max_rows=engine.max_running,
+        parks=not engine.as_sglang,
+    )
+
+
+def _engine(
+    cost: CostModel, limits: EngineLimits, lengths: LengthKeys | None
+) -> SimEngine:
     return SimEngine(
         kv_capacity=limits.kv_capacity_tokens // limits.page_size * limits.page_size,
         page_size=limits.page_size,
@@ -240,6 +299,10 @@ def _engine(cost: CostModel, limits: EngineLimits) -> SimEngine:
         kv_read_time_s=float(cost.kv_read_time_s),
         weight_read_time_s=float(cost.weight_read_time_s),
         interference_exponent=float(cost.interference_exponent),
+        row_share=float(cost.row_share),
+        padded=bool(cost.padded),
+        dense=limits.dense,
+        max_waiting=limits.max_waiting or np.iinfo(np.int32).max,
     )
 
 
@@ -247,11 +310,12 @@ def _result(
     tree: PrefixTree,
     limits: EngineLimits,
     sim: Sim,
+    row_lengths: RowLengths,
     samples: Floats,
     stride: int,
     output_tokens: int,
 ) -> Simulation:
-    state = sim.state[0]
+    state, batches = sim.state[0], row_lengths.batches.state[0]
     num_steps = int(state["step"] - state["idle"]) - 1
     held = state["kv_steps"] / max(1, num_steps)
     return Simulation(
@@ -269,4 +333,7 @@ def _result(
         mean_kv_share=float(held / limits.kv_capacity_tokens),
         admission_order=tree.order[sim.lists.admitted],
         samples=samples[:, : -(-num_steps // stride)],
+        parked=int(state["parked"]),
+        num_batches=int(batches["num_batches"]),
+        mixed_steps=int(batches["mixed_ticks"]),
     )

@@ -12,6 +12,7 @@ from ..admission_rules.dual_scanner import (
 )
 from ..admission_rules.followers import MOST_FOLLOWERS
 from ..compiled import jit_in_place
+from ..costs.cost_model import tokens_read
 from ..requests import LEFT, RIGHT
 from . import prefix_cache as prefix
 from .engine_state import NONE, Sim, in_pages
@@ -49,7 +50,7 @@ def fits(sim: Sim, i: int, reserved: int) -> bool:
 
 
 @jit_in_place
-def _overtakes(sim: Sim, i: int) -> bool:
+def overtakes(sim: Sim, i: int) -> bool:
     """Whether a request would compute a prefix in KV that followers need first."""
     claimed = sim.state[0].followers_kv
     node = sim.requests[i].node
@@ -135,7 +136,7 @@ def _prefill(sim: Sim, side: int, tokens: int, reserved: int) -> tuple[int, floa
                 if sim.state[0].held_back > MOST_FOLLOWERS:
                     break
                 continue
-            if sim.engine.as_sglang and _overtakes(sim, i):
+            if sim.engine.as_sglang and overtakes(sim, i):
                 break
             if _waits(sim, side) or not fits(sim, i, reserved):
                 s.blocked = 1
@@ -162,7 +163,9 @@ def compute_begun(sim: Sim, tokens: int) -> tuple[int, float]:
 def kv_read_time(sim: Sim) -> float:
     """Seconds to read the KV of all requests that decode in this step."""
     state = sim.state[0]
-    tokens = state.read_base + state.decoding * state.step + state.shared_read
+    tokens = float(state.read_base + state.decoding * state.step + state.shared_read)
+    longest, rows, engine = float(state.longest), float(state.decoding), sim.engine
+    tokens = tokens_read(tokens, longest, rows, engine.row_share, engine.padded)
     return float(tokens * sim.engine.kv_read_time_s)
 
 
@@ -174,7 +177,7 @@ def side_reads(sim: Sim, side: int) -> int:
 
 
 @jit_in_place
-def _whole(sim: Sim, tokens: int) -> int:
+def whole_multiple(sim: Sim, tokens: int) -> int:
     """``tokens`` rounded down so that with the decodes they are a ``batch_multiple``."""
     excess = (tokens + sim.state[0].decoding) % sim.engine.batch_multiple
     return int(tokens - excess if excess < tokens else tokens)
@@ -287,7 +290,7 @@ def _prefill_right(
         kept = sim.engine.kv_capacity
         may_join = sim.sides[RIGHT].partial != NONE
     if may_join:
-        more, over = _prefill(sim, RIGHT, _whole(sim, right - done), kept)
+        more, over = _prefill(sim, RIGHT, whole_multiple(sim, right - done), kept)
         done += more
         attention += over
     return done, attention
@@ -314,7 +317,7 @@ def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
             done, attention = compute_begun(sim, min(limit, tokens))
     tokens = min(limit, tokens) - done
     if tokens > 0:
-        more, over = _prefill(sim, LEFT, _whole(sim, tokens), 0)
+        more, over = _prefill(sim, LEFT, whole_multiple(sim, tokens), 0)
         done += more
         attention += over
     if sim.engine.as_sglang and done + state.decoding == 0:
@@ -329,4 +332,4 @@ def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
 def static_prefill(sim: Sim) -> tuple[int, float]:
     """Fill the step with the next prompts of the order."""
     limit = max(0, sim.engine.step_tokens - sim.state[0].decoding)
-    return _prefill(sim, LEFT, _whole(sim, limit), 0)
+    return _prefill(sim, LEFT, whole_multiple(sim, limit), 0)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from ..compiled import jit_in_place
 from ..costs.cost_model import overlapped
+from ..length_batches.batch_switch import tick
 from ..requests import Floats
-from .engine_state import KV_MARGIN, Sim
+from .batch_admission import batch_prefill, take_notes
+from .engine_state import KV_MARGIN, RowLengths, Sim
 from .host_offloading import offload_for_decodes, resume
 from .prefix_cache import GARBAGE, IDLE
 from .request_stages import (
-    decode_kv,
     end_of_step,
     grow,
     kv_in_use,
     make_room,
+    over_capacity,
     retract_newest,
     start_decoding,
 )
@@ -37,24 +39,29 @@ def _remaining_density(sim: Sim) -> float:
 
 
 @jit_in_place
-def _grow(sim: Sim) -> None:
+def _grow(sim: Sim, lengths: RowLengths) -> None:
     """Add one KV token to every decoding request, retracting requests if KV is short."""
     state = sim.state[0]
     totals = sim.cache.totals
-    while kv_in_use(sim) + decode_kv(sim) > sim.engine.kv_capacity:
+    while over_capacity(sim):
         if sim.engine.as_sglang or not retract_newest(sim):
             break
+        if sim.engine.dense:
+            take_notes(sim, lengths)
     grow(sim)
     make_room(sim)
     used = kv_in_use(sim)
-    state.peak_kv = max(state.peak_kv, used + totals[IDLE] + totals[GARBAGE])
+    held = used + totals[IDLE] + totals[GARBAGE]
+    if sim.engine.dense:
+        used = held = state.decoding * (state.longest + 1)
+    state.peak_kv = max(state.peak_kv, held)
     state.kv_steps += used
 
 
 @jit_in_place
 def _sample(
     samples: Floats, stride: int, step: int, seconds: float, compute: float,
-    memory: float,
+    memory: float, rows: int, tokens: int, longest: int,
 ) -> int:  # fmt: skip
     """Add a step to its column. When all columns are full, join them in pairs.
 
@@ -63,7 +70,7 @@ def _sample(
     """
     if step >= samples.shape[1] * stride:
         half = samples.shape[1] // 2
-        for row in range(3):
+        for row in range(len(samples)):
             for j in range(half):
                 samples[row, j] = samples[row, 2 * j] + samples[row, 2 * j + 1]
             for j in range(half, samples.shape[1]):
@@ -73,11 +80,14 @@ def _sample(
     samples[0, column] += seconds
     samples[1, column] += compute
     samples[2, column] += memory
+    samples[3, column] += rows
+    samples[4, column] += tokens
+    samples[5, column] += longest
     return stride
 
 
 @jit_in_place
-def _prompts(sim: Sim, target: float) -> tuple[int, float]:
+def _prompts(sim: Sim, lengths: RowLengths, target: float) -> tuple[int, float]:
     """Admit requests and compute prompts.
 
     Returns:
@@ -91,18 +101,21 @@ def _prompts(sim: Sim, target: float) -> tuple[int, float]:
         if state.num_offloaded > 0:  # no other request is admitted
             left = max(0, sim.engine.step_tokens - state.decoding)
             return compute_begun(sim, left)
+    if sim.queue.rule > 0 or sim.engine.dense:
+        return batch_prefill(sim, lengths)
     if sim.queue.dual:
         return dual_prefill(sim, target)
     return static_prefill(sim)
 
 
 @jit_in_place
-def run_steps(sim: Sim, samples: Floats) -> int:
+def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
     """Simulate steps until the job has ended.
 
     Args:
-        samples: float64 ``[3, s]`` of zeros, ``s`` even, to which the seconds, the
-            compute time and the memory time of the job's steps are added.
+        samples: float64 ``[6, s]`` of zeros, ``s`` even, to which each step of the job
+            is added: seconds, compute time, memory time, rows that decode, their tokens
+            of KV, and those of the longest.
 
     Returns:
         Steps per column of ``samples``.
@@ -115,8 +128,9 @@ def run_steps(sim: Sim, samples: Floats) -> int:
     while state.done < len(sim.requests):
         if sim.queue.dual and (engine.as_sglang or state.step % _RETARGET_STEPS == 1):
             target = _remaining_density(sim)
-        tokens, attention = _prompts(sim, target)
-        _grow(sim)
+        take_notes(sim, lengths)
+        tokens, attention = _prompts(sim, lengths, target)
+        _grow(sim, lengths)
         if engine.as_sglang and tokens + state.decoding == 0:
             # Nothing runs: only free the KV of ended requests.
             state.idle += 1
@@ -133,7 +147,13 @@ def run_steps(sim: Sim, samples: Floats) -> int:
         state.kv_read += kv_read
         state.seconds += seconds
         step = state.step - 1 - state.idle
-        stride = _sample(samples, stride, step, seconds, compute, memory)
+        tokens_held = state.read_base + state.decoding * state.step
+        stride = _sample(
+            samples, stride, step, seconds, compute, memory,
+            state.decoding, tokens_held, state.longest,
+        )  # fmt: skip
+        if sim.queue.rule > 0 and state.decoding > 0:
+            tick(lengths.batches)
         if engine.as_sglang and state.decoding > 0:
             state.clock += 1
         end_of_step(sim)

@@ -27,6 +27,9 @@ LIST_HOOK = (
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_batch_request"
 )
 SEND_HOOK = "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request"
+BATCH_SEND_HOOK = (
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_batch_request"
+)
 ABORT_HOOK = "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request"
 MODEL_CONFIG_HOOK = "sglang.srt.configs.model_config.ModelConfig.__init__"
 LOAD_MODEL_HOOK = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
@@ -39,6 +42,9 @@ GRAPH_VARIANTS_HOOK = (
 DP_CONTROLLER_HOOK = (
     "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop"
 )
+# The enumeration of SGLang's transfer backends, and where it finds their classes.
+TRANSFER_BACKENDS_HOOK = "sglang.srt.disaggregation.utils.TransferBackend"
+KV_CLASS_HOOK = "sglang.srt.disaggregation.utils.get_kv_class"
 
 # In the processes that answer HTTP.
 HTTP_HOOKS = (
@@ -48,6 +54,7 @@ HTTP_HOOKS = (
     MESSAGE_HOOK,
     LIST_HOOK,
     SEND_HOOK,
+    BATCH_SEND_HOOK,
     ABORT_HOOK,
 )
 MAIN_PROCESS_HOOKS = (
@@ -56,8 +63,16 @@ MAIN_PROCESS_HOOKS = (
     *HTTP_HOOKS,
     MODEL_CONFIG_HOOK,
     WAIT_HOOK,
+    TRANSFER_BACKENDS_HOOK,
+    KV_CLASS_HOOK,
 )
-SCHEDULER_PROCESS_HOOKS = (SCHEDULER_HOOK, GRAMMAR_HOOK, GRAPH_VARIANTS_HOOK)
+SCHEDULER_PROCESS_HOOKS = (
+    SCHEDULER_HOOK,
+    GRAMMAR_HOOK,
+    GRAPH_VARIANTS_HOOK,
+    TRANSFER_BACKENDS_HOOK,
+    KV_CLASS_HOOK,
+)
 
 
 def check_hooks_took(targets: tuple[str, ...]) -> None:

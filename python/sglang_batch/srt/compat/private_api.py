@@ -73,6 +73,60 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "send_abort_output": ("abort_req, req", "the answer of an aborted request"),
         "_release_aborted_request": ("req", "frees what an aborted request holds"),
         "_build_hisparse_decode_batch": ("reqs", "SGLang's model of a resumed batch"),
+        # Overridden or called by PrefillScheduler.
+        "get_next_disagg_prefill_batch_to_run": (
+            "running_batch, last_batch, should_retry_storage_prefetch",
+            "begin and end of a step of a prefill server",
+        ),
+        "resolve_waiting_queue_bootstrap": (
+            "",
+            "requests given up by their decode rank",
+        ),
+        "maybe_send_cached_prefix_chunk": ("req, allow_send", "not on a CPU"),
+        "handle_bootstrap_failure": ("req", "answers such a request"),
+        "release_aborted_prefill_waiting_req": ("req", "frees an aborted request"),
+    },
+    # The base classes of the transfer backend.
+    "sglang.srt.disaggregation.common.conn:CommonKVManager": {
+        "update_status": ("bootstrap_room, status", "counts failures"),
+        "try_ensure_parallel_info": ("bootstrap_addr", "refuses one server, not all"),
+        "_handle_node_failure": ("failed_bootstrap_addr", "a connection was lost"),
+        "apply_prefill_status": (
+            "*, bootstrap_room, status, prefill_rank, failure_reason",
+            "the end of a transfer",
+        ),
+        "conclude_failure": (
+            "*, bootstrap_room, failure_reason, targets",
+            "tells the decode rank",
+        ),
+        "_make_worker_recv": ("socket, timeout_ms", "control messages"),
+        "_start_heartbeat_checker_thread": ("", "prefill servers that hang"),
+    },
+    "sglang.srt.disaggregation.common.conn:CommonKVSender": {
+        "__init__": (
+            "mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank",
+            "the prefill side of a request",
+        ),
+        "clear": ("", "forgets it"),
+        "abort": ("", "tells the decode rank"),
+    },
+    "sglang.srt.disaggregation.common.conn:CommonKVReceiver": {
+        "init": ("prefill_dp_rank", "refuses servers that do not fit"),
+        "_register_kv_args": ("", "tells the prefill rank where we listen"),
+        "_send_bootstrap_message": (
+            "*, bootstrap_info, message, operation",
+            "control messages",
+        ),
+        "send_metadata": (
+            "kv_indices, aux_index, state_indices, decode_prefix_len, destination, "
+            "device_kv_indices",
+            "where the KV goes",
+        ),
+        "clear": ("", "writes no more"),
+        "abort": ("", "writes no more"),
+    },
+    "sglang.srt.disaggregation.utils": {
+        "get_kv_class": ("transfer_backend, class_type", "finds our backend"),
     },
     "sglang.srt.managers.scheduler_components.output_sender:SenderWrapper": {
         "send_output": ("output, recv_obj", "reports of requests that joined"),

@@ -261,7 +261,7 @@ class ResultLoop(Protocol):
     def process_batch_result(self, batch: ScheduleBatch, result: object) -> None: ...
 
 
-class RunningRows(ResultLoop, Protocol):
+class SchedulerRows(ResultLoop, Protocol):
     """The part that counts and queues requests."""
 
     chunked_req: Req | None
@@ -274,7 +274,7 @@ class RunningRows(ResultLoop, Protocol):
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None: ...
 
 
-class WaitingRequests(RunningRows, Protocol):
+class WaitingRequests(SchedulerRows, Protocol):
     """The part with SGLang's waiting queue, in addition."""
 
     waiting_queue: list[Req]

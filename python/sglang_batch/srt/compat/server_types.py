@@ -7,7 +7,7 @@ satisfy them. Their declared types differ between releases and are mostly missin
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypeAlias, TypedDict
 
 from pydantic import BaseModel
 
@@ -199,11 +199,18 @@ class SchedulerState(TypedDict):
     """The internal state of one scheduler, as in ``/server_info``.
 
     offline_batch: ours. A scheduler without our hooks has none.
+    attention_backend, decode_attention_backend, kv_cache_dtype: arguments, with what
+        SGLang chose where the user did not.
+    step_time_dict: seconds of decode steps, by the number of rows, if they are kept.
     """
 
     offline_batch: OfflineState
     memory_usage: MemoryUsage
     effective_max_running_requests_per_dp: int
+    attention_backend: NotRequired[str | None]
+    decode_attention_backend: NotRequired[str | None]
+    kv_cache_dtype: NotRequired[str]
+    step_time_dict: NotRequired[Mapping[int, list[float]]]
 
 
 class ControlChannel(Protocol):

@@ -14,11 +14,12 @@ and both checks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
 
 from sglang.srt.environ import envs
 
+from ...config import OfflineBatchConfig
 from ...errors import ConfigError
 from .server_types import ModelConfig
 
@@ -28,6 +29,8 @@ STATE_KEY: Final = "offline_batch"
 CACHE_BACKEND = "planned"
 # The name of our attention backend, which reads a shared prefix once.
 ATTENTION_BACKEND = "shared_prefix"
+# The name of our backend for KV between a prefill server and a decode server.
+TRANSFER_BACKEND = "tcp"
 # SGLang's arguments that name a backend.
 ATTENTION_ARGUMENTS = (
     "attention_backend",
@@ -35,6 +38,14 @@ ATTENTION_ARGUMENTS = (
     "decode_attention_backend",
 )
 STOCK_SCHEDULER = """--offline-batch-config '{"scheduler": "stock"}'"""
+
+
+class ResolvedArguments(Protocol):
+    """SGLang's arguments with all that SGLang sets itself."""
+
+    device: str
+    disaggregation_mode: str
+    disaggregation_decode_host_receive_threshold: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +189,6 @@ REFUSALS = (
         "which adapters may run together is decided outside the plan",
     ),
     # More than one process per replica deciding on a batch.
-    Refusal(
-        ("disaggregation_mode",),
-        _other_than("null"),
-        "prefill and decode run on different servers",
-    ),
     Refusal(("pp_size",), _above(1), "its micro-batches run in their own loop"),
     Refusal(("enable_dp_attention",), _given, _PARALLEL),
     Refusal(("attn_dp_size",), _above(1), _PARALLEL),
@@ -212,6 +218,65 @@ SET_BY_SGLANG = (
     "dllm_algorithm",
     "enable_hisparse",
 )
+
+
+def config_in_mode(config: OfflineBatchConfig, mode: object) -> OfflineBatchConfig:
+    """The settings that are in force in a server.
+
+    A decode server has SGLang's scheduler: it gets requests in the order of a plan.
+
+    Args:
+        mode: SGLang's ``--disaggregation-mode``. None is its default.
+    """
+    return replace(config, scheduler="stock") if mode == "decode" else config
+
+
+def check_disaggregation(
+    values: Mapping[str, object], config: OfflineBatchConfig
+) -> None:
+    """Refuse flags of a prefill or decode server that do not go together.
+
+    values: SGLang's arguments by field of ``ServerArgs``. A missing one has its default.
+
+    Raises:
+        ConfigError: names the flag or setting and the alternative.
+    """
+    mode = values.get("disaggregation_mode") or "null"
+    backend = values.get("disaggregation_transfer_backend")
+    if config.prefill_servers and mode != "decode":
+        raise ConfigError(
+            "prefill_servers is for the decode server, which sends them its requests; "
+            "add --disaggregation-mode decode, or drop the setting."
+        )
+    planned = mode == "prefill" and config.scheduler == "offline"
+    if planned and backend != TRANSFER_BACKEND:
+        raise ConfigError(
+            "--disaggregation-mode prefill with the offline scheduler works with "
+            f"--disaggregation-transfer-backend {TRANSFER_BACKEND} only; add it, or "
+            f"give {STOCK_SCHEDULER}."
+        )
+    if backend == TRANSFER_BACKEND and values.get("enable_pd_role_switch"):
+        raise ConfigError(
+            f"--enable-pd-role-switch does not work with "
+            f"--disaggregation-transfer-backend {TRANSFER_BACKEND}; drop one of the two."
+        )
+
+
+def check_host_receive(view: ResolvedArguments) -> None:
+    """Refuse to receive KV into SGLang's host pool where there is no accelerator.
+
+    SGLang registers that pool with CUDA. On a CPU the KV pool is host memory anyway.
+
+    Raises:
+        ConfigError: names the flag and the alternative.
+    """
+    threshold = view.disaggregation_decode_host_receive_threshold
+    if view.disaggregation_mode == "decode" and view.device == "cpu" and threshold < 1:
+        raise ConfigError(
+            f"--disaggregation-decode-host-receive-threshold {threshold:g} needs an "
+            "accelerator: on a CPU, KV is received into host memory without it; drop "
+            "the flag."
+        )
 
 
 def check_supported(

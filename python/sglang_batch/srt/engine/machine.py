@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 
 import torch
 
@@ -11,6 +12,7 @@ from ...planner.costs.cost_model import CostModel
 from ...planner.costs.hardware import HardwareSpec, hardware, match_hardware
 from ...planner.costs.model_spec import TYPICAL_MODEL, ModelSpec
 from ...planner.machine_model import EngineLimits, Machine
+from ...store.row_share_file import UNMEASURED, RowShareKey, kept_row_share
 from ..compat.server_types import (
     HfConfig,
     SchedulerState,
@@ -38,14 +40,16 @@ def machine_of(tokenizer_manager: TokenizerManager, state: SchedulerState) -> Ma
             capacity and the same attention.
     """
     ours = state[STATE_KEY]
+    spec = model_spec(tokenizer_manager.model_config.hf_config)
     cost = CostModel.of(
-        model_spec(tokenizer_manager.model_config.hf_config),
+        spec,
         device(),
         tp=tokenizer_manager.server_args.tp_size,
         attention_flops=True,
         weight_reads=True,
         shared_kv_read_once=bool(ours.get("shares_prefixes")),
         interference_exponent=NO_OVERLAP,
+        row_share=measured_row_share(row_share_key(tokenizer_manager, state, spec)),
     )
     # From the scheduler: SGLang has filled in the arguments that the user left out.
     step_tokens = int(ours["step_tokens"])
@@ -61,6 +65,41 @@ def machine_of(tokenizer_manager: TokenizerManager, state: SchedulerState) -> Ma
             as_sglang=bool(ours["mixed_chunk"]),
         ),
     )
+
+
+def row_share_key(
+    tokenizer_manager: TokenizerManager, state: SchedulerState, spec: ModelSpec
+) -> RowShareKey:
+    """What a measured row_share holds for, of this engine."""
+    model = tokenizer_manager.model_config
+    dtype = str(state.get("kv_cache_dtype") or "auto")
+    if dtype == "auto":
+        dtype = str(getattr(model, "dtype", dtype))
+    backend = state.get("decode_attention_backend") or state.get("attention_backend")
+    return RowShareKey(
+        device=device_name() or "cpu",
+        attention_backend=backend or "unknown",
+        kv_heads=spec.kv_shards,
+        head_dim=getattr(model, "head_dim", None),
+        dtype=dtype.removeprefix("torch."),
+        page_size=int(state[STATE_KEY]["page_size"]),
+        tp=tokenizer_manager.server_args.tp_size,
+    )
+
+
+def measured_row_share(key: RowShareKey) -> float:
+    """The row_share that ``sglang-batch calibrate`` kept for this engine, or 0."""
+    kept = kept_row_share(key)
+    if kept is None:
+        _say_unmeasured()
+        return 0.0
+    logger.info("row_share %.3g, measured at %s", kept.row_share, kept.measured_at)
+    return kept.row_share
+
+
+@cache  # once in a process
+def _say_unmeasured() -> None:
+    logger.info(UNMEASURED)
 
 
 def decodes_share(server_args: ServerArgs) -> bool:

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, Protocol, cast
 
 from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -72,12 +72,40 @@ class Prepared:
         return shareable_len(self.adapted)
 
 
+class PrefillPairing(Protocol):
+    """The prefill servers of a decode server."""
+
+    def start(self) -> None:
+        """Begin to watch them, in the running event loop. Later calls do nothing."""
+        ...
+
+    async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None: ...
+
+    async def set_priority(self, job_id: str, priority: int) -> None: ...
+
+    async def close_job(self, job_id: str) -> None: ...
+
+    async def execute(
+        self, rid: str, run: Callable[[], Awaitable[RequestOutput]]
+    ) -> RequestOutput:
+        """Run a request once a prefill server can compute its prompt."""
+        ...
+
+
 class SGLangEngine:
     """Serves a job's requests with SGLang's tokenizer manager, in its process.
 
     It works in the HTTP server and with ``sglang.Engine``. All calls must come from the
     event loop of the tokenizer manager.
+
+    Attributes:
+        find_pairing: the prefill servers of a tokenizer manager, if it has any. Set by
+            the plugin.
     """
+
+    find_pairing: ClassVar[Callable[[Any], PrefillPairing | None]] = staticmethod(
+        lambda _: None
+    )
 
     def __init__(
         self,
@@ -95,6 +123,7 @@ class SGLangEngine:
         self._running_query: asyncio.Future[dict[str, float]] | None = None
         # The plans of open jobs that the schedulers have.
         self._last_plans: dict[str, Sequence[JobPlan]] = {}
+        self._pairing = SGLangEngine.find_pairing(tokenizer_manager)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -133,6 +162,8 @@ class SGLangEngine:
         Raises:
             EngineError: a scheduler runs without our hooks.
         """
+        if self._pairing is not None:
+            self._pairing.start()
         states = await self._tokenizer_manager.get_internal_state()
         for rank, state in enumerate(states):
             if STATE_KEY not in state:
@@ -201,6 +232,8 @@ class SGLangEngine:
             names: ids of its requests from number ``first`` on, if these do not name
                 the job themselves.
         """
+        if self._pairing is not None:
+            await self._pairing.open_job(job_id, plans)
         if self._job_control is None:
             return
         last = self._last_plans.pop(job_id, [])
@@ -224,6 +257,8 @@ class SGLangEngine:
         return True
 
     async def set_priority(self, job_id: str, priority: int) -> None:
+        if self._pairing is not None:
+            await self._pairing.set_priority(job_id, priority)
         if self._job_control is not None:
             await self._job_control(
                 JobControl(
@@ -233,6 +268,8 @@ class SGLangEngine:
 
     async def close_job(self, job_id: str) -> None:
         self._last_plans.pop(job_id, None)
+        if self._pairing is not None:
+            await self._pairing.close_job(job_id)
         if self._job_control is not None:
             job_control.watchers(self._tokenizer_manager).pop(job_id, None)
             await self._job_control(JobControl(job_id=job_id, action=job_control.CLOSE))
@@ -305,6 +342,13 @@ class SGLangEngine:
     async def execute(
         self, prepared: Prepared, replica: int | None = None
     ) -> RequestOutput:
+        if self._pairing is None:
+            return await self._execute(prepared, replica)
+        return await self._pairing.execute(
+            prepared.rid, lambda: self._execute(prepared, replica)
+        )
+
+    async def _execute(self, prepared: Prepared, replica: int | None) -> RequestOutput:
         call = prepared.call
         fields = {"routed_dp_rank": replica} if self._num_replicas > 1 else {}
         failure: Exception | None = None

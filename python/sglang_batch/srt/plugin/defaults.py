@@ -19,7 +19,13 @@ from sglang.srt.arg_groups.overrides import (
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
 from ...errors import ConfigError, ExitStatus
-from ..compat.support import CACHE_BACKEND, SET_BY_SGLANG, check_model, check_supported
+from ..compat.support import (
+    CACHE_BACKEND,
+    SET_BY_SGLANG,
+    check_host_receive,
+    check_model,
+    check_supported,
+)
 from ..engine.cpu_memory import limit_cpu_memory
 
 if TYPE_CHECKING:
@@ -49,17 +55,29 @@ def _resolve(server_args: ServerArgs, previous: ResolutionStep) -> None:
     declare_resolution(server_args, "offline_batch", enable_cache_report=True)
     config = server_args.offline_config
     view = resolving_view(server_args)
-    # With data-parallel attention or disaggregation, an engine does work that it is not
-    # sent a message for.
-    alone = not view.enable_dp_attention and view.disaggregation_mode == "null"
-    if config.sleep_on_idle and alone:
+    # With data-parallel attention, an engine does work that it is not sent a message for.
+    if config.sleep_on_idle and not view.enable_dp_attention:
         declare_resolution(server_args, "offline_batch", sleep_on_idle=True)
     if view.gc_threshold is None:
         declare_resolution(server_args, "offline_batch", gc_threshold=GC_THRESHOLD)
+    mode = view.disaggregation_mode
+    if (
+        (mode, view.device) == ("decode", "cpu")
+        and view.disaggregation_decode_retraction_backup is None
+        and view.disaggregation_decode_host_receive_threshold == 1
+    ):
+        # SGLang would choose a pool of pinned memory, for which it needs CUDA.
+        declare_resolution(
+            server_args,
+            "offline_batch",
+            disaggregation_decode_retraction_backup="cpu_tensor",
+        )
     if config.scheduler == "offline":
         mixed = view.enable_mixed_chunk or config.mixed_chunk
         if mixed is None or config.mixed_chunk is None:
             mixed = view.enable_mixed_chunk or view.device != "cpu"
+        if mode != "null":
+            mixed = False  # there are no decodes to mix prompts with
         declare_resolution(
             server_args,
             "offline_batch",
@@ -72,25 +90,12 @@ def _check(server_args: ServerArgs, previous: ResolutionStep) -> None:
     if not getattr(server_args, "offline_batch", False):
         previous(server_args)
         return
-    if server_args.offline_config.scheduler == "offline":
-        _check_model(server_args, previous)
-    else:
-        previous(server_args)
-    limit_cpu_memory(server_args)
-
-
-def _check_model(server_args: ServerArgs, previous: ResolutionStep) -> None:
     try:
-        check_model(model_config_of(server_args), hybrid_swa_disabled=True)
-        previous(server_args)
-        resolved = resolving_view(server_args)
-        check_supported(
-            {name: getattr(resolved, name) for name in SET_BY_SGLANG}, SET_BY_SGLANG
-        )
-        check_model(
-            model_config_of(server_args),
-            hybrid_swa_disabled=resolved.disable_hybrid_swa_memory,
-        )
+        check_host_receive(resolving_view(server_args))
+        if server_args.offline_config.scheduler == "offline":
+            _check_model(server_args, previous)
+        else:
+            previous(server_args)
     except ConfigError as error:
         # A command ends with the message, without a traceback.
         if getattr(server_args, "_offline_from_cli", False):
@@ -98,3 +103,17 @@ def _check_model(server_args: ServerArgs, previous: ResolutionStep) -> None:
             atexit.register(print, f"error: {error}", file=sys.stderr)
             raise SystemExit(ExitStatus.BAD_INPUT) from error
         raise
+    limit_cpu_memory(server_args)
+
+
+def _check_model(server_args: ServerArgs, previous: ResolutionStep) -> None:
+    check_model(model_config_of(server_args), hybrid_swa_disabled=True)
+    previous(server_args)
+    resolved = resolving_view(server_args)
+    check_supported(
+        {name: getattr(resolved, name) for name in SET_BY_SGLANG}, SET_BY_SGLANG
+    )
+    check_model(
+        model_config_of(server_args),
+        hybrid_swa_disabled=resolved.disable_hybrid_swa_memory,
+    )

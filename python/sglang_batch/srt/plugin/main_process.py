@@ -9,6 +9,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from ..compat import sglang_version
 from ..compat.hook_targets import (
     ABORT_HOOK,
+    BATCH_SEND_HOOK,
     ENGINE_DEATH_HOOK,
     HTTP_HOOKS,
     LIST_HOOK,
@@ -36,10 +37,12 @@ def enter_offline_main() -> None:
     global _entered
     sglang_version.check_version()
     if not _entered:
+        from ..disaggregation import backend
         from ..engine import engine_start, pooling
         from . import defaults, server_routes
 
         defaults.register()
+        backend.register()
         pooling.register_config_hook()
         HookRegistry.register(
             SERVER_HOOK, server_routes.attach_to_server, HookType.BEFORE
@@ -69,7 +72,9 @@ def enter_tokenizer_worker() -> None:
 def _register_http_hooks() -> None:
     from ...http_api.middleware import route_labels
     from ..calls import connection, gathered_calls, list_calls
+    from ..disaggregation import pairing
     from ..engine.checks import request_checks
+    from ..engine.sglang_engine import SGLangEngine
     from . import engine_death, quiet_log
 
     quiet_log.quiet_server()
@@ -80,6 +85,9 @@ def _register_http_hooks() -> None:
     for target in REQUEST_HOOKS:
         HookRegistry.register(target, request_checks.normalize, HookType.AROUND)
     HookRegistry.register(MESSAGE_HOOK, request_checks.create_message, HookType.AROUND)
+    SGLangEngine.find_pairing = staticmethod(pairing.pairing_of)
     HookRegistry.register(LIST_HOOK, list_calls.plan_list, HookType.AROUND)
     HookRegistry.register(SEND_HOOK, gathered_calls.gather, HookType.AROUND)
+    HookRegistry.register(SEND_HOOK, pairing.pair_message, HookType.BEFORE)
+    HookRegistry.register(BATCH_SEND_HOOK, pairing.pair_messages, HookType.BEFORE)
     HookRegistry.register(ABORT_HOOK, connection.abort_unsent, HookType.BEFORE)

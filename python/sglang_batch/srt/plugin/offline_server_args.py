@@ -21,7 +21,14 @@ from sglang.srt.environ import envs
 from ...config import OfflineBatchConfig
 from ...errors import ConfigError, SGLangBatchError, refuse
 from ..compat.hook_targets import FLAG_HOOKS
-from ..compat.support import ATTENTION_ARGUMENTS, ATTENTION_BACKEND, check_supported
+from ..compat.support import (
+    ATTENTION_ARGUMENTS,
+    ATTENTION_BACKEND,
+    TRANSFER_BACKEND,
+    check_disaggregation,
+    check_supported,
+    config_in_mode,
+)
 from .scheduler_process import enter_offline_child
 
 logger = logging.getLogger(__name__)
@@ -77,11 +84,12 @@ class OfflineServerArgs(stock.ServerArgs):  # type: ignore[misc]
 
     @property
     def offline_config(self) -> OfflineBatchConfig:
-        return _parsed(self.offline_batch_config)
+        return _parsed(self.offline_batch_config, self.disaggregation_mode)
 
 
-# Read for each request of the server.
-_parsed = cache(OfflineBatchConfig.from_json)
+@cache  # read for each request of the server
+def _parsed(text: str | None, mode: object) -> OfflineBatchConfig:
+    return config_in_mode(OfflineBatchConfig.from_json(text), mode)
 
 
 def rebuild(
@@ -89,7 +97,7 @@ def rebuild(
 ) -> OfflineServerArgs:
     """Un-pickle a record, which marks this process as one of an offline server."""
     record: OfflineServerArgs = stock._rebuild_server_args(cls, fields, bookkeeping)
-    enter_offline_child(record.offline_config.scheduler)
+    enter_offline_child(record.offline_config.scheduler, record.disaggregation_mode)
     return record
 
 
@@ -99,6 +107,7 @@ def hook_flag() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     stock.add_attention_backend_choices([ATTENTION_BACKEND])
+    stock.add_disagg_transfer_backend_choices([TRANSFER_BACKEND])
     cli_args_target, record_target = FLAG_HOOKS
     HookRegistry.register(cli_args_target, add_cli_args, HookType.AFTER)
     HookRegistry.register(record_target, from_cli_args, HookType.AROUND)
@@ -152,6 +161,9 @@ def from_cli_args(
         if getattr(args, name, None) == ATTENTION_BACKEND:
             flag = f"--{name.replace('_', '-')} {ATTENTION_BACKEND}"
             refuse(f"{flag} needs --offline-batch.")
+    if getattr(args, "disaggregation_transfer_backend", None) == TRANSFER_BACKEND:
+        flag = f"--disaggregation-transfer-backend {TRANSFER_BACKEND}"
+        refuse(f"{flag} needs --offline-batch.")
     return original(cls, args)
 
 
@@ -195,7 +207,8 @@ def _activate(values: dict[str, Any]) -> None:
     from .client_keys import check_client_keys
     from .main_process import enter_offline_main
 
-    config = OfflineBatchConfig.from_json(values.get("offline_batch_config"))
+    mode = values.get("disaggregation_mode")
+    config = _parsed(values.get("offline_batch_config"), mode)
     for name in UNSUPPORTED:
         if values.get(name):
             flag = "--" + name.replace("_", "-")
@@ -211,6 +224,7 @@ def _activate(values: dict[str, Any]) -> None:
             "drop one."
         )
     check_client_keys(values, config)
+    check_disaggregation(values, config)
     if config.scheduler == "offline":
         check_supported(values)
         _cut_prompts(values)

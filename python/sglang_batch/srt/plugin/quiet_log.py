@@ -25,6 +25,8 @@ POLLED = (
     "/server_info",
     "/get_server_info",
 )
+# What decode servers call for each of their requests.
+CALLED = "/offline_batch/prefill/"
 # Downloads below the polled paths.
 DOWNLOADS = ("/content", "/results")
 
@@ -60,11 +62,12 @@ def _is_no_prefill(record: logging.LogRecord) -> bool:
 
 
 def _is_no_poll(record: logging.LogRecord) -> bool:
-    """Whether an access is no successful GET that clients repeat."""
+    """Whether an access is no successful call that clients repeat."""
     if not isinstance(record.args, tuple) or len(record.args) != 5 or _everything():
         return True
     _, method, full_path, _, status = record.args
     path = str(full_path).partition("?")[0]
     polled = path.startswith(POLLED) and not path.endswith(DOWNLOADS)
     ok = isinstance(status, int) and status < 400
-    return not (method in ("GET", "HEAD") and polled and ok)
+    often = (method in ("GET", "HEAD") and polled) or path.startswith(CALLED)
+    return not (often and ok)

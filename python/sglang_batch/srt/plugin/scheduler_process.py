@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # it imports torch
 
 # One of ``config.SCHEDULERS`` in a child process of an offline server, otherwise None.
 _offline_scheduler: str | None = None
+# SGLang's ``--disaggregation-mode`` there.
+_mode = "null"
 
 
 def offline_scheduler() -> str | None:
@@ -24,14 +26,15 @@ def offline_scheduler() -> str | None:
     return _offline_scheduler
 
 
-def enter_offline_child(scheduler: str) -> None:
+def enter_offline_child(scheduler: str, mode: str) -> None:
     """Mark this process as a child of an offline server.
 
     Args:
         scheduler: one of ``config.SCHEDULERS``.
+        mode: SGLang's ``--disaggregation-mode``.
     """
-    global _offline_scheduler
-    _offline_scheduler = scheduler
+    global _offline_scheduler, _mode
+    _offline_scheduler, _mode = scheduler, mode
 
 
 def hook_scheduler() -> None:
@@ -47,10 +50,10 @@ def hook_scheduler() -> None:
 
     from ..attention import graph_variants
     from ..compat import support
+    from ..disaggregation import backend
     from ..engine import pooling
     from ..scheduler import dead_grammars
     from ..scheduler.kv import planned_cache
-    from ..scheduler.scheduler import MarkedScheduler, OfflineScheduler
     from . import quiet_log
 
     quiet_log.quiet_scheduler()
@@ -58,8 +61,8 @@ def hook_scheduler() -> None:
     pooling.register_pooler_hook()
     planned_cache.register()
     register_attention_backend(support.ATTENTION_BACKEND)(_make_attention)
-    ours = OfflineScheduler if _offline_scheduler == "offline" else MarkedScheduler
-    HookRegistry.register(SCHEDULER_HOOK, ours, HookType.REPLACE)
+    backend.register()
+    HookRegistry.register(SCHEDULER_HOOK, _scheduler_class(), HookType.REPLACE)
     HookRegistry.register(GRAMMAR_HOOK, dead_grammars.allow_one, HookType.AFTER)
     HookRegistry.register(
         GRAPH_VARIANTS_HOOK, graph_variants.variants_for, HookType.AROUND
@@ -71,6 +74,17 @@ def hook_scheduler() -> None:
         HookRegistry.register(
             DP_CONTROLLER_HOOK, dp_controller.wait_for_messages, HookType.AROUND
         )
+
+
+def _scheduler_class() -> type:
+    from ..scheduler.scheduler import MarkedScheduler, OfflineScheduler
+
+    planned = _offline_scheduler == "offline"
+    if _mode == "null":
+        return OfflineScheduler if planned else MarkedScheduler
+    from ..disaggregation.apart_schedulers import PrefillScheduler, StockApartScheduler
+
+    return PrefillScheduler if planned else StockApartScheduler
 
 
 def _make_attention(model_runner: ModelRunner) -> AttentionBackend:

@@ -15,7 +15,6 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.multi_tokenizer_mixin import get_main_process_id
 
 from ...access.access_control import AccessControl
-from ...config import OfflineBatchConfig
 from ...errors import SGLangBatchError
 from ...http_api.all_routes import install
 from ...http_api.authorization.key_middleware import KeyMiddleware
@@ -25,6 +24,8 @@ from ...server.service import BatchService
 from ...store.batch_store import BatchStore
 from ..calls.connection import engine_of
 from ..compat.server_types import OfflineArgs
+from ..disaggregation.pairing import stop_pairing
+from ..disaggregation.prefill_routes import add_routes
 from . import engine_death
 from .client_keys import ServerKeys
 from .online_usage import count_online_usage
@@ -61,6 +62,7 @@ def attach(app: FastAPI, keys: ServerKeys | None = None) -> None:
     """
     app.add_middleware(KeyMiddleware)
     install(app)
+    add_routes(app)
     stock_lifespan = app.router.lifespan_context
 
     @asynccontextmanager
@@ -82,6 +84,7 @@ def attach(app: FastAPI, keys: ServerKeys | None = None) -> None:
             finally:
                 await service.stop()
                 service.store.close()
+                await stop_pairing(http_server.get_global_state().tokenizer_manager)
 
     app.router.lifespan_context = lifespan
 
@@ -112,7 +115,7 @@ async def _start_service() -> BatchService:
     )
     service = BatchService(
         BatchStore(directory),
-        OfflineBatchConfig.from_json(server_args.offline_batch_config),
+        server_args.offline_config,
         server_name=f"pid {get_main_process_id()}",
     )
     if server_args.tokenizer_worker_num == 1:  # else one of several makes the plans

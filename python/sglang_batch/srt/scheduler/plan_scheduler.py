@@ -171,6 +171,8 @@ class PlanScheduler:
         clock = self._kv_accounting.clock
         for job in self._jobs.each:
             job.work.did(*job.done.end_step(clock, decodes=decodes))
+            if decodes:
+                job.backlog.tick()
         if decodes:
             outlived = self._kv_accounting.count_decode_step()
             if outlived:

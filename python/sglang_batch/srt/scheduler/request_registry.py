@@ -85,7 +85,13 @@ class RequestRegistry:
         else:
             if job is not None:
                 self._retire(job)
-            job = JobState(job_id, plan, self._page_size)
+            job = JobState(
+                job_id,
+                plan,
+                self._page_size,
+                rows=self._kv_accounting.running_rows,
+                capacity=self._kv_accounting.capacity,
+            )
             self._jobs.add(job)
             self._common.opened(job)
             self._jobs.set_priority(job, 0)

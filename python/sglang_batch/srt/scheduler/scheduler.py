@@ -391,10 +391,14 @@ class OfflineScheduler(MarkedScheduler):
         for req in self.plan_scheduler.abort(
             recv_req.rid, everything=recv_req.abort_all
         ):
-            self._release_aborted_request(req)
+            self._release_waiting(req)
             reason = recv_req.finished_reason
             self.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
         super().abort_request(recv_req)
+
+    def _release_waiting(self, req: Req) -> None:
+        """Free what an aborted request holds that waits or is offloaded."""
+        self._release_aborted_request(req)
 
     def pause_generation(self, recv_req: PauseRequest) -> None:
         super().pause_generation(recv_req)

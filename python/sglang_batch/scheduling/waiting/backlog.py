@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from .scheduled_request import ScheduledRequest
+from ..scheduled_request import ScheduledRequest
 
 # Rank, position, arrival, entry and the request.
 _Entry = tuple[int, int, int, int, ScheduledRequest]
@@ -86,6 +86,19 @@ class Backlog:
         self.count -= 1
         self.tokens -= request.input_len
         request.entry = -1
+
+    def join(self, request: ScheduledRequest) -> None:
+        """A waiting request joins the running ones."""
+        self.remove(request)
+
+    def runs(self, request: ScheduledRequest) -> None:
+        """A request of the job begins to run, or goes on."""
+
+    def left(self, request: ScheduledRequest) -> None:
+        """A running request has ended, or gave its KV up."""
+
+    def tick(self) -> None:
+        """The running requests took a decode step."""
 
     def reorder(self, num_left: int, *, both_ends: bool) -> None:
         """Sort again, after the requests' positions have changed."""

@@ -1,0 +1,1 @@
+"""``sglang-batch calibrate``: what planning must know of a device, measured on it."""

@@ -1,0 +1,251 @@
+"""Admission in the simulator where the lengths of rows matter.
+
+Requests join in batches of similar KV length, which ``length_batches.batch_switch`` forms. In
+a dense engine, the KV is the rows times the longest of them, whatever the order.
+"""
+
+from __future__ import annotations
+
+from ..admission_rules.padded_forecast import add_row, peak_cells_with
+from ..compiled import jit_in_place
+from ..length_batches.batch_switch import (
+    TREE,
+    RunningRows,
+    add,
+    come_back,
+    is_of_old_batch,
+    is_parked,
+    join,
+    leave,
+    num_waiting,
+    propose,
+    remove,
+    wants_switch,
+)
+from ..requests import LEFT
+from . import prefix_cache as prefix
+from .engine_state import NONE, RowLengths, Sim
+from .event_calendar import growth, rounded_est_decode_steps
+from .longest_row import find_longest, push_row
+from .request_queue import candidate, follows, take
+from .request_stages import admit, park, reload
+from .row_notes import COMES_BACK, DECODES, LEAVES, WAITS, note
+from .step_admission import compute, fits, overtakes, whole_multiple
+
+
+@jit_in_place
+def batch_prefill(sim: Sim, lengths: RowLengths) -> tuple[int, float]:
+    """Fill the step with prompts.
+
+    Returns:
+        Tokens computed, and seconds of attention over them.
+    """
+    state = sim.state[0]
+    if sim.queue.rule > 0:
+        _let_wait(sim, lengths)
+        if wants_switch(lengths.batches, lengths.law, _running_rows(sim)):
+            _switch(sim, lengths)
+    limit = max(0, sim.engine.step_tokens - state.decoding)
+    tokens = whole_multiple(sim, limit)
+    s = sim.sides[LEFT]
+    done, attention = 0, 0.0
+    s.blocked = 0
+    while done < tokens:
+        if s.partial == NONE:
+            i = _next(sim, lengths)
+            if i == NONE:
+                break
+            if sim.engine.as_sglang and _waits_for_prefix(sim, lengths, i):
+                if s.blocked:
+                    break
+                continue
+            if sim.engine.as_sglang and overtakes(sim, i):
+                break
+            if not _has_room(sim, lengths, i):
+                if _make_way(sim, lengths, i):
+                    continue
+                s.blocked = 1
+                break
+            if _join(sim, lengths, i):
+                continue
+        some, over = compute(sim, LEFT, tokens - done)
+        done += some
+        attention += over
+        if some == 0:
+            break
+    return done, attention
+
+
+@jit_in_place
+def _running_rows(sim: Sim) -> RunningRows:
+    state = sim.state[0]
+    total = float(state.read_base + state.decoding * state.step + state.shared_read)
+    longest = max(state.longest, state.longest_joining)
+    return RunningRows(int(state.running), total, int(longest))
+
+
+# Who waits
+
+
+@jit_in_place
+def take_notes(sim: Sim, lengths: RowLengths) -> None:
+    """Do what the notes say, and find the longest row."""
+    state = sim.state[0]
+    for at in range(state.num_notes):
+        i, kind = sim.lists.notes[at] // 4, sim.lists.notes[at] % 4
+        if kind == DECODES:
+            push_row(sim, lengths.heap, i)
+        elif sim.queue.rule == 0:
+            continue
+        elif kind == WAITS:
+            _add(sim, lengths, i)
+        elif kind == LEAVES:
+            leave(lengths.batches, i)
+        else:
+            come_back(lengths.batches, i)
+    state.num_notes = 0
+    find_longest(sim, lengths.heap)
+
+
+@jit_in_place
+def _let_wait(sim: Sim, lengths: RowLengths) -> None:
+    """Have the engine know of as many of the next requests as may wait."""
+    state = sim.state[0]
+    room = sim.engine.max_waiting - num_waiting(lengths.batches)
+    while room > 0 and state.next_waiting < len(sim.queue.order):
+        _add(sim, lengths, sim.queue.order[state.next_waiting])
+        state.next_waiting += 1
+        room -= 1
+
+
+@jit_in_place
+def _add(sim: Sim, lengths: RowLengths, i: int) -> None:
+    r = sim.requests[i]
+    length = max(r.key, r.input_len + r.generated)
+    tokens = length if sim.engine.dense else r.own + r.generated
+    add(lengths.batches, i, length, tokens, r.family)
+
+
+@jit_in_place
+def _next(sim: Sim, lengths: RowLengths) -> int:
+    if sim.queue.rule == 0 or sim.sides[LEFT].num_retry > 0:
+        return candidate(sim, LEFT)
+    return propose(lengths.batches, lengths.law, _running_rows(sim))
+
+
+@jit_in_place
+def _waits_for_prefix(sim: Sim, lengths: RowLengths, i: int) -> bool:
+    """Whether a request waits until another one has computed its prefix."""
+    held_back = sim.state[0].held_back
+    if not follows(sim, LEFT, i):
+        return False
+    if sim.state[0].held_back == held_back:
+        sim.sides[LEFT].blocked = 1
+    elif sim.queue.rule > 0:
+        remove(lengths.batches, i)
+    return True
+
+
+# Rows that leave
+
+
+@jit_in_place
+def _switch(sim: Sim, lengths: RowLengths) -> None:
+    """Park the rows that leave before the next batch joins."""
+    i = sim.state[0].newest
+    while i != NONE:
+        older = sim.requests[i].older
+        if sim.requests[i].event != NONE and is_parked(lengths.batches, i):
+            park(sim, i)
+        i = older
+    take_notes(sim, lengths)
+
+
+@jit_in_place
+def _make_way(sim: Sim, lengths: RowLengths, i: int) -> bool:
+    """Park the longest row of the old batch for a request, if it is longer.
+
+    Returns:
+        Whether there was one.
+    """
+    if sim.queue.rule != TREE or not lengths.law.parks:
+        return False
+    state = sim.state[0]
+    longest, most = NONE, int(sim.requests[i].key)
+    row = state.newest
+    while row != NONE:
+        r = sim.requests[row]
+        length = r.input_len + r.generated + state.step - 1 - r.begin
+        old = r.event != NONE and is_of_old_batch(lengths.batches, row)
+        if old and length > most:
+            longest, most = row, length
+        row = r.older
+    if longest == NONE:
+        return False
+    park(sim, longest)
+    take_notes(sim, lengths)
+    return True
+
+
+# Who joins
+
+
+@jit_in_place
+def _has_room(sim: Sim, lengths: RowLengths, i: int) -> bool:
+    if not sim.engine.dense:
+        return fits(sim, i, 0)
+    state = sim.state[0]
+    if state.running >= sim.engine.max_running:
+        return False
+    if state.running == 0:
+        return True
+    _sort_rows(sim, lengths)
+    r = sim.requests[i]
+    known = r.admitted or r.offloaded
+    steps = r.est_decode_steps if known else rounded_est_decode_steps(sim, i)
+    held, remaining = growth(sim, i, r.generated, steps)
+    base = held + r.input_len - r.own - state.clock
+    cells = peak_cells_with(lengths.cells, state.clock, base, state.clock + remaining)
+    return bool(cells <= sim.engine.kv_capacity * (1.0 - state.margin))
+
+
+@jit_in_place
+def _sort_rows(sim: Sim, lengths: RowLengths) -> None:
+    """Bring the forecast of cells up to date, if requests have left or joined."""
+    state = sim.state[0]
+    seen = state.changes + (state.running << 32)
+    if state.cells_seen == seen:
+        return
+    state.cells_seen = seen
+    lengths.cells.number[0] = 0
+    i = state.newest
+    while i != NONE:
+        r = sim.requests[i]
+        held = r.base + r.input_len - r.own
+        add_row(lengths.cells, held, r.final - r.base)
+        i = r.older
+
+
+@jit_in_place
+def _join(sim: Sim, lengths: RowLengths, i: int) -> bool:
+    """Let a request join.
+
+    Returns:
+        Whether it decodes at once: the host has its KV.
+    """
+    r = sim.requests[i]
+    sim.sides[LEFT].retry_at = 0
+    is_retry = sim.sides[LEFT].num_retry > 0
+    if sim.queue.rule == 0 or is_retry:
+        take(sim, LEFT, i)
+        admit(sim, i, LEFT)
+        note(sim, i, COMES_BACK)
+        return False
+    sim.lists.waiting[sim.queue.position[i]] = 0
+    join(lengths.batches, i)
+    whole = prefix.cached_depth(sim.cache, r.node) >= sim.cache.nodes[r.node].depth
+    if r.offloaded and r.generated > 0 and whole:
+        reload(sim, i)
+        return True
+    admit(sim, i, LEFT)
+    return False

@@ -1,0 +1,155 @@
+"""Waiting requests of a job that join in batches of similar KV length.
+
+The choice is that of ``planner.length_batches.batch_switch``. It is told who waits, who runs and
+who leaves, and counts decode steps, so that all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from ...planner.length_batches import batch_switch as switch
+from ...planner.length_batches.batch_switch import (
+    LengthBatches,
+    RunningRows,
+    make_batches,
+)
+from ...planner.length_batches.length_tree import NONE
+from ...planner.length_batches.length_window import BatchLaw
+from ..scheduled_request import ScheduledRequest
+from .backlog import Backlog
+
+_FIRST_SLOTS = 256
+
+
+class LengthPlace(NamedTuple):
+    """The length by which a request joins, and its family; see ``JobPlan``."""
+
+    key: int
+    family: int
+
+
+class LengthBacklog(Backlog):
+    """Waiting requests, of which the next one depends on the lengths of running rows.
+
+    Requests that were moved ahead come before all others, and those that do not mix after
+    them.
+
+    Args:
+        rule: TREE or WINDOW.
+        place: of a waiting request.
+        rows: the running rows of all jobs.
+        law: what a step costs, and how much KV there is.
+    """
+
+    def __init__(
+        self,
+        rule: int,
+        place: Callable[[ScheduledRequest], LengthPlace],
+        rows: Callable[[], RunningRows],
+        law: BatchLaw,
+    ) -> None:
+        super().__init__(0, both_ends=False)
+        self.rule = rule
+        self._place = place
+        self._rows = rows
+        self._law = law
+        self._batches = make_batches(_FIRST_SLOTS, rule)
+        self._slot: dict[ScheduledRequest, int] = {}
+        self._at: list[ScheduledRequest | None] = []
+        self._free: list[int] = []
+        self._running: set[ScheduledRequest] = set()
+
+    @property
+    def mixed_steps(self) -> int:
+        """Decode steps with rows of more than one batch."""
+        return int(self._batches.state[0]["mixed_ticks"])
+
+    def add(self, request: ScheduledRequest) -> None:
+        super().add(request)
+        if request.mixes:
+            key, family = self._place(request)
+            slot = self._new_slot(request)
+            length = max(key, request.input_len + request.steps)
+            tokens = request.own + request.steps
+            switch.add(self._batches, slot, length, tokens, family)
+
+    def remove(self, request: ScheduledRequest) -> None:
+        super().remove(request)
+        if request in self._slot:
+            switch.remove(self._batches, self._slot[request])
+            self._free_slot(request)
+
+    def join(self, request: ScheduledRequest) -> None:
+        super().remove(request)
+        if request in self._slot:
+            switch.join(self._batches, self._slot[request])
+            self._running.add(request)
+
+    def runs(self, request: ScheduledRequest) -> None:
+        """A request runs, again if it has been on the host meanwhile."""
+        if request not in self._running:
+            switch.come_back(self._batches, self._new_slot(request))
+            self._running.add(request)
+
+    def left(self, request: ScheduledRequest) -> None:
+        """A request has ended, or gave its KV up."""
+        if request in self._running:
+            self._running.remove(request)
+            switch.leave(self._batches, self._slot[request])
+            self._free_slot(request)
+
+    def tick(self) -> None:
+        switch.tick(self._batches)
+
+    def first(self) -> ScheduledRequest | None:
+        in_order = super().first()
+        if in_order is None or in_order.ahead:
+            return in_order
+        slot = switch.propose(self._batches, self._law, self._rows())
+        if slot != NONE:
+            return self._at[slot]
+        # Those that do not mix are the only ones left, or nobody should join now.
+        return None if in_order.mixes else in_order
+
+    def reorder(self, num_left: int, *, both_ends: bool) -> None:
+        """Take the places of a new plan."""
+        super().reorder(num_left, both_ends=both_ends)
+        waiting = list(self)
+        for request in waiting:
+            self.remove(request)
+        for request in waiting:
+            self.add(request)
+
+    def _new_slot(self, request: ScheduledRequest) -> int:
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot = len(self._at)
+            self._at.append(None)
+            if slot == len(self._batches.key):
+                self._batches = _larger(self._batches)
+        self._slot[request], self._at[slot] = slot, request
+        return slot
+
+    def _free_slot(self, request: ScheduledRequest) -> None:
+        slot = self._slot.pop(request)
+        self._at[slot] = None
+        self._free.append(slot)
+
+
+def _larger(batches: LengthBatches) -> LengthBatches:
+    """The same with room for twice as many requests."""
+    size = len(batches.key)
+    new = make_batches(2 * size, 0)
+    for name in ("key", "family", "batch_of", "is_next", "ring"):
+        getattr(new, name)[:size] = getattr(batches, name)
+    for name in ("before", "after", "length", "tokens", "since"):
+        getattr(new.tree, name)[:size] = getattr(batches.tree, name)
+    for name in ("nodes", "first", "last"):
+        np.copyto(getattr(new.tree, name), getattr(batches.tree, name))
+    np.copyto(new.state, batches.state)
+    return new

@@ -1,0 +1,170 @@
+"""What a decode server sends to prefill servers over HTTP."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from dataclasses import asdict, fields
+from typing import Any
+
+import msgspec
+import numpy as np
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from ...scheduling.job_plan import JobPlan, StepCost
+
+CALL_PATH = "/offline_batch/prefill/call"
+JOBS_PATH = "/offline_batch/prefill/jobs"
+
+OPEN, PRIORITY, CLOSE, ALIVE = "open", "priority", "close", "alive"
+# Seconds after which the jobs of a decode server that says nothing are closed, and a
+# third of which it may be silent.
+SILENCE_S = 60.0
+
+# Fields of a message to the scheduler that bear on its prompt and first token, which
+# SGLang's requests have as well.
+_FIELDS = (
+    *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
+    *("return_sampling_mask", "sampling_logprobs_mode", "return_hidden_states"),
+    *("custom_logit_processor", "require_reasoning", "priority", "routing_key"),
+    *("extra_key", "cache_salt", "lora_name"),
+)
+_RENAMED = {"lora_name": "lora_path"}
+# Sampling parameters that bear on later tokens only, or that SGLang computes.
+_LATER = frozenset(
+    {
+        *("stop", "stop_strs", "stop_str_max_len", "n", "stream_interval"),
+        *("stop_regex", "stop_regex_strs", "stop_regex_max_len", "is_normalized"),
+        *("no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens"),
+    }
+)
+# Fields whose values only the decode server has.
+_NOT_SENT = {
+    "mm_inputs": "prompts with images or sound",
+    "input_embeds": "prompts that are embeddings",
+    "positional_embed_overrides": "prompts with embeddings",
+    "session_params": "sessions",
+    "session_id": "sessions",
+}
+
+
+class PrefillCall(msgspec.Struct, frozen=True):
+    """One request whose prompt a prefill server computes.
+
+    rid: the decode server's id for it, which names its job.
+    fields: the other fields of SGLang's request, by name.
+    """
+
+    rid: str
+    input_ids: list[int]
+    sampling_params: dict[str, Any]
+    bootstrap_host: str
+    bootstrap_port: int
+    bootstrap_room: int
+    fields: dict[str, Any]
+
+    @classmethod
+    def of(cls, rid: str, message: Any, address: tuple[str, int, int]) -> PrefillCall:
+        """The call for a message to the decode server's scheduler.
+
+        Args:
+            address: bootstrap host, port and room.
+
+        Raises:
+            ValueError: it cannot be sent to another server.
+        """
+        for name, what in _NOT_SENT.items():
+            if getattr(message, name, None) is not None:
+                raise ValueError(f"This server's prefill servers take no {what}.")
+        params = message.sampling_params
+        if (params.beam_width or 1) > 1:
+            raise ValueError("Beam search does not work with prefill servers.")
+        if _wants_prompt_values(message):
+            raise ValueError(
+                "Log probabilities of prompts or of chosen tokens, and hidden states, do "
+                "not work with prefill servers: SGLang does not send them with the KV."
+            )
+        changed = {
+            _RENAMED.get(name, name): value
+            for name in _FIELDS
+            if (value := getattr(message, name, None)) or name == "logprob_start_len"
+        }
+        if not message.return_sampling_mask:
+            changed.pop("sampling_logprobs_mode", None)  # refused without it
+        sampling = {
+            each.name: value
+            for each in msgspec.structs.fields(type(params))
+            if each.name not in _LATER
+            and (value := getattr(params, each.name)) != each.default
+        }
+        sampling["max_new_tokens"] = max(1, params.max_new_tokens or 1)
+        return cls(rid, list(message.input_ids), sampling, *address, changed)
+
+    def request(self) -> GenerateReqInput:
+        """SGLang's request, without an id."""
+        return GenerateReqInput(
+            input_ids=self.input_ids,
+            sampling_params=self.sampling_params,
+            bootstrap_host=self.bootstrap_host,
+            bootstrap_port=self.bootstrap_port,
+            bootstrap_room=self.bootstrap_room,
+            **self.fields,
+        )
+
+
+def _wants_prompt_values(message: Any) -> bool:
+    """Whether an answer has values that only the prefill server computes."""
+    wants_prompt = 0 <= message.logprob_start_len < len(message.input_ids)
+    return bool(
+        (message.return_logprob and (wants_prompt or message.token_ids_logprob))
+        or message.return_hidden_states
+    )
+
+
+class JobCall(msgspec.Struct, frozen=True):
+    """Opens, changes or closes a job, or only says that the decode server is there.
+
+    sender: names the process of the decode server.
+    plan: with ``open``, the job's plan, see :func:`plan_bytes`.
+    """
+
+    sender: str
+    action: str
+    job_id: str = ""
+    plan: bytes = b""
+    priority: int = 0
+
+
+def plan_bytes(plan: JobPlan) -> bytes:
+    """A plan for another machine: arrays and plain values, and no pickle, which could
+    run anything there."""
+    arrays: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for each in fields(JobPlan):
+        value = getattr(plan, each.name)
+        into = arrays if isinstance(value, np.ndarray) else values
+        into[each.name] = asdict(value) if each.name == "cost" else value
+    file = io.BytesIO()
+    np.savez_compressed(file, **arrays)
+    return msgspec.msgpack.encode((values, file.getvalue()))
+
+
+def plan_of(data: bytes) -> JobPlan:
+    """The plan of :func:`plan_bytes`.
+
+    Raises:
+        ValueError: the bytes are none.
+    """
+    try:
+        values, packed = msgspec.msgpack.decode(data, type=tuple[dict[str, Any], bytes])
+        with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
+            values |= dict(arrays)
+        return JobPlan(**values | {"cost": StepCost(**values["cost"])})
+    except (
+        msgspec.MsgspecError,
+        zipfile.BadZipFile,
+        KeyError,
+        OSError,
+        TypeError,
+    ) as error:
+        raise ValueError(f"no plan of a job: {error}") from None

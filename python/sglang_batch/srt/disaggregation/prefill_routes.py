@@ -1,0 +1,109 @@
+"""The routes of a prefill server on which decode servers send it requests and plans."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
+from sglang.srt.entrypoints import http_server
+
+from ..calls.connection import engine_of
+from ..engine.request_ids import set_rid
+from ..engine.responses import abort_reason
+from ..engine.sglang_engine import SGLangEngine
+from .prefill_calls import (
+    CALL_PATH,
+    CLOSE,
+    JOBS_PATH,
+    OPEN,
+    PRIORITY,
+    SILENCE_S,
+    JobCall,
+    PrefillCall,
+    plan_of,
+)
+
+T = TypeVar("T")
+
+router = APIRouter(include_in_schema=False)
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add the routes to the app of a prefill server."""
+    app.include_router(router)
+    app.state.decode_servers = DecodeServers()
+
+
+class DecodeServers:
+    """The jobs of each decode server, which are closed when it is silent for long."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, float] = {}
+        self._jobs: dict[str, set[str]] = {}
+
+    async def handle(self, engine: SGLangEngine, call: JobCall) -> None:
+        """Do what a call asks for.
+
+        Raises:
+            ValueError: its plan cannot be read.
+        """
+        self._heard[call.sender] = time.monotonic()
+        jobs = self._jobs.setdefault(call.sender, set())
+        if call.action == OPEN:
+            await engine.open_job(call.job_id, [plan_of(call.plan)])
+            jobs.add(call.job_id)
+        elif call.action == PRIORITY and call.job_id in jobs:
+            await engine.set_priority(call.job_id, call.priority)
+        elif call.action == CLOSE and call.job_id in jobs:
+            jobs.discard(call.job_id)
+            await engine.close_job(call.job_id)
+        await self._close_silent(engine)
+
+    async def _close_silent(self, engine: SGLangEngine) -> None:
+        for sender, heard in list(self._heard.items()):
+            if time.monotonic() - heard > SILENCE_S:
+                del self._heard[sender]
+                for job_id in self._jobs.pop(sender, ()):
+                    await engine.close_job(job_id)
+
+
+def _manager() -> Any:
+    return http_server.get_global_state().tokenizer_manager
+
+
+@router.post(JOBS_PATH)
+async def change_job(request: Request) -> Response:
+    """Open, change or close a job of a decode server."""
+    call = await _read(request, JobCall)
+    servers: DecodeServers = request.app.state.decode_servers
+    try:
+        await servers.handle(await engine_of(_manager()), call)
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from None
+    return Response()
+
+
+@router.post(CALL_PATH)
+async def compute_prompt(request: Request) -> Response:
+    """Compute a prompt, and answer once its KV has been sent."""
+    call = await _read(request, PrefillCall)
+    try:
+        obj = call.request()
+        set_rid(obj, call.rid)
+        # Ends with the connection: the decode server gave the request up.
+        answers = [each async for each in _manager().generate_request(obj, request)]
+    except (TypeError, ValueError) as error:
+        return Response(str(error), 400)
+    except HTTPException as error:
+        return Response(str(error.detail), error.status_code)
+    reason = abort_reason(answers)
+    return Response() if reason is None else Response(reason, 503)
+
+
+async def _read(request: Request, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(await request.body(), type=kind)
+    except msgspec.MsgspecError as error:
+        raise HTTPException(400, f"not a call of a decode server: {error}") from None

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from batch_runs import BatchJob, BatchRun, JobRequest, long_job, random_job
-from length_lists import LONGEST, Window, every_window, fits, rate
+from length_lists import LONGEST, every_window, fits, rate
 
 from sglang_batch.planner.length_batches.batch_switch import (
     BATCH_SHARE,
@@ -42,7 +42,9 @@ PADDED = BatchLaw(1.0, 1e-4, 0.0, True, 10_000.0, 1000, True)
 NOBODY = RunningRows(0, 0.0, 0)
 
 
-def waiting(rule: int, lengths: Sequence[int], limit: int | None = None) -> LengthBatches:
+def waiting(
+    rule: int, lengths: Sequence[int], limit: int | None = None
+) -> LengthBatches:
     batches = make_batches(len(lengths) + 200, rule, limit)
     for i, length in enumerate(lengths):
         add(batches, i, length, length, NONE)
@@ -238,6 +240,21 @@ def test_a_small_batch_is_parked_for_one_with_many_more_rows() -> None:
             assert not wants_switch(batches, LAW, NOBODY)
 
 
+def test_the_rest_of_a_candidate_batch_has_to_be_larger_too() -> None:
+    lengths = [100] * 20
+    batches = waiting(TREE, lengths)
+    rows: list[int] = []
+    fill(batches, LAW, lengths, rows)
+    for i in range(30, 70):
+        add(batches, i, 50, 50, NONE)
+    now = rows_of(rows)
+    assert propose(batches, LAW, now) == NONE
+    for i in range(30, 40):
+        remove(batches, i)
+    assert propose(batches, LAW, now) == NONE
+    assert not wants_switch(batches, LAW, now)
+
+
 def test_a_switch_that_has_become_needless_is_forgotten() -> None:
     lengths = [100] * 20 + [3000] * 5
     batches = waiting(TREE, lengths)
@@ -285,14 +302,14 @@ def test_rows_join_that_are_worth_their_padding() -> None:
 
 
 def test_a_batch_of_few_rows_is_parked_for_a_much_faster_window() -> None:
-    lengths = [1000, *[10] * 100]
+    lengths = [1000, *[10] * 100, 800]
     batches = waiting(WINDOW, lengths[:1])
     law = PADDED._replace(weight_s=0.01)
     now = rows_of([1000])
     assert propose(batches, law, NOBODY) == 0
     join(batches, 0)
-    for i in range(1, 101):
-        add(batches, i, 10, 10, NONE)
+    for i in range(1, 102):
+        add(batches, i, lengths[i], lengths[i], NONE)
     assert propose(batches, law, now) == NONE  # no row is worth 990 tokens of padding
     for _ in range(CHECK_TICKS):
         assert not wants_switch(batches, law, now)
@@ -303,8 +320,23 @@ def test_a_batch_of_few_rows_is_parked_for_a_much_faster_window() -> None:
     assert is_parked(batches, 0)
     leave(batches, 0)
     add(batches, 0, 1016, 1016, NONE)
+    # The next batch begins with this window, not with the longest row that was shorter.
     rows: list[int] = []
     assert fill(batches, law, lengths, rows) == [*range(1, 101)]
+
+
+def test_a_window_that_is_hardly_faster_is_no_reason() -> None:
+    for number, expected in [(14, False), (16, True)]:
+        law = PADDED._replace(weight_s=100.0, max_rows=number)
+        batches = waiting(WINDOW, [10] * 10)
+        rows: list[int] = []
+        fill(batches, law, [10] * 10, rows)
+        now = rows_of(rows)
+        for i in range(20, 60):
+            add(batches, i, 12, 12, NONE)
+        ticks(batches, CHECK_TICKS)
+        # Almost all of a step is for the weights: the rate is that of the rows.
+        assert wants_switch(batches, law, now) == expected
 
 
 def test_with_packed_rows_nobody_waits_for_a_better_batch() -> None:

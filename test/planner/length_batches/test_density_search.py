@@ -182,8 +182,10 @@ def test_of_equal_lengths_the_first_ones(tree: TreeOf) -> None:
 def test_the_candidate_batch_joins_as_the_search_found_it() -> None:
     """The shortest first, until all of it has joined."""
     rng = Random(2)
-    for _ in range(40):
-        sizes = [(n, n) for n in (rng.randint(1, 5000) for _ in range(150))]
+    for _ in range(60):
+        step = rng.choice([1, 1, 300])  # there are many of a length
+        lengths = [step * rng.randint(1, 5000 // step) for _ in range(150)]
+        sizes = [(length, length) for length in lengths]
         capacity = rng.choice([0.3, 0.7, 1.5]) * sum(n for n, _ in sizes)
         budget = int(BATCH_SHARE * capacity)
         expected = algorithm_1(waiting_of(sizes), budget, MIN_ROWS)
@@ -196,6 +198,7 @@ def test_the_candidate_batch_joins_as_the_search_found_it() -> None:
             total = float(sum(sizes[i][1] for i in joined))
             longest = max((sizes[i][0] for i in joined), default=0)
             i = propose(batches, law, RunningRows(len(joined), total, longest))
+            assert batches.state[0]["num_next"] == len(expected) - len(joined)
             join(batches, i)
             joined.append(i)
         assert joined == expected

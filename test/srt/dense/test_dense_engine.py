@@ -227,11 +227,11 @@ def test_requests_have_the_places_and_lengths_of_their_jobs_plan(
     plans = OpenPlans()
     plans.open("batch_j", planned(neo_engine, [2, 0], [1, 0]))
     plans.prioritize("batch_j", 4)
-    assert plans.of("batch_j-00000002") == (1, 4, 1)
-    assert plans.of("batch_j-00000000.000001") == (0, 4, 11)
-    assert plans.of("batch_j-00000001") == (1, 4, None)  # in no plan
+    assert plans.of("batch_j-00000002") == (1, 4, 1, None)
+    assert plans.of("batch_j-00000000.000001") == (0, 4, 11, None)
+    assert plans.of("batch_j-00000001") == (1, 4, None, None)  # in no plan
     plans.close("batch_j")
-    assert plans.of("batch_j-00000002") == (2, 0, None)
+    assert plans.of("batch_j-00000002") == (2, 0, None, None)
 
 
 def test_the_machine_has_the_engines_limits(neo_engine: Engine) -> None:

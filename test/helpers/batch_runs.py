@@ -358,7 +358,9 @@ def random_job(seed: int, rule: int | None = None, due: bool = False) -> BatchJo
         parks=rng.random() < 0.8,
     )
     limits = [0, 3, 20, 100] if due else [None, None, 0, 5, 30, 200]
-    return BatchJob(requests, rule or rng.choice([TREE, WINDOW]), law, rng.choice(limits))
+    return BatchJob(
+        requests, rule or rng.choice([TREE, WINDOW]), law, rng.choice(limits)
+    )
 
 
 def long_job(seed: int) -> BatchJob:

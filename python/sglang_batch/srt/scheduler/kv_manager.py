@@ -10,7 +10,7 @@ from ...scheduling.job_state import JobState
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
-from ..compat.scheduler_types import Req, SchedulerRows, ScheduleBatch
+from ..compat.scheduler_types import Req, ScheduleBatch, SchedulerRows
 from .kv.host_room import recompute_time_s
 from .kv.offloading import KvOffloader, OffloadedRequest, can_offload, drain_results
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache

@@ -207,9 +207,7 @@ def every_window(lengths: Iterable[int]) -> Iterator[Window]:
                 rows = sum(count[each] for each in between)
                 total = sum(count[each] * each for each in between)
                 for k in range(1, count[shortest] + 1):
-                    yield Window(
-                        shortest, longest, k, rows + k, total + k * shortest
-                    )
+                    yield Window(shortest, longest, k, rows + k, total + k * shortest)
 
 
 def fits(law: BatchLaw, window: Window) -> bool:

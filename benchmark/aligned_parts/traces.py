@@ -64,11 +64,8 @@ class Model:
 
 
 MODELS = (Model("Llama-2-7B", 13.5e9, 524_288), Model("Llama-3-8B", 16.06e9, 131_072))
-LAWS = {
-    "dense": {"padded": True},
-    "w = 33": {"row_share": 33.0},
-    "w = 0": {},
-}
+# By name: the law's row_share, and whether attention is padded.
+LAWS = {"dense": (0.0, True), "w = 33": (33.0, False), "w = 0": (0.0, False)}
 
 
 def measure(quick: bool) -> list[Figure]:
@@ -79,15 +76,15 @@ def measure(quick: bool) -> list[Figure]:
     for model in MODELS[:1] if quick else MODELS:
         for trace in SOURCES:
             workload = requests_of(trace, count)
-            for law, setting in LAWS.items():
-                runs = simulated(model, workload, law == "dense", setting)
+            for law, (row_share, padded) in LAWS.items():
+                runs = simulated(model, workload, row_share, padded)
                 base = runs["fcfs"].seconds
                 row = [model.name, trace, law]
                 row += [f"{base / runs[name].seconds:.2f}" for name in _COLUMNS]
                 aligned = runs["length-aligned"]
                 moved = 2 * aligned.parked * aligned.prompt_tokens / count
                 late = aligned.seconds + moved * model.kv / PCIE
-                row += [aligned.parked, f"{base / late:.2f}"]
+                row += [str(aligned.parked), f"{base / late:.2f}"]
                 rows.append(row)
                 figures += figures_of(model, trace, law, runs)
                 if law == "dense" and model is MODELS[0]:
@@ -145,17 +142,18 @@ def figures_of(
 
 
 def simulated(
-    model: Model, workload: Workload, dense: bool, law: dict[str, float]
+    model: Model, workload: Workload, row_share: float, padded: bool
 ) -> dict[str, Simulation]:
     cost = CostModel(
         token_time_s=0.0,
         kv_read_time_s=model.kv / BANDWIDTH,
         weight_read_time_s=model.weights / BANDWIDTH,
         interference_exponent=1.0,
-        **law,
+        row_share=row_share,
+        padded=padded,
     )
     capacity = int((MEMORY - model.weights) / model.kv)
-    limits = EngineLimits(capacity, step_tokens=1 << 30, dense=dense)
+    limits = EngineLimits(capacity, step_tokens=1 << 30, dense=padded)
     job = Candidates(
         workload.requests,
         Machine(cost, limits),

@@ -291,10 +291,7 @@ def stress(model: Path, *argv: str) -> Iterator[Stress]:
 
 # Jobs of random shapes ----------------------------------------------------------------
 
-POLICIES = (
-    "dfs", "dual-scan", "fcfs", "prefix-groups", "random", "lof", "length-aligned",
-    "length-tree",
-)  # fmt: skip
+POLICIES = ("dfs", "dual-scan", "fcfs", "prefix-groups", "random", "lof")
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:

@@ -107,17 +107,28 @@ class DecodeLoop:
 
         Rows leave for others that now have a higher priority, before the next step.
         """
-        waiting = [query for query in self._all_waiting() if matches(query.request.rid)]
-        for query in waiting:
-            self._queue_of(query).take(query.number)
-        for query in (*waiting, *self._running, *self._too_long):
-            if matches(query.request.rid):
-                query.request = replace(query.request, priority=priority)
-        for query in waiting:
-            self._let_wait(query)
+        self.revise(
+            lambda request: (
+                replace(request, priority=priority) if matches(request.rid) else request
+            )
+        )
+
+    def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:
+        """Change what is planned of open requests.
+
+        Args:
+            revised: of each request the same one, or one with another ``place``,
+                ``priority``, ``expected_len`` or ``by_length``.
+        """
+        for query in tuple(self._all_waiting()):
+            if (request := revised(query.request)) is not query.request:
+                self._queue_of(query).take(query.number)
+                query.request = request
+                self._let_wait(query)
+        for query in (*self._running, *self._too_long):
+            query.request = revised(query.request)
         for query in self._running:
-            if place := self._place_of(query):
-                self._admission.add(query.row(), place, runs=True)
+            self._admission.runs(query.row(), self._place_of(query))
         self._changed = True
 
     def add(self, request: DenseRequest) -> None:
@@ -231,6 +242,8 @@ class DecodeLoop:
         self._queue_of(query).add(query)
         if place := self._place_of(query):
             self._admission.add(query.row(), place)
+        else:
+            self._admission.remove(query.number)
 
     def _set_aside(self, query: Query) -> None:
         """Let a row wait that does not fit alone, or fail it if it never will."""

@@ -87,6 +87,14 @@ class DenseWorker:
         """
         self._call(lambda: self._loop.set_priority(matches, priority))
 
+    def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:
+        """Change what is planned of open requests, see :meth:`.DecodeLoop.revise`.
+
+        Args:
+            revised: called in the worker's thread.
+        """
+        self._call(lambda: self._loop.revise(revised))
+
     def running(self) -> dict[str, float]:
         """Seconds since each request that decodes has joined."""
         now = time.monotonic()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..planner.requests import Floats, Int64s
+from ..planner.simulator.simulator import Simulation
 from ..policies import ORDERS, POLICY_TABLE
 from .forecast import Forecast
 from .report import Measured, Report
@@ -61,19 +62,20 @@ def plot(report: Report, path: Path) -> None:
 
     The upper panels have a bar for each policy: its time, with the tightest bound as a
     line, and the share of prompt tokens that it finds in the cache, with the share that
-    a perfect cache would have. The lower ones show the share of the time that arithmetic
-    and memory are busy, for the chosen policy and one to compare it with.
+    a perfect cache would have. Those below show the share of the time that arithmetic
+    and memory are busy, for the chosen policy and one to compare it with. The last ones
+    show the KV length of the rows that run: their mean, and the longest.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(_STYLE):
         policies = _policies(report)
-        height = 5.2 + 0.34 * len(report.forecast.runs)
+        height = 7.6 + 0.34 * len(report.forecast.runs)
         # A figure of its own, not pyplot's: no window system, no global state.
         figure = Figure(figsize=(12, height), dpi=150, layout="constrained")
         grid = figure.add_gridspec(
-            2, 2, height_ratios=(1.2 + 0.34 * len(report.forecast.runs), 3.2)
+            3, 2, height_ratios=(1.2 + 0.34 * len(report.forecast.runs), 3.2, 2.4)
         )
         times = figure.add_subplot(grid[0, 0])
         _draw_times_of_policies(times, report)
@@ -81,12 +83,21 @@ def plot(report: Report, path: Path) -> None:
         longest = max(
             report.forecast.runs[policy].simulation.seconds for policy in policies
         )
-        columns = [grid[1, 0], grid[1, 1]] if len(policies) == 2 else [grid[1, :]]
-        below = [figure.add_subplot(place) for place in columns]
+        both = len(policies) == 2
+        columns = [slice(0, 1), slice(1, 2)] if both else [slice(0, 2)]
+        below = [figure.add_subplot(grid[1, place]) for place in columns]
         for axes, policy in zip(below, policies, strict=True):
             _draw_busy(axes, report.forecast, policy, longest)
         below[0].set_ylabel("share of the time busy")
         below[0].legend(loc="upper right", ncols=2)
+        last: list[Any] = []
+        for place, policy in zip(columns, policies, strict=True):
+            sharey = last[0] if last else None
+            axes = figure.add_subplot(grid[2, place], sharey=sharey)
+            _draw_lengths(axes, report.forecast, policy, longest)
+            last.append(axes)
+        last[0].set_ylabel("tokens of KV of a row")
+        last[0].legend(loc="lower right", ncols=2)
         tokens = report.forecast.tree.num_tokens
         figure.suptitle(
             f"{_beginning(report.job)}: {report.forecast.tree.num_requests:,} requests, "
@@ -186,11 +197,39 @@ def _draw_busy(axes: Any, forecast: Forecast, policy: str, longest: float) -> No
     axes.set_title(f"{policy}: how busy the device is")
 
 
+def _draw_lengths(axes: Any, forecast: Forecast, policy: str, longest: float) -> None:
+    """The KV length of the rows that run. What is between the two lines is uneven work."""
+    samples = forecast.runs[policy].simulation.samples
+    seconds, _, _, rows, tokens, longest_row = _binned_by_time(samples)
+    # Sums over the same steps: tokens by rows is the mean, weighted by rows. The longest
+    # row is a sum over steps, whose number a column of samples does not have.
+    steps = _binned_by_time(np.vstack([samples[0], samples[5] > 0]))[1]
+    unit = time_unit(longest)
+    edges = np.concatenate([[0.0], np.cumsum(seconds)]) / unit.seconds
+    mean = tokens / np.maximum(rows, 1)
+    per_column = _steps_per_column(forecast.runs[policy].simulation)
+    most = longest_row / np.maximum(steps * per_column, 1)
+    axes.stairs(np.maximum(mean, most), edges, color=CHOSEN, linewidth=1.6,
+                baseline=None, label="longest")  # fmt: skip
+    axes.stairs(mean, edges, color=OTHER, linewidth=1.6, baseline=None, label="mean")
+    axes.set_xlim(0, longest / unit.seconds)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set_xlabel(f"time ({unit.name})")
+    axes.set_title(f"{policy}: KV length of the rows that run")
+
+
+def _steps_per_column(simulation: Simulation) -> int:
+    """Steps that a column of the samples is the sum of."""
+    columns = simulation.samples.shape[1]
+    return int(max(1, -(-simulation.num_steps // max(1, columns))))
+
+
 def _binned_by_time(samples: Floats) -> Floats:
     """Samples summed into at most ``NUM_TIMES`` columns of about equal time."""
     samples = samples[:, samples[0] > 0]
     if samples.shape[1] == 0:
-        return np.zeros((3, 0))
+        return np.zeros((len(samples), 0))
     end = np.cumsum(samples[0])
     column = np.ceil(end / end[-1] * NUM_TIMES).astype(np.int64)
     first = np.flatnonzero(np.diff(column, prepend=-1))

@@ -88,7 +88,9 @@ class _Level:
     def add(self, row: Row, place: ByLength) -> None:
         """A row waits from now on: a new one, or one that has run."""
         number = row.number
-        if self.waiting.get(number) == row and self._place[number] == place:
+        known = self.waiting.get(number)
+        if known and (known.length, self._place[number]) == (row.length, place):
+            self.waiting[number] = row
             return
         if number not in self._slot:
             self._slot[number] = self._new_slot(number)
@@ -220,12 +222,8 @@ class LengthAdmission(Admission):
     _priority: dict[int, int] = field(default_factory=dict, init=False, repr=False)
     _ticks: int = field(default=0, init=False, repr=False)
 
-    def add(self, row: Row, place: ByLength, *, runs: bool = False) -> None:
-        """A row waits to join by its length: a new one, or one that has run.
-
-        Args:
-            runs: it runs already, and has another priority from now on.
-        """
+    def add(self, row: Row, place: ByLength) -> None:
+        """A row waits to join by its length: a new one, or one that has run."""
         if self._priority.get(row.number, row.priority) != row.priority:
             self.remove(row.number)
         level = self._levels.get(row.priority)
@@ -233,8 +231,14 @@ class LengthAdmission(Admission):
             level = self._levels[row.priority] = _Level(place.rule, self.max_ticks)
         self._priority[row.number] = row.priority
         level.add(row, place)
-        if runs:
-            level.join(row.number)
+
+    def runs(self, row: Row, place: ByLength | None) -> None:
+        """A row that runs may have another priority, or another way to join."""
+        if place is None:
+            self.remove(row.number)
+        elif self._priority.get(row.number) != row.priority:
+            self.add(row, place)
+            self._levels[row.priority].join(row.number)
 
     def remove(self, number: int) -> None:
         """A row has ended, or waits for something else. Unknown ones are ignored."""
@@ -293,12 +297,13 @@ class LengthAdmission(Admission):
             level_left = self._levels.get(priority)
             if level_left is not None and level_left.waiting:
                 break  # nobody of lower priority passes them
-        here = {row.number for row in running}
+        # A row that was chosen may have left again, or was only asked to leave.
+        new = {row.number for row in change.batch} - {row.number for row in running}
         return LengthChanges(
             change.leaving(running),
             found.joining,
             found.too_long,
-            [number for number in found.chosen if number not in here],
+            [number for number in dict.fromkeys(found.chosen) if number in new],
             found.chosen_too_long,
         )
 

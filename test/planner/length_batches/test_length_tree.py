@@ -26,6 +26,7 @@ from sglang_batch.planner.length_batches.length_tree import (
     make_tree,
     shortest_from,
     take_out,
+    take_out_first,
 )
 
 
@@ -120,10 +121,19 @@ def test_random_inserts_and_removals(kind: int, seed: int) -> None:
             kept = min(max(length, 1), MAX_LENGTH)
             waiting.append(Entry(i, kept, tokens, clock))
         elif waiting:
-            # Of a leaf, the first as often as any other.
+            # Of a leaf, the first as often as any other, or the first few of them.
             each = rng.choice([waiting[0], rng.choice(waiting)])
-            take_out(tree, each.request)
-            waiting.remove(each)
+            if rng.random() < 0.8:
+                take_out(tree, each.request)
+                waiting.remove(each)
+            else:
+                here = [other for other in waiting if other.length == each.length]
+                number = rng.randint(0, len(here))
+                take_out_first(tree, each.length, number)
+                for other in here[:number]:
+                    assert tree.length[other.request] == each.length
+                    tree.length[other.request] = 0
+                    waiting.remove(other)
         if step % 20 == 0:
             check(tree, waiting, rng)
     for each in [*waiting]:

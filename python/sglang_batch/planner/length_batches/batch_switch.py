@@ -43,6 +43,7 @@ from .length_tree import (
     make_tree,
     shortest_from,
     take_out,
+    take_out_first,
 )
 from .length_window import BatchLaw, best_window, step_s, usual_rows
 
@@ -365,17 +366,16 @@ def _form(batches: LengthBatches, chosen: LengthRange) -> None:
             left = chosen.at_shortest
         elif length == chosen.longest:
             left = chosen.at_longest
+        begin = state.num_next
         i = tree.first[length - 1]
         while i != NONE and left > 0:
-            after = tree.after[i]
-            take_out(tree, i)
-            tree.length[i] = length
             batches.is_next[i] = 1
             batches.ring[state.num_next] = i
             state.num_next += 1
             state.next_since = min(state.next_since, tree.since[i])
-            i = after
+            i = tree.after[i]
             left -= 1
+        take_out_first(tree, length, state.num_next - begin)
         length = shortest_from(tree, length + 1)
 
 

@@ -131,6 +131,23 @@ def take_out(tree: LengthTree, i: int) -> None:
 
 
 @jit_in_place
+def take_out_first(tree: LengthTree, length: int, number: int) -> None:
+    """Remove the first requests of a length, which has as many. They keep ``length``."""
+    leaf = length - 1
+    tokens = 0
+    i = tree.first[leaf]
+    for _ in range(number):
+        tokens += tree.tokens[i]
+        i = tree.after[i]
+    tree.first[leaf] = i
+    if i == NONE:
+        tree.last[leaf] = NONE
+    else:
+        tree.before[i] = NONE
+    _count(tree, leaf, -number, -tokens)
+
+
+@jit_in_place
 def longest_up_to(tree: LengthTree, length: int) -> int:
     """The longest length of a request that is at most ``length``, 0 if there is none."""
     nodes = tree.nodes

@@ -63,16 +63,18 @@ def usual_rows(law: BatchLaw, length: float) -> float:
 def best_window(tree: LengthTree, law: BatchLaw) -> tuple[LengthRange, float]:
     """The window with the highest rate, the shortest of equal ones, and that rate.
 
-    Takes time linear in the range of waiting lengths.
+    Takes time linear in the range of waiting lengths, up to the one from which on no window
+    can be better.
     """
     nodes = tree.nodes
     best = LengthRange(0, 0, 0, 0, 0, 0)
     best_rate = -1.0
-    low = shortest_from(tree, 1)
+    low = first = shortest_from(tree, 1)
     high = longest_up_to(tree, MAX_LENGTH)
     if low == 0:
         return best, best_rate
     limit = WINDOW_SHARE * law.capacity
+    most = float(law.max_rows)
     rows, total = 0, 0.0
     for longest in range(low, high + 1):
         here = nodes[LEAVES + longest - 1, COUNT]
@@ -80,9 +82,8 @@ def best_window(tree: LengthTree, law: BatchLaw) -> tuple[LengthRange, float]:
             continue
         rows += here
         total += float(here) * longest
-        most = float(law.max_rows)
-        if law.padded:
-            most = min(most, float(int(limit / longest)))
+        if law.padded and most * longest > limit:
+            most = float(int(limit / longest))
         most = max(1.0, most)
         # Drop the shortest lengths as long as none of them fits beside the others.
         while low < longest:
@@ -108,4 +109,12 @@ def best_window(tree: LengthTree, law: BatchLaw) -> tuple[LengthRange, float]:
             at_low = int(nodes[LEAVES + low - 1, COUNT] - (rows - kept))
             at_high = at_low if low == longest else here
             best = LengthRange(low, longest, at_low, at_high, int(kept), int(read))
+        # Longer windows have no more rows, and none below the lowest length of this one.
+        if law.padded and kept == most:
+            break
+        if not law.padded and low > first:
+            full_rows = max(1.0, min(most, limit / low))
+            seconds = step_s(law, full_rows, full_rows * low, float(longest))
+            if full_rows <= best_rate * seconds:
+                break
     return best, best_rate

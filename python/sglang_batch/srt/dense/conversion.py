@@ -37,6 +37,7 @@ from ...dense.row_request import (
     Stopping,
     TokenLogprobs,
 )
+from ...scheduling.length_rows import ByLength
 from ..compat.server_types import JsonObject
 
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -64,6 +65,7 @@ def dense_request(
     place: int = 0,
     priority: int = 0,
     expected_len: int | None = None,
+    by_length: ByLength | None = None,
 ) -> DenseRequest:
     """A request of SGLang, whose parameters it has checked, for the dense engine.
 
@@ -71,7 +73,8 @@ def dense_request(
         longest: most tokens that the context leaves for the answer, at least 1.
         end_ids: tokens that end an answer besides the model's own, unless it ignores
             them.
-        place, priority, expected_len: see :class:`~sglang_batch.dense.row_request`.
+        place, priority, expected_len, by_length: see
+            :class:`~sglang_batch.dense.row_request.DenseRequest`.
 
     Raises:
         ValueError: it asks for something that only SGLang's own engine can do.
@@ -93,6 +96,7 @@ def dense_request(
         place=place,
         priority=priority,
         expected_len=expected_len,
+        by_length=by_length,
     )
 
 

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-
 from ...dense.model import LoadedModel
-from ...dense.row_request import OnAnswer
+from ...dense.row_request import DenseRequest, OnAnswer
 from ...dense.settings import DenseSettings
 from ...engine import KvUse
 from ...errors import ConfigError, EngineError
 from ...planner.costs.cost_model import CostModel
 from ...planner.costs.model_spec import ModelSpec
 from ...planner.machine_model import EngineLimits, Machine
-from ...planner.requests import Floats, Int64s
+from ...planner.requests import Int32s
 from ...request import RequestOutput, line_request_id, parse_request_id
 from ...scheduling.job_plan import JobPlan
+from ...scheduling.length_rows import ByLength
 from ...scheduling.reports.running_tree import TreeNow
 from ..compat.server_types import OfflineArgs, TemplateManager
 from ..engine.machine import MIN_STEP_TOKENS, NO_OVERLAP, device
 from ..engine.sglang_engine import MIN_INFLIGHT, Prepared, SGLangEngine
-from .manager import DenseTokenizerManager, RowWorker
+from .manager import DenseTokenizerManager, PlannedPlace, RowWorker
+
+# Most requests that wait in the engine, and tokens of their prompts, which take about 36
+# bytes each. Of more requests, better batches of similar length are formed.
+_MAX_INFLIGHT = 4096
+_MAX_PROMPT_TOKENS = 1 << 23
 
 
 class Worker(RowWorker, Protocol):
@@ -51,27 +55,48 @@ class ReorderingWorker(Protocol):
         ...
 
 
+@runtime_checkable
+class RevisingWorker(Protocol):
+    """A worker whose open rows can be planned anew."""
+
+    def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:
+        """Change what is planned of open rows. Called in the worker's thread."""
+        ...
+
+
 MakeWorker = Callable[[LoadedModel, DenseSettings, OnAnswer, Any], Worker]
 """Makes a worker. The last argument is the tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A job's plan: int64 place and float64 output tokens by the request's number.
+    """A job's plan, and the leaf of each request by its number, -1 for none."""
 
-    Numbers that are in no plan have place -1.
-    """
+    plan: JobPlan
+    leaf: Int32s
 
-    place: Int64s
-    output_len: Floats
+    def of(self, number: int, priority: int) -> PlannedPlace | None:
+        """Where a request is in the plan, None if it is not."""
+        leaf = int(self.leaf[number]) if 0 <= number < len(self.leaf) else -1
+        if leaf < 0:
+            return None
+        plan = self.plan
+        by_length = None
+        if plan.length_key is not None and plan.family is not None:
+            key, family = int(plan.length_key[leaf]), int(plan.family[leaf])
+            by_length = ByLength(plan.length_rule, key, family)
+        return PlannedPlace(
+            int(plan.position[leaf]),
+            priority,
+            max(1, round(float(plan.est_decode_steps[leaf]) + 1.0)),
+            by_length,
+        )
 
-    @classmethod
-    def of(cls, plan: JobPlan) -> _Planned:
-        size = int(plan.number.max(initial=-1)) + 1
-        place, output_len = np.full(size, -1, np.int64), np.zeros(size)
-        place[plan.number] = plan.position
-        output_len[plan.number] = plan.est_decode_steps + 1.0
-        return cls(place, output_len)
+    def revised(self, job_id: str, request: DenseRequest) -> DenseRequest:
+        """An open request as it is planned now."""
+        job, number, _ = parse_request_id(request.rid)
+        found = self.of(number, request.priority) if job == job_id else None
+        return request if found is None else replace(request, **found._asdict())
 
 
 class OpenPlans:
@@ -81,8 +106,9 @@ class OpenPlans:
         self._planned: dict[str, _Planned] = {}
         self._priority: dict[str, int] = {}
 
-    def open(self, job_id: str, plan: JobPlan) -> None:
-        self._planned[job_id] = _Planned.of(plan)
+    def open(self, job_id: str, plan: JobPlan) -> _Planned:
+        found = self._planned[job_id] = _Planned(plan, plan.leaf)
+        return found
 
     def prioritize(self, job_id: str, priority: int) -> None:
         self._priority[job_id] = priority
@@ -91,19 +117,16 @@ class OpenPlans:
         self._planned.pop(job_id, None)
         self._priority.pop(job_id, None)
 
-    def of(self, rid: str) -> tuple[int, int, int | None]:
-        """The ``place``, ``priority`` and ``expected_len`` of a request.
+    def of(self, rid: str) -> PlannedPlace:
+        """Where a request is in its job's plan.
 
         One that is in no plan has its number for a place, and no expected length.
         """
         job_id, number, _ = parse_request_id(rid)
         priority = self._priority.get(job_id, 0)
         planned = self._planned.get(job_id)
-        if planned is not None and 0 <= number < len(planned.place):
-            place = int(planned.place[number])
-            if place >= 0:
-                return place, priority, max(1, round(float(planned.output_len[number])))
-        return max(0, number), priority, None
+        found = None if planned is None else planned.of(number, priority)
+        return found or PlannedPlace(max(0, number), priority)
 
 
 class DenseEngine(SGLangEngine):
@@ -132,7 +155,7 @@ class DenseEngine(SGLangEngine):
         self.templates = templates
         self._manager = manager
         self._loaded = loaded
-        self._settings = settings
+        self._settings = settings = _with_costs(loaded, settings)
         self._worker = make_worker(
             loaded, settings, manager.answered, manager.tokenizer
         )
@@ -152,7 +175,11 @@ class DenseEngine(SGLangEngine):
 
     async def connect(self) -> None:
         self._max_running_requests = self._settings.max_rows
-        self._default_max_inflight = max(MIN_INFLIGHT, 2 * self._settings.max_rows)
+        self._default_max_inflight = max(
+            MIN_INFLIGHT,
+            2 * self._settings.max_rows,
+            min(_MAX_INFLIGHT, _MAX_PROMPT_TOKENS // self._loaded.context_len),
+        )
         self._machine = dense_machine(self._loaded, self._settings)
         self._worker.start()
 
@@ -196,7 +223,10 @@ class DenseEngine(SGLangEngine):
         names: tuple[str, ...] = (),
         first: int = 0,
     ) -> None:
-        self._plans.open(job_id, plans[0])
+        planned = self._plans.open(job_id, plans[0])
+        if isinstance(self._worker, RevisingWorker):
+            # Requests that wait, too, profit from better estimates.
+            self._worker.revise(lambda request: planned.revised(job_id, request))
 
     def watch_job(self, job_id: str, on_joined: Callable[[list[int]], None]) -> bool:
         return False
@@ -221,6 +251,7 @@ def dense_machine(loaded: LoadedModel, settings: DenseSettings) -> Machine:
         attention_flops=True,
         weight_reads=True,
         interference_exponent=NO_OVERLAP,
+        padded=True,
     )
     step_tokens = settings.prefill_tokens
     return Machine(
@@ -234,6 +265,13 @@ def dense_machine(loaded: LoadedModel, settings: DenseSettings) -> Machine:
             dense=True,
         ),
     )
+
+
+def _with_costs(loaded: LoadedModel, settings: DenseSettings) -> DenseSettings:
+    """The settings with the costs of the model by which rows are put together."""
+    cost = dense_machine(loaded, settings).cost
+    step_cells = float(cost.weight_read_time_s) / float(cost.kv_read_time_s)
+    return replace(settings, step_cells=step_cells)
 
 
 def _model_spec(loaded: LoadedModel) -> ModelSpec:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
@@ -34,6 +34,7 @@ from sglang.srt.runtime_context import get_serving
 from ...dense.embedding.embedding_model import EmbeddingModel
 from ...dense.model import LoadedModel
 from ...dense.row_request import DenseAnswer, DenseRequest
+from ...scheduling.length_rows import ByLength
 from ..compat.server_types import OfflineArgs
 from .conversion import (
     dense_request,
@@ -65,11 +66,20 @@ class RowWorker(Protocol):
         ...
 
 
+class PlannedPlace(NamedTuple):
+    """Where a request is in a plan, as :class:`~sglang_batch.dense.row_request` has it."""
+
+    place: int
+    priority: int
+    expected_len: int | None = None
+    by_length: ByLength | None = None
+
+
 class Places(Protocol):
     """Where the requests of the open jobs are in their plans."""
 
-    def of(self, rid: str) -> tuple[int, int, int | None]:
-        """The ``place``, ``priority`` and ``expected_len`` of a request."""
+    def of(self, rid: str) -> PlannedPlace:
+        """Where a request is."""
         ...
 
 
@@ -235,8 +245,9 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
         return FlushCacheReqOutput(success=True)
 
     def _converted(self, message: Message) -> DenseRequest:
-        place, priority, expected_len = self._places.of(message.rid)
+        planned = self._places.of(message.rid)
         if isinstance(message, TokenizedEmbeddingReqInput):
+            place, priority = planned.place, planned.priority
             return embedding_request(message, place=place, priority=priority)
         if isinstance(self._loaded, EmbeddingModel):
             # SGLang has no check of this, and its scheduler would compute embeddings.
@@ -248,9 +259,7 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
             message,
             longest=max(1, longest),
             end_ids=self._end_ids,
-            place=place,
-            priority=priority,
-            expected_len=expected_len,
+            **planned._asdict(),
         )
 
     def _abort(self, worker: RowWorker, request: AbortReq) -> None:

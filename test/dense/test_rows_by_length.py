@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -29,16 +30,17 @@ def model() -> LoadedModel:
 def request(
     name: str, rule: int, length: int, count: int, **others: Any
 ) -> DenseRequest:
-    (ids,) = prompts(1, seed=len(name) + length, shortest=length, longest=length)
+    seed = zlib.crc32(name.encode())
+    (ids,) = prompts(1, seed=seed, shortest=length, longest=length)
     return greedy(name, ids, count, by_length=ByLength(rule, length), **others)
 
 
 def mixed(rule: int) -> list[DenseRequest]:
-    """Short and long prompts and answers."""
+    """Short and long prompts and answers, more than AlignedServe's smallest batch."""
     sizes = [(4, 30), (5, 3), (6, 20), (40, 5), (42, 25), (38, 2), (15, 9), (16, 12)]
     return [
         request(f"{turn}-{number}", rule, length, count, place=number)
-        for turn in range(2)
+        for turn in range(6)
         for number, (length, count) in enumerate(sizes)
     ]
 
@@ -88,7 +90,8 @@ class TestTokens:
         self, model: LoadedModel, rule: int
     ) -> None:
         requests = mixed(rule)
-        failing = {"join": (2, 3), "decode": (5, 9, 10, 30), "prefill": (4,)}
+        # A row that is alone would end: no call fails when few are left.
+        failing = {"join": (5,), "decode": (5, 30), "prefill": (4,)}
         rows = SlabRows(model, SETTINGS.prefill_tokens, SETTINGS.shortest_shared)
         run = Run(model, SETTINGS, rows=ShortOfMemory(rows, failing)).add(requests)
         run.finish()
@@ -184,10 +187,12 @@ class TestChanges:
         requests = mixed(rule)
         run = Run(model, SETTINGS).add(requests).steps(4)
         run.loop.limit_cells(35)
-        run.steps(150)
-        assert {rid for rid in run.answers if rid.endswith(("-0", "-1"))} == {
-            "0-0", "0-1", "1-0", "1-1",
-        }  # fmt: skip
+        for _ in range(1000):
+            if not run.loop.can_step:
+                break
+            run.steps(1)
+        fit = {each.rid for each in requests if each.rid.endswith(("-0", "-1"))}
+        assert fit <= {*run.answers} < {each.rid for each in requests}
         assert not run.loop.can_step
         assert run.loop.has_work
         run.loop.limit_cells(150)

@@ -29,7 +29,8 @@ def children() -> Any:
 
 
 def until_titled(pid: int) -> None:
-    while psutil.Process(pid).cmdline()[0] != "sglang::scheduler":
+    # A process has no command line while it becomes another one.
+    while psutil.Process(pid).cmdline()[:1] != ["sglang::scheduler"]:
         time.sleep(0.02)
 
 

@@ -213,7 +213,10 @@ class DecodeLoop:
             [query.row() for query in window],
             self._settings.host_cells - self._host_cells,
         )
+        # Prefixes are shared by neighbours in the plan's order. Of a family that joins by
+        # length the last one is chosen last, and the next one follows it.
         joining = [self._waiting.take(window[i].number) for i in changes.joining]
+        joining.sort(key=lambda query: query.order)
         joining += [self._by_length.take(number) for number in changes.chosen]
         too_long = [self._waiting.take(window[i].number) for i in changes.too_long]
         too_long += [self._by_length.take(n) for n in changes.chosen_too_long]
@@ -222,8 +225,7 @@ class DecodeLoop:
         for query in too_long:
             self._set_aside(query)
         if joining:
-            # Prefixes are shared by neighbours in the plan's order.
-            self._join(sorted(joining, key=lambda query: query.order))
+            self._join(joining)
 
     # Who waits --------------------------------------------------------------------------
 

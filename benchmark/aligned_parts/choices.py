@@ -1,7 +1,5 @@
 """Algorithm 1 on the quad-tree, against the same on plain lists: 10,000 random states.
 
-    python benchmark/aligned_parts/choices.py
-
 The lists are searched with filters of ranges, without a tree: ``test/helpers/length_lists.py``.
 The best window is compared with all windows there are, in smaller states.
 """
@@ -12,10 +10,7 @@ import sys
 from pathlib import Path
 from random import Random
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from report import Figure, print_figures
+from report import Figure
 
 from sglang_batch.planner.length_batches.density_search import density_first_search
 from sglang_batch.planner.length_batches.length_window import BatchLaw, best_window
@@ -82,14 +77,3 @@ def _slower(number: int) -> int:
         rates = [rate(law, each) for each in every_window(lengths) if fits(law, each)]
         found += abs(best - max(rates)) > 1e-9 * best
     return found
-
-
-def main() -> bool:
-    """Print each figure with its target. Whether all targets are met."""
-    figures = measure()
-    print_figures("choices", figures)
-    return all(figure.met is not False for figure in figures)
-
-
-if __name__ == "__main__":
-    sys.exit(not main())

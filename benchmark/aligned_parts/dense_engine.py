@@ -1,37 +1,26 @@
 """The dense engine: batches of similar length against other orders, ShareGPT's lengths.
 
-    python benchmark/aligned_parts/dense_engine.py
-    python benchmark/aligned_parts/dense_engine.py --trace sharegpt_lengths.csv
-
 A random Llama with 4 layers of 256 channels runs on one CPU core, in float32 and greedy.
-All orders take turns, and their answers are compared. Lengths are those of the trace, a
-csv file as ``sglang-batch simulate --lengths`` reads it, or drawn with the same moments.
-Longer prompts and answers than 2,048 tokens are cut. The seconds are processor time, with
-prefills.
+All orders take turns, and their answers are compared. Lengths are those of the file in the
+folder ``TRACES``, or drawn with the same moments. Prompts and answers longer than 2,048
+tokens are cut. The seconds are processor time, with prefills.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    # Before torch is loaded.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import numpy as np
 import torch
 from dense_parts.jobs import Task, longest_first, tasks_of
 from dense_parts.turns import differing, in_turns, of_median
 from dense_parts.ways import Clock, Done, llama, llama_copy
-from report import Figure, print_figures, print_table
+from report import Figure, print_table
 
 from sglang_batch.dense.decode_loop import DecodeLoop
 from sglang_batch.dense.model import LoadedModel, wrap
@@ -214,9 +203,7 @@ def cases(quick: bool) -> list[Case]:
     ]
 
 
-def measure(
-    quick: bool = False, repeats: int = 1, trace: Path | None = None
-) -> list[Figure]:
+def measure(quick: bool = False) -> list[Figure]:
     """The figures of this part. A quick run has few and short requests.
 
     Raises:
@@ -224,15 +211,17 @@ def measure(
     """
     torch.set_num_threads(1)
     with torch.inference_mode():
-        return _measure(quick, repeats, trace)
+        return _measure(quick)
 
 
-def _measure(quick: bool, repeats: int, trace: Path | None) -> list[Figure]:
+def _measure(quick: bool) -> list[Figure]:
     plain = llama(2, 64) if quick else llama(4, 256)
     model = wrap(llama_copy(plain))
     cost = dense_machine(model, DenseSettings()).cost
     step_cells = float(cost.weight_read_time_s / cost.kv_read_time_s)
     count, longest = (24, 60) if quick else (160, LONGEST)
+    folder = os.environ.get("TRACES")
+    trace = Path(folder) / "sharegpt_lengths.csv" if folder else None
     tasks = job(count, longest, trace)
     _compile(model)
     figures, table = [], []
@@ -244,7 +233,7 @@ def _measure(quick: bool, repeats: int, trace: Path | None) -> list[Figure]:
             )
             for policy in case.policies
         }
-        runs = in_turns(case.name, ways, repeats)
+        runs = in_turns(case.name, ways, 1)
         for policy in case.policies:
             for each in runs[policy]:
                 if differing(plain, tasks, runs["fcfs"][0], each):
@@ -275,18 +264,3 @@ def _compile(model: LoadedModel) -> None:
     tasks = tasks_of(np.random.default_rng(0), [(4, 60), (5, 3), (6, 3), (40, 30)] * 8)
     for policy in RULES:
         run(model, tasks, DenseSettings(max_rows=4), policy, estimated=False)
-
-
-def main() -> bool:
-    """Print each figure with its target. Whether all targets are met."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--trace", type=Path, metavar="CSV", help="lengths of requests")
-    parser.add_argument("--repeats", type=int, default=1, metavar="N")
-    options, _ = parser.parse_known_args()
-    figures = measure(repeats=options.repeats, trace=options.trace)
-    print_figures("dense engine", figures)
-    return all(figure.met is not False for figure in figures)
-
-
-if __name__ == "__main__":
-    sys.exit(not main())

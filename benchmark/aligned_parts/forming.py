@@ -1,7 +1,5 @@
 """Time to form a batch, and of a whole step, with 100,000 requests that wait.
 
-    python benchmark/aligned_parts/forming.py
-
 Lengths are uniform over all that the tree knows, or lognormal with a mean of about 1,100.
 The KV is that of Llama-3-8B on an H100, and ten times as much. Counted is the processor
 time of calls from Python, after some that do not count.
@@ -15,17 +13,12 @@ another one comes.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import numpy as np
-from report import Figure, print_figures
+from report import Figure
 
 from sglang_batch.planner.length_batches.batch_switch import (
     TREE,
@@ -219,14 +212,3 @@ class _Job:
             self.rows[i] = length
             end = self.now + 1 + int(self.rng.exponential(MEAN_STEPS))
             self.ends.setdefault(end, []).append(i)
-
-
-def main() -> bool:
-    """Print each figure with its target. Whether all targets are met."""
-    figures = measure()
-    print_figures("forming", figures)
-    return all(figure.met is not False for figure in figures)
-
-
-if __name__ == "__main__":
-    sys.exit(not main())

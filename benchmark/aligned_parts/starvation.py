@@ -1,7 +1,5 @@
 """1,000 random jobs with a limit: nobody waits longer than it while somebody could join.
 
-    python benchmark/aligned_parts/starvation.py
-
 Requests come over time, grow, end, are parked and aborted, in an engine of counters
 (``test/helpers/batch_runs.py``). From ``limit + 1`` ticks on a request is due. It may wait
 longer only by the steps in which it was due and the request that is next did not fit,
@@ -13,10 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from report import Figure, print_figures
+from report import Figure
 
 from sglang_batch.planner.length_batches.batch_switch import TREE, WINDOW
 
@@ -44,14 +39,3 @@ def measure(quick: bool = False) -> list[Figure]:
         Figure(f"beyond their limit, of {joined:,} that joined", late, "", ("=", 0)),
         Figure(f"overtook one that was due, of {due:,}", early, "", ("=", 0)),
     ]
-
-
-def main() -> bool:
-    """Print each figure with its target. Whether all targets are met."""
-    figures = measure()
-    print_figures("starvation", figures)
-    return all(figure.met is not False for figure in figures)
-
-
-if __name__ == "__main__":
-    sys.exit(not main())

@@ -1,7 +1,5 @@
 """Prefill and decode in two servers over loopback: equal answers, and nothing lost.
 
-    python benchmark/aligned_parts/two_processes.py
-
 A batch of 400 short lines on a prefill server and a decode server of the demo model, and
 on one server that does both. Then the prefill server, and then the decode server, is
 killed in the middle of a batch and started again.
@@ -12,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -22,11 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import soak_server
-from report import Figure, print_figures
+from report import Figure
 from soak_server import SoakServer, chat_line, running, write_lines
 
 from sglang_batch.demo_model import write_demo_model
@@ -217,14 +211,3 @@ def _killed(
 
 def _num_results(log: Path) -> int:
     return log.read_bytes().count(b"\n") if log.exists() else 0
-
-
-def main() -> bool:
-    """Print each figure with its target. Whether all targets are met."""
-    figures = measure()
-    print_figures("two processes", figures)
-    return all(figure.met is not False for figure in figures)
-
-
-if __name__ == "__main__":
-    sys.exit(not main())

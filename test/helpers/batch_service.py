@@ -119,7 +119,12 @@ def leftovers(service: BatchService) -> list[str]:
         for name in ("output", "error")
     }
     known = {row["id"] for row in files_known} | {*at_work} | being_written
-    return sorted((files | batches) - known)
+    half_written = {
+        name
+        for name in files
+        if name.endswith(".tmp") and name[1:].split(".")[0] in being_written
+    }
+    return sorted((files | batches) - known - half_written)
 
 
 def check_results(

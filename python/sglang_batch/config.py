@@ -75,6 +75,7 @@ _FITS: dict[str, tuple[_Fits, str]] = {
     "mixed_chunk": (lambda v: isinstance(v, bool), "true or false"),
     "step_log": _PATH,
     "offload_bytes": _FROM_0,
+    "prefill_ahead_tokens": _FROM_0,
     "sleep_on_idle": (lambda v: isinstance(v, bool), "true or false"),
     "max_line_attempts": _FROM_1,
     "line_timeout_s": (lambda v: _number(v) and v > 0, "a number of seconds above 0"),
@@ -199,6 +200,9 @@ class OfflineBatchConfig:
         running requests, and of prefixes of gathered calls. None is four
         times as much as the device has for KV, but at most a quarter of the free memory
         for all ranks. What finds no room is computed again.
+    prefill_ahead_tokens: most tokens of prompts that are computed before there is room for
+        their answers, with ``length-aligned`` and ``length-tree``. Their KV waits on the
+        host, in at most half of that memory. 0 is none.
     step_log: CSV file to which the offline scheduler appends a line for each step,
         for ``sglang-batch plan --steps``.
 
@@ -247,6 +251,7 @@ class OfflineBatchConfig:
     scheduler: str = "offline"
     step_log: str | None = None
     offload_bytes: int | None = None
+    prefill_ahead_tokens: int = 0
     mixed_chunk: bool | None = None
     attention: str = "auto"
     sleep_on_idle: bool = True

@@ -59,6 +59,8 @@ class EngineNow(NamedTuple):
     idle_frees: whether unpinning the job's prefixes makes room. It may not where
         another job has pinned the same prefixes.
     host_room: tokens of prefixes that the host has room for, if they make room.
+    ahead_tokens: most tokens of prompts that may be computed ahead: for requests that do not
+        fit yet, and wait on the host.
     """
 
     step_tokens: int
@@ -73,6 +75,7 @@ class EngineNow(NamedTuple):
     chunk_room: int = 1 << 62
     idle_frees: bool = True
     host_room: int = 0
+    ahead_tokens: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -106,6 +109,7 @@ class Choice:
     """The requests that join, in this order.
 
     parts: one for each of them.
+    from_host: further requests, whose KV comes from the host.
     tokens: prompt tokens in the step, including those of a prompt in progress.
     page_tokens: tokens in the pages of these prompts, which is what SGLang counts.
     room_needed: tokens of KV that they and the decodes take in this step.
@@ -114,6 +118,7 @@ class Choice:
 
     requests: list[ScheduledRequest] = field(default_factory=list)
     parts: list[PromptPart] = field(default_factory=list)
+    from_host: list[ScheduledRequest] = field(default_factory=list)
     tokens: int = 0
     page_tokens: int = 0
     room_needed: int = 0
@@ -122,6 +127,7 @@ class Choice:
     def add(self, other: Choice) -> None:
         self.requests += other.requests
         self.parts += other.parts
+        self.from_host += other.from_host
         self.tokens += other.tokens
         self.page_tokens += other.page_tokens
         self.room_needed += other.room_needed
@@ -147,6 +153,7 @@ def choose(
     else:
         filling.continue_chunk(limit)
         filling.take(LEFT, limit, 0)
+        filling.take_ahead(limit)
     choice = filling.choice
     if choice.tokens == 0 and now.decode_rows == 0:
         filling.continue_chunk(max(limit, now.page_size))
@@ -267,6 +274,25 @@ class _Filling:
                 return True
         return False
 
+    def take_ahead(self, tokens: int) -> None:
+        """Fill the step with prompts of requests that do not fit yet.
+
+        They wait on the host until they do.
+        """
+        left = self.now.ahead_tokens
+        for job in self.in_turn() if left > 0 else ():
+            while self.choice.tokens < tokens:
+                request = job.backlog.next_ahead()
+                if request is None or request.input_len > left:
+                    break
+                if job.uses.blocked_by(request.node) or self._overtakes(job, request):
+                    break
+                request.prefills_ahead = True
+                if not self._admit(job, request, LEFT, tokens, 0):
+                    request.prefills_ahead = False
+                    break
+                left -= request.input_len
+
     def _overtakes(self, job: JobState, request: ScheduledRequest) -> bool:
         """Whether a request would compute a prefix in KV that followers need earlier.
 
@@ -326,6 +352,8 @@ class _Filling:
         kept = uses.kept_depth(request.node)
         extend = max(1, request.input_len + request.steps - kept)
         some = min(extend, tokens - self.choice.tokens)
+        if request.on_host:  # all of it is loaded, and nothing computed
+            some = extend = kv_accounting.in_pages(request.own + request.steps)
         idle = uses.idle_tokens if self.now.idle_frees else 0
         room = self.now.room + idle - self.choice.room_needed
         if kv_accounting.num_running > 0:
@@ -340,16 +368,27 @@ class _Filling:
             # SGLang locks it, which leaves less to evict for the rest. As nothing runs,
             # nothing else will make room: have enough for the whole prompt.
             needed = extend
-        job.backlog.join(request)
+        if request.prefills_ahead:
+            job.backlog.join_ahead(request)
+        else:
+            job.backlog.join(request)
         request.backlog = job.backlog
         request.side = side
+        self.choice.rows += request.rows
+        if request.on_host:
+            job.done.start(request, -1, kv_accounting.usual_steps)
+            kv_accounting.admit(request)
+            if request.leaf >= 0:
+                job.start(request, request.input_len)
+            self.choice.from_host.append(request)
+            self.choice.room_needed += needed + self.now.page_size
+            return True
         job.done.start(request, kept, kv_accounting.usual_steps)
         kv_accounting.admit(request)
         if request.leaf >= 0:
             job.start(request, kept)
         self.choice.requests.append(request)
         self.choice.parts.append(PromptPart(some, kept))
-        self.choice.rows += request.rows
         self.choice.tokens += some
         self.choice.page_tokens += kv_accounting.in_pages(some)
         self.choice.room_needed += needed + self.now.page_size

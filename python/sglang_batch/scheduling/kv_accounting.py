@@ -56,6 +56,7 @@ class KvAccounting:
         num_running: running requests, including those whose prompt is being computed.
         num_complete: those of them that have all their tokens and have not left yet. The
             engine learns of an end one step late.
+        ahead_tokens: of prompts that are being computed ahead.
         margin: share of the KV that admission leaves free.
     """
 
@@ -85,6 +86,8 @@ class KvAccounting:
         # By falling length, with rows that have left, and a number to tell equals apart.
         self._longest_rows: list[tuple[int, int, ScheduledRequest]] = []
         self._num_noted = 0
+        self._num_ahead = 0
+        self.ahead_tokens = 0
 
     @property
     def requests(self) -> list[ScheduledRequest]:
@@ -104,12 +107,16 @@ class KvAccounting:
         return sum(self._growing[ticks :: self._page_size]) * self._page_size
 
     def running_rows(self) -> RunningRows:
-        """The running requests by their lengths, whose prompts are read in whole."""
-        rows = self._longest_rows
-        while rows and not (rows[0][2].running and rows[0][2].row_base == -rows[0][0]):
-            heappop(rows)
-        longest = self.clock - rows[0][0] if rows else 0
-        return RunningRows(self.num_running, float(sum(self.reads)), longest)
+        """The running requests by their lengths, whose prompts are read in whole.
+
+        Without those whose prompt is computed ahead.
+        """
+        heap = self._longest_rows
+        while heap and not (heap[0][2].running and heap[0][2].row_base == -heap[0][0]):
+            heappop(heap)
+        longest = self.clock - heap[0][0] if heap else 0
+        rows = self.num_running - self._num_ahead
+        return RunningRows(rows, float(sum(self.reads)), longest)
 
     def _note_row(self, request: ScheduledRequest) -> None:
         request.row_base = request.input_len + request.steps - self.clock
@@ -126,6 +133,8 @@ class KvAccounting:
 
     def corrected_est_decode_steps(self, request: ScheduledRequest) -> int:
         """A waiting request's estimate, corrected by how far others were off."""
+        if request.prefills_ahead:
+            return request.steps + 1
         if request.steps > 0 or request.est_decode_steps >= request.max_decode_steps:
             return min(request.est_decode_steps, request.max_decode_steps)
         factor = self._bias_of(request).factor(request)
@@ -154,8 +163,12 @@ class KvAccounting:
             request.bias = self._bias_of(request)
         request.est_decode_steps = self.corrected_est_decode_steps(request)
         self._requests[id(request)] = request
-        self._note_row(request)
-        if request.backlog is not None:
+        if request.prefills_ahead:
+            self._num_ahead += 1
+            self.ahead_tokens += request.input_len
+        else:
+            self._note_row(request)
+        if request.backlog is not None and not request.prefills_ahead:
             request.backlog.runs(request)
         self.num_running += 1
         self.kv[request.side] += self.in_pages(request.own + request.steps)
@@ -184,6 +197,8 @@ class KvAccounting:
         """A request ended or gives its KV back. Sets ``steps`` to its decode steps so far."""
         del self._requests[id(request)]
         self._leave_forecast(request)
+        if request.prefills_ahead:
+            self._no_longer_ahead(request)
         steps = request.steps_done(self.clock)
         self.num_running -= 1
         self.kv[request.side] -= self.in_pages(request.own + steps)
@@ -204,6 +219,22 @@ class KvAccounting:
             request.backlog.left(request)
         request.cached_node = -1
         request.steps = steps
+
+    def decode_after_all(self, request: ScheduledRequest) -> None:
+        """A request whose prompt was computed ahead cannot wait on the host: it goes on."""
+        self._leave_forecast(request)
+        self._no_longer_ahead(request)
+        request.est_decode_steps = self.corrected_est_decode_steps(request)
+        self._join_forecast(request)
+        self._note_row(request)
+        if request.backlog is not None:
+            request.backlog.runs(request)
+
+    def _no_longer_ahead(self, request: ScheduledRequest) -> None:
+        self._num_ahead -= 1
+        self.ahead_tokens -= request.input_len
+        request.prefills_ahead = False
+        request.est_decode_steps = request.initial_est_decode_steps
 
     def resize(self, request: ScheduledRequest, own_before: int) -> None:
         """A running request shares more or fewer of its tokens, in whole pages."""

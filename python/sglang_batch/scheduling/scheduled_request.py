@@ -49,6 +49,9 @@ class ScheduledRequest:
     work: Any = None
     waiting: bool = False
     ahead: bool = False  # joins before others: another job has its prefix in the cache
+    on_host: bool = False  # its KV is there, so that it decodes as soon as it joins
+    # Only its prompt is computed now. Then its KV goes to the host, and it waits again.
+    prefills_ahead: bool = False
     arrival: int = -1  # its number among the job's requests, by arrival
     entry: int = -1  # its key in the backlog
     # Set while it runs.

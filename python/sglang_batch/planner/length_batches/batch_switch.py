@@ -284,6 +284,44 @@ def propose(batches: LengthBatches, law: BatchLaw, now: RunningRows) -> int:
 
 
 @jit_in_place
+def upcoming(
+    batches: LengthBatches, law: BatchLaw, now: RunningRows, found: Int32s
+) -> int:
+    """Find the requests that are proposed next if no other comes or leaves: the candidate
+    batch, and those of falling length from the proposal on.
+
+    Args:
+        found: int32, filled with them.
+
+    Returns:
+        Their number.
+    """
+    state = batches.state[0]
+    tree = batches.tree
+    number = 0
+    at, left = state.next, state.num_next
+    while left > 0 and number < len(found):
+        i = batches.ring[at]
+        at += 1
+        if batches.is_next[i]:
+            found[number] = i
+            number += 1
+            left -= 1
+    first = propose(batches, law, now)
+    length = 0
+    if first != NONE and not batches.is_next[first]:
+        length = min(int(tree.length[first]), MAX_LENGTH)
+    while length > 0 and number < len(found):
+        i = tree.first[length - 1]
+        while i != NONE and number < len(found):
+            found[number] = i
+            number += 1
+            i = tree.after[i]
+        length = longest_up_to(tree, length - 1)
+    return number
+
+
+@jit_in_place
 def _first_next(batches: LengthBatches) -> int:
     """The first request of the candidate batch, which is not empty."""
     state = batches.state[0]

@@ -28,9 +28,13 @@ class Backlog:
             these nor unplanned requests.
 
     Attributes:
+        by_length: whether requests join by their length. Those whose KV is on the host
+            then wait among the others.
         count: number of waiting requests, read in every step.
         tokens: prompt tokens of them all.
     """
+
+    by_length = False
 
     def __init__(self, num_left: int, *, both_ends: bool) -> None:
         self._num_left = num_left
@@ -90,6 +94,14 @@ class Backlog:
     def join(self, request: ScheduledRequest) -> None:
         """A waiting request joins the running ones."""
         self.remove(request)
+
+    def join_ahead(self, request: ScheduledRequest) -> None:
+        """The prompt of a waiting request is computed. It waits again afterwards."""
+        self.remove(request)
+
+    def next_ahead(self) -> ScheduledRequest | None:
+        """The request whose prompt is computed next if none may join."""
+        return None
 
     def runs(self, request: ScheduledRequest) -> None:
         """A request of the job begins to run, or goes on."""

@@ -23,6 +23,8 @@ from ..scheduled_request import ScheduledRequest
 from .backlog import Backlog
 
 _FIRST_SLOTS = 256
+# Requests among which the next one to be computed ahead is looked for.
+_MOST_AHEAD = 256
 
 
 class LengthPlace(NamedTuple):
@@ -45,6 +47,8 @@ class LengthBacklog(Backlog):
         law: what a step costs, and how much KV there is.
     """
 
+    by_length = True
+
     def __init__(
         self,
         rule: int,
@@ -58,6 +62,9 @@ class LengthBacklog(Backlog):
         self._rows = rows
         self._law = law
         self._batches = make_batches(_FIRST_SLOTS, rule)
+        self._upcoming = np.zeros(_MOST_AHEAD, np.int32)
+        # By length and family, those on the host.
+        self._ready: dict[tuple[int, int], dict[ScheduledRequest, None]] = {}
         self._slot: dict[ScheduledRequest, int] = {}
         self._at: list[ScheduledRequest | None] = []
         self._free: list[int] = []
@@ -76,6 +83,8 @@ class LengthBacklog(Backlog):
             length = max(key, request.input_len + request.steps)
             tokens = request.own + request.steps
             switch.add(self._batches, slot, length, tokens, family)
+            if request.on_host:
+                self._ready.setdefault((length, family), {})[request] = None
 
     def remove(self, request: ScheduledRequest) -> None:
         super().remove(request)
@@ -83,10 +92,15 @@ class LengthBacklog(Backlog):
             switch.remove(self._batches, self._slot[request])
             self._free_slot(request)
 
+    def _push(self, request: ScheduledRequest) -> None:
+        if not request.on_host:
+            super()._push(request)
+
     def join(self, request: ScheduledRequest) -> None:
         super().remove(request)
         if request in self._slot:
             switch.join(self._batches, self._slot[request])
+            self._no_longer_ready(request, self._slot[request])
             self._running.add(request)
 
     def runs(self, request: ScheduledRequest) -> None:
@@ -107,13 +121,36 @@ class LengthBacklog(Backlog):
 
     def first(self) -> ScheduledRequest | None:
         in_order = super().first()
-        if in_order is None or in_order.ahead:
+        if in_order is not None and in_order.ahead:
             return in_order
         slot = switch.propose(self._batches, self._law, self._rows())
         if slot != NONE:
-            return self._at[slot]
+            return self._ready_alike(slot) or self._at[slot]
         # Those that do not mix are the only ones left, or nobody should join now.
-        return None if in_order.mixes else in_order
+        return None if in_order is None or in_order.mixes else in_order
+
+    def _ready_alike(self, slot: int) -> ScheduledRequest | None:
+        """A request like this one whose KV is on the host."""
+        batches = self._batches
+        alike = (int(batches.key[slot]), int(batches.family[slot]))
+        for request in self._ready.get(alike, ()):
+            if batches.is_next[self._slot[request]] == batches.is_next[slot]:
+                return request
+        return None
+
+    def next_ahead(self) -> ScheduledRequest | None:
+        """The first of those that will join whose KV is not on the host.
+
+        Of the next few by their lengths, or else of all by their position.
+        """
+        found = self._upcoming
+        number = switch.upcoming(self._batches, self._law, self._rows(), found)
+        for slot in found[:number]:
+            request: ScheduledRequest | None = self._at[slot]
+            if request is not None and not request.on_host:
+                return request
+        in_order = super().first()
+        return None if in_order is None or not in_order.mixes else in_order
 
     def reorder(self, num_left: int, *, both_ends: bool) -> None:
         """Take the places of a new plan."""
@@ -135,8 +172,16 @@ class LengthBacklog(Backlog):
         self._slot[request], self._at[slot] = slot, request
         return slot
 
+    def _no_longer_ready(self, request: ScheduledRequest, slot: int) -> None:
+        alike = (int(self._batches.key[slot]), int(self._batches.family[slot]))
+        ready = self._ready.get(alike, {})
+        ready.pop(request, None)
+        if not ready:
+            self._ready.pop(alike, None)
+
     def _free_slot(self, request: ScheduledRequest) -> None:
         slot = self._slot.pop(request)
+        self._no_longer_ready(request, slot)
         self._at[slot] = None
         self._free.append(slot)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang.srt.mem_cache.common import release_kv_cache
 
+from ...scheduling.admission import put_back
 from ...scheduling.job_state import JobState
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
@@ -36,6 +38,8 @@ class KvManager:
     Args:
         offloader: None where KV cannot be moved to the host. SGLang then retracts
             requests.
+        most_ahead: most tokens of KV of requests that wait on the host for others of
+            their length.
 
     Attributes:
         decodes_fit: whether all running requests of this step have room for their next
@@ -55,6 +59,7 @@ class KvManager:
         offloader: KvOffloader | None,
         recorder: StepRecorder,
         page_size: int,
+        most_ahead: int,
     ) -> None:
         self._scheduler = scheduler
         self._jobs = jobs
@@ -65,7 +70,11 @@ class KvManager:
         self._offloader = offloader
         self._recorder = recorder
         self._page_size = page_size
+        self._most_ahead = most_ahead
+        # Those that resume before any other request joins, and those that wait among the
+        # others of their job.
         self._offloaded: dict[str, _Offloaded] = {}
+        self._waiting: dict[str, _Offloaded] = {}
         self._just_offloaded = False
         self.num_recomputed = 0
         self.decodes_fit = False
@@ -73,7 +82,30 @@ class KvManager:
 
     @property
     def num_offloaded(self) -> int:
+        """Requests on the host, without those that wait in a backlog."""
         return len(self._offloaded)
+
+    @property
+    def num_on_host(self) -> int:
+        """All requests on the host."""
+        return len(self._offloaded) + len(self._waiting)
+
+    @property
+    def may_join(self) -> bool:
+        """Whether requests of jobs may join: none has just left or comes before them."""
+        return not self._offloaded and not self._just_offloaded
+
+    def ahead_tokens(self) -> int:
+        """Tokens of prompts that may be computed ahead: half of the pool holds them.
+
+        The other half is for requests that have to make room.
+        """
+        if self._offloader is None:
+            return 0
+        room = self._offloader.room
+        most = min(self._most_ahead, room.num_pages // 2 * self._page_size)
+        held = self._offloader.host_tokens + self._kv_accounting.ahead_tokens
+        return max(0, min(most - held, room.num_free * self._page_size))
 
     @property
     def host_bytes(self) -> int:
@@ -175,8 +207,33 @@ class KvManager:
             if request.req.rid in rows and self._offload(request):
                 out.append(request.req)
         if out:
+            self._just_offloaded = True
             running_batch.filter_batch(reqs_to_exclude=out)
             running_batch.batch_is_full = False
+
+    def take_off(
+        self, running_batch: ScheduleBatch, requests: Sequence[ScheduledRequest]
+    ) -> list[ScheduledRequest]:
+        """Move running requests to the host, where they wait among those of their job.
+
+        Returns:
+            The requests that have to go on.
+        """
+        drain_results(self._scheduler)
+        running_batch.filter_batch()
+        rows = {req.rid for req in running_batch.reqs}
+        out, stay = [], []
+        for request in requests:
+            if not request.running:
+                continue
+            if request.req.rid in rows and self._offload(request):
+                out.append(request.req)
+            else:
+                stay.append(request)
+        if out:
+            running_batch.filter_batch(reqs_to_exclude=out)
+            running_batch.batch_is_full = False
+        return stay
 
     def _offload(self, request: ScheduledRequest) -> bool:
         """Move a running request of a job to the host; False if that is impossible."""
@@ -184,7 +241,8 @@ class KvManager:
         if known is None or known[0] is None or self._offloader is None:
             return False
         job, req = known[0], request.req
-        if not request.takes_steps(self._kv_accounting.clock) or not can_offload(req):
+        takes_steps = request.takes_steps(self._kv_accounting.clock)
+        if not (takes_steps or request.prefills_ahead) or not can_offload(req):
             return False
         self._kv_accounting.remove(request)
         request.steps = len(req.output_ids) - 1
@@ -204,9 +262,14 @@ class KvManager:
             self.num_recomputed += 1
             return True
         kv = self._offloader.offload(req, shared, self._recompute_time_s(job, request))
-        self._offloaded[req.rid] = _Offloaded(job, request, kv)
+        one = _Offloaded(job, request, kv)
+        if job.backlog.by_length:
+            self._waiting[req.rid] = one
+            request.on_host = True
+            job.backlog.add(request)
+        else:
+            self._offloaded[req.rid] = one
         self._recorder.offloaded += 1
-        self._just_offloaded = True
         return True
 
     def _make_host_room(
@@ -299,36 +362,84 @@ class KvManager:
         locked = self._jobs.locked_tokens + job.uses.newly_locked(request.node)
         if not self._kv_accounting.fits(request, locked, 0):
             return None
+        back = self._load(offloader, one, need)
+        if back is None:
+            return None
+        job.done.start(request, -1, self._kv_accounting.usual_steps)
+        self._kv_accounting.admit(request)
+        if request.leaf >= 0:
+            job.uses.start(request, request.input_len)
+        self._runs_again(one)
+        return back
+
+    def _load(
+        self, offloader: KvOffloader, one: _Offloaded, need: int
+    ) -> ScheduleBatch | None:
         reserve = self._kv_accounting.growth + self._page_size
         self._pinned.unpin_until_free(need + reserve)
         back = offloader.resume([one.kv], reserve)
-        if back is None:
-            return None
-        self.note_allocation()
-        job.done.start(request, -1, self._kv_accounting.usual_steps)
-        self._kv_accounting.admit(request)
-        self._kv_accounting.begin_decoding(request)
-        if request.leaf >= 0:
-            job.uses.start(request, request.input_len)
-            self._pinned.unpin_spent(job, request)
-        self._recorder.resumed += 1
+        if back is not None:
+            self.note_allocation()
         return back
+
+    def _runs_again(self, one: _Offloaded) -> None:
+        self._kv_accounting.begin_decoding(one.request)
+        if one.request.leaf >= 0:
+            self._pinned.unpin_spent(one.job, one.request)
+        self._recorder.resumed += 1
+
+    def join(
+        self, running_batch: ScheduleBatch, requests: Sequence[ScheduledRequest]
+    ) -> ScheduleBatch:
+        """Have requests that were chosen from the host run.
+
+        One that does not fit after all waits again, and with it the others. One whose
+        prefix was evicted is computed again.
+
+        Returns:
+            The running batch with them, which is a new one if nothing ran.
+        """
+        full = False
+        for request in requests:
+            one, offloader = self._waiting[request.req.rid], self._offloader
+            assert offloader is not None
+            need = None if full else offloader.tokens_to_resume(one.kv)
+            back = None if need is None else self._load(offloader, one, need)
+            if back is None:
+                put_back(one.job, self._kv_accounting, request)
+                if need is None and not full:
+                    self._recompute(offloader, request.req.rid)
+                full = full or need is not None
+                continue
+            del self._waiting[request.req.rid]
+            request.on_host = False
+            self._runs_again(one)
+            if running_batch.is_empty():
+                running_batch = back
+            else:
+                running_batch.merge_batch(back)
+        return running_batch
 
     def recompute_all(self) -> None:
         """Discard all KV on the host. The requests are prefilled again."""
         if self._pinned.host is not None:
             self._pinned.host.drop_all()
-        for rid in list(self._offloaded):
+        for rid in [*self._offloaded, *self._waiting]:
             assert self._offloader is not None
             self._recompute(self._offloader, rid)
 
     def _recompute(self, offloader: KvOffloader, rid: str) -> None:
-        self._requeue(offloader.give_up(self._offloaded.pop(rid).kv))
+        one = self._offloaded.pop(rid, None)
+        if one is None:
+            one = self._waiting.pop(rid)
+            one.job.take(one.request)
+            one.request.on_host = False
+        self._requeue(offloader.give_up(one.kv))
 
-    def drop(self, request: ScheduledRequest) -> bool:
-        """Forget an offloaded request; False if it was not offloaded."""
-        one = self._offloaded.pop(request.req.rid, None)
-        if one is None or self._offloader is None:
-            return False
-        self._offloader.drop(one.kv)
-        return True
+    def drop(self, request: ScheduledRequest) -> None:
+        """Forget the KV of a request on the host, if it is there."""
+        rid = request.req.rid
+        one = self._offloaded.pop(rid, None) or self._waiting.pop(rid, None)
+        if one is not None and self._offloader is not None:
+            request.on_host = False
+            self._offloader.drop(one.kv)

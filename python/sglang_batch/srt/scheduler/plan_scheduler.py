@@ -112,6 +112,7 @@ class PlanScheduler:
         self._step_tokens = step_tokens
         self._page_size = page_size
         self._starting: list[ScheduledRequest] = []
+        self._computed_ahead: list[ScheduledRequest] = []
 
     def abort(self, rid: str, *, everything: bool) -> list[Req]:
         """Remove requests that wait or are offloaded, and return them to be answered.
@@ -122,8 +123,8 @@ class PlanScheduler:
         """
         taken = []
         for job, request in self._registry.not_running(rid, everything=everything):
-            if not self._kv_manager.drop(request):
-                job.take(request)
+            self._kv_manager.drop(request)
+            job.take(request)
             self._registry.skip(job, request)
             taken.append(request.req)
         return taken
@@ -133,7 +134,11 @@ class PlanScheduler:
     def begin_step(self) -> None:
         """Requests whose prompt the last step completed decode from now on."""
         for request in self._starting:
-            if request.running and not request.decoding:
+            if not request.running or request.decoding:
+                continue
+            if request.prefills_ahead:
+                self._computed_ahead.append(request)
+            else:
                 self._kv_accounting.begin_decoding(request)
         self._starting.clear()
         self._kv_manager.decodes_fit = False
@@ -147,10 +152,13 @@ class PlanScheduler:
             build: SGLang's ``get_new_batch_prefill``.
         """
         self._prefixes.show_computed(self._scheduler.chunked_req)
+        self._let_wait_on_host(running_batch)
         self._kv_manager.make_room_for_decodes(running_batch)
         running_batch = self._kv_manager.resume(running_batch)
         step = self._choose(running_batch)
-        if step is None:
+        if step is not None and step.choice.from_host:
+            running_batch = self._kv_manager.join(running_batch, step.choice.from_host)
+        if step is None or step.is_empty:
             plan: PrefillPlan = NextBatchPlan(
                 batch_to_run=None, running_batch=running_batch
             )
@@ -159,6 +167,15 @@ class PlanScheduler:
             self._confirm(step, plan.batch_to_run)
         self._prefixes.step_built()
         return plan
+
+    def _let_wait_on_host(self, running_batch: ScheduleBatch) -> None:
+        """Move requests whose prompt was computed ahead to the host."""
+        if not self._computed_ahead:
+            return
+        for request in self._kv_manager.take_off(running_batch, self._computed_ahead):
+            self._kv_accounting.decode_after_all(request)
+            self._kv_accounting.begin_decoding(request)
+        self._computed_ahead.clear()
 
     def end_step(self, batch: ScheduleBatch | None) -> None:
         """Record the batch of this step. None if there is nothing to run."""
@@ -203,7 +220,7 @@ class PlanScheduler:
         scheduler = self._scheduler
         grammars = scheduler.grammar_manager.has_waiting_grammars()
         step = _Step(choice, online, waiting, scheduler.chunked_req, grammars)
-        return None if step.is_empty else step
+        return None if step.is_empty and not choice.from_host else step
 
     def _nobody_can_join(self, running_batch: ScheduleBatch) -> bool:
         """Whether this is certain at once, as in most steps of a full engine."""
@@ -242,9 +259,9 @@ class PlanScheduler:
             room_needed=self._cache.free_or_evictable() - now.room,
         )
         joined = Choice()
-        offloaded = self._kv_manager.num_offloaded
+        may_join = self._kv_manager.may_join
         for jobs in self._jobs.by_priority():
-            if offloaded:  # they resume before any new request joins
+            if not may_join:  # those on the host resume before any new request joins
                 break
             own = sum(job.uses.locked_tokens for job in jobs)
             now = now._replace(locked_elsewhere=self._jobs.locked_tokens - own)
@@ -263,7 +280,7 @@ class PlanScheduler:
                 break
             now = now.after(choice)
         total.add(joined)
-        if offloaded and now.chunk_left:
+        if not may_join and now.chunk_left:
             some = min(now.chunk_left, now.prompt_tokens)
             some = some or (0 if now.decode_rows else self._page_size)
             some = min(some, now.chunk_room)
@@ -329,6 +346,7 @@ class PlanScheduler:
             idle_frees=len(self._jobs) == 1,
             host_room=self._pinned.host_room,
             chunk_room=self._chunk_room(left, taken, mixed=mixed),
+            ahead_tokens=self._kv_manager.ahead_tokens(),
         )
 
     def _chunk_room(self, left: int, taken: int, *, mixed: bool) -> int:

@@ -219,6 +219,7 @@ class OfflineScheduler(MarkedScheduler):
             offloader=offloader,
             recorder=self.recorder,
             page_size=page_size,
+            most_ahead=self.server_args.offline_config.prefill_ahead_tokens,
         )
         online = OnlineQueue(
             self,
@@ -270,7 +271,7 @@ class OfflineScheduler(MarkedScheduler):
         state = super()._offline_state() | {
             "jobs": len(self.jobs),
             "waiting": self._num_waiting,
-            "offloaded_now": self.kv_manager.num_offloaded,
+            "offloaded_now": self.kv_manager.num_on_host,
             **self.kv_manager.host_state,
             "kv_use": dataclasses.asdict(_kv_use(self.kv_accounting, self.jobs)),
             "shares_prefixes": bool(self.sharing.backends),
@@ -384,7 +385,7 @@ class OfflineScheduler(MarkedScheduler):
     ) -> bool:
         idle = super().is_fully_idle(for_health_check, ignore_waiting)
         if ignore_waiting:
-            return bool(idle and not self.kv_manager.num_offloaded)
+            return bool(idle and not self.kv_manager.num_on_host)
         return bool(idle and not self._num_waiting)
 
     def abort_request(self, recv_req: AbortRequest) -> None:

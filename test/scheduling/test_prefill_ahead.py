@@ -1,0 +1,118 @@
+"""Prompts that are computed before there is room for their answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scheduling_jobs import arrive_all, plan_of
+
+from sglang_batch.planner.length_batches.batch_switch import TREE, WINDOW
+from sglang_batch.scheduling.admission import EngineNow, choose, put_back
+from sglang_batch.scheduling.job_state import JobState
+from sglang_batch.scheduling.kv_accounting import KvAccounting
+from sglang_batch.scheduling.open_jobs import ScanPace
+from sglang_batch.scheduling.scheduled_request import ScheduledRequest
+
+CAPACITY, PROMPT, STEPS = 1000, 20, 100
+
+
+def a_job(rule: int, num_requests: int = 40) -> tuple[JobState, KvAccounting]:
+    """A job of whose requests eight fit by the forecast."""
+    prompts = [tuple(range(100 * i, 100 * i + PROMPT)) for i in range(num_requests)]
+    plan = plan_of(prompts, est_decode_steps=STEPS)
+    if rule:
+        key = np.full(num_requests, PROMPT, np.int32)
+        family = np.full(num_requests, -1, np.int32)
+        plan = replace(plan, length_rule=rule, length_key=key, family=family)
+    kv_accounting = KvAccounting(CAPACITY)
+    kv_accounting.extend_forecast(4 * STEPS)
+    job = JobState("job", plan, 1, rows=kv_accounting.running_rows, capacity=CAPACITY)
+    arrive_all(job)
+    return job, kv_accounting
+
+
+def the_engine(kv_accounting: KvAccounting, ahead_tokens: int) -> EngineNow:
+    return EngineNow(
+        step_tokens=512,
+        decode_rows=sum(kv_accounting.decoding),
+        chunk=None,
+        chunk_left=0,
+        rows=100,
+        room=CAPACITY - sum(kv_accounting.kv),
+        page_size=1,
+        ahead_tokens=ahead_tokens,
+    )
+
+
+def take(
+    rule: int, ahead_tokens: int
+) -> tuple[JobState, KvAccounting, list[ScheduledRequest]]:
+    job, kv_accounting = a_job(rule)
+    now = the_engine(kv_accounting, ahead_tokens)
+    choice = choose([job], kv_accounting, now, ScanPace())
+    return job, kv_accounting, choice.requests
+
+
+@pytest.mark.parametrize("rule", [TREE, WINDOW])
+def test_prompts_are_computed_ahead_up_to_the_limit(rule: int) -> None:
+    _, kv_accounting, alone = take(rule, 0)
+    assert 0 < len(alone) < 12
+    assert not any(request.prefills_ahead for request in alone)
+    _, kv_accounting, taken = take(rule, 7 * PROMPT + 3)
+    assert [request.prefills_ahead for request in taken] == [
+        *(False for _ in alone),
+        *(True for _ in range(7)),
+    ]
+    assert kv_accounting.ahead_tokens == 7 * PROMPT
+    # They are no part of the batch.
+    assert kv_accounting.running_rows().rows == len(alone)
+
+
+def test_orders_that_are_followed_compute_none_ahead() -> None:
+    assert len(take(0, 1000)[2]) == len(take(0, 0)[2])
+
+
+@pytest.mark.parametrize("rule", [TREE, WINDOW])
+def test_they_wait_on_the_host_and_join_from_there(rule: int) -> None:
+    job, kv_accounting, taken = take(rule, 7 * PROMPT)
+    running = [request for request in taken if not request.prefills_ahead]
+    ahead = taken[len(running) :]
+    for request in running:
+        kv_accounting.begin_decoding(request)
+    for request in ahead:  # as the manager of the KV does
+        kv_accounting.remove(request)
+        job.leave(request, offloaded=True)
+        request.on_host = True
+        job.backlog.add(request)
+    assert kv_accounting.ahead_tokens == 0
+    assert {request.est_decode_steps for request in ahead} == {STEPS}
+    # Others are computed ahead of those whose KV is there.
+    beyond = job.backlog.next_ahead()
+    assert beyond is not None
+    assert not beyond.on_host
+    for request in running:
+        kv_accounting.remove(request)
+        job.leave(request, offloaded=False)
+    now = the_engine(kv_accounting, 0)
+    choice = choose([job], kv_accounting, now, ScanPace())
+    assert choice.from_host
+    assert set(choice.from_host) <= set(ahead)
+    assert len(choice.from_host) + len(choice.requests) == len(running)
+    assert choice.tokens == PROMPT * len(choice.requests)
+
+
+def test_one_that_cannot_wait_goes_on() -> None:
+    job, kv_accounting, taken = take(TREE, 2 * PROMPT)
+    request = taken[-1]
+    assert request.prefills_ahead
+    rows = kv_accounting.running_rows().rows
+    kv_accounting.decode_after_all(request)
+    kv_accounting.begin_decoding(request)
+    assert request.est_decode_steps == STEPS
+    assert kv_accounting.running_rows().rows == rows + 1
+    assert kv_accounting.ahead_tokens == PROMPT
+    put_back(job, kv_accounting, taken[-2])
+    assert kv_accounting.ahead_tokens == 0
+    assert not taken[-2].prefills_ahead

@@ -135,10 +135,11 @@ def test_a_full_host_pool_means_requests_that_are_computed_again(
 
 
 def test_a_resumed_request_is_one_copy(demo_model: Path) -> None:
-    """A few are two, where the free pages were in pieces."""
-    for name in SETTINGS:
+    """Of a few it is two, and of more where the pool is full: free pages in pieces."""
+    for name, settings in SETTINGS.items():
         counts = run(demo_model, name)["counts"]
-        assert counts["resumed"] * 0.9 <= counts["loads"] <= counts["resumed"] * 1.2
+        most = 2.0 if "pool_bytes" in settings else 1.2
+        assert counts["resumed"] * 0.9 <= counts["loads"] <= counts["resumed"] * most
 
 
 def test_results_are_drained_only_in_the_overlap_loop(demo_model: Path) -> None:

@@ -2,8 +2,8 @@
 
 A random Llama with 4 layers of 256 channels runs on one CPU core, in float32 and greedy.
 All orders take turns, and their answers are compared. Lengths are those of the file in the
-folder ``TRACES``, or drawn with the same moments. Prompts and answers longer than 2,048
-tokens are cut. The seconds are processor time, with prefills.
+folder ``TRACES``, or drawn with the same moments, and halved. Prompts and answers are cut to
+1,024 tokens. The seconds are processor time, with prefills.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from sglang_batch.dense.prefill import Prefilled
 from sglang_batch.dense.row_request import DenseAnswer, DenseRequest, Stopping
 from sglang_batch.dense.rows import SlabRows
 from sglang_batch.dense.settings import DenseSettings
-from sglang_batch.planner.length_batches.batch_switch import TREE, WINDOW
+from sglang_batch.planner.length_batches.batch_switch import GROUPS, TREE
 from sglang_batch.scheduling.length_rows import ByLength
 from sglang_batch.srt.dense.dense_engine import dense_machine
 from sglang_batch.workloads.sources import SHAREGPT, lognormal_lengths
 from sglang_batch.workloads.traces import read_trace
 
-LONGEST = 2048
-# KV of four rows of the longest prompt: memory limits the batch, not the number of rows.
-MAX_CELLS, MAX_ROWS = 4 * LONGEST, 128
+# Lengths are halved for a job of a minute.
+SCALE, LONGEST = 0.5, 1024
+# KV of eight rows of the longest prompt: memory limits the batch, not the number of rows.
+# With KV of four, the longest answers run nearly alone in any order.
+MAX_CELLS, SHORT_CELLS, MAX_ROWS = 8 * LONGEST, 4 * LONGEST, 128
 LEAST = 1.5
-RULES = {"length-aligned": WINDOW, "length-tree": TREE}
+RULES = {"length-aligned": GROUPS, "length-tree": TREE}
 # Prompts have tokens from 3 on.
 ENDING = 0
 
@@ -177,28 +179,36 @@ def job(count: int, longest: int, trace: Path | None) -> list[Task]:
         )
         means = SHAREGPT.input_mean, SHAREGPT.output_mean
         prompts, outputs = (
-            rng.permutation(lognormal_lengths(count, mean, square, 2, longest))
+            rng.permutation(
+                lognormal_lengths(count, mean, square, 2, round(longest / SCALE))
+            )
             for mean, square in zip(means, squares, strict=True)
         )
     else:
-        found = read_trace(trace, max_input_len=longest)
+        found = read_trace(trace, max_input_len=round(longest / SCALE))
         chosen = rng.choice(len(found.output_len), count, replace=False)
         prompts = np.diff(found.requests.offsets)[chosen]
-        outputs = np.minimum(found.output_len[chosen], longest)
-    sizes = zip(prompts.tolist(), outputs.tolist(), strict=True)
-    return tasks_of(rng, [(max(2, prompt), output) for prompt, output in sizes])
+        outputs = found.output_len[chosen]
+    sizes = [
+        np.clip(SCALE * lengths, least, longest).astype(int).tolist()
+        for lengths, least in [(prompts, 2), (outputs, 1)]
+    ]
+    return tasks_of(rng, list(zip(*sizes, strict=True)))
 
 
 def cases(quick: bool) -> list[Case]:
     """What is measured."""
     limited = DenseSettings(max_rows=MAX_ROWS, max_cells=MAX_CELLS)
+    short = replace(limited, max_cells=SHORT_CELLS)
     rows = DenseSettings()
     if quick:
-        limited, rows = replace(limited, max_cells=256), replace(rows, max_rows=4)
+        limited, short = replace(limited, max_cells=256), replace(short, max_cells=256)
+        rows = replace(rows, max_rows=4)
     own = "fcfs", "length-aligned"
     return [
         Case("KV limited", limited, ("fcfs", "aligned", "length-tree", own[1])),
         Case("KV limited, lengths estimated", limited, own, estimated=True),
+        Case("half the KV", short, own),
         Case("32 rows", rows, ("fcfs", "aligned", own[1])),
     ]
 
@@ -219,7 +229,7 @@ def _measure(quick: bool) -> list[Figure]:
     model = wrap(llama_copy(plain))
     cost = dense_machine(model, DenseSettings()).cost
     step_cells = float(cost.weight_read_time_s / cost.kv_read_time_s)
-    count, longest = (24, 60) if quick else (160, LONGEST)
+    count, longest = (24, 60) if quick else (320, LONGEST)
     folder = os.environ.get("TRACES")
     trace = Path(folder) / "sharegpt_lengths.csv" if folder else None
     tasks = job(count, longest, trace)
@@ -244,7 +254,8 @@ def _measure(quick: bool) -> list[Figure]:
             name = case.name, policy, f"{each.cpu_s:.1f}", each.steps, f"{rows:.1f}"
             table.append(name)
             if policy != "fcfs":
-                target = policy == "length-aligned" and case.settings.max_cells
+                has_target = case.settings.max_cells == MAX_CELLS
+                target = policy == "length-aligned" and has_target
                 figures.append(
                     Figure(
                         f"{case.name}: fcfs over {policy}",

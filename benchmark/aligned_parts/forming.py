@@ -4,8 +4,9 @@ Lengths are uniform over all that the tree knows, or lognormal with a mean of ab
 The KV is that of Llama-3-8B on an H100, and ten times as much. Counted is the processor
 time of calls from Python, after some that do not count.
 
-A batch is formed by the ``propose`` that finds no row running: a search, and with the tree,
-moving the requests into the candidate batch. Before each, one in a hundred of the waiting
+A batch is formed by the ``propose`` that finds no row running: the paper's search, after
+which the requests move into the candidate batch, or the search for the first group of
+lengths, which only padded rows need. Before each, one in a hundred of the waiting
 requests is exchanged. A step is all that the state machine is asked and told in it: who
 leaves, whether batches are switched, who joins, the tick. For each request that joins
 another one comes.
@@ -20,9 +21,10 @@ from typing import TypeVar
 import numpy as np
 from report import Figure
 
+from sglang_batch.planner.length_batches.batch_law import BatchLaw
 from sglang_batch.planner.length_batches.batch_switch import (
+    GROUPS,
     TREE,
-    WINDOW,
     LengthBatches,
     RunningRows,
     add,
@@ -38,7 +40,6 @@ from sglang_batch.planner.length_batches.batch_switch import (
     wants_switch,
 )
 from sglang_batch.planner.length_batches.length_tree import MAX_LENGTH, NONE
-from sglang_batch.planner.length_batches.length_window import BatchLaw
 
 WAITING, ROUNDS, STEPS = 100_000, 300, 2000
 KV = (480_000, 4_800_000)
@@ -49,8 +50,8 @@ SEED = 7
 # Rule, and whether rows are padded.
 RULES = {
     "tree": (TREE, False),
-    "window": (WINDOW, False),
-    "window, padded": (WINDOW, True),
+    "groups": (GROUPS, False),
+    "groups, padded": (GROUPS, True),
 }
 _WARM_UP = 30
 _NOBODY = RunningRows(0, 0.0, 0)
@@ -95,7 +96,8 @@ class _Job:
     def __init__(
         self, rule: int, law: BatchLaw, lengths: list[int], waiting: int
     ) -> None:
-        self.law, self.lengths, self.waiting = law, lengths, waiting
+        self.rule, self.law = rule, law
+        self.lengths, self.waiting = lengths, waiting
         self.batches: LengthBatches = make_batches(len(lengths), rule)
         self.outside = [*range(waiting, len(lengths))]
         self.rows: dict[int, int] = {}
@@ -125,7 +127,8 @@ class _Job:
             self.spent = 0.0
             i = self._timed(propose, self.batches, self.law, _NOBODY)
             seconds.append(self.spent)
-            if i == NONE or self.batches.state[0]["num_batches"] != before + 1:
+            formed = int(self.batches.state[0]["num_batches"]) - before
+            if i == NONE or formed != (self.rule == TREE):
                 raise RuntimeError("No batch was formed")
             for each in np.flatnonzero(self.batches.is_next).tolist():
                 remove(self.batches, each)

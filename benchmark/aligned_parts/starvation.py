@@ -13,7 +13,7 @@ from pathlib import Path
 
 from report import Figure
 
-from sglang_batch.planner.length_batches.batch_switch import TREE, WINDOW
+from sglang_batch.planner.length_batches.batch_switch import GROUPS, TREE
 
 sys.path.append(str(Path(__file__).parents[2] / "test" / "helpers"))
 
@@ -29,7 +29,7 @@ def measure(quick: bool = False) -> list[Figure]:
     jobs = 50 if quick else JOBS
     late = early = joined = due = 0
     for k in range(jobs):
-        job = random_job(FIRST + k, (TREE, WINDOW)[k % 2], due=True)
+        job = random_job(FIRST + k, (TREE, GROUPS)[k % 2], due=True)
         run = BatchRun(job).run()
         late += len(run.late)
         early += len(run.early)

@@ -14,10 +14,10 @@ from sglang_batch.dense.model import LoadedModel, wrap
 from sglang_batch.dense.row_request import DenseRequest
 from sglang_batch.dense.rows import SeparateRows, SlabRows
 from sglang_batch.dense.settings import DenseSettings
-from sglang_batch.planner.length_batches.batch_switch import TREE, WINDOW
+from sglang_batch.planner.length_batches.batch_switch import GROUPS, TREE
 from sglang_batch.scheduling.length_rows import ByLength
 
-RULES = pytest.mark.parametrize("rule", [TREE, WINDOW], ids=["tree", "window"])
+RULES = pytest.mark.parametrize("rule", [TREE, GROUPS], ids=["tree", "window"])
 # A step without rows costs little: padding is avoided, and batches are often replaced.
 SETTINGS = DenseSettings(max_rows=6, max_cells=150, step_cells=20.0)
 
@@ -69,13 +69,13 @@ class TestTokens:
             assert run.loop.counts.recomputed_tokens == 0
 
     def test_estimates_that_are_too_low_do_no_harm(self, model: LoadedModel) -> None:
-        requests = [replace(each, expected_len=2) for each in mixed(WINDOW)]
+        requests = [replace(each, expected_len=2) for each in mixed(GROUPS)]
         run = Run(model, SETTINGS).add(requests)
         run.finish()
         assert run.tokens() == expected(model, requests)
 
     def test_both_kinds_of_rows_run_side_by_side(self, model: LoadedModel) -> None:
-        by_length, others = mixed(WINDOW), mixed(TREE)
+        by_length, others = mixed(GROUPS), mixed(TREE)
         others = [
             replace(each, rid=f"other-{each.rid}", by_length=None) for each in others
         ]
@@ -101,7 +101,7 @@ class TestTokens:
         self, model: LoadedModel
     ) -> None:
         requests = [
-            request(str(place), WINDOW, length, 3, place=place)
+            request(str(place), GROUPS, length, 3, place=place)
             for place, length in enumerate((40, 5, 41, 6))
         ]
         run = Run(model, DenseSettings(max_rows=1), rows=SeparateRows(model))
@@ -113,9 +113,9 @@ class TestTokens:
         (prefix,) = prompts(1, seed=3, shortest=30, longest=30)
         family = [
             greedy(f"family-{n}", [*prefix, 50 + n], 4, by_length=place, place=n)
-            for n, place in enumerate([ByLength(WINDOW, 31, 7)] * 4)
+            for n, place in enumerate([ByLength(GROUPS, 31, 7)] * 4)
         ]
-        others = [request(f"{n}-other", WINDOW, 31, 4, place=9) for n in range(3)]
+        others = [request(f"{n}-other", GROUPS, 31, 4, place=9) for n in range(3)]
         run = Run(model, DenseSettings(max_rows=2, shortest_shared=4))
         run.add([others[0], *family, *others[1:]]).finish()
         assert run.rows.computed_tokens == 3 * 31 + 30 + 4
@@ -125,7 +125,7 @@ class TestTokens:
 class TestChanges:
     def parked(self, model: LoadedModel) -> tuple[Run, str]:
         """A run, and the id of a row that has left for a batch of other lengths."""
-        run = Run(model, SETTINGS).add(mixed(WINDOW))
+        run = Run(model, SETTINGS).add(mixed(GROUPS))
         seen: set[str] = set()
         for _ in range(200):
             run.steps(1)
@@ -142,17 +142,17 @@ class TestChanges:
         assert run.answers[rid].error == "The request was aborted."
         assert run.loop._host_cells < before
         run.finish()
-        wanted = expected(model, mixed(WINDOW))
+        wanted = expected(model, mixed(GROUPS))
         assert run.tokens() == {**wanted, rid: run.tokens()[rid]}
         assert run.loop._host_cells == 0
 
     def test_a_running_row_may_be_aborted(self, model: LoadedModel) -> None:
-        run = Run(model, SETTINGS).add(mixed(WINDOW)).steps(2)
+        run = Run(model, SETTINGS).add(mixed(GROUPS)).steps(2)
         rid = run.loop.running()[0]
         run.loop.abort(rid)
         answers = run.finish()
         assert answers[rid].reason == "abort"
-        assert len(answers) == len(mixed(WINDOW))
+        assert len(answers) == len(mixed(GROUPS))
 
     @RULES
     def test_rows_of_a_higher_priority_take_their_places(
@@ -201,7 +201,7 @@ class TestChanges:
 
     def test_requests_are_planned_anew(self, model: LoadedModel) -> None:
         """Some that joined in their order now join by length, and the reverse."""
-        requests = mixed(WINDOW)
+        requests = mixed(GROUPS)
         orders = {each.rid: None if n % 2 else each.by_length
                   for n, each in enumerate(requests)}  # fmt: skip
         begun = [replace(each, by_length=orders[each.rid]) for each in requests]

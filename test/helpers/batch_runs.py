@@ -13,10 +13,11 @@ from random import Random
 
 import numpy as np
 
+from sglang_batch.planner.length_batches.batch_law import BatchLaw
 from sglang_batch.planner.length_batches.batch_switch import (
+    GROUPS,
     STATE,
     TREE,
-    WINDOW,
     RunningRows,
     add,
     is_of_old_batch,
@@ -31,7 +32,6 @@ from sglang_batch.planner.length_batches.batch_switch import (
     wants_switch,
 )
 from sglang_batch.planner.length_batches.length_tree import COUNT, NONE
-from sglang_batch.planner.length_batches.length_window import BatchLaw
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,12 @@ class BatchRun:
             batch = self._running_batch()
             assert leaving == [i for i in self.running if self._batch[i] != batch]
         else:
-            assert self.waiting and leaving == [*self.running]
+            assert self.waiting and leaving
+            if self.job.rule == GROUPS:
+                high = int(self.batches.state[0]["high"])
+                assert leaving == [i for i, n in self.running.items() if n > high]
+            else:
+                assert leaving == [*self.running]
         for i in leaving:
             self._park(i)
 
@@ -359,7 +364,7 @@ def random_job(seed: int, rule: int | None = None, due: bool = False) -> BatchJo
     )
     limits = [0, 3, 20, 100] if due else [None, None, 0, 5, 30, 200]
     return BatchJob(
-        requests, rule or rng.choice([TREE, WINDOW]), law, rng.choice(limits)
+        requests, rule or rng.choice([TREE, GROUPS]), law, rng.choice(limits)
     )
 
 

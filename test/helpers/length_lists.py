@@ -1,4 +1,4 @@
-"""AlignedServe's Algorithm 1, and the best window, on plain lists: slow, and without a tree."""
+"""AlignedServe's Algorithm 1, and groups of lengths, on plain lists: slow, and without a tree."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
+from sglang_batch.planner.length_batches.batch_law import GROUP_SHARE, BatchLaw
 from sglang_batch.planner.length_batches.density_search import LengthRange
 from sglang_batch.planner.length_batches.length_tree import (
     LengthTree,
@@ -14,7 +15,6 @@ from sglang_batch.planner.length_batches.length_tree import (
     make_tree,
     take_out,
 )
-from sglang_batch.planner.length_batches.length_window import WINDOW_SHARE, BatchLaw
 
 LONGEST = 65_536
 
@@ -182,45 +182,43 @@ def _random_lengths(rng: Random, number: int) -> list[int]:
     return [rng.randint(1, rng.choice([16, 256, 4096])) for _ in range(number)]
 
 
-# The best window
+# Groups of lengths
 
 
-class Window(NamedTuple):
-    """All requests of the lengths above ``shortest``, and the first ``at_shortest`` of it."""
-
-    shortest: int
-    longest: int
-    at_shortest: int
-    rows: int
-    total: int
-
-
-def every_window(lengths: Iterable[int]) -> Iterator[Window]:
-    """Every window of these lengths, whether it fits or not."""
-    count: dict[int, int] = {}
+def every_grouping(lengths: Iterable[int]) -> Iterator[list[list[int]]]:
+    """Every way to part these lengths into groups, none of which lies in another's range."""
+    distinct = sorted({*lengths})
+    together = {each: [] for each in distinct}
     for length in lengths:
-        count[length] = count.get(length, 0) + 1
-    for longest in count:
-        for shortest in count:
-            if shortest <= longest:
-                between = [each for each in count if shortest < each <= longest]
-                rows = sum(count[each] for each in between)
-                total = sum(count[each] * each for each in between)
-                for k in range(1, count[shortest] + 1):
-                    yield Window(shortest, longest, k, rows + k, total + k * shortest)
+        together[length].append(length)
+    for cuts in range(1 << (len(distinct) - 1)):
+        groups: list[list[int]] = [[]]
+        for place, length in enumerate(distinct):
+            groups[-1] += together[length]
+            if cuts >> place & 1:
+                groups.append([])
+        yield groups
 
 
-def fits(law: BatchLaw, window: Window) -> bool:
-    """One request always does."""
-    used = window.rows * window.longest if law.padded else window.total
-    enough = window.rows <= law.max_rows and used <= WINDOW_SHARE * law.capacity
-    return enough or window.rows == 1
+def cost(law: BatchLaw, groups: Iterable[Sequence[int]]) -> float:
+    """Seconds in which every request takes a step, all in full batches of their group."""
+    seconds = 0.0
+    for group in groups:
+        longest = max(group)
+        full = min(law.max_rows, GROUP_SHARE * law.capacity / longest)
+        steps = max(1.0, len(group) / max(1.0, full))
+        seconds += steps * law.weight_s + law.read_s * len(group) * longest
+    return seconds
 
 
-def rate(law: BatchLaw, window: Window) -> float:
-    """Tokens a second."""
-    if law.padded:
-        read = float(window.rows * window.longest)
-    else:
-        read = max(float(window.total), law.row_share * window.longest)
-    return window.rows / (law.weight_s + law.read_s * read)
+def random_law(rng: Random, lengths: Sequence[int]) -> BatchLaw:
+    """A law of padded rows for which groups of these lengths differ."""
+    return BatchLaw(
+        weight_s=rng.choice([0.001, 0.1, 1.0, 10.0, 100.0]),
+        read_s=rng.choice([0.001, 0.01, 1.0]),
+        row_share=0.0,
+        padded=True,
+        capacity=float(max(lengths) * rng.randint(1, 40)),
+        max_rows=rng.choice([1, 5, 100]),
+        parks=True,
+    )

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from sglang_batch.planner.length_batches.batch_switch import (
     CHECK_TICKS,
+    GROUPS,
     TREE,
-    WINDOW,
 )
 from sglang_batch.scheduling.dense_rows import Admission, Row, expected_left
 from sglang_batch.scheduling.length_rows import ByLength, LengthAdmission
 
-RULES = pytest.mark.parametrize("rule", [TREE, WINDOW], ids=["tree", "window"])
+RULES = pytest.mark.parametrize("rule", [TREE, GROUPS], ids=["tree", "groups"])
 
 
 def admission(
@@ -152,7 +152,7 @@ class Simulation:
 def jobs(draw: st.DrawFn) -> list[Request]:
     """Requests of both rules and of none, of three priorities."""
     shapes = st.tuples(
-        st.sampled_from([0, TREE, WINDOW, WINDOW]),  # rule
+        st.sampled_from([0, TREE, GROUPS, GROUPS]),  # rule
         st.integers(1, 60),  # prompt
         st.integers(1, 40),  # answer
         st.integers(1, 40),  # as expected
@@ -216,7 +216,7 @@ class TestSimulated:
 
     def test_many_more_than_there_were_slots_for(self) -> None:
         requests = [
-            Request(n, WINDOW, 1 + n * 7 % 90, 1 + n % 5, 3, arrives=n // 50)
+            Request(n, GROUPS, 1 + n * 7 % 90, 1 + n % 5, 3, arrives=n // 50)
             for n in range(500)
         ]
         run = Simulation(admission(16, 1000), requests)
@@ -238,13 +238,13 @@ class TestTogether:
         found = admission(4, 400)
         for number in range(8):
             family = number % 2
-            found.add(Row(20, 5, 0, number), ByLength(WINDOW, 20 + family, family))
+            found.add(Row(20, 5, 0, number), ByLength(GROUPS, 20 + family, family))
         assert {number % 2 for number in found.changes([], []).chosen} == {0}
 
     def test_those_with_a_rule_and_those_without_have_half_of_the_rows(self) -> None:
         found = admission(6, 1000)
         for number in range(8):
-            found.add(Row(10, 5, 0, number), ByLength(WINDOW, 10))
+            found.add(Row(10, 5, 0, number), ByLength(GROUPS, 10))
         others = [Row(10, 5, 0, number) for number in range(8, 16)]
         changes = found.changes([], others)
         assert len(changes.chosen) == len(changes.joining) == 3
@@ -268,7 +268,7 @@ class TestTogether:
 
     def test_a_row_that_runs_may_get_another_priority(self) -> None:
         found = admission(1, 1000)
-        place = ByLength(WINDOW, 10)
+        place = ByLength(GROUPS, 10)
         for number in range(2):
             found.add(Row(10, 5, 1, number), place)
         (first,) = found.changes([], []).chosen
@@ -280,30 +280,30 @@ class TestTogether:
 
 
 class TestParking:
-    def few_long_and_many_short(self) -> tuple[LengthAdmission, list[Row]]:
-        """Two long rows run, and 40 short ones wait."""
+    def long_beside_short(self) -> tuple[LengthAdmission, list[Row]]:
+        """A long row and a short one run, and 40 short ones wait."""
         found = admission(8, 1000)
-        long = [Row(400, 500, 0, number) for number in range(2)]
-        for row in long:
-            found.add(row, ByLength(WINDOW, row.length))
-        assert len(found.changes([], []).chosen) == 2
+        rows = [Row(400, 500, 0, 0), Row(10, 50, 0, 1)]
+        for row in rows:
+            found.runs(row, ByLength(GROUPS, row.length))
         for number in range(2, 42):
-            found.add(Row(10, 5, 0, number), ByLength(WINDOW, 10))
+            found.add(Row(26, 5, 0, number), ByLength(GROUPS, 26))
         for _ in range(CHECK_TICKS):
             found.tick()
-        return found, long
+        grown = [Row(r.length + CHECK_TICKS, 30, 0, r.number) for r in rows]
+        return found, grown
 
-    def test_few_long_rows_make_room_for_many_short_ones(self) -> None:
-        found, long = self.few_long_and_many_short()
+    def test_a_long_row_makes_room_for_many_short_ones(self) -> None:
+        found, rows = self.long_beside_short()
         assert found.is_due
-        changes = found.changes(long, [])
-        assert changes.leaving == [0, 1]
-        assert len(changes.chosen) == 8
+        changes = found.changes(rows, [])
+        assert changes.leaving == [0]
+        assert len(changes.chosen) == 7
         assert not {0, 1} & {*changes.chosen}
 
-    def test_not_if_the_host_has_no_room_for_them(self) -> None:
-        found, long = self.few_long_and_many_short()
-        changes = found.changes(long, [], 799)
+    def test_not_if_the_host_has_no_room_for_it(self) -> None:
+        found, rows = self.long_beside_short()
+        changes = found.changes(rows, [], 441)
         assert changes.leaving == []
 
     def test_rows_of_the_old_batch_leave_for_those_of_the_next(self) -> None:
@@ -324,11 +324,11 @@ class TestParking:
         found = admission(4, 1000)
         rows = [Row(10 + number, 50, 0, number) for number in range(2)]
         for row in rows:
-            found.add(row, ByLength(WINDOW, row.length))
+            found.add(row, ByLength(GROUPS, row.length))
         assert len(found.changes([], []).chosen) == 2
         grown = [Row(row.length + 20, 30, 0, row.number) for row in rows]
         for number in range(2, 8):
-            found.add(Row(28, 9, 0, number), ByLength(WINDOW, 28))
+            found.add(Row(28, 9, 0, number), ByLength(GROUPS, 28))
         for _ in range(CHECK_TICKS):
             found.tick()
         changes = found.changes(grown, [])
@@ -346,7 +346,7 @@ class TestTold:
     def test_it_is_due_after_some_steps_and_only_while_rows_wait(self) -> None:
         found = admission(1)
         for number in range(2):
-            found.add(Row(10, 5, 0, number), ByLength(WINDOW, 10))
+            found.add(Row(10, 5, 0, number), ByLength(GROUPS, 10))
         (first,) = found.changes([], []).chosen
         assert not found.is_due
         for _ in range(CHECK_TICKS):
@@ -361,8 +361,8 @@ class TestTold:
 
     def test_a_row_that_is_too_long_no_longer_waits(self) -> None:
         found = admission(4, 50)
-        found.add(Row(50, 5, 0, 0), ByLength(WINDOW, 50))
-        found.add(Row(49, 5, 0, 1), ByLength(WINDOW, 49))
+        found.add(Row(50, 5, 0, 0), ByLength(GROUPS, 50))
+        found.add(Row(49, 5, 0, 1), ByLength(GROUPS, 49))
         # Nobody has looked at it while others join.
         assert found.changes([], []).chosen == [1]
         found.remove(1)
@@ -371,7 +371,7 @@ class TestTold:
 
     def test_the_rows_that_outlive_their_estimate_are_told_again(self) -> None:
         found = admission(4, 100)
-        place = ByLength(WINDOW, 10)
+        place = ByLength(GROUPS, 10)
         found.add(Row(10, 5, 0, 0), place)
         found.add(Row(10, 5, 0, 0), place)
         found.add(Row(10, 50, 0, 0), place)

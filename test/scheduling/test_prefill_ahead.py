@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scheduling_jobs import arrive_all, plan_of
 
-from sglang_batch.planner.length_batches.batch_switch import TREE, WINDOW
+from sglang_batch.planner.length_batches.batch_switch import GROUPS, TREE
 from sglang_batch.scheduling.admission import EngineNow, choose, put_back
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.kv_accounting import KvAccounting
@@ -55,7 +55,7 @@ def take(
     return job, kv_accounting, choice.requests
 
 
-@pytest.mark.parametrize("rule", [TREE, WINDOW])
+@pytest.mark.parametrize("rule", [TREE, GROUPS])
 def test_prompts_are_computed_ahead_up_to_the_limit(rule: int) -> None:
     _, kv_accounting, alone = take(rule, 0)
     assert 0 < len(alone) < 12
@@ -74,7 +74,7 @@ def test_orders_that_are_followed_compute_none_ahead() -> None:
     assert len(take(0, 1000)[2]) == len(take(0, 0)[2])
 
 
-@pytest.mark.parametrize("rule", [TREE, WINDOW])
+@pytest.mark.parametrize("rule", [TREE, GROUPS])
 def test_they_wait_on_the_host_and_join_from_there(rule: int) -> None:
     job, kv_accounting, taken = take(rule, 7 * PROMPT)
     running = [request for request in taken if not request.prefills_ahead]

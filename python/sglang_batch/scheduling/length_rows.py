@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..planner.length_batches import batch_switch as switch
+from ..planner.length_batches.batch_law import BatchLaw
 from ..planner.length_batches.batch_switch import (
     CHECK_TICKS,
     TREE,
@@ -25,7 +26,6 @@ from ..planner.length_batches.batch_switch import (
     make_batches,
 )
 from ..planner.length_batches.length_tree import NONE
-from ..planner.length_batches.length_window import BatchLaw
 from .dense_rows import Admission, BatchChange, Offer, Row, RowChanges
 
 _Number = TypeVar("_Number", bound=np.generic)
@@ -42,7 +42,7 @@ _FIRST_SLOTS = 64
 class ByLength:
     """How a row is put into a batch of rows of similar length.
 
-    rule: TREE or WINDOW of ``planner.length_batches.batch_switch``.
+    rule: TREE or GROUPS of ``planner.length_batches.batch_switch``.
     key: the length by which it joins, or a longer one of its family. A row that has run
         joins by its own, if that is more.
     family: rows of one family share a prefix and join one after the other. NONE for a row

@@ -7,15 +7,16 @@ from random import Random
 
 import pytest
 from batch_runs import BatchJob, BatchRun, JobRequest, long_job, random_job
-from length_lists import LONGEST, every_window, fits, rate
+from length_lists import LONGEST
 
+from sglang_batch.planner.length_batches.batch_law import BatchLaw
 from sglang_batch.planner.length_batches.batch_switch import (
     BATCH_SHARE,
     CHECK_TICKS,
+    GROUPS,
     MIN_ROWS,
     NONE,
     TREE,
-    WINDOW,
     LengthBatches,
     RunningRows,
     add,
@@ -31,7 +32,6 @@ from sglang_batch.planner.length_batches.batch_switch import (
     tick,
     wants_switch,
 )
-from sglang_batch.planner.length_batches.length_window import BatchLaw
 
 # The share of mixed steps that the paper measured with ShareGPT is 8.61 % (section 4.4).
 MOST_MIXED = 0.086
@@ -96,7 +96,7 @@ def test_random_jobs_beside_a_model(part: int) -> None:
         joined = [each.request for each in run.joined]
         assert {*joined} >= run.ended
         assert len(joined) <= len(run.job.requests) + run.parked
-        if run.job.rule == WINDOW:
+        if run.job.rule == GROUPS:
             assert run.mixed == 0
         if not run.job.law.parks:
             assert run.switches == 0
@@ -127,7 +127,7 @@ def test_rows_are_not_parked_again_and_again() -> None:
     assert run.clock < 1000
 
 
-@pytest.mark.parametrize("rule", [TREE, WINDOW])
+@pytest.mark.parametrize("rule", [TREE, GROUPS])
 @pytest.mark.parametrize("law", [LAW, PADDED, LAW._replace(parks=False)])
 def test_too_few_for_a_batch_run(rule: int, law: BatchLaw) -> None:
     """There are never as many requests as a batch should have."""
@@ -273,76 +273,87 @@ def test_a_switch_that_has_become_needless_is_forgotten() -> None:
     assert not wants_switch(batches, LAW, RunningRows(1, 50.0, 50))
 
 
-# The window
+# Groups of lengths
 
 
-def test_the_next_batch_begins_with_the_best_window() -> None:
-    rng = Random(5)
-    for _ in range(50):
-        lengths = [rng.randint(1, 400) for _ in range(30)]
-        law = PADDED._replace(weight_s=rng.choice([0.01, 1.0]))
-        windows = [each for each in every_window(lengths) if fits(law, each)]
-        best = max(windows, key=lambda each: rate(law, each))
-        i = propose(waiting(WINDOW, lengths), law, NOBODY)
-        assert lengths[i] == best.longest
-
-
-def test_rows_join_that_are_worth_their_padding() -> None:
-    lengths = [1000] * 3 + [990, 700, 10]
-    batches = waiting(WINDOW, lengths)
-    light = PADDED._replace(weight_s=1e-6)
-    rows: list[int] = []
-    assert fill(batches, light, lengths, rows)[0] in (0, 5)
-    # Of heavy weights anything takes a share.
-    batches = waiting(WINDOW, lengths)
-    rows = []
-    assert sorted(fill(batches, PADDED._replace(weight_s=100.0), lengths, rows)) == [
-        *range(6)
-    ]
-
-
-def test_a_batch_of_few_rows_is_parked_for_a_much_faster_window() -> None:
-    lengths = [1000, *[10] * 100, 800]
-    batches = waiting(WINDOW, lengths[:1])
+def test_the_first_group_joins_shortest_first() -> None:
+    lengths = [1000] * 5 + [41 + i // 2 for i in range(20)]
+    batches = waiting(GROUPS, lengths)
     law = PADDED._replace(weight_s=0.01)
-    now = rows_of([1000])
-    assert propose(batches, law, NOBODY) == 0
-    join(batches, 0)
-    for i in range(1, 102):
-        add(batches, i, lengths[i], lengths[i], NONE)
-    assert propose(batches, law, now) == NONE  # no row is worth 990 tokens of padding
-    for _ in range(CHECK_TICKS):
-        assert not wants_switch(batches, law, now)
-        tick(batches)
+    assert fill(batches, law, lengths, []) == [*range(5, 25)]
+    for i in range(5, 25):
+        leave(batches, i)
+    tick(batches)
+    assert fill(batches, law, lengths, []) == [*range(5)]
+    # Of heavy weights all rows take a share.
+    law = PADDED._replace(weight_s=100.0, capacity=1e6)
+    batches = waiting(GROUPS, lengths)
+    assert sorted(fill(batches, law, lengths, [])) == [*range(25)]
+
+
+def test_a_row_is_parked_for_a_much_faster_group() -> None:
+    law = PADDED._replace(weight_s=0.01)
+    batches = waiting(GROUPS, [1000, 5])
+    for i in range(2):
+        join(batches, i)
+    for i in range(2, 102):
+        add(batches, i, 21, 21, NONE)
+    ticks(batches, CHECK_TICKS)
+    now = rows_of([1016, 21])
     for without in (law._replace(parks=False), law._replace(padded=False)):
         assert not wants_switch(batches, without, now)
     assert wants_switch(batches, law, now)
-    assert is_parked(batches, 0)
+    assert [is_parked(batches, i) for i in range(2)] == [True, False]
     leave(batches, 0)
     add(batches, 0, 1016, 1016, NONE)
-    # The next batch begins with this window, not with the longest row that was shorter.
-    rows: list[int] = []
-    assert fill(batches, law, lengths, rows) == [*range(1, 101)]
+    # It waits until the group has ended.
+    lengths = [1016, *[21] * 101]
+    assert sorted(fill(batches, law, lengths, [21])) == [*range(2, 102)]
 
 
-def test_a_window_that_is_hardly_faster_is_no_reason() -> None:
-    for number, expected in [(14, False), (16, True)]:
-        law = PADDED._replace(weight_s=100.0, max_rows=number)
-        batches = waiting(WINDOW, [10] * 10)
-        rows: list[int] = []
-        fill(batches, law, [10] * 10, rows)
-        now = rows_of(rows)
-        for i in range(20, 60):
-            add(batches, i, 12, 12, NONE)
-        ticks(batches, CHECK_TICKS)
-        # Almost all of a step is for the weights: the rate is that of the rows.
-        assert wants_switch(batches, law, now) == expected
+@pytest.mark.parametrize(("length", "expected"), [(102, False), (108, True)])
+def test_little_padding_is_no_reason(length: int, expected: bool) -> None:
+    # The weights cost as much as 100 tokens, so that 1,120 or 1,180 tokens are read for 940
+    # or 970.
+    law = PADDED._replace(weight_s=0.01, max_rows=10)
+    lengths = [66] * 5 + [length] * 5
+    batches = waiting(GROUPS, [each - CHECK_TICKS for each in lengths])
+    for i in range(10):
+        join(batches, i)
+    ticks(batches, CHECK_TICKS)
+    for i in range(20, 30):
+        add(batches, i, 66, 66, NONE)
+    now = rows_of(lengths)
+    assert wants_switch(batches, law, now) == expected
+    assert propose(batches, law, now) == 20  # of the first group in any case
+
+
+def test_long_rows_that_fill_a_batch_stay() -> None:
+    law = PADDED._replace(weight_s=0.01)
+    batches = waiting(GROUPS, [1000 - CHECK_TICKS] * 8)
+    fill(batches, law, [1000 - CHECK_TICKS] * 8, [])
+    ticks(batches, CHECK_TICKS)
+    for i in range(20, 120):
+        add(batches, i, 10, 10, NONE)
+    assert not wants_switch(batches, law, rows_of([1000] * 8))
+
+
+def test_the_groups_are_looked_for_now_and_then() -> None:
+    law = PADDED._replace(weight_s=0.01)
+    batches = waiting(GROUPS, [1000, *[10] * 100])
+    for i in range(2):
+        join(batches, i)
+    seen = []
+    for k in range(3 * CHECK_TICKS):
+        seen.append(wants_switch(batches, law, rows_of([1000 + k, 10 + k])))
+        tick(batches)
+    assert [k for k, wants in enumerate(seen) if wants] == [0, 16, 32]
 
 
 def test_with_packed_rows_nobody_waits_for_a_better_batch() -> None:
     for law in (LAW, PADDED._replace(parks=False)):
         lengths = [2000, 3000, 10]
-        batches = waiting(WINDOW, lengths)
+        batches = waiting(GROUPS, lengths)
         assert sorted(fill(batches, law, lengths, [])) == [0, 1, 2]
 
 
@@ -375,29 +386,26 @@ def test_members_of_a_family_join_one_after_the_other() -> None:
             capacity=rng.choice([1e3, 1e5, 1e6]), max_rows=rng.choice([4, 50]),
             parks=False,
         )  # fmt: skip
-        run = BatchRun(BatchJob(requests, WINDOW, law)).run()
+        run = BatchRun(BatchJob(requests, GROUPS, law)).run()
         assert run.parked == 0 or law.capacity < 1e6
         if run.parked == 0:
             number += families_join_in_turn(run)
     assert number > 1000
 
 
-def test_siblings_join_a_batch_that_they_are_too_short_for() -> None:
-    batches = make_batches(4, WINDOW)
-    law = PADDED._replace(weight_s=1e-6)
+def test_siblings_join_before_shorter_ones() -> None:
+    batches = make_batches(5, GROUPS)
     for i, family in enumerate([7, 7, NONE, 7]):
         add(batches, i, 10, 10, family)
-    assert propose(batches, law, NOBODY) == 0
+    assert propose(batches, PADDED, NOBODY) == 0
     join(batches, 0)
-    # Rows of 1,000 tokens: only what shares the prefix is worth it.
-    now = RunningRows(2, 1010.0, 1000)
-    ticks(batches, 1)
-    assert propose(batches, law, now) == 1
+    add(batches, 4, 5, 5, NONE)
+    assert propose(batches, PADDED, rows_of([10])) == 1
     join(batches, 1)
     # One without a family is between the others.
-    assert propose(batches, law, now) == NONE
+    assert propose(batches, PADDED, rows_of([10] * 2)) == 4
     remove(batches, 2)
-    assert propose(batches, law, now) == 3
+    assert propose(batches, PADDED, rows_of([10] * 2)) == 3
 
 
 # Rows and requests that go

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 from length_lists import LONGEST, State, TreeOf, algorithm_1, random_states, waiting_of
 
+from sglang_batch.planner.length_batches.batch_law import BatchLaw
 from sglang_batch.planner.length_batches.batch_switch import (
     BATCH_SHARE,
     MIN_ROWS,
@@ -23,7 +24,6 @@ from sglang_batch.planner.length_batches.density_search import (
     LengthRange,
     density_first_search,
 )
-from sglang_batch.planner.length_batches.length_window import BatchLaw
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,11 @@ from __future__ import annotations
 import pytest
 from batch_runs import BatchJob, BatchRun, JobRequest, random_job
 
+from sglang_batch.planner.length_batches.batch_law import BatchLaw
 from sglang_batch.planner.length_batches.batch_switch import (
+    GROUPS,
     NONE,
     TREE,
-    WINDOW,
     RunningRows,
     add,
     join,
@@ -25,14 +26,13 @@ from sglang_batch.planner.length_batches.batch_switch import (
     remove,
     tick,
 )
-from sglang_batch.planner.length_batches.length_window import BatchLaw
 
 LAW = BatchLaw(1.0, 1e-4, 0.0, False, 10_000.0, 1000, True)
 PADDED = BatchLaw(1.0, 1e-4, 0.0, True, 10_000.0, 1000, True)
 
 
 @pytest.mark.parametrize("part", range(4))
-@pytest.mark.parametrize("rule", [TREE, WINDOW])
+@pytest.mark.parametrize("rule", [TREE, GROUPS])
 def test_nobody_overtakes_a_request_that_is_due(part: int, rule: int) -> None:
     """1,000 jobs in all."""
     num_due = 0
@@ -53,7 +53,7 @@ def test_a_request_of_a_rare_length_waits_for_the_limit_only() -> None:
         assert (run.early, run.late) == ([], [])
         return next(each.step for each in run.joined if each.request == len(others))
 
-    for rule, law in [(TREE, LAW), (WINDOW, PADDED._replace(weight_s=1e-6))]:
+    for rule, law in [(TREE, LAW), (GROUPS, PADDED._replace(weight_s=1e-6))]:
         assert joins(rule, law, None) >= 60
         for limit in (7, 20):
             # The rows that were there before it need three steps to end.
@@ -61,8 +61,8 @@ def test_a_request_of_a_rare_length_waits_for_the_limit_only() -> None:
 
 
 def test_all_that_are_due_join_in_the_order_in_which_they_came() -> None:
-    lengths = [500, 20, 500, 7, 20, 3000]
-    for rule in (TREE, WINDOW):
+    lengths = [500, 20, 500, 70, 20, 3000]
+    for rule in (TREE, GROUPS):
         batches = make_batches(len(lengths), rule, 3)
         for i, length in enumerate(lengths):
             add(batches, i, length, length, NONE)

@@ -11,10 +11,10 @@ lengths, which grow with it, join first: the *candidate requests*. When there ar
 of the *candidate batch* do, which was formed by Algorithm 1, and the *switch* begins: rows
 of two batches run. If KV is short meanwhile, the longest row of the old batch leaves.
 
-``WINDOW`` is ours. The running batch has one measure, its longest row. The waiting request
-that is longest of those no longer than it joins, if a row of its length is worth the padding.
-When few rows are left and a window of waiting lengths would make more tokens a second, all
-rows are parked, and the next batch begins with this window.
+``GROUPS`` is ours. All lengths, of those that wait and those that run, are parted into the
+groups that cost least (``length_groups``). The requests of the first group join, shortest
+first. Rows that have outgrown it are parked when they cause much padding. If rows are not
+padded, or cannot be parked, the shortest request joins.
 
 With either rule, requests that wait too long join before all others (section 3.5).
 """
@@ -27,9 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..compiled import jit_in_place
-from ..costs.cost_model import tokens_read
 from ..requests import Int32s, Int64s
+from .batch_law import BatchLaw, step_s, usual_rows
 from .density_search import LengthRange, density_first_search
+from .length_groups import LengthGroups, first_group, length_now, make_groups
 from .length_tree import (
     COUNT,
     MAX_LENGTH,
@@ -37,6 +38,7 @@ from .length_tree import (
     NONE,
     OLDEST,
     LengthTree,
+    count_up_to,
     insert,
     longest_up_to,
     longest_waiting,
@@ -45,9 +47,8 @@ from .length_tree import (
     take_out,
     take_out_first,
 )
-from .length_window import BatchLaw, best_window, step_s, usual_rows
 
-TREE, WINDOW = 1, 2
+TREE, GROUPS = 1, 2
 
 # AlignedServe, section 4.1: share of the KV that a candidate batch may take, and its rows.
 BATCH_SHARE = 0.4
@@ -57,13 +58,10 @@ _SMALL = 0.25
 # Share of the steps in which rows of two batches may run: the paper's, section 4.4, is 8.61 %
 # (ShareGPT) and 12.37 % (LongBench) at most.
 MAX_MIXED = 0.08
-# By how much the padded reads of a row may exceed its own, and how much of its share in
-# reading the weights may be spent on padding, too.
-_PADDING = 0.1
-_WEIGHTS = 0.5
-# How much faster a window must be than the running batch, or how many times its rows a
-# candidate batch must have, as rows that are parked move to the host and back; and ticks
-# after which a window is looked for again.
+# How much better the first group must use a step than the running batch does, or how many
+# times its rows a candidate batch must have, as rows that are parked move to the host and
+# back; and ticks after which the groups are looked for again.
+_GROUP_GAIN = 1.2
 _GAIN = 1.5
 CHECK_TICKS = 16
 
@@ -77,7 +75,7 @@ STATE = np.dtype(
             "batch",  # number of the running batch
             "since",  # tick at which it began
             "low",  # its range of lengths at that tick
-            "high",
+            "high",  # with GROUPS the longest of the first group, at the last look
             "rows_old",  # running rows of earlier batches, and of this one
             "rows_new",
             "next",  # of the ring of candidates: the first, and their number
@@ -87,9 +85,10 @@ STATE = np.dtype(
             "next_since",  # since when its first request waits
             "family",  # of the request that joined last
             "family_length",
-            "checked",  # tick at which a window was last looked for
+            "checked",  # tick at which the groups were last looked for
             "num_batches",
             "mixed_ticks",  # ticks with rows of more than one batch
+            "first_row",  # of the running ones, linked by the tree's ``before`` and ``after``
             "cuts",  # whether all rows are to be parked before the next batch begins
         )
     ],
@@ -107,6 +106,7 @@ class LengthBatches(NamedTuple):
     batch_of: int64 ``[n]``, number of the batch in which a request runs.
     is_next: uint8 ``[n]``, whether a request is in the candidate batch.
     ring: int32 ``[n]``, the candidate batch. Requests that left it are still in it.
+    groups: scratch of ``first_group``.
     state: ``STATE [1]``.
     """
 
@@ -116,6 +116,7 @@ class LengthBatches(NamedTuple):
     batch_of: Int64s
     is_next: NDArray[np.uint8]
     ring: Int32s
+    groups: LengthGroups
     state: NDArray[Any]
 
 
@@ -138,13 +139,14 @@ def make_batches(
     """No requests yet, numbered from 0 when they come.
 
     Args:
-        rule: TREE or WINDOW.
+        rule: TREE or GROUPS.
         limit: ticks after which a waiting request joins before all others. None: never.
     """
     state = np.zeros(1, STATE)
     state["rule"] = rule
     state["limit"] = NEVER // 2 if limit is None else limit
     state["family"] = NONE
+    state["first_row"] = NONE
     state["checked"] = -CHECK_TICKS
     return LengthBatches(
         tree=make_tree(num_requests),
@@ -153,6 +155,7 @@ def make_batches(
         batch_of=np.zeros(num_requests, np.int64),
         is_next=np.zeros(num_requests, np.uint8),
         ring=np.zeros(max(1, num_requests), np.int32),
+        groups=make_groups(),
         state=state,
     )
 
@@ -217,14 +220,40 @@ def join(batches: LengthBatches, i: int) -> None:
         state.rows_old += state.rows_new
         state.rows_new = 0
     _take(batches, i)
+    _begin_row(batches, i)
     batches.batch_of[i] = state.batch
     state.rows_new += 1
+
+
+@jit_in_place
+def _begin_row(batches: LengthBatches, i: int) -> None:
+    state, tree = batches.state[0], batches.tree
+    tree.since[i] = state.clock
+    tree.before[i] = NONE
+    tree.after[i] = state.first_row
+    if state.first_row != NONE:
+        tree.before[state.first_row] = i
+    state.first_row = i
+
+
+@jit_in_place
+def _end_row(batches: LengthBatches, i: int) -> None:
+    state, tree = batches.state[0], batches.tree
+    before, after = tree.before[i], tree.after[i]
+    if before == NONE:
+        state.first_row = after
+    else:
+        tree.after[before] = after
+    if after != NONE:
+        tree.before[after] = before
+    batches.key[i] += state.clock - tree.since[i]
 
 
 @jit_in_place
 def come_back(batches: LengthBatches, i: int) -> None:
     """A request that left while it ran, and was not added again, goes on."""
     state = batches.state[0]
+    _begin_row(batches, i)
     batches.batch_of[i] = state.batch
     state.rows_new += 1
 
@@ -233,6 +262,7 @@ def come_back(batches: LengthBatches, i: int) -> None:
 def leave(batches: LengthBatches, i: int) -> None:
     """A row has ended, or gives its KV up for a while and is added again."""
     state = batches.state[0]
+    _end_row(batches, i)
     if batches.batch_of[i] == state.batch:
         state.rows_new -= 1
     else:
@@ -280,7 +310,7 @@ def propose(batches: LengthBatches, law: BatchLaw, now: RunningRows) -> int:
         return longest_waiting(tree)
     if state.rule == TREE:
         return _by_tree(batches, law, now)
-    return _by_window(batches, law, now)
+    return _by_groups(batches, law, now)
 
 
 @jit_in_place
@@ -288,7 +318,8 @@ def upcoming(
     batches: LengthBatches, law: BatchLaw, now: RunningRows, found: Int32s
 ) -> int:
     """Find the requests that are proposed next if no other comes or leaves: the candidate
-    batch, and those of falling length from the proposal on.
+    batch, and from the proposal on those of falling length with ``TREE``, of rising length
+    with ``GROUPS``.
 
     Args:
         found: int32, filled with them.
@@ -317,7 +348,10 @@ def upcoming(
             found[number] = i
             number += 1
             i = tree.after[i]
-        length = longest_up_to(tree, length - 1)
+        if state.rule == TREE:
+            length = longest_up_to(tree, length - 1)
+        else:
+            length = shortest_from(tree, length + 1)
     return number
 
 
@@ -418,67 +452,42 @@ def _form(batches: LengthBatches, chosen: LengthRange) -> None:
 
 
 @jit_in_place
-def _by_window(batches: LengthBatches, law: BatchLaw, now: RunningRows) -> int:
+def _by_groups(batches: LengthBatches, law: BatchLaw, now: RunningRows) -> int:
     state = batches.state[0]
     tree = batches.tree
-    if now.rows == 0:
-        if state.checked != state.clock:
-            _begin_window(batches, law)
-        length = longest_up_to(tree, state.high)
-        if length == 0:
-            length = shortest_from(tree, 1)
-        return int(tree.first[length - 1]) if length > 0 else NONE
-    if state.family != NONE and state.family_length > 0:
+    if state.family != NONE and state.family_length > 0 and now.rows > 0:
         # Siblings go on while their prefix is there.
         i = tree.first[min(state.family_length, MAX_LENGTH) - 1]
         if i != NONE and batches.family[i] == state.family:
             return int(i)
-    length = longest_up_to(tree, now.longest)
-    grown = state.clock - state.since
-    if length > 0 and (length >= state.low + grown or _is_worth(law, length, now)):
-        return int(tree.first[length - 1])
-    if law.padded and law.parks:
+    length = shortest_from(tree, 1)
+    if length == 0:
         return NONE
-    # Nothing is gained by waiting.
-    length = length or shortest_from(tree, 1)
-    return int(tree.first[length - 1]) if length > 0 else NONE
+    if law.padded and law.parks:
+        if now.rows == 0 or (length > state.high and state.checked != state.clock):
+            _look(batches, law)
+        if now.rows > 0 and length > state.high:
+            return NONE
+    return int(tree.first[length - 1])
 
 
 @jit_in_place
-def _begin_window(batches: LengthBatches, law: BatchLaw) -> None:
-    """Begin a batch with the best window."""
+def _look(batches: LengthBatches, law: BatchLaw) -> None:
+    """Find the first group of lengths."""
     state = batches.state[0]
-    window, _ = best_window(batches.tree, law)
     state.checked = state.clock
-    state.num_batches += 1
-    state.batch = state.num_batches
-    state.rows_old += state.rows_new
-    state.rows_new = 0
-    state.since = state.clock
-    state.low, state.high = window.shortest, window.longest
-    state.family = NONE
-
-
-@jit_in_place
-def _is_worth(law: BatchLaw, length: int, now: RunningRows) -> bool:
-    """Whether a row costs about as much in the running batch as in one of its length."""
-    if not (law.padded and law.parks):
-        return True
-    rows = float(now.rows)
-    longest = float(max(now.longest, length))
-    read = tokens_read(now.total + length, longest, rows + 1, law.row_share, True)
-    read -= tokens_read(now.total, float(now.longest), rows, law.row_share, True)
-    own = law.read_s * length * (1.0 + _PADDING)
-    own += _WEIGHTS * law.weight_s / usual_rows(law, float(length))
-    return law.read_s * read <= own
+    state.high = first_group(
+        batches.groups, batches.tree, law, state.first_row, batches.key, state.clock
+    )
 
 
 @jit_in_place
 def wants_switch(batches: LengthBatches, law: BatchLaw, now: RunningRows) -> bool:
     """Whether rows should be parked now: those that :func:`is_parked` names.
 
-    With ``WINDOW`` all of them, because the best window is much faster. With ``TREE`` those
-    of the old batch, because there were too many mixed steps. Ask once in a step, before
+    With ``GROUPS`` those that are longer than the first group, because a step is used much
+    better without them. With ``TREE`` those of the old batch, because there were too many mixed
+    steps, or all of them for a larger candidate batch. Ask once in a step, before
     :func:`propose`. After it the caller parks rows: ``leave`` and ``add`` for each.
     """
     state = batches.state[0]
@@ -493,20 +502,41 @@ def wants_switch(batches: LengthBatches, law: BatchLaw, now: RunningRows) -> boo
         return bool(mixed and _has_mixed_enough(batches))
     if not law.padded or batches.tree.nodes[0, COUNT] == 0:
         return False
-    if state.clock < state.checked + CHECK_TICKS:
+    if state.clock % CHECK_TICKS:
         return False
-    state.checked = state.clock
-    _, rate = best_window(batches.tree, law)
-    seconds = step_s(law, float(now.rows), now.total, float(now.longest))
-    if rate <= _GAIN * now.rows / seconds:
+    _look(batches, law)
+    if now.longest <= state.high:
         return False
-    state.checked = state.clock - 1  # the window is formed with the parked rows
-    return True
+    rows = count_up_to(batches.tree, state.high)
+    row = state.first_row
+    while row != NONE:
+        rows += length_now(batches.tree, batches.key, row, state.clock) <= state.high
+        row = batches.tree.after[row]
+    longest = float(state.high)
+    kept = min(float(rows), usual_rows(law, longest))
+    without = _use(law, kept, kept * longest, longest)
+    return bool(
+        without
+        > _GROUP_GAIN * _use(law, float(now.rows), now.total, float(now.longest))
+    )
+
+
+@jit_in_place
+def _use(law: BatchLaw, rows: float, total: float, longest: float) -> float:
+    """Share of a step that would be left without padding, in a batch as large as usual.
+
+    Rows that are long but alike use it as well as short ones: they have to run some day.
+    """
+    mean = max(total, 1.0) / rows
+    least = rows * (law.weight_s / usual_rows(law, mean) + mean * law.read_s)
+    return least / step_s(law, rows, total, longest)
 
 
 @jit_in_place
 def is_parked(batches: LengthBatches, i: int) -> bool:
     """Whether a row is one of those that leave in a switch."""
     state = batches.state[0]
+    if state.rule == GROUPS:
+        return bool(length_now(batches.tree, batches.key, i, state.clock) > state.high)
     mixed = state.rule == TREE and state.rows_old > 0 and state.rows_new > 0
     return bool(not mixed or is_of_old_batch(batches, i))

@@ -200,6 +200,24 @@ def shortest_from(tree: LengthTree, length: int) -> int:
 
 
 @jit_in_place
+def count_up_to(tree: LengthTree, length: int) -> int:
+    """Requests of a length of at most ``length``."""
+    nodes = tree.nodes
+    if length >= MAX_LENGTH:
+        return int(nodes[0, COUNT])
+    if length < 1:
+        return 0
+    node = LEAVES + length - 1
+    number = nodes[node, COUNT]
+    while node > 0:
+        above = _above(node)
+        for each in range(4 * above + 1, node):
+            number += nodes[each, COUNT]
+        node = above
+    return int(number)
+
+
+@jit_in_place
 def longest_waiting(tree: LengthTree) -> int:
     """The request that has waited longest, NONE if the tree is empty."""
     nodes = tree.nodes

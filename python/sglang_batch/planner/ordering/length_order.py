@@ -20,8 +20,8 @@ import numpy as np
 
 from ..compiled import jit
 from ..costs.cost_model import CostModel
-from ..length_batches.batch_switch import TREE, WINDOW
-from ..length_batches.length_window import WINDOW_SHARE
+from ..length_batches.batch_law import GROUP_SHARE
+from ..length_batches.batch_switch import GROUPS, TREE
 from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Bools, Floats, Int32s, Int64s
 from .order import LengthKeys, Order
@@ -49,7 +49,7 @@ def length_aligned_order(
         est_output_len: float64 ``[n]`` by request.
         kv_capacity_tokens: of the engine. A family is no larger than a batch.
     """
-    capacity = WINDOW_SHARE * kv_capacity_tokens
+    capacity = GROUP_SHARE * kv_capacity_tokens
     lengths = est_output_len[tree.order]
     kv = _kv_below(tree, lengths)
     family = _families(tree, cost, lengths, kv <= capacity)
@@ -66,7 +66,7 @@ def length_aligned_order(
     keys = np.empty(tree.num_requests, np.int32)
     families = np.empty(tree.num_requests, np.int32)
     keys[tree.order], families[tree.order] = key, family
-    return Order(tree.order[by_leaf], lengths=LengthKeys(WINDOW, keys, families))
+    return Order(tree.order[by_leaf], lengths=LengthKeys(GROUPS, keys, families))
 
 
 def _kv_below(tree: PrefixTree, lengths: Floats) -> Floats:

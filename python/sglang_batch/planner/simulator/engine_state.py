@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from ..admission_rules.kv_forecast import KvForecast
 from ..admission_rules.padded_forecast import PaddedForecast
 from ..compiled import jit_in_place
+from ..length_batches.batch_law import BatchLaw
 from ..length_batches.batch_switch import LengthBatches
-from ..length_batches.length_window import BatchLaw
 from ..requests import Floats, Int64s
 from .prefix_cache import SimCache
 

@@ -22,8 +22,8 @@ from ..admission_rules.kv_forecast import make_forecast
 from ..admission_rules.padded_forecast import make_padded_forecast
 from ..costs.cost_model import CostModel
 from ..costs.tree_work import decode_step_moments, planned_work, read_len
+from ..length_batches.batch_law import BatchLaw
 from ..length_batches.batch_switch import LengthBatches, make_batches
-from ..length_batches.length_window import BatchLaw
 from ..machine_model import EngineLimits
 from ..ordering.order import LengthKeys
 from ..prefixes.prefix_tree import PrefixTree

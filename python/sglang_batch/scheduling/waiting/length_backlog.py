@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ...planner.length_batches import batch_switch as switch
+from ...planner.length_batches.batch_law import BatchLaw
 from ...planner.length_batches.batch_switch import (
     LengthBatches,
     RunningRows,
     make_batches,
 )
 from ...planner.length_batches.length_tree import NONE
-from ...planner.length_batches.length_window import BatchLaw
 from ..scheduled_request import ScheduledRequest
 from .backlog import Backlog
 
@@ -41,7 +41,7 @@ class LengthBacklog(Backlog):
     them.
 
     Args:
-        rule: TREE or WINDOW.
+        rule: TREE or GROUPS.
         place: of a waiting request.
         rows: the running rows of all jobs.
         law: what a step costs, and how much KV there is.

@@ -21,8 +21,8 @@ class Policy:
         mixes compute-intensive and memory-intensive ones.
     uses_prompts: whether the job is planned from its prompts, which are all rendered
         first. If not, requests are rendered and sent in the order of the input.
-    for_dense: whether it is made for dense batches. ``auto`` takes it there, and does
-        not simulate it for paged KV.
+    for_dense: whether it is made for dense batches. ``auto`` does not simulate it for
+        paged KV.
     by_length: whether requests join by the length of their KV, in batches.
     """
 
@@ -79,10 +79,14 @@ ORDERS = tuple(name for name in POLICIES if name != AUTO)
 """Names of the policies that are an order themselves: all but ``auto``."""
 
 PAGED_ORDERS = tuple(name for name in ORDERS if not POLICY_TABLE[name].for_dense)
-"""The orders among which ``auto`` chooses by simulation."""
+"""The orders among which ``auto`` chooses for paged KV, by simulation."""
 
-DENSE_ORDER = next(name for name in ORDERS if POLICY_TABLE[name].for_dense)
-"""The order that ``auto`` takes for dense batches."""
+DENSE_ORDERS = tuple(
+    name
+    for name in ORDERS
+    if POLICY_TABLE[name].for_dense or POLICY_TABLE[name].by_length
+)
+"""The orders among which ``auto`` chooses for dense batches."""
 
 POLICY_HELP = "; ".join(
     f"{name}: {each.description}" for name, each in POLICY_TABLE.items()

@@ -12,7 +12,7 @@ from dispatcher_jobs import plan_requests, planner_of, two_kinds, unknown
 from sglang_batch.planner.lengths.output_length import Observed
 from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.plan import make_plan
-from sglang_batch.policies import POLICIES
+from sglang_batch.policies import DENSE_ORDERS, POLICIES
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -48,9 +48,13 @@ def test_a_job_is_planned_as_the_planner_does(
     assert sorted([*left, *right]) == list(range(50))
 
 
-def test_dense_batches_are_aligned_unless_another_order_is_wished() -> None:
+def test_dense_batches_have_orders_of_their_own() -> None:
     (plan,) = planner_of(two_kinds(50), "auto", dense=True).plans()
-    assert plan.plan.policy == "aligned"
+    assert plan.plan.policy in DENSE_ORDERS
+    planner = planner_of(unknown(200), "auto", dense=True)
+    assert planner.plans()[0].plan.policy == "aligned"
+    planner.observe(planner.sample, np.full(len(planner.sample), 5, np.int32))
+    assert planner.plans()[0].plan.policy in DENSE_ORDERS
     (plan,) = planner_of(two_kinds(50), "fcfs", dense=True).plans()
     assert plan.plan.policy == "fcfs"
 

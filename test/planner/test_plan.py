@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.plan import Plan, make_plan
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
-from sglang_batch.policies import ORDERS, PAGED_ORDERS, POLICIES
+from sglang_batch.policies import DENSE_ORDERS, ORDERS, PAGED_ORDERS, POLICIES
 
 COST = CostModel(token_time_s=1e-5, kv_read_time_s=1e-7)
 
@@ -165,15 +166,22 @@ def bimodal(num_requests: int = 60) -> PlanRequests:
 
 
 @pytest.mark.parametrize("capacity", [200, 800, 10_000])
-def test_auto_takes_the_fastest(capacity: int) -> None:
-    plan = make_plan(bimodal(), machine(capacity))
-    assert set(plan.predicted) == set(PAGED_ORDERS)
+@pytest.mark.parametrize(
+    ("dense", "orders"), [(False, PAGED_ORDERS), (True, DENSE_ORDERS)]
+)
+def test_auto_takes_the_fastest(
+    capacity: int, dense: bool, orders: tuple[str, ...]
+) -> None:
+    engine = machine(capacity)
+    if dense:
+        limits = replace(engine.limits, dense=True)
+        engine = Machine(replace(engine.cost, padded=True), limits)
+    plan = make_plan(bimodal(), engine)
+    assert set(plan.predicted) == set(orders)
     seconds = {name: run.seconds for name, run in plan.predicted.items()}
-    good = [
-        name for name in PAGED_ORDERS if seconds[name] <= 1.002 * min(seconds.values())
-    ]
+    good = [name for name in orders if seconds[name] <= 1.002 * min(seconds.values())]
     assert plan.policy == good[0]
-    same = make_plan(bimodal(), machine(capacity), plan.policy)
+    same = make_plan(bimodal(), engine, plan.policy)
     assert same.order.tolist() == plan.order.tolist()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..config import OfflineBatchConfig
-from ..planner.candidates import best
+from ..planner.candidates import best, orders_for
 from ..planner.lengths.length_sample import choose_sample
 from ..planner.lengths.output_length import OutputEstimates, OutputLengthEstimator
 from ..planner.machine_model import Machine
@@ -26,16 +26,12 @@ from ..planner.prefixes.prefix_tree import build_prefix_tree
 from ..planner.requests import UNKNOWN, Bools, Int32s, Int64s, PlanRequests
 from ..planner.sharding.shard import ShardJob
 from ..planner.simulator.simulator import Simulation, simulate
-from ..policies import AUTO, DENSE_ORDER, PAGED_ORDERS, POLICY_TABLE
+from ..policies import AUTO, POLICY_TABLE
 from .job_shards import JobProgress, JobShards
 from .shard_plan import ShardPlan
 
 # With fewer requests of unknown length, a sample would be most of the job.
 MIN_SAMPLED = 64
-# The order of ``auto`` until the sample is answered: the first without estimates.
-_UNTIL_SAMPLED = next(
-    name for name in PAGED_ORDERS if not POLICY_TABLE[name].needs_estimates
-)
 
 
 class JobPlanner:
@@ -67,8 +63,6 @@ class JobPlanner:
         self._machine = machine
         self._settings = OrderSettings(seed=config.seed)
         self._policy = self.policy = policy = config.policy
-        if policy == AUTO and machine.limits.dense:
-            self._policy = self.policy = policy = DENSE_ORDER
         # SGLang's own scheduler runs requests in the order of arrival, so it cannot
         # take them from both ends.
         self._stock_scheduler = config.scheduler == "stock"
@@ -151,7 +145,7 @@ class JobPlanner:
             self._shards.rebalance(estimates, progress.take(self._numbers))
         policy = self._policy
         if policy == AUTO and self._is_sampling:
-            policy = _UNTIL_SAMPLED
+            policy = self._until_sampled
         elif policy == AUTO:
             policy = self._policy = self._choose(estimates)
         self.policy = policy
@@ -224,6 +218,12 @@ class JobPlanner:
             self._machine.limits.kv_capacity_tokens,
         )
 
+    @property
+    def _until_sampled(self) -> str:
+        """The order of ``auto`` until the sample is answered: the simplest."""
+        orders = orders_for(self._machine)
+        return next(name for name in orders if not POLICY_TABLE[name].by_length)
+
     def _choose(self, estimates: OutputEstimates) -> str:
         """The policy that is fastest in a simulation of the largest shard."""
         shard = max(self._shards.each, key=lambda shard: len(shard.index))
@@ -231,7 +231,7 @@ class JobPlanner:
         return best(
             {
                 policy: self._simulate(shard, self._order(shard, policy, own), own)
-                for policy in PAGED_ORDERS
+                for policy in orders_for(self._machine)
             }
         )
 

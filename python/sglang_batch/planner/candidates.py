@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..policies import PAGED_ORDERS
+from ..policies import DENSE_ORDERS, ORDERS, PAGED_ORDERS
 from .lengths.output_length import Observed, OutputLengthEstimator
 from .machine_model import Machine
 from .ordering.order import Order, OrderSettings
@@ -39,15 +39,20 @@ class PolicyRun:
         return self.simulation.admission_order
 
 
+def orders_for(machine: Machine) -> tuple[str, ...]:
+    """The orders among which ``auto`` chooses."""
+    return DENSE_ORDERS if machine.limits.dense else PAGED_ORDERS
+
+
 def best(runs: Mapping[str, Simulation]) -> str:
-    """The policy that ``auto`` takes: the first of ``PAGED_ORDERS`` as good as the fastest.
+    """The policy that ``auto`` takes: the first of ``ORDERS`` as good as the fastest.
 
     A simulation is no better than its output lengths, so runs within ``TIE`` of the
     fastest count as equal, and noise does not decide.
     """
     fastest = min(run.seconds for run in runs.values())
     good = {name for name, run in runs.items() if run.seconds <= fastest * (1 + TIE)}
-    return next(name for name in PAGED_ORDERS if name in good)
+    return next(name for name in ORDERS if name in good)
 
 
 class Candidates:

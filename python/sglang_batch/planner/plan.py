@@ -5,7 +5,7 @@
     PlanRequests -> prefix tree -> output lengths -> order -> simulator -> Plan
 
 ``auto`` simulates every order with random lengths from the estimates' distribution and
-takes the fastest. Of equally fast ones it takes the first in ``policies.PAGED_ORDERS``. The
+takes the fastest. Of equally fast ones it takes the first in ``policies.ORDERS``. The
 admissions of an order that is taken from both ends depend on the engine, so an engine
 that can only follow an order is sent the admission order of the simulated run.
 """
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..policies import AUTO, PAGED_ORDERS
-from .candidates import Candidates, best
+from ..policies import AUTO
+from .candidates import Candidates, best, orders_for
 from .costs.bounds import Bounds, lower_bounds
 from .lengths.output_length import Observed, OutputEstimates
 from .machine_model import Machine
@@ -79,11 +79,12 @@ def make_plan(
         ConfigError: a policy is unknown.
     """
     job = Candidates(requests, machine, settings or OrderSettings(), observed=observed)
-    names = dict.fromkeys((*(PAGED_ORDERS if policy == AUTO else ()), *compare))
+    simulated = orders_for(machine) if policy == AUTO else ()
+    names = dict.fromkeys((*simulated, *compare))
     predicted = {name: job.run(name).simulation for name in names}
     chosen = policy
     if policy == AUTO:
-        chosen = best({name: predicted[name] for name in PAGED_ORDERS})
+        chosen = best({name: predicted[name] for name in simulated})
     scan = job.order(chosen)
     sent = scan.requests
     if scan.is_dynamic:

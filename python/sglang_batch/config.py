@@ -63,6 +63,7 @@ def _is_server(value: object) -> bool:
     return isinstance(value, str) and bool(_ORIGIN.fullmatch(value.rstrip("/")))
 
 
+_DEVICE = re.compile(r"[a-z]+(:[0-9]+)?")
 _Fits = Callable[[Any], bool]
 _FROM_0: tuple[_Fits, str] = (lambda v: _whole(v, 0), "a whole number of 0 or more")
 _FROM_1: tuple[_Fits, str] = (lambda v: _whole(v, 1), "a whole number of 1 or more")
@@ -76,6 +77,11 @@ _FITS: dict[str, tuple[_Fits, str]] = {
     "step_log": _PATH,
     "offload_bytes": _FROM_0,
     "prefill_ahead_tokens": _FROM_0,
+    "prefetch_bytes": _FROM_0,
+    "prefetch_device": (
+        lambda v: isinstance(v, str) and _DEVICE.fullmatch(v) is not None,
+        "a device such as 'cuda:1'",
+    ),
     "sleep_on_idle": (lambda v: isinstance(v, bool), "true or false"),
     "max_line_attempts": _FROM_1,
     "line_timeout_s": (lambda v: _number(v) and v > 0, "a number of seconds above 0"),
@@ -119,6 +125,7 @@ _OPTIONAL = {
     "max_inflight",
     "step_log",
     "offload_bytes",
+    "prefetch_device",
     "mixed_chunk",
     "line_timeout_s",
     "batch_hours",
@@ -203,6 +210,11 @@ class OfflineBatchConfig:
     prefill_ahead_tokens: most tokens of prompts that are computed before there is room for
         their answers, with ``length-aligned`` and ``length-tree``. Their KV waits on the
         host, in at most half of that memory. 0 is none.
+    prefetch_bytes: memory on the device for KV that is on the host and resumes soon. It is
+        copied there ahead, beside the steps, in addition to the device's KV. 0 is none.
+    prefetch_device: the device that has this memory, such as ``cuda:1``, which the GPU can
+        read directly. With several TP ranks it is that of the first rank, and the
+        devices behind it are those of the others. None is the GPU itself.
     step_log: CSV file to which the offline scheduler appends a line for each step,
         for ``sglang-batch plan --steps``.
 
@@ -252,6 +264,8 @@ class OfflineBatchConfig:
     step_log: str | None = None
     offload_bytes: int | None = None
     prefill_ahead_tokens: int = 0
+    prefetch_bytes: int = 0
+    prefetch_device: str | None = None
     mixed_chunk: bool | None = None
     attention: str = "auto"
     sleep_on_idle: bool = True

@@ -70,6 +70,8 @@ class JobState:
         backlog: requests that may be admitted.
         work: its remaining compute and KV reads.
         done: the work that was done for it, and that its running requests need.
+        left_prefix: requests whose KV is on the host, but for a prefix that they left in
+            the cache.
         num_followers: requests that wait for a prefix to be computed.
         priority: among open jobs, requests of the job with the highest join first.
         joined: None if nobody wants to know.
@@ -99,6 +101,7 @@ class JobState:
         # By number, from the lowest of the plan on: whether a request ended unplanned.
         self._ended = bytearray()
         self.uses = PrefixUses(plan, page_size)
+        self.left_prefix: set[ScheduledRequest] = set()
         self.backlog = self._make_backlog(plan)
         self._followers: dict[int, list[ScheduledRequest]] = {}
         self.num_followers = 0

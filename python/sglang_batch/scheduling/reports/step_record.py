@@ -38,6 +38,7 @@ class StepRecord(NamedTuple):
     cached_tokens: prompt tokens that requests admitted in this step found in the cache.
     evicted_tokens: tokens of KV dropped from the cache in this step.
     offloaded, resumed, retracted: requests, in this step.
+    prefetched: of those that resumed, the ones whose KV was on the device already.
     waiting: requests in the backlog.
     kv_saved_bytes: bytes of KV, in all layers, that the step before read once for
         several requests and not again; 0 with SGLang's own attention.
@@ -60,6 +61,7 @@ class StepRecord(NamedTuple):
     evicted_tokens: int
     offloaded: int
     resumed: int
+    prefetched: int
     retracted: int
     waiting: int
     kv_saved_bytes: int
@@ -70,9 +72,10 @@ class StepRecord(NamedTuple):
 COLUMNS = StepRecord._fields
 SECONDS = ("compute_s", "memory_s")
 _HEADER = ",".join(COLUMNS) + "\n"
-# Logs of the last release have another name for a column; they work for one release.
-_OLD_NAME, _NEW_NAME = "parked", "offloaded"
-_OLD_HEADER = _HEADER.replace(_NEW_NAME, _OLD_NAME)
+# Logs of the last release have another name for a column and lack one; they can be read
+# for one release.
+_OLD_NAME, _NEW_NAME, _ADDED = "parked", "offloaded", "prefetched"
+_OLD_HEADER = _HEADER.replace(_NEW_NAME, _OLD_NAME).replace(f"{_ADDED},", "")
 
 
 class StepLog:
@@ -128,7 +131,9 @@ class StepLog:
         )
         size = os.fstat(fd).st_size
         start = os.pread(fd, len(_HEADER), 0) if size else b""
-        if start and not start.startswith((_HEADER.encode(), _OLD_HEADER.encode())):
+        if start.startswith(_OLD_HEADER.encode()):
+            raise ValueError("it is a log of an earlier release; name another file")
+        if start and not start.startswith(_HEADER.encode()):
             raise ValueError("the file exists and is not a log of steps")
         self._end = _end_of_lines(fd, size)
         os.ftruncate(fd, self._end)
@@ -217,11 +222,13 @@ def _rows(path: Path, file: TextIO) -> Iterator[tuple[int, list[int | float]]]:
             f"{path}, line 1: this is not a log of steps, which starts with "
             f"{','.join(COLUMNS[:3])},..."
         )
-    first_float = COLUMNS.index(SECONDS[0])
+    first_float, added = COLUMNS.index(SECONDS[0]), COLUMNS.index(_ADDED)
     for number, line in enumerate(file, start=2):
         if not line.endswith("\n"):
             return
         fields = line.split(",")
+        if header == _OLD_HEADER:
+            fields.insert(added, "0")
         if len(fields) != len(COLUMNS):
             raise InputError(
                 f"{path}, line {number}: {len(fields)} values instead of "

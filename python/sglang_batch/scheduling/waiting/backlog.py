@@ -103,6 +103,10 @@ class Backlog:
         """The request whose prompt is computed next if none may join."""
         return None
 
+    def next_on_host(self) -> list[ScheduledRequest]:
+        """Of those that join next, the ones whose KV is on the host."""
+        return []
+
     def runs(self, request: ScheduledRequest) -> None:
         """A request of the job begins to run, or goes on."""
 

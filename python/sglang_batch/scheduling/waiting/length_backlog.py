@@ -152,6 +152,14 @@ class LengthBacklog(Backlog):
         in_order = super().first()
         return None if in_order is None or not in_order.mixes else in_order
 
+    def next_on_host(self) -> list[ScheduledRequest]:
+        if not self._ready:
+            return []
+        found = self._upcoming
+        number = switch.upcoming(self._batches, self._law, self._rows(), found)
+        requests = [self._at[slot] for slot in found[:number]]
+        return [each for each in requests if each is not None and each.on_host]
+
     def reorder(self, num_left: int, *, both_ends: bool) -> None:
         """Take the places of a new plan."""
         super().reorder(num_left, both_ends=both_ends)

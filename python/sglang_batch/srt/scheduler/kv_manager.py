@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from sglang.srt.mem_cache.common import release_kv_cache
@@ -17,6 +17,7 @@ from .kv.host_room import recompute_time_s
 from .kv.offloading import KvOffloader, OffloadedRequest, can_offload, drain_results
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .request_registry import RequestRegistry
+from .shared_prefixes import SharedPrefixes
 from .step_metrics import HostUse
 from .step_recorder import StepRecorder
 
@@ -44,7 +45,8 @@ class KvManager:
     Attributes:
         decodes_fit: whether all running requests of this step have room for their next
             tokens, even if each of them begins a page.
-        num_recomputed: requests that lost their KV because the host pool was full.
+        num_recomputed: requests that lost their KV: the host pool was full, or their
+            prefix was evicted.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class KvManager:
         kv_accounting: KvAccounting,
         cache: PlannedRadixCache,
         pinned: PinnedPrefixes,
+        prefixes: SharedPrefixes,
         offloader: KvOffloader | None,
         recorder: StepRecorder,
         page_size: int,
@@ -67,6 +70,7 @@ class KvManager:
         self._kv_accounting = kv_accounting
         self._cache = cache
         self._pinned = pinned
+        self._prefixes = prefixes
         self._offloader = offloader
         self._recorder = recorder
         self._page_size = page_size
@@ -136,7 +140,15 @@ class KvManager:
     def end_step(self) -> None:
         """The step is decided, and its forward pass is next."""
         if self._offloader is not None:
-            self._offloader.end_step()
+            self._offloader.end_step(self._upcoming())
+
+    def _upcoming(self) -> Iterator[OffloadedRequest]:
+        """Requests on the host, those that may resume next first."""
+        for one in self._offloaded.values():
+            yield one.kv
+        for job in self._jobs.in_order() if self._waiting else ():
+            for request in job.backlog.next_on_host():
+                yield self._waiting[request.req.rid].kv
 
     # Offloading -----------------------------------------------------------------------
 
@@ -263,6 +275,8 @@ class KvManager:
             return True
         kv = self._offloader.offload(req, shared, self._recompute_time_s(job, request))
         one = _Offloaded(job, request, kv)
+        if shared:
+            job.left_prefix.add(request)
         if job.backlog.by_length:
             self._waiting[req.rid] = one
             request.on_host = True
@@ -332,19 +346,36 @@ class KvManager:
             return running_batch
         for rid in list(self._offloaded):
             one = self._offloaded[rid]
-            need = self._offloader.tokens_to_resume(one.kv)
-            if need is None:  # a prefix of it was evicted
+            need = self._tokens_to_resume(self._offloader, one)
+            if need is None:  # a prefix of it is lost
                 self._recompute(self._offloader, rid)
+                self.num_recomputed += 1
                 continue
             back = self._resume_one(self._offloader, running_batch, one, need)
             if back is None:
                 break
-            del self._offloaded[rid]
+            self._forget(rid)
             if running_batch.is_empty():
                 running_batch = back
             else:
                 running_batch.merge_batch(back)
         return running_batch
+
+    def _tokens_to_resume(self, offloader: KvOffloader, one: _Offloaded) -> int | None:
+        """KV to allocate for a request. None if its prefix is neither in the tree nor on
+        the host."""
+        need = offloader.tokens_to_resume(one.kv)
+        if need is not None:
+            return need
+        accounting, shared = self._kv_accounting, one.kv.shared_len
+        on_host = self._prefixes.on_host(one.job, one.request, shared)
+        if on_host:
+            reserve = one.kv.num_tokens + accounting.growth + self._page_size
+            self._prefixes.restore(one.job, one.request, reserve)
+            need = offloader.tokens_to_resume(one.kv)
+        if need is None and on_host and accounting.num_running > 0:
+            return accounting.in_pages(one.kv.end)  # it fits later
+        return need
 
     def _resume_one(
         self,
@@ -387,6 +418,10 @@ class KvManager:
         if one.request.leaf >= 0:
             self._pinned.unpin_spent(one.job, one.request)
         self._recorder.resumed += 1
+        assert self._offloader is not None
+        self._recorder.prefetched = (
+            self._offloader.num_prefetched - self._recorder.totals["prefetched"]
+        )
 
     def join(
         self, running_batch: ScheduleBatch, requests: Sequence[ScheduledRequest]
@@ -403,16 +438,16 @@ class KvManager:
         for request in requests:
             one, offloader = self._waiting[request.req.rid], self._offloader
             assert offloader is not None
-            need = None if full else offloader.tokens_to_resume(one.kv)
+            need = None if full else self._tokens_to_resume(offloader, one)
             back = None if need is None else self._load(offloader, one, need)
             if back is None:
                 put_back(one.job, self._kv_accounting, request)
                 if need is None and not full:
                     self._recompute(offloader, request.req.rid)
+                    self.num_recomputed += 1
                 full = full or need is not None
                 continue
-            del self._waiting[request.req.rid]
-            request.on_host = False
+            self._forget(request.req.rid)
             self._runs_again(one)
             if running_batch.is_empty():
                 running_batch = back
@@ -429,17 +464,23 @@ class KvManager:
             self._recompute(self._offloader, rid)
 
     def _recompute(self, offloader: KvOffloader, rid: str) -> None:
-        one = self._offloaded.pop(rid, None)
-        if one is None:
-            one = self._waiting.pop(rid)
+        if rid in self._waiting:
+            one = self._waiting[rid]
             one.job.take(one.request)
-            one.request.on_host = False
+        one = self._forget(rid)
         self._requeue(offloader.give_up(one.kv))
 
     def drop(self, request: ScheduledRequest) -> None:
         """Forget the KV of a request on the host, if it is there."""
         rid = request.req.rid
-        one = self._offloaded.pop(rid, None) or self._waiting.pop(rid, None)
-        if one is not None and self._offloader is not None:
-            request.on_host = False
-            self._offloader.drop(one.kv)
+        if self._offloader is not None and (
+            rid in self._offloaded or rid in self._waiting
+        ):
+            self._offloader.drop(self._forget(rid).kv)
+
+    def _forget(self, rid: str) -> _Offloaded:
+        """A request is no longer on the host."""
+        one = self._offloaded.pop(rid, None) or self._waiting.pop(rid)
+        one.request.on_host = False
+        one.job.left_prefix.discard(one.request)
+        return one

@@ -192,7 +192,7 @@ class OfflineScheduler(MarkedScheduler):
             mixed=bool(self.is_mixed_chunk),
         )
         self.recorder = self._make_recorder(cache)
-        offloader = make_offloader(self, self.server_args.offline_config.offload_bytes)
+        offloader = make_offloader(self, self.server_args.offline_config)
         host = HostPrefixes(cache, offloader) if offloader is not None else None
         pinned = PinnedPrefixes(cache, self.jobs, host)
         self.prefixes = SharedPrefixes(cache, pinned)
@@ -216,6 +216,7 @@ class OfflineScheduler(MarkedScheduler):
             kv_accounting=self.kv_accounting,
             cache=cache,
             pinned=pinned,
+            prefixes=self.prefixes,
             offloader=offloader,
             recorder=self.recorder,
             page_size=page_size,

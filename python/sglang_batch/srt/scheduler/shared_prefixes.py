@@ -72,9 +72,11 @@ class SharedPrefixes:
         """
         if self._pinned.host is None:
             return 0
-        depths = [int(job.uses.depth[node]) for node in job.uses.path(request.node)]
         tokens = self._pinned.host.restore(
-            Prompt.of(request.req), depths[::-1], reserve, self._pinned.unpin_until_free
+            Prompt.of(request.req),
+            self._depths(job, request),
+            reserve,
+            self._pinned.unpin_until_free,
         )
         if tokens:
             self.show(job, request, tokens)
@@ -82,6 +84,22 @@ class SharedPrefixes:
             if lock is not None:
                 self._restored.append(lock)
         return tokens
+
+    def on_host(
+        self, job: JobState, request: ScheduledRequest, num_tokens: int
+    ) -> bool:
+        """Whether the host has what the tree lacks of a prompt's first ``num_tokens``."""
+        host = self._pinned.host
+        if host is None:
+            return False
+        prompt, depths = Prompt.of(request.req), self._depths(job, request)
+        return host.reaches(prompt, depths) >= num_tokens
+
+    @staticmethod
+    def _depths(job: JobState, request: ScheduledRequest) -> list[int]:
+        """Where the prefixes of a request end, in ascending order."""
+        path = job.uses.path(request.node)
+        return [int(job.uses.depth[node]) for node in path][::-1]
 
     def step_built(self) -> None:
         """The requests that joined have locked their prefixes themselves."""

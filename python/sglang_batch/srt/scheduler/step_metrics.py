@@ -38,6 +38,10 @@ _COUNTERS = {
     # The earlier name, for one release.
     "parked": ("offloaded", "Deprecated: use sglang_batch_offloaded_total instead."),
     "resumed": ("resumed", "Offloaded requests that resumed."),
+    "prefetched": (
+        "prefetched",
+        "Those whose KV was on the device before they resumed.",
+    ),
     "retracted": ("retracted", "Requests whose KV was dropped while they ran."),
     "kv_read_bytes_saved": (
         "kv_saved_bytes",

@@ -17,7 +17,7 @@ _NOTHING = (0, 0, 0)  # by side
 # Sums over all steps.
 _TOTALS = (
     "steps", "prefill_tokens", "decode_tokens", "cached_tokens", "evicted_tokens",
-    "offloaded", "resumed", "retracted",
+    "offloaded", "resumed", "prefetched", "retracted",
 )  # fmt: skip
 
 
@@ -28,7 +28,7 @@ class StepRecorder:
         log: the CSV file, if any.
 
     Attributes:
-        offloaded, resumed, retracted: requests, in the current step.
+        offloaded, resumed, prefetched, retracted: requests, in the current step.
         totals: sums over all steps, for ``/server_info``.
         kv_saved_bytes: KV that attention did not read twice, up to the last step.
     """
@@ -54,7 +54,7 @@ class StepRecorder:
         self._prefill = [0, 0, 0]
         self._attention = 0
         self._cached = 0
-        self.offloaded = self.resumed = self.retracted = 0
+        self.offloaded = self.resumed = self.prefetched = self.retracted = 0
 
     def admitted(self, request: ScheduledRequest, cached: int, extend: int) -> None:
         """A request joined with ``cached`` tokens in the cache, ``extend`` computed."""
@@ -105,6 +105,7 @@ class StepRecorder:
             evicted,
             self.offloaded,
             self.resumed,
+            self.prefetched,
             self.retracted,
             waiting,
             self.kv_saved_bytes - self._saved_before,
@@ -120,6 +121,7 @@ class StepRecorder:
         totals["evicted_tokens"] += evicted
         totals["offloaded"] += self.offloaded
         totals["resumed"] += self.resumed
+        totals["prefetched"] += self.prefetched
         totals["retracted"] += self.retracted
         if self._log is not None:
             self._log.append(record)

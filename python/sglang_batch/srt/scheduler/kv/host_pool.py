@@ -60,6 +60,7 @@ class HostPool:
         page_size: tokens in a page.
 
     Attributes:
+        page_size: tokens in a page.
         token_bytes: KV of a token in all layers.
         num_saves, num_loads: copies to the host and back so far, one for each run of
             pages.
@@ -69,7 +70,7 @@ class HostPool:
         self, buffers: Sequence[torch.Tensor], num_pages: int, page_size: int
     ) -> None:
         self._layers = kv_rows(buffers)
-        self._page_size = page_size
+        self.page_size = page_size
         widths = [each.shape[1] for each in self._layers]
         begins = [sum(widths[:i]) for i in range(len(widths))]
         self._columns = [
@@ -88,6 +89,30 @@ class HostPool:
     @property
     def num_bytes(self) -> int:
         return int(self._host.nbytes)
+
+    @property
+    def device(self) -> torch.device:
+        """That of the KV which comes here."""
+        return self._layers[0].device
+
+    def empty_rows(self, num_tokens: int, device: torch.device) -> torch.Tensor:
+        """Memory for the KV of so many tokens, laid out as here."""
+        return torch.empty(
+            (num_tokens, self._host.shape[1]), dtype=self._host.dtype, device=device
+        )
+
+    def host_rows(self, runs: Sequence[Run], num_tokens: int) -> Iterator[torch.Tensor]:
+        """The KV of the first tokens of these pages, in pieces."""
+        for first, length in runs:
+            begin = first * self.page_size
+            count = min(length * self.page_size, num_tokens)
+            num_tokens -= count
+            yield self._host[begin : begin + count]
+
+    def let_wait(self, stream: Any) -> None:
+        """Have a stream wait for all copies so far."""
+        if self._device is not None:
+            self._device.let_wait(stream)
 
     def save(self, slots: torch.Tensor, runs: Sequence[Run]) -> None:
         """Copy the KV of ``slots`` ``[n]`` to the host, to these pages.
@@ -110,9 +135,9 @@ class HostPool:
         for host, part in self._pieces(slots, runs, skip):
             self.num_loads += 1
             if self._device is None:
-                self._fill(host, part)
+                self.fill(host, part)
             else:
-                self._device.load(host, part, self._fill)
+                self._device.load(host, part, self.fill)
 
     def end_step(self) -> None:
         """Let the next forward pass see the copies of this step. Call it before."""
@@ -126,7 +151,7 @@ class HostPool:
         most = len(self._host) if self._device is None else self._device.num_tokens
         at = 0
         for first, length in runs:
-            begin, end = first * self._page_size, (first + length) * self._page_size
+            begin, end = first * self.page_size, (first + length) * self.page_size
             begin, skip = min(begin + skip, end), max(0, skip - (end - begin))
             while begin < end and at < len(slots):
                 count = min(end - begin, len(slots) - at, most)
@@ -138,7 +163,8 @@ class HostPool:
         for layer, columns in zip(self._layers, self._columns, strict=True):
             rows[:, columns] = layer[slots]
 
-    def _fill(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+    def fill(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Copy KV ``[n, words]`` that is on the device to ``slots`` ``[n]``."""
         for layer, columns in zip(self._layers, self._columns, strict=True):
             layer[slots] = rows[:, columns]
 
@@ -182,6 +208,9 @@ class _DeviceBuffer:
             part.copy_(host, non_blocking=True)
         self._to_slots.append((part, slots))
         self._fill = fill
+
+    def let_wait(self, stream: Any) -> None:
+        stream.wait_stream(self._stream)
 
     def end_step(self) -> None:
         self._fill_slots()

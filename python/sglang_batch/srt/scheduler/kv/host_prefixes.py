@@ -201,6 +201,17 @@ class HostPrefixes:
         self._cache.unlock(lock)
         return 0 if slots is None else end
 
+    def reaches(self, prompt: Prompt, depths: Sequence[int]) -> int:
+        """Tokens of a prompt that the tree would hold after :meth:`restore`, 0 if nothing
+        of it is on the host."""
+        if not self._saved or not depths:
+            return 0
+        match: PrefixMatch = self._cache.match_prefix(
+            MatchPrefixParams(key=prompt.key(depths[-1]))
+        )
+        parts = self._parts(prompt, depths, match.device_prefix_len)
+        return parts[-1][1] if parts else 0
+
     def _load(
         self, parts: list[tuple[_Saved, int]], slots: torch.Tensor, matched: int
     ) -> None:

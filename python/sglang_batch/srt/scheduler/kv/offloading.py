@@ -17,8 +17,9 @@ of a TP group.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -41,6 +42,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from ....config import OfflineBatchConfig
 from ....errors import EngineError
 from ...compat.scheduler_types import (
     KvPool,
@@ -53,12 +55,15 @@ from ...compat.scheduler_types import (
 )
 from .host_pool import HostPool
 from .host_room import HostRoom, Run
+from .prefetch import KvPrefetch
 from .token_counts import count_again, counts_tokens
 
 logger = logging.getLogger(__name__)
 
 # Share of the free host memory for the pools of all ranks, unless the user chose.
 _FREE_SHARE = 0.25
+# Requests that are looked at to be prefetched.
+_MOST_UPCOMING = 64
 # Most KV on the host, over that of the device, unless the user chose.
 _MOST_KV = 4
 
@@ -84,19 +89,31 @@ class OffloadedRequest:
 
 
 def make_offloader(
-    scheduler: OffloadingScheduler, pool_bytes: int | None
+    scheduler: OffloadingScheduler, config: OfflineBatchConfig
 ) -> KvOffloader | None:
     """An offloader. None, with a warning in the log, where KV cannot be moved to the
     host; SGLang then retracts requests.
 
-    Args:
-        pool_bytes: see :class:`KvOffloader`.
+    Raises:
+        EngineError: the memory that the settings name is not there.
     """
     obstacle = why_unsupported(scheduler)
     if obstacle is None:
-        return KvOffloader(scheduler, pool_bytes)
+        offloader = KvOffloader(scheduler, config.offload_bytes)
+        if config.prefetch_bytes:
+            offloader.prefetch = _make_prefetch(offloader.pool, config)
+        return offloader
     logger.warning("Requests cannot be offloaded to the host with %s.", obstacle)
     return None
+
+
+def _make_prefetch(pool: HostPool, config: OfflineBatchConfig) -> KvPrefetch:
+    page_bytes = pool.page_size * pool.token_bytes
+    device = pool.device
+    if config.prefetch_device is not None:
+        first = torch.device(config.prefetch_device)
+        device = torch.device(first.type, (first.index or 0) + get_parallel().tp_rank)
+    return KvPrefetch(pool, config.prefetch_bytes // page_bytes, device)
 
 
 def drain_results(scheduler: ResultLoop) -> int:
@@ -201,6 +218,8 @@ class KvOffloader:
     Attributes:
         room: the pages of the host pool, by request.
         pool: their memory.
+        prefetch: the buffer on the device for those that resume soon, if there is one.
+        num_prefetched: requests that resumed from there so far.
         most_bytes: the most that was in use so far.
 
     Raises:
@@ -228,6 +247,8 @@ class KvOffloader:
         num_pages = _num_pages(scheduler, page_bytes, len(buffers[0]), pool_bytes)
         self.room = HostRoom(num_pages)
         self.pool = HostPool(buffers, num_pages, self._page_size)
+        self.prefetch: KvPrefetch | None = None
+        self.num_prefetched = 0
         self.num_offloaded = 0
         self.host_tokens = 0
         self.most_bytes = 0
@@ -300,9 +321,21 @@ class KvOffloader:
         req.kv.cache_protected_len = 0
         req.last_node = None
 
-    def end_step(self) -> None:
-        """Let the next forward pass see what was moved. Call it before each one."""
+    def end_step(self, upcoming: Iterable[OffloadedRequest] = ()) -> None:
+        """Let the next forward pass see what was moved. Call it before each one.
+
+        Args:
+            upcoming: requests that may resume next. They are prefetched meanwhile.
+        """
         self.pool.end_step()
+        if self.prefetch is not None:
+            self.prefetch.fetch(
+                [
+                    (each.req.rid, each.num_tokens, each.runs)
+                    for each in islice(upcoming, _MOST_UPCOMING)
+                    if each.runs is not None
+                ]
+            )
 
     def tokens_to_resume(self, offloaded: OffloadedRequest) -> int | None:
         """KV to allocate on the device, in tokens (whole pages). None if the tree has
@@ -369,6 +402,8 @@ class KvOffloader:
         if offloaded.runs is None:
             raise ValueError(f"request {offloaded.req.rid} is no longer offloaded.")
         offloaded.runs = None
+        if self.prefetch is not None:
+            self.prefetch.drop(offloaded.req.rid)
         self.room.give_back(offloaded.req.rid)
         self._count(offloaded, -1)
 
@@ -398,7 +433,11 @@ class KvOffloader:
         self._rows.alloc([req])
         self._fill_row(req.kv.req_pool_idx, node, matched, slots)
         # The tree may have more of it by now.
-        self.pool.load(slots, offloaded.runs, skip=matched - offloaded.shared_len)
+        skip = matched - offloaded.shared_len
+        if self.prefetch is not None and self.prefetch.load(req.rid, slots, skip):
+            self.num_prefetched += 1
+        else:
+            self.pool.load(slots, offloaded.runs, skip)
         req.lock, req.last_node = lock, node
         req.kv.cache_protected_len = matched
         req.kv.cache_inserted_len = min(req.kv.cache_inserted_len, matched)

@@ -200,12 +200,16 @@ class PinnedPrefixes:
     def _save(self, job: JobState, node: int) -> None:
         """Copy a prefix to the host, from behind the one above it.
 
-        Only of a job that may still grow: what a whole plan evicts is rarely needed
-        again, and the plan counts on computing it.
+        Only for requests that are on the host without it, or of a job that may still
+        grow: what a whole plan evicts is rarely needed again, and the plan counts on
+        computing it.
         """
-        if self.host is None or not job.plan.open_ended:
-            return
         uses, pin = job.uses, job.uses.pins[node]
+        if self.host is None or not (
+            job.plan.open_ended
+            or any(node in uses.path(each.node) for each in job.left_prefix)
+        ):
+            return
         above = uses.path(node)[1:]
         begin = int(uses.depth[above[0]]) if above else 0
         end = int(uses.depth[node])

@@ -317,9 +317,11 @@ def propose(batches: LengthBatches, law: BatchLaw, now: RunningRows) -> int:
 def upcoming(
     batches: LengthBatches, law: BatchLaw, now: RunningRows, found: Int32s
 ) -> int:
-    """Find the requests that are proposed next if no other comes or leaves: the candidate
-    batch, and from the proposal on those of falling length with ``TREE``, of rising length
-    with ``GROUPS``.
+    """Find the requests that are proposed next if no other comes or leaves.
+
+    These are the candidate batch, and from the proposal on those of falling length with
+    ``TREE``, of rising length with ``GROUPS``. If nobody is proposed now, they are those of
+    the batch that would be formed, or the shortest.
 
     Args:
         found: int32, filled with them.
@@ -339,16 +341,22 @@ def upcoming(
             number += 1
             left -= 1
     first = propose(batches, law, now)
-    length = 0
+    length, last = 0, MAX_LENGTH
+    falls = state.rule == TREE
     if first != NONE and not batches.is_next[first]:
         length = min(int(tree.length[first]), MAX_LENGTH)
-    while length > 0 and number < len(found):
+    elif first == NONE and state.rule == GROUPS:
+        length = shortest_from(tree, 1)
+    elif first == NONE and state.num_next == 0:
+        chosen = density_first_search(tree, _budget(law), MIN_ROWS)
+        length, last, falls = chosen.shortest, chosen.longest, False
+    while 0 < length <= last and number < len(found):
         i = tree.first[length - 1]
         while i != NONE and number < len(found):
             found[number] = i
             number += 1
             i = tree.after[i]
-        if state.rule == TREE:
+        if falls:
             length = longest_up_to(tree, length - 1)
         else:
             length = shortest_from(tree, length + 1)

@@ -39,6 +39,7 @@ class StepRecord(NamedTuple):
     evicted_tokens: tokens of KV dropped from the cache in this step.
     offloaded, resumed, retracted: requests, in this step.
     prefetched: of those that resumed, the ones whose KV was on the device already.
+    kv_waits: copies of KV from the host that this step waited for.
     waiting: requests in the backlog.
     kv_saved_bytes: bytes of KV, in all layers, that the step before read once for
         several requests and not again; 0 with SGLang's own attention.
@@ -62,6 +63,7 @@ class StepRecord(NamedTuple):
     offloaded: int
     resumed: int
     prefetched: int
+    kv_waits: int
     retracted: int
     waiting: int
     kv_saved_bytes: int
@@ -74,7 +76,7 @@ SECONDS = ("compute_s", "memory_s")
 _HEADER = ",".join(COLUMNS) + "\n"
 # Logs of the last release have another name for a column and lack one; they can be read
 # for one release.
-_OLD_NAME, _NEW_NAME, _ADDED = "parked", "offloaded", "prefetched"
+_OLD_NAME, _NEW_NAME, _ADDED = "parked", "offloaded", "prefetched,kv_waits"
 _OLD_HEADER = _HEADER.replace(_NEW_NAME, _OLD_NAME).replace(f"{_ADDED},", "")
 
 
@@ -222,13 +224,13 @@ def _rows(path: Path, file: TextIO) -> Iterator[tuple[int, list[int | float]]]:
             f"{path}, line 1: this is not a log of steps, which starts with "
             f"{','.join(COLUMNS[:3])},..."
         )
-    first_float, added = COLUMNS.index(SECONDS[0]), COLUMNS.index(_ADDED)
+    first_float, added = COLUMNS.index(SECONDS[0]), COLUMNS.index("prefetched")
     for number, line in enumerate(file, start=2):
         if not line.endswith("\n"):
             return
         fields = line.split(",")
         if header == _OLD_HEADER:
-            fields.insert(added, "0")
+            fields[added:added] = ["0", "0"]
         if len(fields) != len(COLUMNS):
             raise InputError(
                 f"{path}, line {number}: {len(fields)} values instead of "

@@ -16,6 +16,7 @@ from ..compat.scheduler_types import Req, ScheduleBatch, SchedulerRows
 from .kv.host_room import recompute_time_s
 from .kv.offloading import KvOffloader, OffloadedRequest, can_offload, drain_results
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
+from .kv.prefetch import HostKv
 from .request_registry import RequestRegistry
 from .shared_prefixes import SharedPrefixes
 from .step_metrics import HostUse
@@ -139,16 +140,32 @@ class KvManager:
 
     def end_step(self) -> None:
         """The step is decided, and its forward pass is next."""
-        if self._offloader is not None:
-            self._offloader.end_step(self._upcoming())
+        offloader, recorder = self._offloader, self._recorder
+        if offloader is not None:
+            offloader.end_step(self._upcoming())
+            totals = recorder.totals
+            recorder.prefetched = offloader.num_prefetched - totals["prefetched"]
+            recorder.kv_waits = offloader.pool.num_loads - totals["kv_waits"]
 
-    def _upcoming(self) -> Iterator[OffloadedRequest]:
-        """Requests on the host, those that may resume next first."""
-        for one in self._offloaded.values():
-            yield one.kv
+    def _upcoming(self) -> Iterator[HostKv]:
+        """KV on the host of requests that may resume, the next ones first, each behind
+        the prefixes that the cache has lost."""
+        assert self._offloader is not None
+        seen: set[tuple[str, int]] = set()
+        for job, request, kv in self._next_to_resume():
+            node = job.job_id, request.node
+            if kv.shared_len and node not in seen:
+                seen.add(node)
+                if self._offloader.tokens_to_resume(kv) is None:
+                    yield from self._prefixes.on_host(job, request)
+            if kv.runs is not None:
+                yield HostKv(request.req.rid, kv.num_tokens, kv.runs)
+
+    def _next_to_resume(self) -> Iterator[_Offloaded]:
+        yield from self._offloaded.values()
         for job in self._jobs.in_order() if self._waiting else ():
             for request in job.backlog.next_on_host():
-                yield self._waiting[request.req.rid].kv
+                yield self._waiting[request.req.rid]
 
     # Offloading -----------------------------------------------------------------------
 
@@ -368,7 +385,7 @@ class KvManager:
         if need is not None:
             return need
         accounting, shared = self._kv_accounting, one.kv.shared_len
-        on_host = self._prefixes.on_host(one.job, one.request, shared)
+        on_host = self._prefixes.would_reach(one.job, one.request) >= shared
         if on_host:
             reserve = one.kv.num_tokens + accounting.growth + self._page_size
             self._prefixes.restore(one.job, one.request, reserve)
@@ -418,10 +435,6 @@ class KvManager:
         if one.request.leaf >= 0:
             self._pinned.unpin_spent(one.job, one.request)
         self._recorder.resumed += 1
-        assert self._offloader is not None
-        self._recorder.prefetched = (
-            self._offloader.num_prefetched - self._recorder.totals["prefetched"]
-        )
 
     def join(
         self, running_batch: ScheduleBatch, requests: Sequence[ScheduledRequest]

@@ -16,6 +16,7 @@ from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req, TreeLock
 from .kv.host_prefixes import Prompt
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
+from .kv.prefetch import HostKv
 
 
 class SharedPrefixes:
@@ -85,15 +86,20 @@ class SharedPrefixes:
                 self._restored.append(lock)
         return tokens
 
-    def on_host(
-        self, job: JobState, request: ScheduledRequest, num_tokens: int
-    ) -> bool:
-        """Whether the host has what the tree lacks of a prompt's first ``num_tokens``."""
+    def on_host(self, job: JobState, request: ScheduledRequest) -> list[HostKv]:
+        """What :meth:`restore` would load for a request."""
         host = self._pinned.host
         if host is None:
-            return False
-        prompt, depths = Prompt.of(request.req), self._depths(job, request)
-        return host.reaches(prompt, depths) >= num_tokens
+            return []
+        return host.missing(Prompt.of(request.req), self._depths(job, request))[0]
+
+    def would_reach(self, job: JobState, request: ScheduledRequest) -> int:
+        """Tokens of a prompt that the tree would hold after :meth:`restore`, 0 if nothing
+        came back."""
+        host = self._pinned.host
+        if host is None:
+            return 0
+        return host.missing(Prompt.of(request.req), self._depths(job, request))[1]
 
     @staticmethod
     def _depths(job: JobState, request: ScheduledRequest) -> list[int]:

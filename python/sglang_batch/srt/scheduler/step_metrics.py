@@ -42,6 +42,7 @@ _COUNTERS = {
         "prefetched",
         "Those whose KV was on the device before they resumed.",
     ),
+    "kv_waits": ("kv_waits", "Copies of KV from the host that a step waited for."),
     "retracted": ("retracted", "Requests whose KV was dropped while they ran."),
     "kv_read_bytes_saved": (
         "kv_saved_bytes",

@@ -17,7 +17,8 @@ _NOTHING = (0, 0, 0)  # by side
 # Sums over all steps.
 _TOTALS = (
     "steps", "prefill_tokens", "decode_tokens", "cached_tokens", "evicted_tokens",
-    "offloaded", "resumed", "prefetched", "retracted",
+    "offloaded", "resumed", "prefetched", "kv_waits",
+    "retracted",
 )  # fmt: skip
 
 
@@ -29,6 +30,7 @@ class StepRecorder:
 
     Attributes:
         offloaded, resumed, prefetched, retracted: requests, in the current step.
+        kv_waits: copies from the host that the current step waits for.
         totals: sums over all steps, for ``/server_info``.
         kv_saved_bytes: KV that attention did not read twice, up to the last step.
     """
@@ -54,7 +56,8 @@ class StepRecorder:
         self._prefill = [0, 0, 0]
         self._attention = 0
         self._cached = 0
-        self.offloaded = self.resumed = self.prefetched = self.retracted = 0
+        self.offloaded = self.resumed = self.retracted = 0
+        self.prefetched = self.kv_waits = 0
 
     def admitted(self, request: ScheduledRequest, cached: int, extend: int) -> None:
         """A request joined with ``cached`` tokens in the cache, ``extend`` computed."""
@@ -106,6 +109,7 @@ class StepRecorder:
             self.offloaded,
             self.resumed,
             self.prefetched,
+            self.kv_waits,
             self.retracted,
             waiting,
             self.kv_saved_bytes - self._saved_before,
@@ -122,6 +126,7 @@ class StepRecorder:
         totals["offloaded"] += self.offloaded
         totals["resumed"] += self.resumed
         totals["prefetched"] += self.prefetched
+        totals["kv_waits"] += self.kv_waits
         totals["retracted"] += self.retracted
         if self._log is not None:
             self._log.append(record)

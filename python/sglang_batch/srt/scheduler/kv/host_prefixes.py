@@ -30,6 +30,7 @@ from ....scheduling.job_state import JobState
 from ...compat.scheduler_types import PrefixMatch, Req, TreeNode
 from .host_room import Run, recompute_time_s
 from .offloading import KvOffloader
+from .prefetch import HostKv
 
 Digest = bytes
 """What a prefix is known by: a digest of its tokens and of the cache's other keys."""
@@ -201,16 +202,19 @@ class HostPrefixes:
         self._cache.unlock(lock)
         return 0 if slots is None else end
 
-    def reaches(self, prompt: Prompt, depths: Sequence[int]) -> int:
-        """Tokens of a prompt that the tree would hold after :meth:`restore`, 0 if nothing
-        of it is on the host."""
+    def missing(
+        self, prompt: Prompt, depths: Sequence[int]
+    ) -> tuple[list[HostKv], int]:
+        """What :meth:`restore` would load, and the tokens of the prompt that the tree
+        would hold then: 0 if nothing of it is on the host."""
         if not self._saved or not depths:
-            return 0
+            return [], 0
         match: PrefixMatch = self._cache.match_prefix(
             MatchPrefixParams(key=prompt.key(depths[-1]))
         )
         parts = self._parts(prompt, depths, match.device_prefix_len)
-        return parts[-1][1] if parts else 0
+        found = [HostKv(p.name, p.end - p.begin, p.runs) for p, _ in parts]
+        return found, parts[-1][1] if parts else 0
 
     def _load(
         self, parts: list[tuple[_Saved, int]], slots: torch.Tensor, matched: int
@@ -219,7 +223,7 @@ class HostPrefixes:
         at = matched
         for saved, end in parts:
             here = slots[at - matched : end - matched]
-            self._offloader.pool.load(here, saved.runs, at - saved.begin)
+            self._offloader.load(saved.name, here, saved.runs, at - saved.begin)
             at = end
             self._saved[saved.name] = self._saved.pop(saved.name)  # the last one used
         self.num_restored += len(parts)
@@ -232,7 +236,7 @@ class HostPrefixes:
         for digest in saved.digests:
             if self._found_by.get(digest) is saved:
                 del self._found_by[digest]
-        self._offloader.room.give_back(name)
+        self._offloader.forget(name)
         return True
 
     def drop_of(self, job: JobState) -> None:

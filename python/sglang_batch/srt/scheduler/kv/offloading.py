@@ -55,14 +55,14 @@ from ...compat.scheduler_types import (
 )
 from .host_pool import HostPool
 from .host_room import HostRoom, Run
-from .prefetch import KvPrefetch
+from .prefetch import HostKv, KvPrefetch
 from .token_counts import count_again, counts_tokens
 
 logger = logging.getLogger(__name__)
 
 # Share of the free host memory for the pools of all ranks, unless the user chose.
 _FREE_SHARE = 0.25
-# Requests that are looked at to be prefetched.
+# Requests and prefixes that are looked at to be prefetched.
 _MOST_UPCOMING = 64
 # Most KV on the host, over that of the device, unless the user chose.
 _MOST_KV = 4
@@ -321,21 +321,32 @@ class KvOffloader:
         req.kv.cache_protected_len = 0
         req.last_node = None
 
-    def end_step(self, upcoming: Iterable[OffloadedRequest] = ()) -> None:
+    def end_step(self, upcoming: Iterable[HostKv] = ()) -> None:
         """Let the next forward pass see what was moved. Call it before each one.
 
         Args:
-            upcoming: requests that may resume next. They are prefetched meanwhile.
+            upcoming: what may be loaded next. It is prefetched meanwhile.
         """
         self.pool.end_step()
         if self.prefetch is not None:
-            self.prefetch.fetch(
-                [
-                    (each.req.rid, each.num_tokens, each.runs)
-                    for each in islice(upcoming, _MOST_UPCOMING)
-                    if each.runs is not None
-                ]
-            )
+            self.prefetch.fetch(list(islice(upcoming, _MOST_UPCOMING)))
+
+    def load(
+        self, name: str, slots: torch.Tensor, runs: Sequence[Run], skip: int
+    ) -> bool:
+        """Copy KV on the host to ``slots`` ``[n]``: of these pages without the first
+        ``skip`` tokens.
+
+        Args:
+            name: that of the pages.
+
+        Returns:
+            Whether it was prefetched. If not, the next forward pass waits for the copy.
+        """
+        if self.prefetch is not None and self.prefetch.load(name, slots, skip):
+            return True
+        self.pool.load(slots, runs, skip)
+        return False
 
     def tokens_to_resume(self, offloaded: OffloadedRequest) -> int | None:
         """KV to allocate on the device, in tokens (whole pages). None if the tree has
@@ -402,10 +413,14 @@ class KvOffloader:
         if offloaded.runs is None:
             raise ValueError(f"request {offloaded.req.rid} is no longer offloaded.")
         offloaded.runs = None
-        if self.prefetch is not None:
-            self.prefetch.drop(offloaded.req.rid)
-        self.room.give_back(offloaded.req.rid)
+        self.forget(offloaded.req.rid)
         self._count(offloaded, -1)
+
+    def forget(self, name: str) -> None:
+        """Give pages back, and those of the buffer with the same KV."""
+        if self.prefetch is not None:
+            self.prefetch.drop(name)
+        self.room.give_back(name)
 
     def _count(self, offloaded: OffloadedRequest, sign: int) -> None:
         self.num_offloaded += sign
@@ -434,10 +449,7 @@ class KvOffloader:
         self._fill_row(req.kv.req_pool_idx, node, matched, slots)
         # The tree may have more of it by now.
         skip = matched - offloaded.shared_len
-        if self.prefetch is not None and self.prefetch.load(req.rid, slots, skip):
-            self.num_prefetched += 1
-        else:
-            self.pool.load(slots, offloaded.runs, skip)
+        self.num_prefetched += self.load(req.rid, slots, offloaded.runs, skip)
         req.lock, req.last_node = lock, node
         req.kv.cache_protected_len = matched
         req.kv.cache_inserted_len = min(req.kv.cache_inserted_len, matched)

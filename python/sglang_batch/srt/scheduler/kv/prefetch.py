@@ -11,7 +11,7 @@ The buffer is memory of the device itself, or of another one that it can read di
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +20,20 @@ from .host_pool import HostPool
 from .host_room import HostRoom, Run
 
 
+class HostKv(NamedTuple):
+    """KV on the host: of a request, or of a prefix.
+
+    name: of its pages in ``HostRoom``.
+    tokens: their number, and ``runs`` the pages.
+    """
+
+    name: str
+    tokens: int
+    runs: Sequence[Run]
+
+
 class PrefetchRoom:
-    """The pages of a buffer, in which each request has one run.
+    """The pages of a buffer, in which KV has one run each.
 
     Args:
         num_pages: of the buffer.
@@ -31,19 +43,19 @@ class PrefetchRoom:
         self._room = HostRoom(num_pages)
         self._runs: dict[str, Run] = {}
 
-    def __contains__(self, rid: str) -> bool:
-        return rid in self._runs
+    def __contains__(self, name: str) -> bool:
+        return name in self._runs
 
     def fetch(self, wanted: Sequence[tuple[str, int]]) -> list[tuple[str, Run]]:
-        """Give pages to the requests that come next, as many as there is room for.
+        """Give pages to the KV that is loaded next, as much of it as there is room for.
 
-        Others leave only where their pages are needed.
+        Other KV leaves only where its pages are needed.
 
         Args:
-            wanted: ids of requests and the pages of each, the next to resume first.
+            wanted: names and pages, the next to be loaded first.
 
         Returns:
-            Those that have got pages now.
+            The pages of what has got some now.
         """
         left, number = self._room.num_pages, 0
         for _, pages in wanted:
@@ -52,35 +64,35 @@ class PrefetchRoom:
             left -= pages
             number += 1
         wanted = wanted[:number]
-        keep = {rid for rid, _ in wanted}
+        keep = {name for name, _ in wanted}
         new = []
-        for rid, pages in wanted:
-            if rid in self._runs:
+        for name, pages in wanted:
+            if name in self._runs:
                 continue
-            run = self._take(rid, pages)
+            run = self._take(name, pages)
             if run is None:
                 for other in [each for each in self._runs if each not in keep]:
                     self.give_back(other)
-                run = self._take(rid, pages)
+                run = self._take(name, pages)
             if run is None:  # the free pages lie in pieces
                 break
-            new.append((rid, run))
+            new.append((name, run))
         return new
 
-    def _take(self, rid: str, pages: int) -> Run | None:
+    def _take(self, name: str, pages: int) -> Run | None:
         if pages > self._room.num_free:
             return None
-        runs = self._room.take(rid, pages, 0.0)
+        runs = self._room.take(name, pages, 0.0)
         if len(runs) > 1:
-            self._room.give_back(rid)
+            self._room.give_back(name)
             return None
-        self._runs[rid] = runs[0]
+        self._runs[name] = runs[0]
         return runs[0]
 
-    def give_back(self, rid: str) -> Run:
-        """A request needs its pages no more."""
-        self._room.give_back(rid)
-        return self._runs.pop(rid)
+    def give_back(self, name: str) -> Run:
+        """Pages are needed no more."""
+        self._room.give_back(name)
+        return self._runs.pop(name)
 
 
 class KvPrefetch:
@@ -116,13 +128,9 @@ class KvPrefetch:
             self._module = torch.get_device_module(own)
             self._stream = self._module.Stream(device=device)
 
-    def fetch(self, wanted: Sequence[tuple[str, int, Sequence[Run]]]) -> None:
-        """Begin to copy the KV of the requests that come next.
-
-        Args:
-            wanted: ids, tokens of KV and pages on the host, the next to resume first.
-        """
-        sizes = [(rid, -(-tokens // self._page_size)) for rid, tokens, _ in wanted]
+    def fetch(self, wanted: Sequence[HostKv]) -> None:
+        """Begin to copy the KV that is loaded next, the first of it first."""
+        sizes = [(kv.name, -(-kv.tokens // self._page_size)) for kv in wanted]
         new = dict(self._room.fetch(sizes))
         if not new:
             return
@@ -130,46 +138,45 @@ class KvPrefetch:
             # Pages of the buffer were just read, and the host's may still be written.
             self._stream.wait_stream(self._module.current_stream())
             self._pool.let_wait(self._stream)
-        for rid, tokens, runs in wanted:
-            if rid in new:
-                self._copy(rid, new[rid][0] * self._page_size, tokens, runs)
+        for kv in wanted:
+            if kv.name in new:
+                self._copy(kv, new[kv.name][0] * self._page_size)
 
-    def _copy(self, rid: str, at: int, tokens: int, runs: Sequence[Run]) -> None:
-        end = at + tokens
+    def _copy(self, kv: HostKv, at: int) -> None:
+        end = at + kv.tokens
         if self._stream is None:
-            for rows in self._pool.host_rows(runs, tokens):
+            for rows in self._pool.host_rows(kv.runs, kv.tokens):
                 self._buffer[at : at + len(rows)].copy_(rows)
                 at += len(rows)
         else:
             with self._module.stream(self._stream):
-                for rows in self._pool.host_rows(runs, tokens):
+                for rows in self._pool.host_rows(kv.runs, kv.tokens):
                     part = self._buffer[at : at + len(rows)]
                     part.copy_(rows, non_blocking=True)
                     at += len(rows)
-                self._events[rid] = self._stream.record_event()
+                self._events[kv.name] = self._stream.record_event()
         assert at == end, (at, end)
 
-    def load(self, rid: str, slots: torch.Tensor, skip: int) -> bool:
-        """Move KV to ``slots`` ``[n]``: that of a request without the first ``skip``
-        tokens.
+    def load(self, name: str, slots: torch.Tensor, skip: int) -> bool:
+        """Move KV to ``slots`` ``[n]``, without its first ``skip`` tokens.
 
         Returns:
             Whether it was in the buffer.
         """
-        if rid not in self._room:
+        if name not in self._room:
             return False
-        begin = self._leave(rid)[0] * self._page_size + skip
+        begin = self._leave(name)[0] * self._page_size + skip
         rows = self._buffer[begin : begin + len(slots)]
         self._pool.fill(rows.to(self._own, non_blocking=True), slots)
         return True
 
-    def drop(self, rid: str) -> None:
-        """A request will not resume, or not from here."""
-        if rid in self._room:
-            self._leave(rid)
+    def drop(self, name: str) -> None:
+        """KV will not be loaded from here."""
+        if name in self._room:
+            self._leave(name)
 
-    def _leave(self, rid: str) -> Run:
-        event = self._events.pop(rid, None)
+    def _leave(self, name: str) -> Run:
+        event = self._events.pop(name, None)
         if event is not None:  # whoever uses the pages next comes after the copy
             self._module.current_stream().wait_event(event)
-        return self._room.give_back(rid)
+        return self._room.give_back(name)

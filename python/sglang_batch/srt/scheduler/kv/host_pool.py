@@ -122,9 +122,9 @@ class HostPool:
         for host, part in self._pieces(slots, runs):
             self.num_saves += 1
             if self._device is None:
-                self._gather(part, host)
+                self.gather(part, host)
             else:
-                self._device.save(host, part, self._gather)
+                self._device.save(host, part, self.gather)
 
     def load(self, slots: torch.Tensor, runs: Sequence[Run], skip: int) -> None:
         """Copy KV back to ``slots`` ``[n]``: of these pages without the first ``skip``
@@ -159,7 +159,8 @@ class HostPool:
                 begin, at = begin + count, at + count
         assert at == len(slots), (at, len(slots))
 
-    def _gather(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    def gather(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copy the KV of ``slots`` ``[n]`` to ``rows`` ``[n, words]``."""
         for layer, columns in zip(self._layers, self._columns, strict=True):
             rows[:, columns] = layer[slots]
 

@@ -131,7 +131,7 @@ class HostPrefixes:
         saved = _Saved(name, job, begin, end, runs, digests)
         self._offloader.wait_for_forward()
         slots = self._cache.path_device_indices(node)[begin:end]
-        self._offloader.pool.save(slots, saved.runs)
+        self._offloader.save(name, slots, saved.runs)
         self._saved[name] = saved
         self._found_by.update(dict.fromkeys(digests, saved))
         self.num_saved += 1

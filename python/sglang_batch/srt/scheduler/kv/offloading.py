@@ -301,7 +301,7 @@ class KvOffloader:
         runs = self.room.take(req.rid, self.num_pages(req, shared_len), cost_s)
         # A copy: the row is given away while it is read.
         slots = self._rows.req_to_token[req.kv.req_pool_idx, shared_len:end].clone()
-        self.pool.save(slots, runs)
+        self.save(req.rid, slots, runs)
         self._release(req)
         offloaded = OffloadedRequest(req, shared_len, end - shared_len, runs)
         self._count(offloaded, 1)
@@ -330,6 +330,16 @@ class KvOffloader:
         self.pool.end_step()
         if self.prefetch is not None:
             self.prefetch.fetch(list(islice(upcoming, _MOST_UPCOMING)))
+
+    def save(self, name: str, slots: torch.Tensor, runs: Sequence[Run]) -> None:
+        """Copy the KV of ``slots`` ``[n]`` to the host, to these pages.
+
+        Args:
+            name: that of the pages.
+        """
+        self.pool.save(slots, runs)
+        if self.prefetch is not None:
+            self.prefetch.keep(name, slots)
 
     def load(
         self, name: str, slots: torch.Tensor, runs: Sequence[Run], skip: int

@@ -69,17 +69,18 @@ class PrefetchRoom:
         for name, pages in wanted:
             if name in self._runs:
                 continue
-            run = self._take(name, pages)
+            run = self.take(name, pages)
             if run is None:
                 for other in [each for each in self._runs if each not in keep]:
                     self.give_back(other)
-                run = self._take(name, pages)
+                run = self.take(name, pages)
             if run is None:  # the free pages lie in pieces
                 break
             new.append((name, run))
         return new
 
-    def _take(self, name: str, pages: int) -> Run | None:
+    def take(self, name: str, pages: int) -> Run | None:
+        """Pages that are free, None if there are not enough in one run."""
         if pages > self._room.num_free:
             return None
         runs = self._room.take(name, pages, 0.0)
@@ -156,6 +157,14 @@ class KvPrefetch:
                     at += len(rows)
                 self._events[kv.name] = self._stream.record_event()
         assert at == end, (at, end)
+
+    def keep(self, name: str, slots: torch.Tensor) -> None:
+        """Copy KV of ``slots`` ``[n]`` that goes to the host, if pages are free: it may be
+        loaded before it could come back from there."""
+        run = self._room.take(name, -(-len(slots) // self._page_size))
+        if run is not None:
+            begin = run[0] * self._page_size
+            self._pool.gather(slots, self._buffer[begin : begin + len(slots)])
 
     def load(self, name: str, slots: torch.Tensor, skip: int) -> bool:
         """Move KV to ``slots`` ``[n]``, without its first ``skip`` tokens.

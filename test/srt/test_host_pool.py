@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 
 from sglang_batch.srt.scheduler.kv import host_pool
 from sglang_batch.srt.scheduler.kv.host_pool import HostPool, kv_rows
-from sglang_batch.srt.scheduler.kv.host_room import HostRoom
+from sglang_batch.srt.scheduler.kv.host_room import HostRoom, Run
+from sglang_batch.srt.scheduler.kv.prefetch import HostKv, KvPrefetch, PrefetchRoom
 
 PAGE, SLOTS = 4, 64
 
@@ -47,12 +49,11 @@ class LateStream:
         self.work: list[Callable[[], None]] = []
 
     def run(self) -> None:
-        work, self.work = self.work, []
-        for each in work:
-            each()
+        while self.work:
+            self.work.pop(0)()
 
     def wait_stream(self, other: LateStream) -> None:
-        self.work.append(other.run)
+        self.work.append(other.record_event())
 
     def record_event(self) -> Callable[[], None]:
         before = list(self.work)
@@ -72,7 +73,9 @@ class LateStream:
 class LateDevice:
     """In place of ``torch.cuda``: each stream is late, and the current one is ours."""
 
-    Stream = LateStream
+    @staticmethod
+    def Stream(device: object = None) -> LateStream:
+        return LateStream()
 
     def __init__(self) -> None:
         self.current = self.main = LateStream()
@@ -107,7 +110,7 @@ def pool(request: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any]:
     def late(copy: Callable[..., None]) -> Callable[..., None]:
         return lambda *args: device.current.work.append(lambda: copy(*args))
 
-    for name in ("_gather", "_fill"):
+    for name in ("gather", "fill"):
         monkeypatch.setattr(pool, name, late(getattr(pool, name)))
     stock = torch.Tensor.copy_
 
@@ -181,3 +184,98 @@ def test_a_request_loaded_and_saved_in_one_step(pool: Any) -> None:
     forward()
     for layer, was in zip(kv, before, strict=True):
         assert torch.equal(layer[40:48], was[0:8])
+
+
+# Prefetching
+
+
+def pieces(run: Run) -> set[int]:
+    return {*range(run[0], run[0] + run[1])}
+
+
+def test_pages_of_the_buffer_go_to_what_is_loaded_next() -> None:
+    rng = Random(3)
+    fetched = refused = 0
+    for _ in range(200):
+        room, held = PrefetchRoom(12), dict[str, Run]()
+        for _ in range(40):
+            names = rng.sample("abcdefghij", rng.randint(1, 8))
+            wanted = [(name, 1 + ord(name) % 5) for name in names]
+            new = room.fetch(wanted)
+            held = {name: run for name, run in held.items() if name in room}
+            assert not {name for name, _ in new} & held.keys()
+            held.update(new)
+            assert all(run[1] == 1 + ord(name) % 5 for name, run in held.items())
+            pages = [page for run in held.values() for page in pieces(run)]
+            assert len(set(pages)) == len(pages)
+            assert {*pages} <= {*range(12)}
+            # The next one is there, unless the free pages lie in pieces.
+            refused += names[0] not in room
+            fetched += len(new)
+            gone = rng.choice(names)
+            if gone in room:
+                assert room.give_back(gone) == held.pop(gone)
+            assert gone not in room
+    assert fetched > 5000
+    assert refused < 0.02 * fetched
+
+
+def test_what_is_not_loaded_next_leaves_only_where_its_pages_are_needed() -> None:
+    room = PrefetchRoom(4)
+    assert room.fetch([("a", 2), ("b", 1), ("c", 3)]) == [("a", (0, 2)), ("b", (2, 1))]
+    assert room.fetch([("d", 1)]) == [("d", (3, 1))]
+    assert "a" in room
+    assert room.fetch([("b", 1), ("e", 2)]) == [("e", (0, 2))]
+    assert "a" not in room
+    assert "b" in room
+    assert room.take("f", 2) is None
+
+
+def test_prefetched_kv_is_what_the_host_has(pool: Any) -> None:
+    """Save, fetch and load at random, with forward passes that overwrite freed slots."""
+    host, kv, forward = pool
+    rng, draw = Random(5), torch.Generator().manual_seed(1)
+    room, prefetch = HostRoom(12), KvPrefetch(host, 5, torch.device("cpu"))
+    if host._device is not None:
+        device = torch.get_device_module("late")
+        prefetch._module, prefetch._stream = device, device.Stream()
+    saved: dict[str, tuple[list[Run], list[torch.Tensor]]] = {}
+    hits = misses = 0
+    for step in range(1000):
+        for each in kv:  # what the forward pass computed
+            each[:40] = torch.randn(each[:40].shape, generator=draw).to(each.dtype)
+        expected = []
+        for name in rng.sample(sorted(saved), min(len(saved), rng.randint(0, 2))):
+            runs, was = saved.pop(name)
+            skip, tokens = rng.randint(0, 3), len(was[0])
+            slots = 40 + torch.randperm(SLOTS - 40, generator=draw)[: tokens - skip]
+            if rng.random() < 0.2:  # aborted
+                prefetch.drop(name)
+            elif all(not {*slots.tolist()} & {*at.tolist()} for at, _ in expected):
+                expected.append((slots, [layer[skip:] for layer in was]))
+                if prefetch.load(name, slots, skip):
+                    hits += 1
+                else:
+                    misses += 1
+                    host.load(slots, runs, skip)
+            room.give_back(name)
+        tokens = rng.randint(4, 9)
+        if room.num_free >= -(-tokens // PAGE):
+            slots = torch.randperm(40, generator=draw)[:tokens]
+            name = f"r{step}"
+            runs = room.take(name, -(-tokens // PAGE), 1.0)
+            saved[name] = runs, [layer[slots].clone() for layer in kv]
+            host.save(slots, runs)
+            if rng.random() < 0.7:
+                prefetch.keep(name, slots)
+        host.end_step()
+        wanted = rng.sample(sorted(saved), min(len(saved), 3))
+        prefetch.fetch([HostKv(n, len(saved[n][1][0]), saved[n][0]) for n in wanted])
+        forward()
+        for slots, was in expected:
+            assert all(
+                torch.equal(layer[slots], each)
+                for layer, each in zip(kv, was, strict=True)
+            )
+    assert hits > 100
+    assert misses > 100

@@ -135,6 +135,8 @@ class KvPrefetch:
         new = dict(self._room.fetch(sizes))
         if not new:
             return
+        for name in [each for each in self._events if each not in self._room]:
+            self._wait_for_copy(name)
         if self._stream is not None:
             # Pages of the buffer were just read, and the host's may still be written.
             self._stream.wait_stream(self._module.current_stream())
@@ -185,7 +187,11 @@ class KvPrefetch:
             self._leave(name)
 
     def _leave(self, name: str) -> Run:
-        event = self._events.pop(name, None)
-        if event is not None:  # whoever uses the pages next comes after the copy
-            self._module.current_stream().wait_event(event)
+        self._wait_for_copy(name)
         return self._room.give_back(name)
+
+    def _wait_for_copy(self, name: str) -> None:
+        """Whoever uses pages next that are given back comes after the copy to them."""
+        event = self._events.pop(name, None)
+        if event is not None:
+            self._module.current_stream().wait_event(event)

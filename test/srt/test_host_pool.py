@@ -195,29 +195,28 @@ def pieces(run: Run) -> set[int]:
 
 def test_pages_of_the_buffer_go_to_what_is_loaded_next() -> None:
     rng = Random(3)
-    fetched = refused = 0
+    fetched = 0
     for _ in range(200):
         room, held = PrefetchRoom(12), dict[str, Run]()
         for _ in range(40):
             names = rng.sample("abcdefghij", rng.randint(1, 8))
             wanted = [(name, 1 + ord(name) % 5) for name in names]
             new = room.fetch(wanted)
-            held = {name: run for name, run in held.items() if name in room}
-            assert not {name for name, _ in new} & held.keys()
-            held.update(new)
+            held = {
+                name: run for name, run in (held | dict(new)).items() if name in room
+            }
             assert all(run[1] == 1 + ord(name) % 5 for name, run in held.items())
             pages = [page for run in held.values() for page in pieces(run)]
             assert len(set(pages)) == len(pages)
             assert {*pages} <= {*range(12)}
-            # The next one is there, unless the free pages lie in pieces.
-            refused += names[0] not in room
+            # What is loaded first is there, wherever the free pages lie.
+            assert names[0] in room
             fetched += len(new)
             gone = rng.choice(names)
             if gone in room:
                 assert room.give_back(gone) == held.pop(gone)
             assert gone not in room
     assert fetched > 5000
-    assert refused < 0.02 * fetched
 
 
 def test_what_is_not_loaded_next_leaves_only_where_its_pages_are_needed() -> None:

@@ -14,7 +14,7 @@ that it puts behind the others by the prompts of a full step catches up without 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -39,6 +39,10 @@ _RAMP = 1.5
 _MOST_HELD = 256
 
 
+def _always(_: ScheduledRequest) -> bool:
+    return True
+
+
 class EngineNow(NamedTuple):
     """The engine before a step.
 
@@ -61,6 +65,8 @@ class EngineNow(NamedTuple):
     host_room: tokens of prefixes that the host has room for, if they make room.
     ahead_tokens: most tokens of prompts that may be computed ahead: for requests that do not
         fit yet, and wait on the host.
+    is_near: whether the KV of a request on the host can join without a wait. If not, it
+        joins in a later step, unless nothing else decodes.
     """
 
     step_tokens: int
@@ -76,6 +82,7 @@ class EngineNow(NamedTuple):
     idle_frees: bool = True
     host_room: int = 0
     ahead_tokens: int = 0
+    is_near: Callable[[ScheduledRequest], bool] = _always
 
     @property
     def prompt_tokens(self) -> int:
@@ -348,6 +355,8 @@ class _Filling:
         uses, kv_accounting = job.uses, self.kv_accounting
         free_rows = self.now.rows - self.choice.rows
         if free_rows < request.rows and (free_rows <= 0 or kv_accounting.num_running):
+            return False
+        if request.on_host and self.now.decode_rows and not self.now.is_near(request):
             return False
         kept = uses.kept_depth(request.node)
         extend = max(1, request.input_len + request.steps - kept)

@@ -157,7 +157,8 @@ class LengthBacklog(Backlog):
             return []
         found = self._upcoming
         number = switch.upcoming(self._batches, self._law, self._rows(), found)
-        requests = [self._at[slot] for slot in found[:number]]
+        # The first one may stand for another of its length.
+        requests = dict.fromkeys([self.first(), *(self._at[i] for i in found[:number])])
         return [each for each in requests if each is not None and each.on_host]
 
     def reorder(self, num_left: int, *, both_ends: bool) -> None:

@@ -34,6 +34,10 @@ class _Offloaded(NamedTuple):
     kv: OffloadedRequest
 
 
+def _host_kv(kv: OffloadedRequest) -> HostKv:
+    return HostKv(kv.req.rid, kv.num_tokens, kv.runs or ())
+
+
 class KvManager:
     """Moves requests between the device's KV and the host.
 
@@ -112,6 +116,13 @@ class KvManager:
         held = self._offloader.host_tokens + self._kv_accounting.ahead_tokens
         return max(0, min(most - held, room.num_free * self._page_size))
 
+    def is_near(self, request: ScheduledRequest) -> bool:
+        """Whether a request on the host need not be waited for: it is in the buffer on the
+        device, or too large for it."""
+        prefetch = self._offloader.prefetch if self._offloader is not None else None
+        one = self._waiting.get(request.req.rid) or self._offloaded.get(request.req.rid)
+        return prefetch is None or one is None or prefetch.is_near(_host_kv(one.kv))
+
     @property
     def host_bytes(self) -> int:
         """Host memory that offloaded KV takes."""
@@ -158,8 +169,7 @@ class KvManager:
                 seen.add(node)
                 if self._offloader.tokens_to_resume(kv) is None:
                     yield from self._prefixes.on_host(job, request)
-            if kv.runs is not None:
-                yield HostKv(request.req.rid, kv.num_tokens, kv.runs)
+            yield _host_kv(kv)
 
     def _next_to_resume(self) -> Iterator[_Offloaded]:
         yield from self._offloaded.values()
@@ -363,6 +373,8 @@ class KvManager:
             return running_batch
         for rid in list(self._offloaded):
             one = self._offloaded[rid]
+            if running_batch.reqs and not self.is_near(one.request):
+                break
             need = self._tokens_to_resume(self._offloader, one)
             if need is None:  # a prefix of it is lost
                 self._recompute(self._offloader, rid)

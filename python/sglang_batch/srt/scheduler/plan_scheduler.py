@@ -347,6 +347,7 @@ class PlanScheduler:
             host_room=self._pinned.host_room,
             chunk_room=self._chunk_room(left, taken, mixed=mixed),
             ahead_tokens=self._kv_manager.ahead_tokens(),
+            is_near=self._kv_manager.is_near,
         )
 
     def _chunk_room(self, left: int, taken: int, *, mixed: bool) -> int:

@@ -40,6 +40,7 @@ class PrefetchRoom:
     """
 
     def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
         self._room = HostRoom(num_pages)
         self._runs: dict[str, Run] = {}
 
@@ -57,27 +58,28 @@ class PrefetchRoom:
         Returns:
             The pages of what has got some now.
         """
-        left, number = self._room.num_pages, 0
-        for _, pages in wanted:
-            if pages > left:
-                break
-            left -= pages
-            number += 1
-        wanted = wanted[:number]
-        keep = {name for name, _ in wanted}
-        new = []
+        left, kept, new = self.num_pages, dict[str, int](), dict[str, Run]()
         for name, pages in wanted:
+            if pages > self.num_pages:
+                continue
+            left -= pages
+            if left < 0:
+                break
+            kept[name] = pages
+        order = {name: i for i, name in enumerate(kept)}
+        held = sorted(self._runs, key=lambda name: order.get(name, len(kept)))
+        for name, pages in kept.items():
             if name in self._runs:
                 continue
             run = self.take(name, pages)
-            if run is None:
-                for other in [each for each in self._runs if each not in keep]:
-                    self.give_back(other)
+            # The free pages may lie in pieces. Then what is loaded later leaves, too.
+            while run is None and held and order.get(held[-1], len(kept)) > order[name]:
+                self.give_back(held.pop())
                 run = self.take(name, pages)
-            if run is None:  # the free pages lie in pieces
+            if run is None:
                 break
-            new.append((name, run))
-        return new
+            new[name] = run
+        return list(new.items())
 
     def take(self, name: str, pages: int) -> Run | None:
         """Pages that are free, None if there are not enough in one run."""
@@ -129,13 +131,18 @@ class KvPrefetch:
             self._module = torch.get_device_module(own)
             self._stream = self._module.Stream(device=device)
 
+    def is_near(self, kv: HostKv) -> bool:
+        """Whether KV need not be waited for: it is here, or larger than the buffer."""
+        pages = -(-kv.tokens // self._page_size)
+        return kv.name in self._room or pages > self._room.num_pages
+
     def fetch(self, wanted: Sequence[HostKv]) -> None:
         """Begin to copy the KV that is loaded next, the first of it first."""
         sizes = [(kv.name, -(-kv.tokens // self._page_size)) for kv in wanted]
         new = dict(self._room.fetch(sizes))
         if not new:
             return
-        for name in [each for each in self._events if each not in self._room]:
+        for name in [n for n in self._events if n in new or n not in self._room]:
             self._wait_for_copy(name)
         if self._stream is not None:
             # Pages of the buffer were just read, and the host's may still be written.

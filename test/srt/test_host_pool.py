@@ -189,45 +189,69 @@ def test_a_request_loaded_and_saved_in_one_step(pool: Any) -> None:
 # Prefetching
 
 
-def pieces(run: Run) -> set[int]:
-    return {*range(run[0], run[0] + run[1])}
-
-
 def test_pages_of_the_buffer_go_to_what_is_loaded_next() -> None:
     rng = Random(3)
-    fetched = 0
+    parts = 0
     for _ in range(200):
-        room, held = PrefetchRoom(12), dict[str, Run]()
+        room, held = PrefetchRoom(12, rng.choice([2, 3, 20])), dict[str, list[int]]()
         for _ in range(40):
             names = rng.sample("abcdefghij", rng.randint(1, 8))
-            wanted = [(name, 1 + ord(name) % 5) for name in names]
-            new = room.fetch(wanted)
-            held = {
-                name: run for name, run in (held | dict(new)).items() if name in room
-            }
-            assert all(run[1] == 1 + ord(name) % 5 for name, run in held.items())
-            pages = [page for run in held.values() for page in pieces(run)]
-            assert len(set(pages)) == len(pages)
-            assert {*pages} <= {*range(12)}
-            # What is loaded first is there, wherever the free pages lie.
-            assert names[0] in room
-            fetched += len(new)
+            sizes = {name: 1 + ord(name) % 5 for name in names}
+            found = room.fetch([*sizes.items()])
+            assert sum(part.end - part.begin for part in found) <= room.step_pages
+            held = {name: pages for name, pages in held.items() if name in room._runs}
+            new = {part.name: part.end - part.begin for part in found}
+            for name in held:
+                before = room._copied[name] - new.get(name, 0)
+                assert before in (0, len(held[name]))
+                held[name] = held[name][:before]
+            for part in found:
+                assert part.name in sizes
+                held.setdefault(part.name, [])
+                assert part.begin == len(held[part.name])
+                pages = range(part.first + part.begin, part.first + part.end)
+                held[part.name] += pages
+                parts += 1
+            taken = [page for pages in held.values() for page in pages]
+            assert len({*taken}) == len(taken)
+            assert {*taken} <= {*range(12)}
+            for name, pages in held.items():
+                assert (name in room) == (len(pages) == 1 + ord(name) % 5)
+            # What is loaded first comes, wherever the free pages lie.
+            assert names[0] in held
             gone = rng.choice(names)
-            if gone in room:
-                assert room.give_back(gone) == held.pop(gone)
+            whole = gone in room
+            run = room.give_back(gone)
+            assert (run is not None) == whole
+            if run is not None:
+                assert [*range(run[0], run[0] + run[1])] == held[gone]
+            held.pop(gone, None)
             assert gone not in room
-    assert fetched > 5000
+    assert parts > 5000
 
 
 def test_what_is_not_loaded_next_leaves_only_where_its_pages_are_needed() -> None:
-    room = PrefetchRoom(4)
-    assert room.fetch([("a", 2), ("b", 1), ("c", 3)]) == [("a", (0, 2)), ("b", (2, 1))]
-    assert room.fetch([("d", 1)]) == [("d", (3, 1))]
+    room = PrefetchRoom(4, 8)
+    assert room.fetch([("a", 2), ("b", 1), ("c", 3)]) == [
+        ("a", 0, 0, 2), ("b", 2, 0, 1)
+    ]  # fmt: skip
+    assert room.fetch([("d", 1)]) == [("d", 3, 0, 1)]
     assert "a" in room
-    assert room.fetch([("b", 1), ("e", 2)]) == [("e", (0, 2))]
+    assert room.fetch([("b", 1), ("e", 2)]) == [("e", 0, 0, 2)]
     assert "a" not in room
     assert "b" in room
     assert room.take("f", 2) is None
+
+
+def test_what_takes_several_steps_is_there_after_the_last() -> None:
+    room = PrefetchRoom(9, 4)
+    wanted = [("a", 6), ("b", 3), ("too large", 10)]
+    assert room.fetch(wanted) == [("a", 0, 0, 4)]
+    assert "a" not in room
+    assert room.fetch(wanted) == [("a", 0, 4, 6), ("b", 6, 0, 2)]
+    assert "a" in room
+    assert room.give_back("a") == (0, 6)
+    assert room.give_back("b") is None
 
 
 def test_prefetched_kv_is_what_the_host_has(pool: Any) -> None:
@@ -235,6 +259,7 @@ def test_prefetched_kv_is_what_the_host_has(pool: Any) -> None:
     host, kv, forward = pool
     rng, draw = Random(5), torch.Generator().manual_seed(1)
     room, prefetch = HostRoom(12), KvPrefetch(host, 5, torch.device("cpu"))
+    prefetch._room.step_pages = 2
     if host._device is not None:
         device = torch.get_device_module("late")
         prefetch._module, prefetch._stream = device, device.Stream()

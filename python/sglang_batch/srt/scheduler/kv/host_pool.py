@@ -101,13 +101,17 @@ class HostPool:
             (num_tokens, self._host.shape[1]), dtype=self._host.dtype, device=device
         )
 
-    def host_rows(self, runs: Sequence[Run], num_tokens: int) -> Iterator[torch.Tensor]:
-        """The KV of the first tokens of these pages, in pieces."""
+    def host_rows(
+        self, runs: Sequence[Run], begin: int, end: int
+    ) -> Iterator[torch.Tensor]:
+        """The KV of tokens [begin, end) of these pages, in pieces."""
         for first, length in runs:
-            begin = first * self.page_size
-            count = min(length * self.page_size, num_tokens)
-            num_tokens -= count
-            yield self._host[begin : begin + count]
+            tokens = length * self.page_size
+            low, high = max(begin, 0), min(end, tokens)
+            if low < high:
+                at = first * self.page_size
+                yield self._host[at + low : at + high]
+            begin, end = begin - tokens, end - tokens
 
     def let_wait(self, stream: Any) -> None:
         """Have a stream wait for all copies so far."""

@@ -19,6 +19,10 @@ from ....errors import EngineError
 from .host_pool import HostPool
 from .host_room import HostRoom, Run
 
+# Copied in one step, so that it is there in the next one: PCIe 5 moves as much in 5 ms,
+# which a model of 8 billion weights takes at least.
+STEP_BYTES = 256 << 20
+
 
 class HostKv(NamedTuple):
     """KV on the host: of a request, or of a prefix.
@@ -32,22 +36,43 @@ class HostKv(NamedTuple):
     runs: Sequence[Run]
 
 
+class Part(NamedTuple):
+    """Pages of some KV that are copied in one step.
+
+    first: the page of the buffer where all of it begins.
+    begin, end: pages of the KV.
+    """
+
+    name: str
+    first: int
+    begin: int
+    end: int
+
+
 class PrefetchRoom:
-    """The pages of a buffer, in which KV has one run each.
+    """The pages of a buffer, in which KV has one run each, and what was copied to them.
 
     Args:
         num_pages: of the buffer.
+        step_pages: most pages that are copied in one step.
+
+    Attributes:
+        gone: what left for other KV in the last :meth:`fetch`.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, step_pages: int) -> None:
         self.num_pages = num_pages
+        self.step_pages = step_pages
         self._room = HostRoom(num_pages)
         self._runs: dict[str, Run] = {}
+        self._copied: dict[str, int] = {}  # pages
+        self.gone: list[str] = []
 
     def __contains__(self, name: str) -> bool:
-        return name in self._runs
+        """Whether all of it is here."""
+        return name in self._runs and self._copied[name] == self._runs[name][1]
 
-    def fetch(self, wanted: Sequence[tuple[str, int]]) -> list[tuple[str, Run]]:
+    def fetch(self, wanted: Sequence[tuple[str, int]]) -> list[Part]:
         """Give pages to the KV that is loaded next, as much of it as there is room for.
 
         Other KV leaves only where its pages are needed.
@@ -56,9 +81,9 @@ class PrefetchRoom:
             wanted: names and pages, the next to be loaded first.
 
         Returns:
-            The pages of what has got some now.
+            What is to be copied in this step.
         """
-        left, kept, new = self.num_pages, dict[str, int](), dict[str, Run]()
+        left, kept = self.num_pages, dict[str, int]()
         for name, pages in wanted:
             if pages > self.num_pages:
                 continue
@@ -66,36 +91,50 @@ class PrefetchRoom:
             if left < 0:
                 break
             kept[name] = pages
+        self.gone.clear()
         order = {name: i for i, name in enumerate(kept)}
         held = sorted(self._runs, key=lambda name: order.get(name, len(kept)))
+        parts, left = [], self.step_pages
         for name, pages in kept.items():
-            if name in self._runs:
-                continue
-            run = self.take(name, pages)
             # The free pages may lie in pieces. Then what is loaded later leaves, too.
+            run = self._runs.get(name) or self.take(name, pages)
             while run is None and held and order.get(held[-1], len(kept)) > order[name]:
-                self.give_back(held.pop())
+                self.gone.append(held.pop())
+                self.give_back(self.gone[-1])
                 run = self.take(name, pages)
             if run is None:
                 break
-            new[name] = run
-        return list(new.items())
+            begin = self._copied[name]
+            end = min(pages, begin + left)
+            left -= end - begin
+            if end > begin:
+                parts.append(Part(name, run[0], begin, end))
+                self._copied[name] = end
+        return parts
 
     def take(self, name: str, pages: int) -> Run | None:
         """Pages that are free, None if there are not enough in one run."""
-        if pages > self._room.num_free:
+        if pages > self._room.num_free or name in self._runs:
             return None
         runs = self._room.take(name, pages, 0.0)
         if len(runs) > 1:
             self._room.give_back(name)
             return None
-        self._runs[name] = runs[0]
+        self._runs[name], self._copied[name] = runs[0], 0
         return runs[0]
 
-    def give_back(self, name: str) -> Run:
-        """Pages are needed no more."""
-        self._room.give_back(name)
-        return self._runs.pop(name)
+    def is_here(self, name: str) -> None:
+        """All of some KV was copied at once."""
+        self._copied[name] = self._runs[name][1]
+
+    def give_back(self, name: str) -> Run | None:
+        """Pages are needed no more. Returns them if all of the KV was there."""
+        whole = name in self
+        run = self._runs.pop(name, None)
+        if run is not None:
+            self._room.give_back(name)
+            del self._copied[name]
+        return run if whole else None
 
 
 class KvPrefetch:
@@ -121,7 +160,8 @@ class KvPrefetch:
                 )
         self._pool = pool
         self._page_size = pool.page_size
-        self._room = PrefetchRoom(num_pages)
+        step_pages = max(1, STEP_BYTES // (pool.token_bytes * self._page_size))
+        self._room = PrefetchRoom(num_pages, step_pages)
         self._buffer = pool.empty_rows(num_pages * self._page_size, device)
         self._own = own
         self._module: Any = None
@@ -133,47 +173,46 @@ class KvPrefetch:
 
     def is_near(self, kv: HostKv) -> bool:
         """Whether KV need not be waited for: it is here, or larger than the buffer."""
-        pages = -(-kv.tokens // self._page_size)
-        return kv.name in self._room or pages > self._room.num_pages
+        return kv.name in self._room or self._pages(kv.tokens) > self._room.num_pages
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self._page_size)
 
     def fetch(self, wanted: Sequence[HostKv]) -> None:
-        """Begin to copy the KV that is loaded next, the first of it first."""
-        sizes = [(kv.name, -(-kv.tokens // self._page_size)) for kv in wanted]
-        new = dict(self._room.fetch(sizes))
-        if not new:
-            return
-        for name in [n for n in self._events if n in new or n not in self._room]:
+        """Copy the KV that is loaded next, the first of it first."""
+        by_name = {kv.name: kv for kv in wanted}
+        parts = self._room.fetch([(kv.name, self._pages(kv.tokens)) for kv in wanted])
+        for name in self._room.gone:
             self._wait_for_copy(name)
-        if self._stream is not None:
+        if parts and self._stream is not None:
             # Pages of the buffer were just read, and the host's may still be written.
             self._stream.wait_stream(self._module.current_stream())
             self._pool.let_wait(self._stream)
-        for kv in wanted:
-            if kv.name in new:
-                self._copy(kv, new[kv.name][0] * self._page_size)
+        for part in parts:
+            if self._stream is None:
+                self._copy(part, by_name[part.name])
+            else:
+                with self._module.stream(self._stream):
+                    self._copy(part, by_name[part.name])
+                    self._events[part.name] = self._stream.record_event()
 
-    def _copy(self, kv: HostKv, at: int) -> None:
-        end = at + kv.tokens
-        if self._stream is None:
-            for rows in self._pool.host_rows(kv.runs, kv.tokens):
-                self._buffer[at : at + len(rows)].copy_(rows)
-                at += len(rows)
-        else:
-            with self._module.stream(self._stream):
-                for rows in self._pool.host_rows(kv.runs, kv.tokens):
-                    part = self._buffer[at : at + len(rows)]
-                    part.copy_(rows, non_blocking=True)
-                    at += len(rows)
-                self._events[kv.name] = self._stream.record_event()
-        assert at == end, (at, end)
+    def _copy(self, part: Part, kv: HostKv) -> None:
+        begin = part.begin * self._page_size
+        end = min(part.end * self._page_size, kv.tokens)
+        at = part.first * self._page_size + begin
+        for rows in self._pool.host_rows(kv.runs, begin, end):
+            to = self._buffer[at : at + len(rows)]
+            to.copy_(rows, non_blocking=self._stream is not None)
+            at += len(rows)
 
     def keep(self, name: str, slots: torch.Tensor) -> None:
         """Copy KV of ``slots`` ``[n]`` that goes to the host, if pages are free: it may be
         loaded before it could come back from there."""
-        run = self._room.take(name, -(-len(slots) // self._page_size))
+        run = self._room.take(name, self._pages(len(slots)))
         if run is not None:
             begin = run[0] * self._page_size
             self._pool.gather(slots, self._buffer[begin : begin + len(slots)])
+            self._room.is_here(name)
 
     def load(self, name: str, slots: torch.Tensor, skip: int) -> bool:
         """Move KV to ``slots`` ``[n]``, without its first ``skip`` tokens.
@@ -181,21 +220,19 @@ class KvPrefetch:
         Returns:
             Whether it was in the buffer.
         """
-        if name not in self._room:
+        self._wait_for_copy(name)
+        run = self._room.give_back(name)
+        if run is None:
             return False
-        begin = self._leave(name)[0] * self._page_size + skip
+        begin = run[0] * self._page_size + skip
         rows = self._buffer[begin : begin + len(slots)]
         self._pool.fill(rows.to(self._own, non_blocking=True), slots)
         return True
 
     def drop(self, name: str) -> None:
         """KV will not be loaded from here."""
-        if name in self._room:
-            self._leave(name)
-
-    def _leave(self, name: str) -> Run:
         self._wait_for_copy(name)
-        return self._room.give_back(name)
+        self._room.give_back(name)
 
     def _wait_for_copy(self, name: str) -> None:
         """Whoever uses pages next that are given back comes after the copy to them."""

@@ -30,6 +30,7 @@ PARTS = Parts(
         "forming",
         "traces",
         "dense_engine",
+        "kv_pool",
         "two_processes",
     ),
     results="aligned.json",

@@ -29,13 +29,19 @@ def request(index: int, prompt: list[int], length: int) -> BatchRequestInput:
     return BatchRequestInput(index, f"r{index}", "/generate", body.encode())
 
 
-async def totals(manager: Any) -> list[int]:
+# Of which the simulator knows the first four.
+COUNTS = (
+    "steps", "cached_tokens", "decode_tokens", "offloaded",
+    "offload_recomputed", "resumed", "prefetched", "kv_waits",
+)  # fmt: skip
+
+
+async def totals(manager: Any) -> dict[str, int]:
     state = (await manager.get_internal_state())[0]["offline_batch"]
-    names = ("steps", "cached_tokens", "decode_tokens", "offloaded")
-    return [state[name] for name in names]
+    return {name: state[name] for name in COUNTS}
 
 
-async def run(engine: Any, name: str, rows: Any, policy: str) -> list[int]:
+async def run(engine: Any, name: str, rows: Any, policy: str) -> dict[str, int]:
     """The totals of one job. Its steps start when all of its requests are there:
     how fast they arrive is up to the machine."""
     manager = engine._tokenizer_manager
@@ -62,15 +68,16 @@ async def run(engine: Any, name: str, rows: Any, policy: str) -> list[int]:
     after = await totals(manager)
     assert answers == [True] * len(requests)
     await manager.flush_cache()
-    return [y - x for x, y in zip(before, after, strict=True)]
+    return {name: after[name] - before[name] for name in COUNTS}
 
 
-def simulated(machine: Machine, rows: Any, policy: str) -> list[int]:
+def simulated(machine: Machine, rows: Any, policy: str) -> dict[str, int]:
     machine = Machine(machine.cost, replace(machine.limits, as_sglang=True))
     job = Candidates(plan_requests(rows), machine, OrderSettings())
     done = job.run(policy).simulation
     decoded = done.output_tokens - len(rows)
-    return [done.num_steps, done.cached_tokens, decoded, done.retractions]
+    counts = done.num_steps, done.cached_tokens, decoded, done.retractions
+    return dict(zip(COUNTS, counts, strict=False))
 
 
 def main() -> None:

@@ -193,12 +193,13 @@ def test_pages_of_the_buffer_go_to_what_is_loaded_next() -> None:
     rng = Random(3)
     parts = 0
     for _ in range(200):
-        room, held = PrefetchRoom(12, rng.choice([2, 3, 20])), dict[str, list[int]]()
+        most, room = rng.choice([2, 3, 20]), PrefetchRoom(12)
+        held: dict[str, list[int]] = {}
         for _ in range(40):
             names = rng.sample("abcdefghij", rng.randint(1, 8))
             sizes = {name: 1 + ord(name) % 5 for name in names}
-            found = room.fetch([*sizes.items()])
-            assert sum(part.end - part.begin for part in found) <= room.step_pages
+            found = room.fetch([*sizes.items()], most)
+            assert sum(part.end - part.begin for part in found) <= most
             held = {name: pages for name, pages in held.items() if name in room._runs}
             new = {part.name: part.end - part.begin for part in found}
             for name in held:
@@ -231,24 +232,24 @@ def test_pages_of_the_buffer_go_to_what_is_loaded_next() -> None:
 
 
 def test_what_is_not_loaded_next_leaves_only_where_its_pages_are_needed() -> None:
-    room = PrefetchRoom(4, 8)
-    assert room.fetch([("a", 2), ("b", 1), ("c", 3)]) == [
+    room = PrefetchRoom(4)
+    assert room.fetch([("a", 2), ("b", 1), ("c", 3)], 8) == [
         ("a", 0, 0, 2), ("b", 2, 0, 1)
     ]  # fmt: skip
-    assert room.fetch([("d", 1)]) == [("d", 3, 0, 1)]
+    assert room.fetch([("d", 1)], 8) == [("d", 3, 0, 1)]
     assert "a" in room
-    assert room.fetch([("b", 1), ("e", 2)]) == [("e", 0, 0, 2)]
+    assert room.fetch([("b", 1), ("e", 2)], 8) == [("e", 0, 0, 2)]
     assert "a" not in room
     assert "b" in room
     assert room.take("f", 2) is None
 
 
 def test_what_takes_several_steps_is_there_after_the_last() -> None:
-    room = PrefetchRoom(9, 4)
+    room = PrefetchRoom(9)
     wanted = [("a", 6), ("b", 3), ("too large", 10)]
-    assert room.fetch(wanted) == [("a", 0, 0, 4)]
+    assert room.fetch(wanted, 4) == [("a", 0, 0, 4)]
     assert "a" not in room
-    assert room.fetch(wanted) == [("a", 0, 4, 6), ("b", 6, 0, 2)]
+    assert room.fetch(wanted, 4) == [("a", 0, 4, 6), ("b", 6, 0, 2)]
     assert "a" in room
     assert room.give_back("a") == (0, 6)
     assert room.give_back("b") is None
@@ -259,7 +260,7 @@ def test_prefetched_kv_is_what_the_host_has(pool: Any) -> None:
     host, kv, forward = pool
     rng, draw = Random(5), torch.Generator().manual_seed(1)
     room, prefetch = HostRoom(12), KvPrefetch(host, 5, torch.device("cpu"))
-    prefetch._room.step_pages = 2
+    prefetch._pages_per_s = 1.0
     if host._device is not None:
         device = torch.get_device_module("late")
         prefetch._module, prefetch._stream = device, device.Stream()
@@ -294,7 +295,8 @@ def test_prefetched_kv_is_what_the_host_has(pool: Any) -> None:
                 prefetch.keep(name, slots)
         host.end_step()
         wanted = rng.sample(sorted(saved), min(len(saved), 3))
-        prefetch.fetch([HostKv(n, len(saved[n][1][0]), saved[n][0]) for n in wanted])
+        next_kv = [HostKv(n, len(saved[n][1][0]), saved[n][0]) for n in wanted]
+        prefetch.fetch(next_kv, 2.0)
         forward()
         for slots, was in expected:
             assert all(

@@ -19,7 +19,7 @@ TOLERANCE = 0.02
 @pytest.fixture(scope="module", params=[1, 32], ids="page size {}".format)
 def counts(
     demo_model: Path, request: pytest.FixtureRequest
-) -> dict[str, dict[str, list[int]]]:
+) -> dict[str, dict[str, dict[str, int]]]:
     """Steps, cached tokens and decode tokens by case, from one engine."""
     server_args = [arg for arg in SERVER_ARGS if "max-total-tokens" not in arg]
     done = subprocess.run(
@@ -42,15 +42,15 @@ def counts(
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("job", JOBS)
 def test_steps_and_cached_tokens_are_as_simulated(
-    counts: dict[str, dict[str, list[int]]], job: str, policy: str
+    counts: dict[str, dict[str, dict[str, int]]], job: str, policy: str
 ) -> None:
     case = counts[f"{job}, {policy}"]
-    steps, cached, decoded, offloaded = case["real"]
-    assert steps > 50
-    assert cached > 10_000
-    assert case["simulated"][0] == pytest.approx(steps, rel=TOLERANCE)
-    assert case["simulated"][1] == pytest.approx(cached, rel=TOLERANCE)
+    real, simulated = case["real"], case["simulated"]
+    assert real["steps"] > 50
+    assert real["cached_tokens"] > 10_000
+    for name in ("steps", "cached_tokens"):
+        assert simulated[name] == pytest.approx(real[name], rel=TOLERANCE)
     # The first token of an answer comes with its prompt.
-    assert case["simulated"][2] == decoded
+    assert simulated["decode_tokens"] == real["decode_tokens"]
     # All lengths are known.
-    assert case["simulated"][3] == offloaded == 0
+    assert simulated["offloaded"] == real["offloaded"] == 0

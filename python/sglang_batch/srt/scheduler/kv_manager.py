@@ -153,10 +153,15 @@ class KvManager:
         """The step is decided, and its forward pass is next."""
         offloader, recorder = self._offloader, self._recorder
         if offloader is not None:
-            offloader.end_step(self._upcoming())
+            offloader.end_step()
             totals = recorder.totals
             recorder.prefetched = offloader.num_prefetched - totals["prefetched"]
             recorder.kv_waits = offloader.pool.num_loads - totals["kv_waits"]
+
+    def fetch(self, seconds: float) -> None:
+        """Prefetch beside the forward pass, which takes so many seconds."""
+        if self._offloader is not None:
+            self._offloader.fetch(self._upcoming(), seconds)
 
     def _upcoming(self) -> Iterator[HostKv]:
         """KV on the host of requests that may resume, the next ones first, each behind

@@ -184,7 +184,8 @@ class PlanScheduler:
             return
         mode = batch.forward_mode
         decodes = mode.is_decode() or (mode.is_mixed() and bool(batch.decoding_reqs))
-        self._recorder.record(self._kv_manager.num_offloaded, decodes=decodes)
+        done = self._recorder.record(self._kv_manager.num_offloaded, decodes=decodes)
+        self._kv_manager.fetch(max(done.compute_s, done.memory_s))
         clock = self._kv_accounting.clock
         for job in self._jobs.each:
             job.work.did(*job.done.end_step(clock, decodes=decodes))

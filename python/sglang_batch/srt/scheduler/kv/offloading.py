@@ -321,15 +321,14 @@ class KvOffloader:
         req.kv.cache_protected_len = 0
         req.last_node = None
 
-    def end_step(self, upcoming: Iterable[HostKv] = ()) -> None:
-        """Let the next forward pass see what was moved. Call it before each one.
-
-        Args:
-            upcoming: what may be loaded next. It is prefetched meanwhile.
-        """
+    def end_step(self) -> None:
+        """Let the next forward pass see what was moved. Call it before each one."""
         self.pool.end_step()
+
+    def fetch(self, upcoming: Iterable[HostKv], seconds: float) -> None:
+        """Prefetch what may be loaded next, beside a step that takes so many seconds."""
         if self.prefetch is not None:
-            self.prefetch.fetch(list(islice(upcoming, _MOST_UPCOMING)))
+            self.prefetch.fetch(list(islice(upcoming, _MOST_UPCOMING)), seconds)
 
     def save(self, name: str, slots: torch.Tensor, runs: Sequence[Run]) -> None:
         """Copy the KV of ``slots`` ``[n]`` to the host, to these pages.

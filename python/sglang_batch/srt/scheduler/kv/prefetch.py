@@ -19,9 +19,9 @@ from ....errors import EngineError
 from .host_pool import HostPool
 from .host_room import HostRoom, Run
 
-# Copied in one step, so that it is there in the next one: PCIe 5 moves as much in 5 ms,
-# which a model of 8 billion weights takes at least.
-STEP_BYTES = 256 << 20
+# From the host to a device, by which is reckoned what a step hides: half of what PCIe 5
+# moves, as all GPUs of a machine may load at a time.
+BYTES_PER_S = 25e9
 
 
 class HostKv(NamedTuple):
@@ -54,15 +54,13 @@ class PrefetchRoom:
 
     Args:
         num_pages: of the buffer.
-        step_pages: most pages that are copied in one step.
 
     Attributes:
         gone: what left for other KV in the last :meth:`fetch`.
     """
 
-    def __init__(self, num_pages: int, step_pages: int) -> None:
+    def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self.step_pages = step_pages
         self._room = HostRoom(num_pages)
         self._runs: dict[str, Run] = {}
         self._copied: dict[str, int] = {}  # pages
@@ -72,13 +70,14 @@ class PrefetchRoom:
         """Whether all of it is here."""
         return name in self._runs and self._copied[name] == self._runs[name][1]
 
-    def fetch(self, wanted: Sequence[tuple[str, int]]) -> list[Part]:
+    def fetch(self, wanted: Sequence[tuple[str, int]], most: int) -> list[Part]:
         """Give pages to the KV that is loaded next, as much of it as there is room for.
 
         Other KV leaves only where its pages are needed.
 
         Args:
             wanted: names and pages, the next to be loaded first.
+            most: pages that may be copied in this step.
 
         Returns:
             What is to be copied in this step.
@@ -94,7 +93,7 @@ class PrefetchRoom:
         self.gone.clear()
         order = {name: i for i, name in enumerate(kept)}
         held = sorted(self._runs, key=lambda name: order.get(name, len(kept)))
-        parts, left = [], self.step_pages
+        parts, left = [], most
         for name, pages in kept.items():
             # The free pages may lie in pieces. Then what is loaded later leaves, too.
             run = self._runs.get(name) or self.take(name, pages)
@@ -160,8 +159,8 @@ class KvPrefetch:
                 )
         self._pool = pool
         self._page_size = pool.page_size
-        step_pages = max(1, STEP_BYTES // (pool.token_bytes * self._page_size))
-        self._room = PrefetchRoom(num_pages, step_pages)
+        self._room = PrefetchRoom(num_pages)
+        self._pages_per_s = BYTES_PER_S / (pool.token_bytes * self._page_size)
         self._buffer = pool.empty_rows(num_pages * self._page_size, device)
         self._own = own
         self._module: Any = None
@@ -178,10 +177,18 @@ class KvPrefetch:
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
 
-    def fetch(self, wanted: Sequence[HostKv]) -> None:
-        """Copy the KV that is loaded next, the first of it first."""
+    def fetch(self, wanted: Sequence[HostKv], seconds: float) -> None:
+        """Copy the KV that is loaded next, the first of it first.
+
+        Args:
+            seconds: that the step takes, by which what is copied is there in the next one.
+        """
+        most = self._room.num_pages
+        if self._stream is not None:
+            most = max(1, int(seconds * self._pages_per_s))
         by_name = {kv.name: kv for kv in wanted}
-        parts = self._room.fetch([(kv.name, self._pages(kv.tokens)) for kv in wanted])
+        sizes = [(kv.name, self._pages(kv.tokens)) for kv in wanted]
+        parts = self._room.fetch(sizes, most)
         for name in self._room.gone:
             self._wait_for_copy(name)
         if parts and self._stream is not None:

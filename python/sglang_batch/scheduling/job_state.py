@@ -101,7 +101,7 @@ class JobState:
         # By number, from the lowest of the plan on: whether a request ended unplanned.
         self._ended = bytearray()
         self.uses = PrefixUses(plan, page_size)
-        self.left_prefix: set[ScheduledRequest] = set()
+        self.left_prefix: dict[ScheduledRequest, None] = {}
         self.backlog = self._make_backlog(plan)
         self._followers: dict[int, list[ScheduledRequest]] = {}
         self.num_followers = 0

@@ -308,7 +308,7 @@ class KvManager:
         kv = self._offloader.offload(req, shared, self._recompute_time_s(job, request))
         one = _Offloaded(job, request, kv)
         if shared:
-            job.left_prefix.add(request)
+            job.left_prefix[request] = None
         if job.backlog.by_length:
             self._waiting[req.rid] = one
             request.on_host = True
@@ -512,5 +512,5 @@ class KvManager:
         """A request is no longer on the host."""
         one = self._offloaded.pop(rid, None) or self._waiting.pop(rid)
         one.request.on_host = False
-        one.job.left_prefix.discard(one.request)
+        one.job.left_prefix.pop(one.request, None)
         return one

@@ -36,7 +36,7 @@ class HostKv(NamedTuple):
     runs: Sequence[Run]
 
 
-class Part(NamedTuple):
+class BufferPart(NamedTuple):
     """Pages of some KV that are copied in one step.
 
     first: the page of the buffer where all of it begins.
@@ -70,7 +70,7 @@ class PrefetchRoom:
         """Whether all of it is here."""
         return name in self._runs and self._copied[name] == self._runs[name][1]
 
-    def fetch(self, wanted: Sequence[tuple[str, int]], most: int) -> list[Part]:
+    def fetch(self, wanted: Sequence[tuple[str, int]], most: int) -> list[BufferPart]:
         """Give pages to the KV that is loaded next, as much of it as there is room for.
 
         Other KV leaves only where its pages are needed.
@@ -107,7 +107,7 @@ class PrefetchRoom:
             end = min(pages, begin + left)
             left -= end - begin
             if end > begin:
-                parts.append(Part(name, run[0], begin, end))
+                parts.append(BufferPart(name, run[0], begin, end))
                 self._copied[name] = end
         return parts
 
@@ -203,7 +203,7 @@ class KvPrefetch:
                     self._copy(part, by_name[part.name])
                     self._events[part.name] = self._stream.record_event()
 
-    def _copy(self, part: Part, kv: HostKv) -> None:
+    def _copy(self, part: BufferPart, kv: HostKv) -> None:
         begin = part.begin * self._page_size
         end = min(part.end * self._page_size, kv.tokens)
         at = part.first * self._page_size + begin

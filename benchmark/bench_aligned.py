@@ -30,6 +30,7 @@ PARTS = Parts(
         "forming",
         "traces",
         "dense_engine",
+        "sglang_steps",
         "kv_pool",
         "two_processes",
     ),

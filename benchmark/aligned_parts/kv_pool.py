@@ -11,28 +11,22 @@ it has not arrived.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from report import Figure, print_table
 
-from sglang_batch.demo_model import write_demo_model
 from sglang_batch.planner.length_batches.batch_law import BatchLaw, step_s
 from sglang_batch.planner.length_batches.batch_switch import GROUPS, TREE, upcoming
 from sglang_batch.srt.scheduler.kv.prefetch import BYTES_PER_S, PrefetchRoom
 
+from .engine_counts import counts_of
 from .traces import BANDWIDTH, COUNT, MEMORY, MODELS, PCIE, requests_of
 
 sys.path.append(str(Path(__file__).parents[2] / "test" / "helpers"))
 
 from batch_runs import BatchJob, BatchRun, JobRequest
-from forked_children import command
-from servers import SERVER_ARGS
 
 POLICIES = {"length-tree": TREE, "length-aligned": GROUPS}
 WAITING = 1.0  # per cent of the steps
@@ -56,7 +50,7 @@ def measure(quick: bool = False) -> list[Figure]:
 
 def on_engine() -> list[Figure]:
     """Real SGLang."""
-    counts = _counts([*POLICIES])
+    counts = counts_of([*POLICIES], **_AHEAD)
     header = ["offloaded", "prefetched", "kv_waits", "offload_recomputed", "steps"]
     table = [
         [name, *(case["real"][column] for column in header)]
@@ -74,29 +68,6 @@ def on_engine() -> list[Figure]:
         ),
         Figure("real SGLang: requests computed again", recomputed, "", ("=", 0)),
     ]  # fmt: skip
-
-
-def _counts(policies: list[str]) -> dict[str, Any]:
-    args = [each for each in SERVER_ARGS if "max-total" not in each]
-    with tempfile.TemporaryDirectory() as folder:
-        write_demo_model(Path(folder))
-        done = subprocess.run(
-            [
-                *command("steps_on_engine", json.dumps(policies)),
-                *("--model-path", folder, *args, "--max-total-tokens=6144"),
-                *("--chunked-prefill-size=512", "--max-running-requests=40"),
-                *("--enable-mixed-chunk", "--page-size=1"),
-                f"--offline-batch-config={json.dumps(_AHEAD)}",
-            ],
-            cwd=Path(__file__).parents[2] / "test" / "helpers",
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if done.returncode:
-        raise SystemExit(done.stderr[-3000:])
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 class _Run(BatchRun):

@@ -197,3 +197,16 @@ def test_the_forecast_of_cells_is_that_of_the_dense_engine(
     rows = [Row(length, left, 0, i) for i, (length, left) in enumerate(pairs)]
     length, left = pairs[0]
     assert peak_cells_with(forecast, 0, length, left) == peak_cells(rows)
+
+
+@pytest.mark.parametrize("rule", [TREE, GROUPS])
+def test_siblings_join_after_the_leader_that_computes_their_prefix(rule: int) -> None:
+    """Also where all prompts are of one length, and others of that length wait."""
+    prompts = [(i // 8,) * 500 + (100 + i,) * 40 for i in range(128)]
+    limits = EngineLimits(6_000, step_tokens=512, max_running=40, as_sglang=True)
+    if rule == TREE:
+        order = length_tree_order(tree_of(prompts))
+    else:
+        order = length_aligned_order(tree_of(prompts), PAGED, np.full(128, 8.0), 6_000)
+    run = simulated(prompts, [8] * 128, order, limits, PAGED)
+    assert run.cached_tokens == 16 * 7 * 500

@@ -116,3 +116,16 @@ def test_one_that_cannot_wait_goes_on() -> None:
     put_back(job, kv_accounting, taken[-2])
     assert kv_accounting.ahead_tokens == 0
     assert not taken[-2].prefills_ahead
+
+
+@pytest.mark.parametrize("rule", [TREE, GROUPS])
+def test_a_request_that_waited_for_its_prefix_joins_first(rule: int) -> None:
+    """Others of its length wait for longer."""
+    job, _ = a_job(rule)
+    follower = next(request for request in job.waiting() if request.leaf == 30)
+    job.follow(follower, 1)
+    first = job.backlog.first()
+    assert first is not None
+    assert first is not follower
+    job.release_followers([1])
+    assert job.backlog.first() is follower

@@ -289,7 +289,7 @@ class JobState:
         for node in nodes:
             for request in self._followers.pop(node, []):
                 self.num_followers -= 1
-                self.backlog.add(request)
+                self.backlog.add_again(request)
 
     def take(self, request: ScheduledRequest) -> None:
         """Remove a waiting request, from the backlog or from the followers."""

@@ -6,6 +6,7 @@ a dense engine, the KV is the rows times the longest of them, whatever the order
 
 from __future__ import annotations
 
+from ..admission_rules.followers import MOST_FOLLOWERS
 from ..admission_rules.padded_forecast import add_row, peak_cells_with
 from ..compiled import jit_in_place
 from ..length_batches.batch_switch import (
@@ -136,12 +137,12 @@ def _next(sim: Sim, lengths: RowLengths) -> int:
 @jit_in_place
 def _waits_for_prefix(sim: Sim, lengths: RowLengths, i: int) -> bool:
     """Whether a request waits until another one has computed its prefix."""
-    held_back = sim.state[0].held_back
+    is_retry = sim.sides[LEFT].num_retry > 0
     if not follows(sim, LEFT, i):
         return False
-    if sim.state[0].held_back == held_back:
+    if sim.state[0].held_back > MOST_FOLLOWERS:
         sim.sides[LEFT].blocked = 1
-    elif sim.queue.rule > 0:
+    elif sim.queue.rule > 0 and not is_retry:
         remove(lengths.batches, i)
     return True
 

@@ -56,6 +56,14 @@ def put_back(sim: Sim, i: int) -> None:
     state.next_right = max(state.next_right, position)
 
 
+@jit_in_place
+def join_first(sim: Sim, i: int) -> None:
+    """Let a request join before those that wait."""
+    side = sim.sides[sim.requests[i].side]
+    sim.lists.retry[sim.requests[i].side, side.num_retry] = i
+    side.num_retry += 1
+
+
 # --- Leaders and followers
 
 
@@ -88,7 +96,10 @@ def show(sim: Sim, i: int, computed: int) -> None:
             follower = at.followers
             at.followers = NONE
             while follower != NONE:
-                put_back(sim, follower)
+                if sim.queue.rule > 0:
+                    join_first(sim, follower)
+                else:
+                    put_back(sim, follower)
                 sim.state[0].followers_kv -= _whole_kv(sim, follower)
                 follower = sim.requests[follower].next_follower
         node = at.parent

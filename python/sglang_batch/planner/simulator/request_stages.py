@@ -15,7 +15,7 @@ from .event_calendar import (
     unschedule,
 )
 from .prefix_cache import GARBAGE, IDLE, LOCKED
-from .request_queue import lead, put_back, show
+from .request_queue import join_first, lead, put_back, show
 from .row_notes import DECODES, LEAVES, note
 
 
@@ -228,9 +228,7 @@ def retract_newest(sim: Sim) -> bool:
         offloaded[(state.first_offloaded + state.num_offloaded) % len(offloaded)] = i
         state.num_offloaded += 1
     else:
-        side = sim.sides[r.side]
-        sim.lists.retry[r.side, side.num_retry] = i
-        side.num_retry += 1
+        join_first(sim, i)
     _release(sim, i)
     return True
 

@@ -66,6 +66,10 @@ class Backlog:
         self.tokens += request.input_len
         self._push(request)
 
+    def add_again(self, request: ScheduledRequest) -> None:
+        """A request that waited for its prefix could join now."""
+        self.add(request)
+
     def move_ahead(self, request: ScheduledRequest) -> None:
         """Let a request join before the others of its side."""
         if request.ahead:

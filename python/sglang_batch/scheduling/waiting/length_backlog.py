@@ -86,6 +86,11 @@ class LengthBacklog(Backlog):
             if request.on_host:
                 self._ready.setdefault((length, family), {})[request] = None
 
+    def add_again(self, request: ScheduledRequest) -> None:
+        # It joins before all others, or its prefix would be evicted meanwhile.
+        self.add(request)
+        self.move_ahead(request)
+
     def remove(self, request: ScheduledRequest) -> None:
         super().remove(request)
         if request in self._slot:

@@ -13,7 +13,7 @@ import torch
 from sglang_batch.scheduling.job_plan import StepCost
 from sglang_batch.srt.scheduler.kv.host_pool import HostPool
 from sglang_batch.srt.scheduler.kv.host_prefixes import BLOCK, HostPrefixes, Prompt
-from sglang_batch.srt.scheduler.kv.host_room import HostRoom
+from sglang_batch.srt.scheduler.kv.host_room import HostRoom, Run
 
 PAGE = 8
 SLOTS, PAGES = 4096, 64  # tokens on the device, pages on the host
@@ -60,6 +60,15 @@ class Device:
 
     def wait_for_forward(self) -> None:
         """Nothing is in flight."""
+
+    def save(self, name: str, slots: torch.Tensor, runs: list[Run]) -> None:
+        self.pool.save(slots, runs)
+
+    def load(self, name: str, slots: torch.Tensor, runs: list[Run], skip: int) -> None:
+        self.pool.load(slots, runs, skip)
+
+    def forget(self, name: str) -> None:
+        self.room.give_back(name)
 
     def allocate(self, num_tokens: int, reserve: int) -> torch.Tensor | None:
         if num_tokens + reserve > self.free:

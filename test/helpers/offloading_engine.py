@@ -17,9 +17,9 @@ from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from sglang_batch.srt.scheduler.kv.offload_support import can_offload
 from sglang_batch.srt.scheduler.kv.offloading import (
     KvOffloader,
-    can_offload,
     drain_results,
 )
 from sglang_batch.srt.scheduler.kv.token_counts import count_retracted

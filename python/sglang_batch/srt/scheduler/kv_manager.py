@@ -14,7 +14,8 @@ from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req, ScheduleBatch, SchedulerRows
 from .kv.host_room import recompute_time_s
-from .kv.offloading import KvOffloader, OffloadedRequest, can_offload, drain_results
+from .kv.offload_support import can_offload
+from .kv.offloading import KvOffloader, OffloadedRequest, drain_results
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .kv.prefetch import HostKv
 from .request_registry import RequestRegistry

@@ -211,7 +211,7 @@ class OfflineBatchConfig:
         their answers, with ``length-aligned`` and ``length-tree``. Their KV waits on the
         host, in at most half of that memory. 0 is none.
     prefetch_bytes: memory on the device for KV that is on the host and resumes soon. It is
-        copied there ahead, beside the steps, in addition to the device's KV. 0 is none.
+        copied there ahead, while steps run, in addition to the device's KV. 0 is none.
     prefetch_device: the device that has this memory, such as ``cuda:1``, which the GPU can
         read directly. With several TP ranks it is that of the first rank, and the
         devices behind it are those of the others. None is the GPU itself.

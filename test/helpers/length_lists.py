@@ -211,6 +211,15 @@ def cost(law: BatchLaw, groups: Iterable[Sequence[int]]) -> float:
     return seconds
 
 
+def cheapest(law: BatchLaw, lengths: Iterable[int]) -> dict[int, float]:
+    """By the longest of the first group, the least cost of all ways to part these lengths."""
+    least: dict[int, float] = {}
+    for groups in every_grouping(lengths):
+        longest, seconds = max(groups[0]), cost(law, groups)
+        least[longest] = min(seconds, least.get(longest, seconds))
+    return least
+
+
 def random_law(rng: Random, lengths: Sequence[int]) -> BatchLaw:
     """A law of padded rows for which groups of these lengths differ."""
     return BatchLaw(

@@ -172,13 +172,14 @@ def test_every_request_ends_once(
 
 
 def test_rows_of_one_length_have_no_padding() -> None:
-    prompts = [(i + 1,) * (10 if i % 2 else 400) for i in range(40)]
+    # Whole batches of each length: it is cheaper to run the rest of two of them together.
+    prompts = [(i + 1,) * (10 if i % 2 else 400) for i in range(48)]
     limits = EngineLimits(8_000, step_tokens=1 << 20, max_running=8, dense=True)
-    order = length_aligned_order(tree_of(prompts), PADDED, np.full(40, 30.0), 8_000)
-    run = simulated(prompts, [30] * 40, order, limits)
-    mixed = simulated(prompts, [30] * 40, Order(np.arange(40)), limits)
+    order = length_aligned_order(tree_of(prompts), PADDED, np.full(48, 30.0), 8_000)
+    run = simulated(prompts, [30] * 48, order, limits)
+    mixed = simulated(prompts, [30] * 48, Order(np.arange(48)), limits)
     _, _, _, rows, tokens, longest = run.samples.sum(axis=1)
-    assert longest * rows / tokens < 1.03 * len(run.samples[0])
+    assert longest * rows / tokens < 1.02 * len(run.samples[0])
     assert run.memory_s < 0.75 * mixed.memory_s
 
 

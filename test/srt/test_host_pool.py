@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_batch.errors import EngineError
 from sglang_batch.srt.scheduler.kv import host_pool
 from sglang_batch.srt.scheduler.kv.host_pool import HostPool, kv_rows
 from sglang_batch.srt.scheduler.kv.host_room import HostRoom, Run
@@ -305,3 +306,9 @@ def test_prefetched_kv_is_what_the_host_has(pool: Any) -> None:
             )
     assert hits > 100
     assert misses > 100
+
+
+def test_a_device_that_cannot_be_read_directly_is_refused() -> None:
+    pool = HostPool(layers(), 4, PAGE)
+    with pytest.raises(EngineError, match="prefetch_device=cuda:1: cpu cannot read"):
+        KvPrefetch(pool, 2, torch.device("cuda", 1))

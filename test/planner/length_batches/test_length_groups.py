@@ -8,7 +8,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from length_lists import LONGEST, TreeOf, cost, every_grouping, random_law
+from length_lists import LONGEST, TreeOf, cheapest, cost, every_grouping, random_law
 
 from sglang_batch.planner.length_batches.batch_law import (
     BatchLaw,
@@ -68,11 +68,7 @@ def test_it_begins_a_cheapest_grouping(tree: TreeOf) -> None:
         law = random_law(rng, lengths)
         running = rng.randint(0, len(lengths) - 1)
         top = found(tree, law, lengths[running:], lengths[:running])
-        least: dict[int, float] = {}
-        for groups in every_grouping(lengths):
-            longest = max(groups[0])
-            seconds = cost(law, groups)
-            least[longest] = min(seconds, least.get(longest, seconds))
+        least = cheapest(law, lengths)
         assert least[top] == pytest.approx(min(least.values()), rel=1e-9)
         if len(least) > 1:
             places["all" if top == max(lengths) else "some"] += 1

@@ -160,7 +160,7 @@ class KvManager:
             recorder.kv_waits = offloader.pool.num_loads - totals["kv_waits"]
 
     def fetch(self, seconds: float) -> None:
-        """Prefetch beside the forward pass, which takes so many seconds."""
+        """Prefetch during the forward pass, which takes so many seconds."""
         if self._offloader is not None:
             self._offloader.fetch(self._upcoming(), seconds)
 
@@ -174,7 +174,7 @@ class KvManager:
             if kv.shared_len and node not in seen:
                 seen.add(node)
                 if self._offloader.tokens_to_resume(kv) is None:
-                    yield from self._prefixes.on_host(job, request)
+                    yield from self._prefixes.on_host(job, request)[0]
             yield _host_kv(kv)
 
     def _next_to_resume(self) -> Iterator[_Offloaded]:
@@ -403,7 +403,7 @@ class KvManager:
         if need is not None:
             return need
         accounting, shared = self._kv_accounting, one.kv.shared_len
-        on_host = self._prefixes.would_reach(one.job, one.request) >= shared
+        on_host = self._prefixes.on_host(one.job, one.request)[1] >= shared
         if on_host:
             reserve = one.kv.num_tokens + accounting.growth + self._page_size
             self._prefixes.restore(one.job, one.request, reserve)

@@ -86,20 +86,15 @@ class SharedPrefixes:
                 self._restored.append(lock)
         return tokens
 
-    def on_host(self, job: JobState, request: ScheduledRequest) -> list[HostKv]:
-        """What :meth:`restore` would load for a request."""
+    def on_host(
+        self, job: JobState, request: ScheduledRequest
+    ) -> tuple[list[HostKv], int]:
+        """The KV that :meth:`restore` would load for a request, and the tokens of its prompt
+        that the tree would hold then: 0 if nothing of it is on the host."""
         host = self._pinned.host
         if host is None:
-            return []
-        return host.missing(Prompt.of(request.req), self._depths(job, request))[0]
-
-    def would_reach(self, job: JobState, request: ScheduledRequest) -> int:
-        """Tokens of a prompt that the tree would hold after :meth:`restore`, 0 if nothing
-        came back."""
-        host = self._pinned.host
-        if host is None:
-            return 0
-        return host.missing(Prompt.of(request.req), self._depths(job, request))[1]
+            return [], 0
+        return host.missing(Prompt.of(request.req), self._depths(job, request))
 
     @staticmethod
     def _depths(job: JobState, request: ScheduledRequest) -> list[int]:

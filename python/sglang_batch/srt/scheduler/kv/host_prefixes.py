@@ -205,7 +205,7 @@ class HostPrefixes:
     def missing(
         self, prompt: Prompt, depths: Sequence[int]
     ) -> tuple[list[HostKv], int]:
-        """What :meth:`restore` would load, and the tokens of the prompt that the tree
+        """The KV that :meth:`restore` would load, and the tokens of the prompt that the tree
         would hold then: 0 if nothing of it is on the host."""
         if not self._saved or not depths:
             return [], 0

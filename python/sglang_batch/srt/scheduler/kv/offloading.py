@@ -249,7 +249,7 @@ class KvOffloader:
         self.pool.end_step()
 
     def fetch(self, upcoming: Iterable[HostKv], seconds: float) -> None:
-        """Prefetch what may be loaded next, beside a step that takes so many seconds."""
+        """Prefetch the KV that may be loaded next, during a step of so many seconds."""
         if self.prefetch is not None:
             self.prefetch.fetch(list(islice(upcoming, _MOST_UPCOMING)), seconds)
 

@@ -2,7 +2,7 @@
 
 A request on the host joins in the step in which its KV fits, and the forward pass of that
 step waits for its transfer. The requests that come next are known, so their KV is copied
-into a buffer ahead, beside the forward passes (AlignedServe, section 3.2). When one joins,
+into a buffer ahead, during forward passes (AlignedServe, section 3.2). When one joins,
 its KV is on the device, and is only moved there.
 
 The buffer is memory of the device itself, or of another one that it can read directly.
@@ -19,8 +19,8 @@ from ....errors import EngineError
 from .host_pool import HostPool
 from .host_room import HostRoom, Run
 
-# From the host to a device, by which is reckoned what a step hides: half of what PCIe 5
-# moves, as all GPUs of a machine may load at a time.
+# Expected rate from the host to a device, which limits the copies of a step: half that of
+# PCIe 5, as all GPUs of a machine may load at a time.
 BYTES_PER_S = 25e9
 
 
@@ -50,13 +50,13 @@ class BufferPart(NamedTuple):
 
 
 class PrefetchRoom:
-    """The pages of a buffer, in which KV has one run each, and what was copied to them.
+    """The pages of a buffer, in which KV has one run each, and how many were copied to.
 
     Args:
         num_pages: of the buffer.
 
     Attributes:
-        gone: what left for other KV in the last :meth:`fetch`.
+        gone: names that lost their pages to others in the last :meth:`fetch`.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -80,7 +80,7 @@ class PrefetchRoom:
             most: pages that may be copied in this step.
 
         Returns:
-            What is to be copied in this step.
+            The pages to copy in this step.
         """
         left, kept = self.num_pages, dict[str, int]()
         for name, pages in wanted:
@@ -95,7 +95,7 @@ class PrefetchRoom:
         held = sorted(self._runs, key=lambda name: order.get(name, len(kept)))
         parts, left = [], most
         for name, pages in kept.items():
-            # The free pages may lie in pieces. Then what is loaded later leaves, too.
+            # The free pages may lie in pieces. Then KV that is loaded later leaves, too.
             run = self._runs.get(name) or self.take(name, pages)
             while run is None and held and order.get(held[-1], len(kept)) > order[name]:
                 self.gone.append(held.pop())
@@ -150,13 +150,14 @@ class KvPrefetch:
 
     def __init__(self, pool: HostPool, num_pages: int, device: torch.device) -> None:
         own = pool.device
-        if own.type == "cuda" and device != own:
-            peers = torch.cuda.can_device_access_peer(own, device)
-            if device.type != "cuda" or not peers:
-                raise EngineError(
-                    f"prefetch_device={device}: {own} cannot read its memory directly. "
-                    "Name a GPU that it can, or leave prefetch_device out."
-                )
+        if device != own and not (
+            own.type == device.type == "cuda"
+            and torch.cuda.can_device_access_peer(own, device)
+        ):
+            raise EngineError(
+                f"prefetch_device={device}: {own} cannot read its memory directly. Name "
+                "a GPU that it can, or leave prefetch_device out."
+            )
         self._pool = pool
         self._page_size = pool.page_size
         self._room = PrefetchRoom(num_pages)
@@ -181,7 +182,7 @@ class KvPrefetch:
         """Copy the KV that is loaded next, the first of it first.
 
         Args:
-            seconds: that the step takes, by which what is copied is there in the next one.
+            seconds: that the step takes, so that copies end with it.
         """
         most = self._room.num_pages
         if self._stream is not None:

@@ -74,8 +74,8 @@ class StepRecord(NamedTuple):
 COLUMNS = StepRecord._fields
 SECONDS = ("compute_s", "memory_s")
 _HEADER = ",".join(COLUMNS) + "\n"
-# Logs of the last release have another name for a column and lack one; they can be read
-# for one release.
+# Logs of the last release have another name for a column and lack two others; they can
+# be read for one release.
 _OLD_NAME, _NEW_NAME, _ADDED = "parked", "offloaded", "prefetched,kv_waits"
 _OLD_HEADER = _HEADER.replace(_NEW_NAME, _OLD_NAME).replace(f"{_ADDED},", "")
 

@@ -66,7 +66,7 @@ _HOST_GAUGES = (
 
 class HostUse(NamedTuple):
     """The pool of host memory for offloaded KV: bytes in use and in all, and requests
-    whose KV was dropped so far because it was full."""
+    that lost their KV so far because it was full, or their prefix."""
 
     num_bytes: int = 0
     capacity: int = 0
@@ -114,7 +114,7 @@ class StepMetrics:
         self._recomputed = _labelled(
             counter,
             "offload_recomputed",
-            "Requests whose KV was dropped because the host pool was full.",
+            "Requests on the host that lost their KV, or their prefix.",
             [named],
         )[0]
         self._gauges = [

@@ -63,9 +63,9 @@ class JobPlanner:
         self._machine = machine
         self._settings = OrderSettings(seed=config.seed)
         self._policy = self.policy = policy = config.policy
-        # SGLang's own scheduler runs requests in the order of arrival, so it cannot
-        # take them from both ends.
-        self._stock_scheduler = config.scheduler == "stock"
+        # SGLang's own scheduler runs requests in the order of arrival, and with prompts
+        # computed elsewhere there are none to blend: neither takes them from both ends.
+        self._from_one_end = config.scheduler == "stock" or bool(config.prefill_servers)
         known = np.maximum(requests.known_output_len, 1).astype(np.int64)
         fits = requests.input_len + known <= machine.limits.kv_capacity_tokens
         kept = requests if fits.all() else requests.take(np.flatnonzero(fits))
@@ -190,7 +190,7 @@ class JobPlanner:
             order = families_mixed(shard.tree, self._settings.seed)
         else:
             order = self._order(shard, policy, own)
-        if order.is_dynamic and self._stock_scheduler:
+        if order.is_dynamic and self._from_one_end:
             order = Order(self._simulate(shard, order, own).admission_order)
         first = np.flatnonzero(np.isin(shard.index, self._sample))
         if not len(first):

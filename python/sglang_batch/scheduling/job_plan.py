@@ -129,6 +129,10 @@ class JobPlan:
             leaf_end=self.leaf_end[:1],
         )
 
+    def from_one_end(self) -> JobPlan:
+        """The plan with an order that is followed, from first to last."""
+        return self if self.density is None else replace(self, density=None)
+
     def to_bytes(self) -> bytes:
         return _to_bytes(self)
 

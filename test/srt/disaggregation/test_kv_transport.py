@@ -16,16 +16,16 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-from sglang_batch.srt.disaggregation import frames
-from sglang_batch.srt.disaggregation.control_messages import (
+from sglang_batch.srt.disaggregation.tcp import frames
+from sglang_batch.srt.disaggregation.tcp.control_messages import (
     Layout,
     Registration,
     RoomOpened,
     decode,
     encode,
 )
-from sglang_batch.srt.disaggregation.destinations import Destinations
-from sglang_batch.srt.disaggregation.frames import (
+from sglang_batch.srt.disaggregation.tcp.destinations import Destinations
+from sglang_batch.srt.disaggregation.tcp.frames import (
     BrokenFrame,
     Done,
     FrameReader,
@@ -36,9 +36,9 @@ from sglang_batch.srt.disaggregation.frames import (
     prepare_socket,
     send_frame,
 )
-from sglang_batch.srt.disaggregation.link import Chunk, Link
-from sglang_batch.srt.disaggregation.listener import Listener
-from sglang_batch.srt.disaggregation.page_buffers import PageBuffers
+from sglang_batch.srt.disaggregation.tcp.link import Chunk, Link
+from sglang_batch.srt.disaggregation.tcp.listener import Listener
+from sglang_batch.srt.disaggregation.tcp.page_buffers import PageBuffers
 
 ROOM, ADDRESS = 77, "10.0.0.1:8998"
 NUM_TOKENS = 128
@@ -323,7 +323,7 @@ def test_host_memory_is_written_instead_of_the_pool() -> None:
 def test_large_requests_are_cut_into_frames(
     make_ends: Callable[..., Ends], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_batch.srt.disaggregation import link
+    from sglang_batch.srt.disaggregation.tcp import link
 
     monkeypatch.setattr(link, "FRAME_BYTES", 1000)
     source, target = mha_pool(1, 1), mha_pool(1, 2)

@@ -463,8 +463,10 @@ def test_prefill_servers_are_urls(value: Any) -> None:
         OfflineBatchConfig(prefill_servers=value)
 
 
-def test_a_decode_server_has_sglangs_scheduler() -> None:
+def test_a_decode_server_with_another_backend_has_sglangs_scheduler() -> None:
     config = OfflineBatchConfig(prefill_servers=("http://a:1/",))
-    assert config_in_mode(config, "decode").scheduler == "stock"
-    assert config_in_mode(config, "prefill").scheduler == "offline"
-    assert config_in_mode(config, None) == config
+    assert config_in_mode(config, "decode", "mooncake").scheduler == "stock"
+    assert config_in_mode(config, "decode", None).scheduler == "stock"
+    assert config_in_mode(config, "decode", "tcp").scheduler == "offline"
+    assert config_in_mode(config, "prefill", "tcp").scheduler == "offline"
+    assert config_in_mode(config, None, None) == config

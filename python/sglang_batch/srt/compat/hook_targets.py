@@ -45,6 +45,9 @@ DP_CONTROLLER_HOOK = (
 # The enumeration of SGLang's transfer backends, and where it finds their classes.
 TRANSFER_BACKENDS_HOOK = "sglang.srt.disaggregation.utils.TransferBackend"
 KV_CLASS_HOOK = "sglang.srt.disaggregation.utils.get_kv_class"
+# In a decode server that follows plans, its queues.
+PREALLOC_QUEUE_HOOK = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
+TRANSFER_QUEUE_HOOK = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
 
 # In the processes that answer HTTP.
 HTTP_HOOKS = (

@@ -85,6 +85,40 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "maybe_send_cached_prefix_chunk": ("req, allow_send", "not on a CPU"),
         "handle_bootstrap_failure": ("req", "answers such a request"),
         "release_aborted_prefill_waiting_req": ("req", "frees an aborted request"),
+        # Overridden by DecodeScheduler.
+        "init_disaggregation": ("", "checks that the queues are ours"),
+        "process_decode_queue": ("", "requests whose KV has come"),
+        "get_next_disagg_decode_batch_to_run": (
+            "running_batch",
+            "begin and end of a step of a decode server",
+        ),
+    },
+    # Queues of a decode server.
+    "sglang.srt.disaggregation.decode:DecodePreallocQueue": {
+        "add": ("req, is_retracted, is_rebootstrap", "asks for a request's KV"),
+        "hold_rebootstrap": ("req", "asks for it after a pause"),
+        "pop_preallocated": (
+            "rids_to_check, pp_good_rids, pp_bad_rids",
+            "reserves room on the host",
+        ),
+        "_resolve_pending_reqs": ("", "which prefill rank computes a prompt"),
+        "_update_handshake_waiters": (
+            "rids_to_check, pp_good_rids, pp_bad_rids",
+            "prefill ranks that know a request",
+        ),
+        "_send_kv_metadata": (
+            "decode_req, kv_indices, page_size, state_indices, **metadata_kwargs",
+            "tells the prefill rank where KV goes",
+        ),
+        "_transfer_page_indices": (
+            "decode_req, kv_indices, page_size",
+            "pages of the host instead of slots",
+        ),
+        "_rebootstrap_prefill_len": ("req", "tokens whose KV comes"),
+        "_check_if_req_exceed_kv_capacity": ("req", "prompts that never fit"),
+    },
+    "sglang.srt.disaggregation.decode:DecodeTransferQueue": {
+        "_release_request": ("decode_req", "frees room on the host"),
     },
     # The base classes of the transfer backend.
     "sglang.srt.disaggregation.common.conn:CommonKVManager": {

@@ -63,6 +63,8 @@ class ReqTimeStats(Protocol):
     forward_entry_time: float
 
     def set_wait_queue_entry_time(self) -> None: ...
+    def set_forward_entry_time(self) -> None: ...
+    def set_retract_time(self) -> None: ...
 
 
 class BeamGroup(Protocol):
@@ -109,6 +111,27 @@ class Req(Protocol):
     def seqlen(self) -> int: ...
     def finished(self) -> bool: ...
     def reset_for_retract(self) -> None: ...
+
+
+class Grammar(Protocol):
+    current_token: int | None
+    finished: bool
+
+    def accept_token(self, token: int) -> None: ...
+
+
+class ReceivedReq(Req, Protocol):
+    """A request on a decode server, whose prompt a prefill server computes."""
+
+    return_logprob: bool
+    grammar: Grammar | None
+    is_retracted: bool
+    already_computed: int
+    # While all of its tokens are computed again, but for the last one, which was sent.
+    pd_rebootstrap_in_progress: bool
+    pd_rebootstrap_forced_output_id: int | None
+
+    def update_finish_state(self) -> None: ...
 
 
 # Batches ------------------------------------------------------------------------------

@@ -220,15 +220,21 @@ SET_BY_SGLANG = (
 )
 
 
-def config_in_mode(config: OfflineBatchConfig, mode: object) -> OfflineBatchConfig:
+def config_in_mode(
+    config: OfflineBatchConfig, mode: object, backend: object
+) -> OfflineBatchConfig:
     """The settings that are in force in a server.
 
-    A decode server has SGLang's scheduler: it gets requests in the order of a plan.
+    A decode server to which another transfer backend than ours brings KV has SGLang's
+    scheduler: it gets requests in the order of a plan.
 
     Args:
         mode: SGLang's ``--disaggregation-mode``. None is its default.
+        backend: SGLang's ``--disaggregation-transfer-backend``.
     """
-    return replace(config, scheduler="stock") if mode == "decode" else config
+    if mode == "decode" and backend != TRANSFER_BACKEND:
+        return replace(config, scheduler="stock")
+    return config
 
 
 def check_disaggregation(
@@ -255,6 +261,19 @@ def check_disaggregation(
             f"--disaggregation-transfer-backend {TRANSFER_BACKEND} only; add it, or "
             f"give {STOCK_SCHEDULER}."
         )
+    if mode == "decode" and config.scheduler == "offline":
+        for name, default in (
+            ("disaggregation_decode_enable_radix_cache", False),
+            ("disaggregation_decode_enable_offload_kvcache", False),
+            ("disaggregation_decode_host_receive_threshold", 1),
+        ):
+            value = values.get(name)
+            if value is not None and value != default:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} does not work with the offline "
+                    "scheduler: KV is received into the host pool, where requests wait "
+                    f"for their turn; drop the flag, or give {STOCK_SCHEDULER}."
+                )
     if backend == TRANSFER_BACKEND and values.get("enable_pd_role_switch"):
         raise ConfigError(
             f"--enable-pd-role-switch does not work with "

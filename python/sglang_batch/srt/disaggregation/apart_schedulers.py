@@ -1,12 +1,13 @@
-"""The schedulers of a prefill server and of a decode server.
+"""The scheduler of a prefill server, and SGLang's own of either side.
 
 A prefill server follows the plans of jobs: SGLang asks for the next prefill batch in the
 same method as in a server that does both. Only the ways in and out differ. A request
 waits in SGLang's bootstrap queue until the decode server has room for it, and joins the
 plan then. It leaves when its KV has been sent.
 
-A decode server has SGLang's scheduler. Its order is that in which requests are sent to it,
-which is the plan's: it makes room for them, and so the prefill server gets them, in turn.
+A decode server makes room for requests in the order in which they are sent to it, which is
+the plan's, and so the prefill server gets them in turn. Its scheduler is that of
+:mod:`.decode.decode_scheduler`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..scheduler.scheduler import MarkedScheduler, OfflineScheduler
 PAUSE_S = 0.0005
 
 
-class _Apart(Scheduler):  # type: ignore[misc]
+class Apart(Scheduler):  # type: ignore[misc]
     """What every scheduler of such a server does."""
 
     def on_idle(self) -> None:
@@ -46,11 +47,11 @@ class _Apart(Scheduler):  # type: ignore[misc]
             super().maybe_send_cached_prefix_chunk(req, allow_send)
 
 
-class StockApartScheduler(_Apart, MarkedScheduler):
+class StockApartScheduler(Apart, MarkedScheduler):
     """SGLang's scheduler of a decode server, or of a prefill server without plans."""
 
 
-class PrefillScheduler(_Apart, OfflineScheduler):
+class PrefillScheduler(Apart, OfflineScheduler):
     """The scheduler of a prefill server, which follows the plans of jobs."""
 
     waiting_queue: list[Any]

@@ -44,7 +44,7 @@ def kv_class(
         from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
         return CommonKVBootstrapServer
-    from . import tcp_receiver, tcp_sender
+    from .tcp import tcp_receiver, tcp_sender
 
     return {
         "manager": _make_manager,
@@ -54,8 +54,8 @@ def kv_class(
 
 
 def _make_manager(args: Any, mode: Any, *rest: Any) -> Any:
-    from .tcp_receiver import TcpDecodeManager
-    from .tcp_sender import TcpPrefillManager
+    from .tcp.tcp_receiver import TcpDecodeManager
+    from .tcp.tcp_sender import TcpPrefillManager
 
     manager = TcpPrefillManager if mode.value == "prefill" else TcpDecodeManager
     return manager(args, mode, *rest)

@@ -62,11 +62,13 @@ def _resolve(server_args: ServerArgs, previous: ResolutionStep) -> None:
         declare_resolution(server_args, "offline_batch", gc_threshold=GC_THRESHOLD)
     mode = view.disaggregation_mode
     if (
-        (mode, view.device) == ("decode", "cpu")
+        mode == "decode"
+        and (view.device == "cpu" or config.scheduler == "offline")
         and view.disaggregation_decode_retraction_backup is None
         and view.disaggregation_decode_host_receive_threshold == 1
     ):
-        # SGLang would choose a pool of pinned memory, for which it needs CUDA.
+        # SGLang would choose a pool of pinned memory, for which it needs CUDA, and which
+        # offloading has no use for.
         declare_resolution(
             server_args,
             "offline_batch",

@@ -84,12 +84,16 @@ class OfflineServerArgs(stock.ServerArgs):  # type: ignore[misc]
 
     @property
     def offline_config(self) -> OfflineBatchConfig:
-        return _parsed(self.offline_batch_config, self.disaggregation_mode)
+        return _parsed(
+            self.offline_batch_config,
+            self.disaggregation_mode,
+            self.disaggregation_transfer_backend,
+        )
 
 
 @cache  # read for each request of the server
-def _parsed(text: str | None, mode: object) -> OfflineBatchConfig:
-    return config_in_mode(OfflineBatchConfig.from_json(text), mode)
+def _parsed(text: str | None, mode: object, backend: object) -> OfflineBatchConfig:
+    return config_in_mode(OfflineBatchConfig.from_json(text), mode, backend)
 
 
 def rebuild(
@@ -208,7 +212,8 @@ def _activate(values: dict[str, Any]) -> None:
     from .main_process import enter_offline_main
 
     mode = values.get("disaggregation_mode")
-    config = _parsed(values.get("offline_batch_config"), mode)
+    backend = values.get("disaggregation_transfer_backend")
+    config = _parsed(values.get("offline_batch_config"), mode, backend)
     for name in UNSUPPORTED:
         if values.get(name):
             flag = "--" + name.replace("_", "-")

@@ -9,7 +9,9 @@ from ..compat.hook_targets import (
     DP_CONTROLLER_HOOK,
     GRAMMAR_HOOK,
     GRAPH_VARIANTS_HOOK,
+    PREALLOC_QUEUE_HOOK,
     SCHEDULER_HOOK,
+    TRANSFER_QUEUE_HOOK,
 )
 
 if TYPE_CHECKING:  # it imports torch
@@ -63,6 +65,14 @@ def hook_scheduler() -> None:
     register_attention_backend(support.ATTENTION_BACKEND)(_make_attention)
     backend.register()
     HookRegistry.register(SCHEDULER_HOOK, _scheduler_class(), HookType.REPLACE)
+    if (_offline_scheduler, _mode) == ("offline", "decode"):
+        from ..disaggregation.decode import queues
+
+        for target, queue in (
+            (PREALLOC_QUEUE_HOOK, queues.HostPreallocQueue),
+            (TRANSFER_QUEUE_HOOK, queues.HostTransferQueue),
+        ):
+            HookRegistry.register(target, queue, HookType.REPLACE)
     HookRegistry.register(GRAMMAR_HOOK, dead_grammars.allow_one, HookType.AFTER)
     HookRegistry.register(
         GRAPH_VARIANTS_HOOK, graph_variants.variants_for, HookType.AROUND
@@ -83,8 +93,11 @@ def _scheduler_class() -> type:
     if _mode == "null":
         return OfflineScheduler if planned else MarkedScheduler
     from ..disaggregation.apart_schedulers import PrefillScheduler, StockApartScheduler
+    from ..disaggregation.decode.decode_scheduler import DecodeScheduler
 
-    return PrefillScheduler if planned else StockApartScheduler
+    if not planned:
+        return StockApartScheduler
+    return PrefillScheduler if _mode == "prefill" else DecodeScheduler
 
 
 def _make_attention(model_runner: ModelRunner) -> AttentionBackend:

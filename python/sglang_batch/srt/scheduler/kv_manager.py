@@ -39,6 +39,13 @@ def _host_kv(kv: OffloadedRequest) -> HostKv:
     return HostKv(kv.req.rid, kv.num_tokens, kv.runs or ())
 
 
+def _merged(running_batch: ScheduleBatch, back: ScheduleBatch) -> ScheduleBatch:
+    if running_batch.is_empty():
+        return back
+    running_batch.merge_batch(back)
+    return running_batch
+
+
 class KvManager:
     """Moves requests between the device's KV and the host.
 
@@ -123,6 +130,10 @@ class KvManager:
         prefetch = self._offloader.prefetch if self._offloader is not None else None
         one = self._waiting.get(request.req.rid) or self._offloaded.get(request.req.rid)
         return prefetch is None or one is None or prefetch.is_near(_host_kv(one.kv))
+
+    def is_on_host(self, request: ScheduledRequest) -> bool:
+        """Whether a request of a job waits on the host."""
+        return request.req.rid in self._offloaded or request.req.rid in self._waiting
 
     @property
     def host_bytes(self) -> int:
@@ -390,10 +401,7 @@ class KvManager:
             if back is None:
                 break
             self._forget(rid)
-            if running_batch.is_empty():
-                running_batch = back
-            else:
-                running_batch.merge_batch(back)
+            running_batch = _merged(running_batch, back)
         return running_batch
 
     def _tokens_to_resume(self, offloader: KvOffloader, one: _Offloaded) -> int | None:
@@ -428,7 +436,7 @@ class KvManager:
         locked = self._jobs.locked_tokens + job.uses.newly_locked(request.node)
         if not self._kv_accounting.fits(request, locked, 0):
             return None
-        back = self._load(offloader, one, need)
+        back = self._load(offloader, one.kv, need)
         if back is None:
             return None
         job.done.start(request, -1, self._kv_accounting.usual_steps)
@@ -439,13 +447,14 @@ class KvManager:
         return back
 
     def _load(
-        self, offloader: KvOffloader, one: _Offloaded, need: int
+        self, offloader: KvOffloader, kv: OffloadedRequest, need: int
     ) -> ScheduleBatch | None:
         reserve = self._kv_accounting.growth + self._page_size
         self._pinned.unpin_until_free(need + reserve)
-        back = offloader.resume([one.kv], reserve)
+        back = offloader.resume([kv], reserve)
         if back is not None:
             self.note_allocation()
+            kv.req.time_stats.set_forward_entry_time()
         return back
 
     def _runs_again(self, one: _Offloaded) -> None:
@@ -470,7 +479,7 @@ class KvManager:
             one, offloader = self._waiting[request.req.rid], self._offloader
             assert offloader is not None
             need = None if full else self._tokens_to_resume(offloader, one)
-            back = None if need is None else self._load(offloader, one, need)
+            back = None if need is None else self._load(offloader, one.kv, need)
             if back is None:
                 put_back(one.job, self._kv_accounting, request)
                 if need is None and not full:
@@ -480,11 +489,37 @@ class KvManager:
                 continue
             self._forget(request.req.rid)
             self._runs_again(one)
-            if running_batch.is_empty():
-                running_batch = back
-            else:
-                running_batch.merge_batch(back)
+            running_batch = _merged(running_batch, back)
         return running_batch
+
+    def join_one(
+        self, running_batch: ScheduleBatch, kv: OffloadedRequest
+    ) -> ScheduleBatch | None:
+        """Have an online request run whose KV is on the host.
+
+        Returns:
+            The running batch with it. None if it does not fit.
+        """
+        assert self._offloader is not None
+        back = self._load(self._offloader, kv, self._kv_accounting.in_pages(kv.end))
+        return None if back is None else _merged(running_batch, back)
+
+    def received(self, kv: OffloadedRequest) -> None:
+        """The KV of a job's request that has arrived is on the host.
+
+        It waits among the others of its job, whatever their order.
+        """
+        known = self._registry.known(kv.req)
+        assert known is not None
+        job, request = known
+        assert job is not None
+        job.backlog.remove(request)
+        request.steps = len(kv.req.output_ids) - 1
+        request.on_host = True
+        self._waiting[kv.req.rid] = _Offloaded(job, request, kv)
+        job.backlog.add(request)
+        if job.joined is not None:
+            job.joined.numbers.append(request.number)
 
     def recompute_all(self) -> None:
         """Discard all KV on the host. The requests are prefilled again."""

@@ -23,6 +23,7 @@ class OnlineQueue:
 
     Args:
         step_tokens: most tokens in a step.
+        on_host: whether the requests' KV is on the host: that of all tokens but the last.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class OnlineQueue:
         pinned: PinnedPrefixes,
         step_tokens: int,
         page_size: int,
+        on_host: bool = False,
     ) -> None:
+        self._on_host = on_host
         self._scheduler = scheduler
         self._jobs = jobs
         self._registry = registry
@@ -63,7 +66,7 @@ class OnlineQueue:
         self._drained = False
         rows = 0
         for req in queue:
-            request = _scheduled(req)
+            request = _scheduled(req, on_host=self._on_host)
             if not self._fits(running_batch, request, rows):
                 # Do not offload in vain in every step.
                 state = (req.rid, self._num_running())
@@ -125,7 +128,7 @@ class OnlineQueue:
         """
         unseen = [req for req in batch.reqs if self._registry.known(req) is None]
         for req in unseen:
-            self._registry.join_online(_scheduled(req))
+            self._registry.join_online(_scheduled(req, on_host=self._on_host))
         return unseen
 
     def _num_running(self) -> int:
@@ -199,11 +202,11 @@ class OnlineQueue:
         return -(-tokens // self._page_size) * self._page_size
 
 
-def _scheduled(req: Req) -> ScheduledRequest:
+def _scheduled(req: Req, *, on_host: bool) -> ScheduledRequest:
     """An online request, which no plan has."""
     length = len(req.origin_input_ids)
     max_decode_steps = max(0, (req.sampling_params.max_new_tokens or 0) - 1)
-    steps = len(req.output_ids)
+    steps = len(req.output_ids) - on_host
     return ScheduledRequest(
         req=req,
         leaf=-1,

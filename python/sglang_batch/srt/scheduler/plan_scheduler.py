@@ -122,12 +122,17 @@ class PlanScheduler:
             everything: all of them, whatever ``rid`` is.
         """
         taken = []
-        for job, request in self._registry.not_running(rid, everything=everything):
+        for job, request in self._not_running(rid, everything=everything):
             self._kv_manager.drop(request)
             job.take(request)
             self._registry.skip(job, request)
             taken.append(request.req)
         return taken
+
+    def _not_running(
+        self, rid: str, *, everything: bool
+    ) -> list[tuple[JobState, ScheduledRequest]]:
+        return self._registry.not_running(rid, everything=everything)
 
     # A step ---------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ class RequestRegistry:
     Args:
         common: the prefixes that several jobs have in common.
         share: whether requests share prefixes in the cache.
+        both_ends: whether orders are taken from both ends where the plan has it.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class RequestRegistry:
         recorder: StepRecorder,
         page_size: int,
         share: bool,
+        both_ends: bool,
     ) -> None:
         self._jobs = jobs
         self._common = common
@@ -49,6 +51,7 @@ class RequestRegistry:
         self._recorder = recorder
         self._page_size = page_size
         self._share = share
+        self._both_ends = both_ends
         self._closed: set[str] = set()
         self._announced: dict[str, JobPlan] = {}
         self._num_retired = 0
@@ -77,6 +80,8 @@ class RequestRegistry:
         self._announced[job_id] = plan
         if not self._share:
             plan = plan.without_prefixes()
+        if not self._both_ends:
+            plan = plan.from_one_end()
         job = self._jobs.get(job_id)
         if job is not None and job.plan.same_requests(plan):
             job.replan(plan)
@@ -194,6 +199,14 @@ class RequestRegistry:
         """Job, number and part of a request that arrives."""
         named = self._named.pop(rid, None)
         return parse_request_id(rid) if named is None else (*named, 0)
+
+    def of_job(self, req: Req) -> bool:
+        """Whether a request, which may still be to arrive, belongs to an open job."""
+        if req.rid in self._known:
+            return self._known[req.rid][0] is not None
+        named = self._named.get(req.rid)
+        job_id = parse_request_id(req.rid)[0] if named is None else named[0]
+        return self._jobs.get(job_id) is not None
 
     def known(self, req: Req) -> Known | None:
         return self._known.get(req.rid)

@@ -138,10 +138,12 @@ class OfflineScheduler(MarkedScheduler):
     """The scheduler of an offline server, in place of SGLang's.
 
     Attributes:
-        jobs, registry, kv_accounting, kv_manager, prefixes, recorder, plan_scheduler:
-            made by ``init_load_inquirer`` and passed to each other there.
+        jobs, registry, kv_accounting, offloader, kv_manager, prefixes, recorder,
+        plan_scheduler: made by ``init_load_inquirer`` and passed to each other there.
     """
 
+    # Whether other servers compute all prompts.
+    is_decode_only = False
     batch_result_processor: SchedulerBatchResultProcessor
     load_inquirer: SchedulerLoadInquirer
 
@@ -192,7 +194,8 @@ class OfflineScheduler(MarkedScheduler):
             mixed=bool(self.is_mixed_chunk),
         )
         self.recorder = self._make_recorder(cache)
-        offloader = make_offloader(self, self.server_args.offline_config)
+        self.offloader = make_offloader(self, self.server_args.offline_config)
+        offloader = self.offloader
         host = HostPrefixes(cache, offloader) if offloader is not None else None
         pinned = PinnedPrefixes(cache, self.jobs, host)
         self.prefixes = SharedPrefixes(cache, pinned)
@@ -207,6 +210,7 @@ class OfflineScheduler(MarkedScheduler):
             recorder=self.recorder,
             page_size=page_size,
             share=not cache.disable,
+            both_ends=not self.is_decode_only,
         )
         cache.attach(pinned, self.registry.released)
         self.kv_manager = KvManager(
@@ -231,9 +235,9 @@ class OfflineScheduler(MarkedScheduler):
             pinned=pinned,
             step_tokens=step_tokens,
             page_size=page_size,
+            on_host=self.is_decode_only,
         )
-        self.plan_scheduler = PlanScheduler(
-            self,
+        self.plan_scheduler = self._make_plan_scheduler(
             jobs=self.jobs,
             registry=self.registry,
             kv_accounting=self.kv_accounting,
@@ -253,6 +257,9 @@ class OfflineScheduler(MarkedScheduler):
                 self.waiting_queue, self.jobs, self.kv_manager.num_offloaded
             ),
         )
+
+    def _make_plan_scheduler(self, **parts: Any) -> PlanScheduler:
+        return PlanScheduler(self, **parts)
 
     def _make_recorder(self, cache: PlannedRadixCache) -> StepRecorder:
         """Only the first TP rank of each DP rank publishes what it counts."""

@@ -95,6 +95,15 @@ class HostPool:
         """That of the KV which comes here."""
         return self._layers[0].device
 
+    def host_layers(self) -> list[torch.Tensor]:
+        """Views uint8 ``[pages, tokens, bytes]`` of each layer's part of the memory."""
+        width = self._host.itemsize
+        rows = self._host.view(torch.uint8).view(-1, self.page_size, self.token_bytes)
+        return [
+            rows[..., columns.start * width : columns.stop * width]
+            for columns in self._columns
+        ]
+
     def empty_rows(self, num_tokens: int, device: torch.device) -> torch.Tensor:
         """Memory for the KV of so many tokens, laid out as here."""
         return torch.empty(

@@ -53,6 +53,10 @@ class HostRoom:
     def __contains__(self, rid: str) -> bool:
         return rid in self._held
 
+    def runs(self, rid: str) -> list[Run]:
+        """The pages of a request that has some."""
+        return self._held[rid].runs
+
     def to_recompute(self, num_pages: int, cost_s: float) -> list[str] | None:
         """The requests that have to give up their pages so that ``num_pages`` are free.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.mem_cache.allocator import (
     PagedTokenToKVPoolAllocator,
@@ -32,7 +33,8 @@ def why_unsupported(scheduler: OffloadingScheduler) -> str | None:
         "speculative decoding": not scheduler.spec_algorithm.is_none(),
         "pipeline parallelism": get_parallel().pp_size > 1,
         "data parallel attention": scheduler.require_mlp_sync,
-        "disaggregation": scheduler.disaggregation_mode != DisaggregationMode.NULL,
+        "--disaggregation-mode prefill": scheduler.disaggregation_mode
+        == DisaggregationMode.PREFILL,
         "a diffusion model": scheduler.dllm_config is not None,
         "an encoder-decoder model": scheduler.model_config.is_encoder_decoder,
         "n-gram embeddings": ngram.enabled or ngram.engram_hasher is not None,
@@ -43,7 +45,8 @@ def why_unsupported(scheduler: OffloadingScheduler) -> str | None:
         not in (TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator),
         f"a {type(pool).__name__}": type(pool)
         not in (MHATokenToKVPool, MLATokenToKVPool),
-        f"a {type(rows).__name__}": type(rows) is not ReqToTokenPool,
+        f"a {type(rows).__name__}": type(rows)
+        not in (ReqToTokenPool, DecodeReqToTokenPool),
         "KV per head (SGLANG_USE_HND_KVCACHE)": getattr(pool, "use_hnd", False),
         "scaled KV": getattr(pool, "k_scale_buffer", None) is not None,
         "pages wider than the tree's": allocator.page_size != tree.page_size,

@@ -17,6 +17,7 @@ of a TP group.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -230,6 +231,25 @@ class KvOffloader:
         self._count(offloaded, 1)
         self.most_bytes = max(self.most_bytes, self.host_bytes)
         return offloaded
+
+    def reserve(self, name: str, num_tokens: int) -> list[Run]:
+        """Take pages for KV that comes from another server. It is never given up for
+        other requests.
+
+        Raises:
+            ValueError: too few pages are free.
+        """
+        pages = self._whole_pages(num_tokens) // self._page_size
+        runs = self.room.take(name, pages, math.inf)
+        self.most_bytes = max(self.most_bytes, self.host_bytes)
+        return runs
+
+    def received(self, req: Req, num_tokens: int, runs: list[Run]) -> OffloadedRequest:
+        """A request whose first ``num_tokens`` tokens of KV have come to the pages that
+        were reserved in its name."""
+        received = OffloadedRequest(req, 0, num_tokens, runs)
+        self._count(received, 1)
+        return received
 
     def discard(self, req: Req) -> None:
         """Free the row and the KV of a request that could be offloaded.

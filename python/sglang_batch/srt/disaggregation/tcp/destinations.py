@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .frames import BrokenFrame, Done, Pages
+from .host_pages import HostPages
 from .page_buffers import Indices, PageBuffers
 
 
@@ -22,7 +23,7 @@ class _Destination:
 
     rows: Indices
     aux_row: int
-    buffers: PageBuffers
+    buffers: PageBuffers | HostPages
     received: int = 0
 
 
@@ -39,7 +40,7 @@ class Destinations:
         self, device: PageBuffers, aux: PageBuffers, host: PageBuffers | None = None
     ) -> None:
         self._device = device
-        self._host = host
+        self._host: PageBuffers | HostPages | None = host
         self._aux = aux
         self._lock = threading.Lock()
         self._of_room: dict[int, _Destination] = {}
@@ -54,6 +55,10 @@ class Destinations:
     def has_host(self) -> bool:
         """Whether KV can be received into host memory."""
         return self._host is not None
+
+    def receive_on_host(self, pages: HostPages) -> None:
+        """Have KV that is opened with ``host`` written to these pages."""
+        self._host = pages
 
     def open(self, room: int, rows: Indices, aux_row: int, *, host: bool) -> None:
         """Expect the pages of a room.

@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.runtime_context import get_device, get_parallel
 
-from ...errors import EngineError
+from ....errors import EngineError
 from .control_messages import Layout
 from .page_buffers import PageBuffers
 

@@ -1,0 +1,1 @@
+"""The scheduler of a decode server, which follows the plans of jobs."""

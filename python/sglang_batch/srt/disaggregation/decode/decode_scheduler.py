@@ -1,0 +1,194 @@
+"""The scheduler of a decode server that follows the plans of jobs.
+
+A request comes without KV. SGLang's queues ask a prefill server for it, and it is received
+into the host pool (:mod:`.reception`). From then on the request is like one that was
+offloaded: it joins, makes room and resumes by the plan.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.scheduler import NextBatchPlan, _make_abort_req
+from sglang.srt.mem_cache.common import discard_kv_cache_backup
+from sglang.srt.observability.req_time_stats import set_schedule_time_batch
+from sglang.srt.runtime_context import get_disagg
+
+from ....errors import EngineError
+from ...compat.scheduler_types import (
+    AbortRequest,
+    PauseRequest,
+    PrefillPlan,
+    ReceivedReq,
+    Req,
+    ScheduleBatch,
+)
+from ...scheduler.scheduler import OfflineScheduler
+from ..apart_schedulers import Apart
+from ..tcp.host_pages import HostPages
+from .decode_steps import DecodePlanScheduler
+from .queues import HostPreallocQueue
+from .reception import Reception
+
+
+class DecodeScheduler(Apart, OfflineScheduler):
+    """The scheduler of a decode server, which follows the plans of jobs."""
+
+    waiting_queue: list[Any]
+    is_decode_only = True
+
+    def init_disaggregation(self) -> None:
+        super().init_disaggregation()
+        if not isinstance(self.disagg_decode_prealloc_queue, HostPreallocQueue):
+            raise EngineError(
+                "The queue for received KV did not take effect; see the log above for "
+                "SGLang's reason."
+            )
+
+    def init_load_inquirer(self) -> None:
+        super().init_load_inquirer()
+        manager = self.disagg_decode_prealloc_queue.kv_manager
+        assert self.offloader is not None  # Reception was made with it
+        manager.destinations.receive_on_host(
+            HostPages(self.offloader.pool, manager.kv.row_lengths)
+        )
+
+    def _make_plan_scheduler(self, **parts: object) -> DecodePlanScheduler:
+        self.reception = Reception(
+            offloader=self.offloader,
+            kv_manager=self.kv_manager,
+            registry=self.registry,
+            page_size=int(self.page_size),
+        )
+        return DecodePlanScheduler(self, reception=self.reception, **parts)
+
+    # Requests come --------------------------------------------------------------------
+
+    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+        """Ask for a request's KV: of its prompt, or of all its tokens if it lost it."""
+        queue = self.disagg_decode_prealloc_queue
+        if not is_retracted:
+            queue.add(req)
+            return
+        backup = get_disagg().disaggregation_decode_retraction_backup
+        discard_kv_cache_backup(req, self.tree_cache, backup)
+        if req.output_ids:
+            # It is fed again, and not sampled: it has been sent.
+            req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
+        req.pd_rebootstrap_in_progress = True
+        req.time_stats.set_retract_time()
+        if self._engine_paused:
+            queue.hold_rebootstrap(req)
+        else:
+            queue.add(req, is_rebootstrap=True)
+
+    def process_decode_queue(self) -> None:
+        """Take the requests whose KV has come."""
+        if self.grammar_manager.has_waiting_grammars():
+            for req in self.grammar_manager.get_ready_grammar_requests():
+                self._add_request_to_queue(req)
+        online, self.waiting_queue = self.waiting_queue, []
+        super().process_decode_queue()
+        arrived, self.waiting_queue = self.waiting_queue, online
+        for req in arrived:
+            self._arrived(req)
+
+    def _arrived(self, req: ReceivedReq) -> None:
+        num_tokens = len(req.origin_input_ids) + len(req.output_ids) - 1
+        again = getattr(req, "pd_rebootstrap_in_progress", False)
+        req.pd_rebootstrap_in_progress = False
+        req.is_retracted = False
+        req.full_untruncated_fill_ids = req.origin_input_ids + req.output_ids
+        req.prefix_len, req.extend_end = 0, num_tokens
+        req.already_computed = num_tokens
+        if not again:
+            self._accept_first_token(req)
+            req.update_finish_state()
+        if not self.reception.arrived(req, num_tokens):
+            self.waiting_queue.append(req)
+        if req.finished():
+            self._drop(req)
+        if not again:
+            self.output_streamer.stream_output([req], req.return_logprob)
+
+    def _accept_first_token(self, req: ReceivedReq) -> None:
+        if req.grammar is None or req.grammar.current_token is not None:
+            return
+        try:
+            req.grammar.accept_token(req.output_ids[-1])
+        except ValueError as error:
+            req.to_finish = FINISH_ABORT(
+                f"The grammar does not allow the first token: {error}",
+                HTTPStatus.INTERNAL_SERVER_ERROR,
+            )
+        req.grammar.finished = req.finished()
+
+    # Steps ----------------------------------------------------------------------------
+
+    def get_next_disagg_decode_batch_to_run(
+        self, running_batch: ScheduleBatch
+    ) -> PrefillPlan:
+        self.plan_scheduler.begin_step()
+        rows = len(running_batch.reqs)
+        running_batch.filter_batch()
+        if len(running_batch.reqs) < rows:
+            running_batch.batch_is_full = False
+        plan = self.plan_scheduler.next_batch(running_batch, self._build_prefill)
+        running_batch = plan.running_batch
+        batch: ScheduleBatch | None = None
+        if not running_batch.is_empty():
+            running_batch = self.update_running_batch(running_batch)
+            batch = None if running_batch.is_empty() else running_batch
+        batch = self.dp_attn_adapter.maybe_prepare_mlp_sync_batch(batch)
+        if batch is not None:
+            set_schedule_time_batch(batch)
+        self.plan_scheduler.end_step(batch)
+        self._report_joined()
+        decided: PrefillPlan = NextBatchPlan(
+            batch_to_run=batch, running_batch=running_batch
+        )
+        return decided
+
+    # Requests leave -------------------------------------------------------------------
+
+    def gone(self, req: Req) -> None:
+        """A request failed before its KV came."""
+        known = self.registry.known(req)
+        if known is not None and known[0] is not None:
+            self.registry.skip(known[0], known[1])
+
+    def _drop(self, req: Req) -> None:
+        """A request that waits on the host is over."""
+        known = self.registry.known(req)
+        if known is None or known[0] is None:
+            self.reception.drop_online(req)
+            self.waiting_queue = [each for each in self.waiting_queue if each != req]
+            return
+        self.kv_manager.drop(known[1])
+        known[0].take(known[1])
+        self.registry.skip(known[0], known[1])
+
+    def abort_request(self, recv_req: AbortRequest) -> None:
+        def named(req: Req) -> bool:
+            return bool(recv_req.abort_all or req.rid.startswith(recv_req.rid))
+
+        for req in [req for req in self.waiting_queue if named(req)]:
+            self._drop(req)
+            self._release_waiting(req)
+            reason = recv_req.finished_reason
+            self.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
+        for coming in self.disagg_decode_transfer_queue.queue:
+            if named(coming.req):  # nothing is written for it any more
+                coming.kv_receiver.abort()
+        super().abort_request(recv_req)
+
+    def pause_generation(self, recv_req: PauseRequest) -> None:
+        super().pause_generation(recv_req)
+        if recv_req.mode == "retract":
+            waiting, self.waiting_queue = self.waiting_queue, []
+            for req in waiting:
+                self._add_request_to_queue(
+                    self.reception.give_up_online(req), is_retracted=True
+                )

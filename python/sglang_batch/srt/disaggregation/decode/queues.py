@@ -1,0 +1,114 @@
+"""SGLang's queues of a decode server, with pages of host memory in place of slots.
+
+SGLang reserves a row and KV on the device for each request before its prompt is computed.
+Here that is a part of the host pool, and a row and KV are for requests that run.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+import numpy as np
+from sglang.srt.disaggregation.base.conn import KVTransferDestination
+from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeTransferQueue
+from sglang.srt.disaggregation.utils import _is_fake_transfer, prepare_abort
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+from ...compat.scheduler_types import ReceivedReq, Req
+from ..tcp.page_buffers import Indices
+
+
+class HostPreallocQueue(DecodePreallocQueue):  # type: ignore[misc]
+    """Requests that wait for room on the host, in the order in which they came."""
+
+    queue: list[Any]
+    pending_reqs: list[Any]
+
+    def pop_preallocated(
+        self,
+        rids_to_check: list[str] | None = None,
+        pp_good_rids: list[str] | None = None,
+        pp_bad_rids: list[str] | None = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """Reserve room, and tell the prefill servers so.
+
+        Returns:
+            The requests whose KV comes from now on, and those that failed.
+        """
+        self._resolve_pending_reqs()
+        self._update_handshake_waiters()
+        failed = [each for each in self.queue if _is_aborted(each.req)]
+        for each in failed:
+            self._answer_failed(each)
+        reserved = self._reserve_in_order([e for e in self.queue if e not in failed])
+        gone = {id(each) for each in (*failed, *reserved)}
+        self.queue = [each for each in self.queue if id(each) not in gone]
+        self.pending_reqs = [e for e in self.pending_reqs if id(e) not in gone]
+        return reserved, failed
+
+    def _reserve_in_order(self, queue: list[Any]) -> list[Any]:
+        reserved = []
+        jobs_wait = False
+        for each in queue:
+            if not each.waiting_for_input:
+                continue
+            if self.req_to_metadata_buffer_idx_allocator.available_size() <= 0:
+                break
+            of_job = self.scheduler.registry.of_job(each.req)
+            if of_job and jobs_wait:
+                continue
+            tokens = self._rebootstrap_prefill_len(each.req)
+            pages = self.scheduler.reception.reserve(each.req, tokens)
+            if pages is None and not of_job:
+                break
+            if pages is None:
+                jobs_wait = True  # online requests may still have room
+                continue
+            each.host_staged = True
+            to_host = {"destination": KVTransferDestination.HOST}
+            if _is_fake_transfer(each.req):  # a health check, for which nothing comes
+                to_host = {}
+            # The pages are pages already, each of one.
+            self._send_kv_metadata(each, pages, 1, None, decode_prefix_len=0, **to_host)
+            reserved.append(each)
+        return reserved
+
+    def _transfer_page_indices(
+        self, decode_req: Any, kv_indices: Indices, page_size: int
+    ) -> Indices:
+        return kv_indices.astype(np.int32)
+
+    def _answer_failed(self, failed: Any) -> None:
+        req = failed.req
+        if not getattr(req, "finished_output", False):
+            self.scheduler.output_streamer.stream_output([req], req.return_logprob)
+        failed.kv_receiver.clear()
+        failed.kv_receiver = None
+        self.scheduler.gone(req)
+
+    def _check_if_req_exceed_kv_capacity(self, req: ReceivedReq) -> bool:
+        """SGLang's, and for a prompt that the host pool cannot hold."""
+        if super()._check_if_req_exceed_kv_capacity(req):
+            return True
+        tokens, most = self._rebootstrap_prefill_len(req), self.scheduler.reception
+        if tokens <= most.num_tokens:
+            return False
+        message = (
+            f"The prompt of request {req.rid} has {tokens} tokens, and the host pool "
+            f"holds {most.num_tokens}; set a larger offload_bytes."
+        )
+        prepare_abort(req, message, status_code=HTTPStatus.BAD_REQUEST)
+        self.scheduler.output_streamer.stream_output([req], req.return_logprob)
+        return True
+
+
+class HostTransferQueue(DecodeTransferQueue):  # type: ignore[misc]
+    """Requests whose KV is on its way to the host."""
+
+    def _release_request(self, decode_req: Any) -> None:
+        self.scheduler.reception.release(decode_req.req)
+
+
+def _is_aborted(req: Req) -> bool:
+    return isinstance(req.finished_reason, FINISH_ABORT)

@@ -1,0 +1,1 @@
+"""KV between a prefill rank and a decode rank, over TCP."""

@@ -8,9 +8,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from servers import SERVER_ARGS, Server, free_port, kill_group, wait_until_ready
 
@@ -28,10 +29,19 @@ class ApartServers:
     prefill: Server
     decode: Server
 
-    def __init__(self, model: Path, directory: Path, *args: str) -> None:
+    def __init__(
+        self,
+        model: Path,
+        directory: Path,
+        *args: str,
+        decode_args: Sequence[str] = (),
+        **config: Any,
+    ) -> None:
         self._model = model
         self._directory = directory
         self._args = args
+        self._decode_args = decode_args
+        self._config = config
         self._ports = (free_port(), free_port(), free_port())
         self.store = directory / "decode"
 
@@ -47,9 +57,13 @@ class ApartServers:
         config = {
             "prefill_servers": [f"http://127.0.0.1:{self._ports[0]}"],
             "max_inflight": MAX_INFLIGHT,
+            **self._config,
         }
         self.decode = self._start(
-            "decode", self._ports[2], f"--offline-batch-config={json.dumps(config)}"
+            "decode",
+            self._ports[2],
+            f"--offline-batch-config={json.dumps(config)}",
+            *self._decode_args,
         )
 
     def _start(self, mode: str, port: int, *args: str) -> Server:
@@ -83,13 +97,20 @@ class ApartServers:
 
 
 @contextmanager
-def apart_servers(model: Path, directory: Path, *args: str) -> Iterator[ApartServers]:
+def apart_servers(
+    model: Path,
+    directory: Path,
+    *args: str,
+    decode_args: Sequence[str] = (),
+    **config: Any,
+) -> Iterator[ApartServers]:
     """Both servers, ready, until the block ends.
 
     Args:
         args: of both.
+        decode_args, config: arguments and settings of the decode server.
     """
-    servers = ApartServers(model, directory, *args)
+    servers = ApartServers(model, directory, *args, decode_args=decode_args, **config)
     try:
         servers.start_prefill()
         servers.start_decode()

@@ -133,6 +133,12 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "*, bootstrap_room, failure_reason, targets",
             "tells the decode rank",
         ),
+        "_run_prefill_recompute": (
+            "kv_receiver, prefill_url, payload",
+            "KV that was lost on the decode side",
+        ),
+        "_get_prefill_recompute_session": ("", "its HTTP session"),
+        "_fail_prefill_recompute": ("kv_receiver, reason", "its failure"),
         "_make_worker_recv": ("socket, timeout_ms", "control messages"),
         "_start_heartbeat_checker_thread": ("", "prefill servers that hang"),
     },

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import zipfile
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -46,6 +48,16 @@ _NOT_SENT = {
     "session_params": "sessions",
     "session_id": "sessions",
 }
+
+
+def authorization(key: str | None = None) -> dict[str, str]:
+    """The HTTP headers of calls to prefill servers that have keys.
+
+    Args:
+        key: None for that of ``SGLANG_BATCH_API_KEY``.
+    """
+    key = os.environ.get("SGLANG_BATCH_API_KEY") if key is None else key
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 class PrefillCall(msgspec.Struct, frozen=True):
@@ -99,6 +111,25 @@ class PrefillCall(msgspec.Struct, frozen=True):
         }
         sampling["max_new_tokens"] = max(1, params.max_new_tokens or 1)
         return cls(rid, list(message.input_ids), sampling, *address, changed)
+
+    @classmethod
+    def again(cls, payload: Mapping[str, Any]) -> PrefillCall:
+        """The call for a request that lost its KV, prompt and answer so far.
+
+        Args:
+            payload: SGLang's call for it, of ``Req.build_rebootstrap_payload``.
+        """
+        names = ("extra_key", "cache_salt", "routing_key")
+        room = payload["bootstrap_room"]
+        return cls(
+            f"again.{room}",  # its own id may be that of a line of the job
+            payload["input_ids"],
+            payload["sampling_params"],
+            payload["bootstrap_host"],
+            payload["bootstrap_port"],
+            room,
+            {name: payload[name] for name in names if payload.get(name) is not None},
+        )
 
     def request(self) -> GenerateReqInput:
         """SGLang's request, without an id."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,6 +23,7 @@ from .prefill_calls import (
     SILENCE_S,
     JobCall,
     PrefillCall,
+    authorization,
 )
 
 logger = logging.getLogger(__name__)
@@ -80,8 +80,7 @@ class PrefillServers:
 
     def __init__(self, urls: Sequence[str], key: str | None = None) -> None:
         self.servers = [PrefillServer(url) for url in urls]
-        key = os.environ.get("SGLANG_BATCH_API_KEY") if key is None else key
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers = authorization(key)
         # Several decode servers may have jobs of the same name.
         self.name = uuid.uuid4().hex[:12]
         self._jobs: dict[str, JobCall] = {}

@@ -6,12 +6,14 @@ import logging
 import time
 from typing import Any
 
+import msgspec
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import (
     CommonKVReceiver,
     PrefillServerInfo,
 )
 
+from ..prefill_calls import CALL_PATH, PrefillCall, authorization
 from .control_messages import Registration, RoomOpened, encode
 from .destinations import Destinations
 from .frames import Done
@@ -74,6 +76,27 @@ class TcpDecodeManager(TcpManager):
         self._handle_node_failure(bootstrap_addr)
 
     # Prefill servers ------------------------------------------------------------------
+
+    def _run_prefill_recompute(
+        self, kv_receiver: CommonKVReceiver, prefill_url: str, payload: dict[str, Any]
+    ) -> None:
+        """Have a prompt and its answer so far computed again, in a thread.
+
+        SGLang calls ``/generate``, which takes no id of a job's line.
+        """
+        try:
+            answer = self._get_prefill_recompute_session().post(
+                prefill_url.rstrip("/") + CALL_PATH,
+                data=msgspec.msgpack.encode(PrefillCall.again(payload)),
+                headers=authorization(),
+                timeout=self.waiting_timeout,
+            )
+            reason = answer.text[:500] if answer.status_code >= 400 else None
+        except Exception as error:  # whatever it is, the request must not wait for ever
+            reason = repr(error)
+        if reason is not None:
+            logger.error("%s did not compute a request again: %s", prefill_url, reason)
+            self._fail_prefill_recompute(kv_receiver, reason)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Ask a bootstrap server once how its prefill server is laid out.

@@ -1,4 +1,4 @@
-"""A prefill server and a decode server of one model, each of which can be killed and
+"""Prefill servers and a decode server of one model, each of which can be killed and
 started again at its address."""
 
 from __future__ import annotations
@@ -19,10 +19,15 @@ from servers import SERVER_ARGS, Server, free_port, kill_group, wait_until_ready
 MAX_INFLIGHT = 24
 
 
+def _folder(mode: str, port: int) -> str:
+    return mode if mode == "decode" else f"{mode}-{port}"
+
+
 class ApartServers:
-    """The two servers on loopback.
+    """The servers on loopback, one of each kind unless there are more prefill servers.
 
     Attributes:
+        prefill, more_prefill: the first prefill server, and the others.
         store: the decode server's directory of batches.
     """
 
@@ -35,6 +40,7 @@ class ApartServers:
         directory: Path,
         *args: str,
         decode_args: Sequence[str] = (),
+        num_prefill: int = 1,
         **config: Any,
     ) -> None:
         self._model = model
@@ -42,26 +48,36 @@ class ApartServers:
         self._args = args
         self._decode_args = decode_args
         self._config = config
-        self._ports = (free_port(), free_port(), free_port())
+        self._ports = [(free_port(), free_port()) for _ in range(num_prefill)]
+        self._decode_port = free_port()
+        self.more_prefill: list[Server] = []
         self.store = directory / "decode"
 
     def start_prefill(self) -> None:
         """Start it without waiting for it."""
-        port, bootstrap, _ = self._ports
-        self.prefill = self._start(
+        self.prefill = self._start_prefill(0)
+
+    def start_more_prefill(self) -> None:
+        """Start the other prefill servers."""
+        others = range(1, len(self._ports))
+        self.more_prefill = [self._start_prefill(i) for i in others]
+
+    def _start_prefill(self, i: int) -> Server:
+        port, bootstrap = self._ports[i]
+        return self._start(
             "prefill", port, f"--disaggregation-bootstrap-port={bootstrap}"
         )
 
     def start_decode(self) -> None:
         """Start it without waiting for it."""
         config = {
-            "prefill_servers": [f"http://127.0.0.1:{self._ports[0]}"],
+            "prefill_servers": [f"http://127.0.0.1:{port}" for port, _ in self._ports],
             "max_inflight": MAX_INFLIGHT,
             **self._config,
         }
         self.decode = self._start(
             "decode",
-            self._ports[2],
+            self._decode_port,
             f"--offline-batch-config={json.dumps(config)}",
             *self._decode_args,
         )
@@ -71,7 +87,10 @@ class ApartServers:
         command = [
             *(sys.executable, "-m", "sglang.launch_server"),
             *(f"--model-path={self._model}", "--host=127.0.0.1", f"--port={port}"),
-            *("--offline-batch", f"--offline-batch-dir={self._directory / mode}"),
+            *(
+                "--offline-batch",
+                f"--offline-batch-dir={self._directory / _folder(mode, port)}",
+            ),
             *(f"--disaggregation-mode={mode}", "--disaggregation-transfer-backend=tcp"),
             *(*SERVER_ARGS, *self._args, *args),
         ]
@@ -87,13 +106,14 @@ class ApartServers:
 
     def wait(self) -> None:
         """Wait until both answer."""
-        wait_until_ready(self.prefill)
-        wait_until_ready(self.decode)
+        for server in (self.prefill, *self.more_prefill, self.decode):
+            wait_until_ready(server)
 
     def kill(self) -> None:
-        for name in ("prefill", "decode"):
-            if hasattr(self, name):
-                kill_group(getattr(self, name).process)
+        started = [self.__dict__.get(name) for name in ("prefill", "decode")]
+        for server in (*started, *self.more_prefill):
+            if server is not None:
+                kill_group(server.process)
 
 
 @contextmanager
@@ -102,6 +122,7 @@ def apart_servers(
     directory: Path,
     *args: str,
     decode_args: Sequence[str] = (),
+    num_prefill: int = 1,
     **config: Any,
 ) -> Iterator[ApartServers]:
     """Both servers, ready, until the block ends.
@@ -110,9 +131,17 @@ def apart_servers(
         args: of both.
         decode_args, config: arguments and settings of the decode server.
     """
-    servers = ApartServers(model, directory, *args, decode_args=decode_args, **config)
+    servers = ApartServers(
+        model,
+        directory,
+        *args,
+        decode_args=decode_args,
+        num_prefill=num_prefill,
+        **config,
+    )
     try:
         servers.start_prefill()
+        servers.start_more_prefill()
         servers.start_decode()
         servers.wait()
         yield servers

@@ -3,6 +3,7 @@ line and answers none twice."""
 
 from __future__ import annotations
 
+import csv
 import json
 import time
 import urllib.error
@@ -19,6 +20,9 @@ from prompts import questions
 from servers import Server, kill_group, wait_until_ready
 
 NUM_LINES = 400
+# KV of the decode server: for a few requests.
+DECODE_TOKENS = 2560
+DEMO_TOKEN_BYTES = 512
 
 
 def input_lines() -> list[dict[str, Any]]:
@@ -35,7 +39,15 @@ def input_lines() -> list[dict[str, Any]]:
 def pair(
     demo_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ApartServers]:
-    with apart_servers(demo_model, tmp_path_factory.mktemp("apart")) as servers:
+    directory = tmp_path_factory.mktemp("apart")
+    with apart_servers(
+        demo_model,
+        directory,
+        decode_args=(f"--max-total-tokens={DECODE_TOKENS}",),
+        offload_bytes=2 * DECODE_TOKENS * DEMO_TOKEN_BYTES,
+        policy="length-aligned",
+        step_log=str(directory / "steps.csv"),
+    ) as servers:
         yield servers
 
 
@@ -57,10 +69,12 @@ def texts(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def generate(url: str, body: dict[str, Any]) -> Any:
+    return post(f"{url}/generate", body)
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(
-        f"{url}/generate",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
@@ -147,7 +161,7 @@ def test_what_cannot_be_sent_is_an_error_of_the_request(
 def test_a_batch_has_the_answers_of_one_process_and_computes_prefixes_once(
     pair: ApartServers, one_process: dict[str, Any], offline_server: Server
 ) -> None:
-    before = totals(pair.prefill)
+    before, joined = totals(pair.prefill), totals(pair.decode)["resumed"]
     api = client(pair.decode.url)
     batch = wait(api, submit(api, jsonl(input_lines())).id)
     assert texts(results(api, batch.output_file_id)) == one_process
@@ -156,6 +170,60 @@ def test_a_batch_has_the_answers_of_one_process_and_computes_prefixes_once(
     assert computed <= 1.05 * totals(offline_server)["prefill_tokens"]
     assert after["decode_tokens"] == 0
     assert not after["jobs"] and not after["kv_use"]["running"]
+    # All KV came to the host, where requests waited for the decodes.
+    assert totals(pair.decode)["resumed"] - joined >= NUM_LINES
+    with (pair.store.parent / "steps.csv").open() as log:
+        assert max(int(row["waiting"]) for row in csv.DictReader(log)) > 4
+
+
+def test_a_batch_that_is_cancelled_leaves_nothing_behind(
+    pair: ApartServers, offline_server: Server
+) -> None:
+    api = client(pair.decode.url)
+    # Long answers: many are on their way, on the host and running when it ends.
+    lines = [
+        {**each, "body": {**each["body"], "max_tokens": 200}} for each in input_lines()
+    ]
+    batch = submit(api, jsonl(lines))
+    log = pair.store / "batches" / batch.id / "results.jsonl"
+    wait_for_results(log, 4)
+    params = {"temperature": 0, "max_new_tokens": 20}
+    body = {"text": "Now, at once.", "sampling_params": params}
+    online = generate(pair.decode.url, body)
+    assert len(finished_lines(log)) < NUM_LINES // 2, "it waited for the batch"
+    assert online["output_ids"] == generate(offline_server.url, body)["output_ids"]
+    api.batches.cancel(batch.id)
+    assert wait(api, batch.id).status == "cancelled"
+    deadline = time.monotonic() + 20
+    while (left := leftovers(totals(pair.decode))) or totals(pair.prefill)["jobs"]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+
+
+def leftovers(state: dict[str, Any]) -> dict[str, Any]:
+    names = ("jobs", "waiting", "offloaded_now", "offloaded_host_bytes")
+    found = {name: state[name] for name in names} | {
+        "running": state["kv_use"]["running"]
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def test_requests_that_lose_their_kv_are_computed_again_from_where_they_were(
+    pair: ApartServers, one_process: dict[str, Any]
+) -> None:
+    api = client(pair.decode.url)
+    before = totals(pair.decode)["decode_tokens"]
+    batch = submit(api, jsonl(input_lines()))
+    log = pair.store / "batches" / batch.id / "results.jsonl"
+    wait_for_results(log, 40)
+    post(f"{pair.decode.url}/pause_generation", {"mode": "retract"})
+    post(f"{pair.decode.url}/continue_generation", {})
+    done = wait(api, batch.id)
+    assert texts(results(api, done.output_file_id)) == one_process
+    assert "did not compute a request again" not in pair.decode.log
+    # No token was generated twice: the first of each comes from the prefill server.
+    assert totals(pair.decode)["decode_tokens"] - before <= NUM_LINES * 15
+    assert not leftovers(totals(pair.decode))
 
 
 def test_a_prefill_server_that_is_killed_and_started_again_loses_no_line(

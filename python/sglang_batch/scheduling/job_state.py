@@ -336,7 +336,9 @@ class JobState:
             1 << 30,
             parks=False,
         )
-        return LengthBacklog(plan.length_rule, self._length_place, self._rows, law)
+        return LengthBacklog(
+            plan.length_rule, self._length_place, self._rows, law, plan.max_wait_steps
+        )
 
     def _length_place(self, request: ScheduledRequest) -> LengthPlace:
         plan, leaf = self.plan, request.leaf

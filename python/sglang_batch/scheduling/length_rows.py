@@ -30,9 +30,9 @@ from .dense_rows import Admission, BatchChange, Offer, Row, RowChanges
 
 _Number = TypeVar("_Number", bound=np.generic)
 
-# Steps after which a waiting request joins before all others. It is longer than most jobs
-# take with a few thousand requests in the engine: those that have waited so long are
-# many, and no longer join by their length.
+# Steps after which a waiting request joins before all others, by default. It is longer
+# than most jobs take with a few thousand requests in the engine: those that have waited
+# so long are many, and no longer join by their length.
 MAX_TICKS = 1 << 16
 # Requests of a priority for which there is room at first.
 _FIRST_SLOTS = 64
@@ -47,11 +47,14 @@ class ByLength:
         joins by its own, if that is more.
     family: rows of one family share a prefix and join one after the other. NONE for a row
         without.
+    max_ticks: steps after which a waiting row joins before others of its priority. The
+        first row of a priority decides.
     """
 
     rule: int
     key: int
     family: int = NONE
+    max_ticks: int = MAX_TICKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +215,10 @@ class LengthAdmission(Admission):
 
     step_cells: KV cells that are read in the time of a decode step without rows.
     most_cells: of a batch where ``max_cells`` is no limit.
-    max_ticks: steps after which a waiting row joins before others of its priority.
     """
 
     step_cells: float = field(kw_only=True)
     most_cells: int = field(kw_only=True)
-    max_ticks: int = field(default=MAX_TICKS, kw_only=True)
     _levels: dict[int, _Level] = field(default_factory=dict, init=False, repr=False)
     _priority: dict[int, int] = field(default_factory=dict, init=False, repr=False)
     _ticks: int = field(default=0, init=False, repr=False)
@@ -228,7 +229,7 @@ class LengthAdmission(Admission):
             self.remove(row.number)
         level = self._levels.get(row.priority)
         if level is None:
-            level = self._levels[row.priority] = _Level(place.rule, self.max_ticks)
+            level = self._levels[row.priority] = _Level(place.rule, place.max_ticks)
         self._priority[row.number] = row.priority
         level.add(row, place)
 

@@ -144,7 +144,7 @@ def make_batches(
     """
     state = np.zeros(1, STATE)
     state["rule"] = rule
-    state["limit"] = NEVER // 2 if limit is None else limit
+    state["limit"] = NEVER // 2 if limit is None else min(limit, NEVER // 2)
     state["family"] = NONE
     state["first_row"] = NONE
     state["checked"] = -CHECK_TICKS

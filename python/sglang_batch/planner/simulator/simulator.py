@@ -265,7 +265,7 @@ def _heap(size: int) -> RowHeap:
 def _batches(num_requests: int, lengths: LengthKeys | None) -> LengthBatches:
     if lengths is None:
         return _NO_BATCHES
-    return make_batches(num_requests, lengths.rule)
+    return make_batches(num_requests, lengths.rule, lengths.max_wait_steps)
 
 
 def _law(engine: SimEngine) -> BatchLaw:

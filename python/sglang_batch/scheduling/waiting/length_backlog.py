@@ -45,6 +45,8 @@ class LengthBacklog(Backlog):
         place: of a waiting request.
         rows: the running rows of all jobs.
         law: what a step costs, and how much KV there is.
+        max_wait_steps: decode steps after which a waiting request joins before all others.
+            None: never.
     """
 
     by_length = True
@@ -55,13 +57,14 @@ class LengthBacklog(Backlog):
         place: Callable[[ScheduledRequest], LengthPlace],
         rows: Callable[[], RunningRows],
         law: BatchLaw,
+        max_wait_steps: int | None = None,
     ) -> None:
         super().__init__(0, both_ends=False)
         self.rule = rule
         self._place = place
         self._rows = rows
         self._law = law
-        self._batches = make_batches(_FIRST_SLOTS, rule)
+        self._batches = make_batches(_FIRST_SLOTS, rule, max_wait_steps)
         self._upcoming = np.zeros(_MOST_AHEAD, np.int32)
         # By length and family, those on the host.
         self._ready: dict[tuple[int, int], dict[ScheduledRequest, None]] = {}

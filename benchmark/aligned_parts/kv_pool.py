@@ -18,7 +18,8 @@ import numpy as np
 from report import Figure, print_table
 
 from sglang_batch.planner.length_batches.batch_law import BatchLaw, step_s
-from sglang_batch.planner.length_batches.batch_switch import GROUPS, TREE, upcoming
+from sglang_batch.planner.length_batches.batch_state import GROUPS, TREE
+from sglang_batch.planner.length_batches.batch_switch import upcoming
 from sglang_batch.srt.scheduler.kv.prefetch import BYTES_PER_S, PrefetchRoom
 
 from .engine_counts import counts_of

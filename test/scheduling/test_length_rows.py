@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_batch.planner.length_batches.batch_switch import (
+from sglang_batch.planner.length_batches.batch_state import (
     CHECK_TICKS,
     GROUPS,
     TREE,

@@ -11,7 +11,7 @@ from scheduling_jobs import MACHINE, arrive, plan_of
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError
 from sglang_batch.job.job_planner import JobPlanner
-from sglang_batch.planner.length_batches.batch_switch import (
+from sglang_batch.planner.length_batches.batch_state import (
     GROUPS,
     TREE,
     RunningRows,

@@ -69,7 +69,7 @@ class JobPlan:
     num_left: number of positions on the left side.
     compute_s, kv_read_s: seconds of the whole job, by the estimates.
     min_step_tokens: see ``planner.machine_model.EngineLimits``.
-    length_rule: of ``planner.length_batches.batch_switch``, if requests join in batches of
+    length_rule: of ``planner.length_batches.batch_state``, if requests join in batches of
         similar KV length. 0 for an order that is followed.
     length_key, family: int32 ``[n]`` by leaf, the length by which a request joins, and the
         family with which. None without a rule.

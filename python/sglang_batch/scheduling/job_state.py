@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..planner.length_batches.batch_law import BatchLaw
-from ..planner.length_batches.batch_switch import RunningRows
+from ..planner.length_batches.batch_state import RunningRows
 from .job_plan import JobPlan
 from .job_work import JobWork
 from .leaf_numbers import LeafNumbers

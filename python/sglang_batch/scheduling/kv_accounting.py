@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 
 from ..planner.admission_rules import kv_forecast
 from ..planner.admission_rules.kv_forecast import KvForecast, make_forecast
-from ..planner.length_batches.batch_switch import RunningRows
+from ..planner.length_batches.batch_state import RunningRows
 from ..planner.requests import LEFT, ONLINE, RIGHT
 from .job_work import JobWork, read_base
 from .length_bias import LengthBias, LengthSums

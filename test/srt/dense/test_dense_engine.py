@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from sglang_batch.engine import GENERATE_URL
-from sglang_batch.planner.length_batches.batch_switch import TREE
+from sglang_batch.planner.length_batches.batch_state import TREE
 from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
 from sglang_batch.run.backend_options import transformers_engine
 from sglang_batch.scheduling.job_plan import JobPlan, unplanned

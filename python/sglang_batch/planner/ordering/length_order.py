@@ -21,7 +21,7 @@ import numpy as np
 from ..compiled import jit
 from ..costs.cost_model import CostModel
 from ..length_batches.batch_law import GROUP_SHARE
-from ..length_batches.batch_switch import GROUPS, TREE
+from ..length_batches.batch_state import GROUPS, TREE
 from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Bools, Floats, Int32s, Int64s
 from .order import LengthKeys, Order

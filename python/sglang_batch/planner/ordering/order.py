@@ -14,7 +14,7 @@ from ..requests import Floats, Int32s, Int64s
 class LengthKeys:
     """How requests are put into batches of similar KV length while they run.
 
-    rule: of ``length_batches.batch_switch``.
+    rule: of ``length_batches.batch_state``.
     key: int32 ``[n]`` by request, the length of its KV when it joins, or the longest of
         its family.
     family: int32 ``[n]`` by request. Members of a family share a prefix and join one

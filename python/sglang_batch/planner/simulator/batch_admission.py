@@ -9,18 +9,20 @@ from __future__ import annotations
 from ..admission_rules.followers import MOST_FOLLOWERS
 from ..admission_rules.padded_forecast import add_row, peak_cells_with
 from ..compiled import jit_in_place
-from ..length_batches.batch_switch import (
+from ..length_batches.batch_state import (
     TREE,
     RunningRows,
     add,
     come_back,
     is_of_old_batch,
-    is_parked,
     join,
     leave,
     num_waiting,
-    propose,
     remove,
+)
+from ..length_batches.batch_switch import (
+    is_parked,
+    propose,
     wants_switch,
 )
 from ..requests import LEFT

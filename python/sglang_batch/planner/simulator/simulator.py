@@ -23,7 +23,7 @@ from ..admission_rules.padded_forecast import make_padded_forecast
 from ..costs.cost_model import CostModel
 from ..costs.tree_work import decode_step_moments, planned_work, read_len
 from ..length_batches.batch_law import BatchLaw
-from ..length_batches.batch_switch import LengthBatches, make_batches
+from ..length_batches.batch_state import LengthBatches, make_batches
 from ..machine_model import EngineLimits
 from ..ordering.order import LengthKeys
 from ..prefixes.prefix_tree import PrefixTree

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...planner.length_batches import batch_switch as switch
+from ...planner.length_batches import batch_state, batch_switch
 from ...planner.length_batches.batch_law import BatchLaw
-from ...planner.length_batches.batch_switch import (
+from ...planner.length_batches.batch_state import (
     LengthBatches,
     RunningRows,
     make_batches,
@@ -85,7 +85,7 @@ class LengthBacklog(Backlog):
             slot = self._new_slot(request)
             length = max(key, request.input_len + request.steps)
             tokens = request.own + request.steps
-            switch.add(self._batches, slot, length, tokens, family)
+            batch_state.add(self._batches, slot, length, tokens, family)
             if request.on_host:
                 self._ready.setdefault((length, family), {})[request] = None
 
@@ -97,7 +97,7 @@ class LengthBacklog(Backlog):
     def remove(self, request: ScheduledRequest) -> None:
         super().remove(request)
         if request in self._slot:
-            switch.remove(self._batches, self._slot[request])
+            batch_state.remove(self._batches, self._slot[request])
             self._free_slot(request)
 
     def _push(self, request: ScheduledRequest) -> None:
@@ -107,31 +107,31 @@ class LengthBacklog(Backlog):
     def join(self, request: ScheduledRequest) -> None:
         super().remove(request)
         if request in self._slot:
-            switch.join(self._batches, self._slot[request])
+            batch_state.join(self._batches, self._slot[request])
             self._no_longer_ready(request, self._slot[request])
             self._running.add(request)
 
     def runs(self, request: ScheduledRequest) -> None:
         """A request runs, again if it has been on the host meanwhile."""
         if request not in self._running:
-            switch.come_back(self._batches, self._new_slot(request))
+            batch_state.come_back(self._batches, self._new_slot(request))
             self._running.add(request)
 
     def left(self, request: ScheduledRequest) -> None:
         """A request has ended, or gave its KV up."""
         if request in self._running:
             self._running.remove(request)
-            switch.leave(self._batches, self._slot[request])
+            batch_state.leave(self._batches, self._slot[request])
             self._free_slot(request)
 
     def tick(self) -> None:
-        switch.tick(self._batches)
+        batch_state.tick(self._batches)
 
     def first(self) -> ScheduledRequest | None:
         in_order = super().first()
         if in_order is not None and in_order.ahead:
             return in_order
-        slot = switch.propose(self._batches, self._law, self._rows())
+        slot = batch_switch.propose(self._batches, self._law, self._rows())
         if slot != NONE:
             return self._ready_alike(slot) or self._at[slot]
         # Those that do not mix are the only ones left, or nobody should join now.
@@ -152,7 +152,7 @@ class LengthBacklog(Backlog):
         Of the next few by their lengths, or else of all by their position.
         """
         found = self._upcoming
-        number = switch.upcoming(self._batches, self._law, self._rows(), found)
+        number = batch_switch.upcoming(self._batches, self._law, self._rows(), found)
         for slot in found[:number]:
             request: ScheduledRequest | None = self._at[slot]
             if request is not None and not request.on_host:
@@ -164,7 +164,7 @@ class LengthBacklog(Backlog):
         if not self._ready:
             return []
         found = self._upcoming
-        number = switch.upcoming(self._batches, self._law, self._rows(), found)
+        number = batch_switch.upcoming(self._batches, self._law, self._rows(), found)
         # The first one may stand for another of its length.
         requests = dict.fromkeys([self.first(), *(self._at[i] for i in found[:number])])
         return [each for each in requests if each is not None and each.on_host]

@@ -168,10 +168,12 @@ def _switch(sim: Sim, lengths: RowLengths) -> None:
 def _make_way(sim: Sim, lengths: RowLengths, i: int) -> bool:
     """Park the longest row of the old batch for a request, if it is longer.
 
+    Not on SGLang, where rows leave between steps only.
+
     Returns:
         Whether there was one.
     """
-    if sim.queue.rule != TREE or not lengths.law.parks:
+    if sim.queue.rule != TREE or not lengths.law.parks or sim.engine.as_sglang:
         return False
     state = sim.state[0]
     longest, most = NONE, int(sim.requests[i].key)

@@ -47,6 +47,7 @@ class LengthBacklog(Backlog):
         law: what a step costs, and how much KV there is.
         max_wait_steps: decode steps after which a waiting request joins before all others.
             None: never.
+        host_room: KV that rows can move to the host, in tokens.
     """
 
     by_length = True
@@ -58,12 +59,14 @@ class LengthBacklog(Backlog):
         rows: Callable[[], RunningRows],
         law: BatchLaw,
         max_wait_steps: int | None = None,
+        host_room: Callable[[], int] | None = None,
     ) -> None:
         super().__init__(0, both_ends=False)
         self.rule = rule
         self._place = place
         self._rows = rows
-        self._law = law
+        self._law_if_parked = law
+        self._host_room = host_room
         self._batches = make_batches(_FIRST_SLOTS, rule, max_wait_steps)
         self._upcoming = np.zeros(_MOST_AHEAD, np.int32)
         # By length and family, those on the host.
@@ -71,7 +74,7 @@ class LengthBacklog(Backlog):
         self._slot: dict[ScheduledRequest, int] = {}
         self._at: list[ScheduledRequest | None] = []
         self._free: list[int] = []
-        self._running: set[ScheduledRequest] = set()
+        self._running: dict[ScheduledRequest, None] = {}
 
     @property
     def mixed_steps(self) -> int:
@@ -109,23 +112,45 @@ class LengthBacklog(Backlog):
         if request in self._slot:
             batch_state.join(self._batches, self._slot[request])
             self._no_longer_ready(request, self._slot[request])
-            self._running.add(request)
+            self._running[request] = None
 
     def runs(self, request: ScheduledRequest) -> None:
         """A request runs, again if it has been on the host meanwhile."""
         if request not in self._running:
             batch_state.come_back(self._batches, self._new_slot(request))
-            self._running.add(request)
+            self._running[request] = None
 
     def left(self, request: ScheduledRequest) -> None:
         """A request has ended, or gave its KV up."""
         if request in self._running:
-            self._running.remove(request)
+            del self._running[request]
             batch_state.leave(self._batches, self._slot[request])
             self._free_slot(request)
 
     def tick(self) -> None:
         batch_state.tick(self._batches)
+
+    @property
+    def _law(self) -> BatchLaw:
+        """The law of a step. Rows are parked only if the host has room for all of them."""
+        law = self._law_if_parked
+        if law.parks and (
+            self._host_room is None or self._host_room() < self._rows().total
+        ):
+            law = law._replace(parks=False)
+        return law
+
+    def to_park(self) -> list[ScheduledRequest]:
+        if not self._law_if_parked.parks:
+            return []
+        batches = self._batches
+        if not batch_switch.wants_switch(batches, self._law, self._rows()):
+            return []
+        return [
+            request
+            for request in reversed(self._running)
+            if batch_switch.is_parked(batches, self._slot[request])
+        ]
 
     def first(self) -> ScheduledRequest | None:
         in_order = super().first()

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sglang_batch.demo_model import write_demo_model
@@ -27,7 +27,7 @@ def counts_of(
     policies: Sequence[str],
     jobs: Sequence[str] = tuple(JOBS),
     row_share: float = 0.0,
-    **config: int,
+    config: Mapping[str, int] | None = None,
 ) -> Counts:
     """Run the jobs, with KV for 6,144 tokens and the demo model.
 
@@ -50,7 +50,7 @@ def counts_of(
                 *("--model-path", folder, *args, "--max-total-tokens=6144"),
                 *("--chunked-prefill-size=512", "--max-running-requests=40"),
                 *("--enable-mixed-chunk", "--page-size=1"),
-                f"--offline-batch-config={json.dumps(config)}",
+                f"--offline-batch-config={json.dumps(config or {})}",
             ],
             cwd=HELPERS,
             capture_output=True,

@@ -51,7 +51,7 @@ def measure(quick: bool = False) -> list[Figure]:
 
 def on_engine() -> list[Figure]:
     """Real SGLang."""
-    counts = counts_of([*POLICIES], **_AHEAD)
+    counts = counts_of([*POLICIES], config=_AHEAD)
     header = ["offloaded", "prefetched", "kv_waits", "offload_recomputed", "steps"]
     table = [
         [name, *(case["real"][column] for column in header)]

@@ -74,6 +74,19 @@ def test_orders_that_are_followed_compute_none_ahead() -> None:
     assert len(take(0, 1000)[2]) == len(take(0, 0)[2])
 
 
+def test_they_stay_in_the_candidate_batch() -> None:
+    job, _, taken = take(TREE, 7 * PROMPT)
+    state = job.backlog._batches.state[0]  # type: ignore[attr-defined]
+    before = int(state["num_next"])
+    ahead = [request for request in taken if request.prefills_ahead]
+    left = len(job.backlog._left_next)  # type: ignore[attr-defined]
+    assert left > 0
+    for request in ahead:
+        request.prefills_ahead, request.on_host = False, True
+        job.backlog.add(request)
+    assert state["num_next"] == before + left
+
+
 @pytest.mark.parametrize("rule", [TREE, GROUPS])
 def test_they_wait_on_the_host_and_join_from_there(rule: int) -> None:
     job, kv_accounting, taken = take(rule, 7 * PROMPT)

@@ -139,6 +139,33 @@ def add(batches: LengthBatches, i: int, length: int, tokens: int, family: int) -
 
 
 @jit_in_place
+def add_to_next(
+    batches: LengthBatches, i: int, length: int, tokens: int, family: int
+) -> None:
+    """A request that left the candidate batch for a moment waits in it again."""
+    state = batches.state[0]
+    batches.key[i] = length
+    batches.family[i] = family
+    batches.tree.length[i] = length
+    batches.tree.tokens[i] = tokens
+    batches.tree.since[i] = state.clock
+    batches.is_next[i] = 1
+    state.num_next += 1
+    state.next_since = min(state.next_since, state.clock)
+    for at in range(state.next, len(batches.ring)):
+        if batches.ring[at] == i:
+            return
+    if state.next > 0:
+        state.next -= 1
+        batches.ring[state.next] = i
+        return
+    at = 0
+    while batches.is_next[batches.ring[at]]:
+        at += 1
+    batches.ring[at] = i
+
+
+@jit_in_place
 def remove(batches: LengthBatches, i: int) -> None:
     """A waiting request leaves for good."""
     state = batches.state[0]

@@ -74,6 +74,8 @@ class LengthBacklog(Backlog):
         self._slot: dict[ScheduledRequest, int] = {}
         self._at: list[ScheduledRequest | None] = []
         self._free: list[int] = []
+        # Those whose prompt is computed ahead, and the candidate batch that they are of.
+        self._left_next: dict[ScheduledRequest, int] = {}
         self._running: dict[ScheduledRequest, None] = {}
 
     @property
@@ -85,10 +87,15 @@ class LengthBacklog(Backlog):
         super().add(request)
         if request.mixes:
             key, family = self._place(request)
-            slot = self._new_slot(request)
+            slot, again = self._new_slot(request), False
             length = max(key, request.input_len + request.steps)
             tokens = request.own + request.steps
-            batch_state.add(self._batches, slot, length, tokens, family)
+            if request in self._left_next:
+                again = self._left_next.pop(request) == self._next_batch
+                if again:
+                    batch_state.add_to_next(self._batches, slot, length, tokens, family)
+            if not again:
+                batch_state.add(self._batches, slot, length, tokens, family)
             if request.on_host:
                 self._ready.setdefault((length, family), {})[request] = None
 
@@ -114,8 +121,20 @@ class LengthBacklog(Backlog):
             self._no_longer_ready(request, self._slot[request])
             self._running[request] = None
 
+    def join_ahead(self, request: ScheduledRequest) -> None:
+        slot = self._slot.get(request)
+        if slot is not None and self._batches.is_next[slot]:
+            self._left_next[request] = self._next_batch
+        self.remove(request)
+
+    @property
+    def _next_batch(self) -> int:
+        """Number of the candidate batch."""
+        return int(self._batches.state[0]["num_batches"])
+
     def runs(self, request: ScheduledRequest) -> None:
         """A request runs, again if it has been on the host meanwhile."""
+        self._left_next.pop(request, None)
         if request not in self._running:
             batch_state.come_back(self._batches, self._new_slot(request))
             self._running[request] = None

@@ -29,6 +29,7 @@ PARTS = Parts(
         "starvation",
         "forming",
         "traces",
+        "parking",
         "dense_engine",
         "sglang_steps",
         "kv_pool",

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sglang_batch.demo_model import write_demo_model
@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[2] / "test" / "helpers"))
 
 from forked_children import command
 from servers import SERVER_ARGS
+from step_jobs import JOBS
 
 HELPERS = Path(__file__).parents[2] / "test" / "helpers"
 Counts = dict[str, dict[str, dict[str, int]]]
@@ -22,10 +23,17 @@ Counts = dict[str, dict[str, dict[str, int]]]
 ``steps_on_engine.COUNTS``."""
 
 
-def counts_of(policies: Sequence[str], **config: int) -> Counts:
+def counts_of(
+    policies: Sequence[str],
+    jobs: Sequence[str] = tuple(JOBS),
+    row_share: float = 0.0,
+    config: Mapping[str, int] | None = None,
+) -> Counts:
     """Run the jobs, with KV for 6,144 tokens and the demo model.
 
     Args:
+        jobs: of ``step_jobs.MORE_JOBS``.
+        row_share: of the law by which the jobs are planned and simulated.
         config: settings of the scheduler.
 
     Raises:
@@ -36,11 +44,13 @@ def counts_of(policies: Sequence[str], **config: int) -> Counts:
         write_demo_model(Path(folder))
         done = subprocess.run(
             [
-                *command("steps_on_engine", json.dumps([*policies])),
+                *command(
+                    "steps_on_engine", json.dumps([[*policies], row_share, [*jobs]])
+                ),
                 *("--model-path", folder, *args, "--max-total-tokens=6144"),
                 *("--chunked-prefill-size=512", "--max-running-requests=40"),
                 *("--enable-mixed-chunk", "--page-size=1"),
-                f"--offline-batch-config={json.dumps(config)}",
+                f"--offline-batch-config={json.dumps(config or {})}",
             ],
             cwd=HELPERS,
             capture_output=True,

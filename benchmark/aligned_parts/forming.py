@@ -22,21 +22,23 @@ import numpy as np
 from report import Figure
 
 from sglang_batch.planner.length_batches.batch_law import BatchLaw
-from sglang_batch.planner.length_batches.batch_switch import (
+from sglang_batch.planner.length_batches.batch_state import (
     GROUPS,
     TREE,
     LengthBatches,
     RunningRows,
     add,
     is_of_old_batch,
-    is_parked,
     join,
     leave,
     make_batches,
     num_waiting,
-    propose,
     remove,
     tick,
+)
+from sglang_batch.planner.length_batches.batch_switch import (
+    is_parked,
+    propose,
     wants_switch,
 )
 from sglang_batch.planner.length_batches.length_tree import MAX_LENGTH, NONE

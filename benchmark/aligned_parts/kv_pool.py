@@ -18,7 +18,8 @@ import numpy as np
 from report import Figure, print_table
 
 from sglang_batch.planner.length_batches.batch_law import BatchLaw, step_s
-from sglang_batch.planner.length_batches.batch_switch import GROUPS, TREE, upcoming
+from sglang_batch.planner.length_batches.batch_state import GROUPS, TREE
+from sglang_batch.planner.length_batches.batch_switch import upcoming
 from sglang_batch.srt.scheduler.kv.prefetch import BYTES_PER_S, PrefetchRoom
 
 from .engine_counts import counts_of
@@ -50,7 +51,7 @@ def measure(quick: bool = False) -> list[Figure]:
 
 def on_engine() -> list[Figure]:
     """Real SGLang."""
-    counts = counts_of([*POLICIES], **_AHEAD)
+    counts = counts_of([*POLICIES], config=_AHEAD)
     header = ["offloaded", "prefetched", "kv_waits", "offload_recomputed", "steps"]
     table = [
         [name, *(case["real"][column] for column in header)]

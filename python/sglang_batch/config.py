@@ -76,6 +76,7 @@ _FITS: dict[str, tuple[_Fits, str]] = {
     "mixed_chunk": (lambda v: isinstance(v, bool), "true or false"),
     "step_log": _PATH,
     "offload_bytes": _FROM_0,
+    "max_wait_steps": _FROM_1,
     "prefill_ahead_tokens": _FROM_0,
     "prefetch_bytes": _FROM_0,
     "prefetch_device": (
@@ -124,6 +125,7 @@ _OPTIONAL = {
     "gather_s",
     "max_inflight",
     "step_log",
+    "max_wait_steps",
     "offload_bytes",
     "prefetch_device",
     "mixed_chunk",
@@ -207,6 +209,9 @@ class OfflineBatchConfig:
         running requests, and of prefixes of gathered calls. None is four
         times as much as the device has for KV, but at most a quarter of the free memory
         for all ranks. What finds no room is computed again.
+    max_wait_steps: with ``length-aligned`` and ``length-tree``, decode steps after which a
+        waiting request joins before all others. None: never with paged KV, after 65,536
+        in dense batches.
     prefill_ahead_tokens: most tokens of prompts that are computed before there is room for
         their answers, with ``length-aligned`` and ``length-tree``. Their KV waits on the
         host, in at most half of that memory. 0 is none.
@@ -263,6 +268,7 @@ class OfflineBatchConfig:
     scheduler: str = "offline"
     step_log: str | None = None
     offload_bytes: int | None = None
+    max_wait_steps: int | None = None
     prefill_ahead_tokens: int = 0
     prefetch_bytes: int = 0
     prefetch_device: str | None = None

@@ -14,7 +14,7 @@ from sglang_batch.dense.model import LoadedModel, wrap
 from sglang_batch.dense.row_request import DenseRequest
 from sglang_batch.dense.rows import SeparateRows, SlabRows
 from sglang_batch.dense.settings import DenseSettings
-from sglang_batch.planner.length_batches.batch_switch import GROUPS, TREE
+from sglang_batch.planner.length_batches.batch_state import GROUPS, TREE
 from sglang_batch.scheduling.length_rows import ByLength
 
 RULES = pytest.mark.parametrize("rule", [TREE, GROUPS], ids=["tree", "window"])

@@ -1,4 +1,8 @@
-"""Jobs on an engine and in the simulator; ``main`` prints the totals of both as JSON."""
+"""Jobs on an engine and in the simulator; ``main`` prints the totals of both as JSON.
+
+Its arguments are JSON, the policies, the ``row_share`` that they are planned with and the
+names of jobs, and those of the server.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     PauseGenerationReqInput,
 )
-from step_jobs import JOBS, plan_requests
+from step_jobs import MORE_JOBS, plan_requests
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job.job import Job
@@ -76,21 +80,25 @@ def simulated(machine: Machine, rows: Any, policy: str) -> dict[str, int]:
     job = Candidates(plan_requests(rows), machine, OrderSettings())
     done = job.run(policy).simulation
     decoded = done.output_tokens - len(rows)
-    counts = done.num_steps, done.cached_tokens, decoded, done.retractions
+    moved = done.retractions + done.parked
+    counts = done.num_steps, done.cached_tokens, decoded, moved
     return dict(zip(COUNTS, counts, strict=False))
 
 
 def main() -> None:
-    policies = json.loads(sys.argv[1])
+    policies, row_share, jobs = json.loads(sys.argv[1])
     found = {}
     with in_process.engine(in_process.parse_server_args(sys.argv[2:])) as (
         engine,
         loop,
     ):
         loop.run_until_complete(engine.connect())
-        for name, make in JOBS.items():
+        machine = engine.machine
+        cost = replace(machine.cost, row_share=row_share)
+        engine._machine = replace(machine, cost=cost)
+        for name in jobs:
             for policy in policies:
-                rows = make()
+                rows = MORE_JOBS[name]()
                 real = loop.run_until_complete(run(engine, name, rows, policy))
                 predicted = simulated(engine.machine, rows, policy)
                 found[f"{name}, {policy}"] = {"real": real, "simulated": predicted}

@@ -17,7 +17,7 @@ from sglang_batch.planner.admission_rules.padded_forecast import (
     remove_row,
 )
 from sglang_batch.planner.costs.cost_model import CostModel
-from sglang_batch.planner.length_batches.batch_switch import GROUPS, TREE
+from sglang_batch.planner.length_batches.batch_state import GROUPS, TREE
 from sglang_batch.planner.machine_model import EngineLimits
 from sglang_batch.planner.ordering.length_order import (
     length_aligned_order,

@@ -9,23 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_batch.planner.length_batches.batch_switch import (
+from sglang_batch.planner.length_batches.batch_state import (
     CHECK_TICKS,
     GROUPS,
     TREE,
 )
 from sglang_batch.scheduling.dense_rows import Admission, Row, expected_left
-from sglang_batch.scheduling.length_rows import ByLength, LengthAdmission
+from sglang_batch.scheduling.length_rows import MAX_TICKS, ByLength, LengthAdmission
 
 RULES = pytest.mark.parametrize("rule", [TREE, GROUPS], ids=["tree", "groups"])
 
 
-def admission(
-    max_rows: int = 8, max_cells: int = 1000, *, max_ticks: int = 1 << 16
-) -> LengthAdmission:
-    return LengthAdmission(
-        max_rows, max_cells, step_cells=100.0, most_cells=1000, max_ticks=max_ticks
-    )
+def admission(max_rows: int = 8, max_cells: int = 1000) -> LengthAdmission:
+    return LengthAdmission(max_rows, max_cells, step_cells=100.0, most_cells=1000)
 
 
 @dataclass(eq=False)
@@ -41,6 +37,7 @@ class Request:
     arrives: int = 0
     family: int = -1
     aborted: int | None = None
+    max_ticks: int = MAX_TICKS
     so_far: int = 0
     ended: int | None = None
 
@@ -51,8 +48,9 @@ class Request:
 
     @property
     def place(self) -> ByLength | None:
-        family = self.family
-        return ByLength(self.rule, self.prompt, family) if self.rule else None
+        if not self.rule:
+            return None
+        return ByLength(self.rule, self.prompt, self.family, self.max_ticks)
 
 
 @dataclass
@@ -192,12 +190,12 @@ class TestSimulated:
     @RULES
     def test_a_wave_of_others_holds_nobody_up_for_ever(self, rule: int) -> None:
         # A request that no batch would take, and new ones in every step.
-        lonely = Request(0, rule, 300, 5, 5)
+        lonely = Request(0, rule, 300, 5, 5, max_ticks=60)
         others = [
-            Request(number, rule, 5, 6, 6, arrives=number // 3)
+            Request(number, rule, 5, 6, 6, arrives=number // 3, max_ticks=60)
             for number in range(1, 900)
         ]
-        run = Simulation(admission(4, 400, max_ticks=60), [lonely, *others])
+        run = Simulation(admission(4, 400), [lonely, *others])
         run.run()
         assert lonely.ended is not None
         assert lonely.ended < 130

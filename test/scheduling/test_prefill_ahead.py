@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scheduling_jobs import arrive_all, plan_of
 
-from sglang_batch.planner.length_batches.batch_switch import GROUPS, TREE
+from sglang_batch.planner.length_batches.batch_state import GROUPS, TREE
 from sglang_batch.scheduling.admission import EngineNow, choose, put_back
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.kv_accounting import KvAccounting
@@ -72,6 +72,19 @@ def test_prompts_are_computed_ahead_up_to_the_limit(rule: int) -> None:
 
 def test_orders_that_are_followed_compute_none_ahead() -> None:
     assert len(take(0, 1000)[2]) == len(take(0, 0)[2])
+
+
+def test_they_stay_in_the_candidate_batch() -> None:
+    job, _, taken = take(TREE, 7 * PROMPT)
+    state = job.backlog._batches.state[0]  # type: ignore[attr-defined]
+    before = int(state["num_next"])
+    ahead = [request for request in taken if request.prefills_ahead]
+    left = len(job.backlog._left_next)  # type: ignore[attr-defined]
+    assert left > 0
+    for request in ahead:
+        request.prefills_ahead, request.on_host = False, True
+        job.backlog.add(request)
+    assert state["num_next"] == before + left
 
 
 @pytest.mark.parametrize("rule", [TREE, GROUPS])

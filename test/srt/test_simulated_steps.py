@@ -24,7 +24,7 @@ def counts(
     server_args = [arg for arg in SERVER_ARGS if "max-total-tokens" not in arg]
     done = subprocess.run(
         [
-            *command("steps_on_engine", json.dumps(POLICIES)),
+            *command("steps_on_engine", json.dumps([POLICIES, 0.0, [*JOBS]])),
             "--model-path", str(demo_model), *server_args, "--max-total-tokens=6144",
             "--chunked-prefill-size=512", "--max-running-requests=40",
             # As on a GPU, which the simulator models.

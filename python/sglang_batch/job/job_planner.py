@@ -61,7 +61,9 @@ class JobPlanner:
         progress: JobProgress | None = None,
     ) -> None:
         self._machine = machine
-        self._settings = OrderSettings(seed=config.seed)
+        self._settings = OrderSettings(
+            seed=config.seed, max_wait_steps=config.max_wait_steps
+        )
         self._policy = self.policy = policy = config.policy
         # SGLang's own scheduler runs requests in the order of arrival, and with prompts
         # computed elsewhere there are none to blend: neither takes them from both ends.

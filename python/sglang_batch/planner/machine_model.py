@@ -36,6 +36,8 @@ class EngineLimits:
         requests are offloaded. The free KV margin and the estimates adapt to observed
         lengths.
     dense: whether KV is as many rows times the longest of them, as in dense batches.
+    prefetches: whether KV on the host comes back while steps run, as with the setting
+        ``prefetch_bytes``. SGLang parks rows in a switch of batches only then.
     max_waiting: most requests that wait in the engine, from which batches of similar
         length are formed. None for all of the job.
 
@@ -53,6 +55,7 @@ class EngineLimits:
     plan_aware_eviction: bool = True
     as_sglang: bool = False
     dense: bool = False
+    prefetches: bool = False
     max_waiting: int | None = None
 
     def __post_init__(self) -> None:

@@ -45,6 +45,11 @@ def add_machine(parser: argparse.ArgumentParser, *, hardware: str | None) -> Non
         help="most tokens in one step, prompts and answers together (default: 2048)",
     )  # fmt: skip
     group.add_argument(
+        "--max-wait-steps", type=count, metavar="N",
+        help="with length-tree and length-aligned: decode steps after which a waiting "
+        "request joins before all others (default: never)",
+    )  # fmt: skip
+    group.add_argument(
         "--shared-prefix-attention", action="store_true",
         help="read a prefix that running requests share once for all of them, as an "
         "offline server does on the GPUs in docs/kernels.md",

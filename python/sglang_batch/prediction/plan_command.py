@@ -122,7 +122,7 @@ def _report(
         machine,
         progress((*orders, *options.compare)),
         Lengths(default=options.default_output_len),
-        OrderSettings(seed=options.seed),
+        OrderSettings(seed=options.seed, max_wait_steps=options.max_wait_steps),
     )
     known = int((requests.known_output_len != UNKNOWN).sum())
     chosen = found.best_of(orders)

@@ -39,7 +39,7 @@ def simulate(options: argparse.Namespace) -> int:
         machine,
         policies,
         Lengths(true=workload.output_len, sample_share=options.sample_share),
-        OrderSettings(seed=options.seed),
+        OrderSettings(seed=options.seed, max_wait_steps=options.max_wait_steps),
     )
     report = Report(
         job=job.title,

@@ -69,10 +69,12 @@ class JobPlan:
     num_left: number of positions on the left side.
     compute_s, kv_read_s: seconds of the whole job, by the estimates.
     min_step_tokens: see ``planner.machine_model.EngineLimits``.
-    length_rule: of ``planner.length_batches.batch_switch``, if requests join in batches of
+    length_rule: of ``planner.length_batches.batch_state``, if requests join in batches of
         similar KV length. 0 for an order that is followed.
     length_key, family: int32 ``[n]`` by leaf, the length by which a request joins, and the
         family with which. None without a rule.
+    max_wait_steps: decode steps after which a waiting request joins before all others, with
+        a rule. None for the engine's default.
     open_ended: whether requests that nobody knows of yet may share its prefixes.
     """
 
@@ -98,6 +100,7 @@ class JobPlan:
     length_rule: int = 0
     length_key: Int32s | None = None
     family: Int32s | None = None
+    max_wait_steps: int | None = None
 
     @property
     def num_requests(self) -> int:
@@ -225,6 +228,7 @@ def job_plan(plan: Plan, numbers: Int64s, machine: Machine) -> JobPlan:
         length_rule=0 if lengths is None else lengths.rule,
         length_key=key,
         family=family,
+        max_wait_steps=None if lengths is None else lengths.max_wait_steps,
     )
 
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..planner.length_batches.batch_law import BatchLaw
-from ..planner.length_batches.batch_switch import RunningRows
+from ..planner.length_batches.batch_law import BatchLaw, parking_pays
+from ..planner.length_batches.batch_state import RunningRows
 from .job_plan import JobPlan
 from .job_work import JobWork
 from .leaf_numbers import LeafNumbers
@@ -36,6 +36,10 @@ def _nowhere(node: int) -> Sequence[tuple[JobState, int]]:
 
 def _no_rows() -> RunningRows:
     return RunningRows(0, 0.0, 0)
+
+
+def _no_room() -> int:
+    return 0
 
 
 class Extension(NamedTuple):
@@ -87,16 +91,18 @@ class JobState:
         *,
         rows: Callable[[], RunningRows] = _no_rows,
         capacity: int = 1 << 62,
+        host_room: Callable[[], int] = _no_room,
     ) -> None:
         """
         Args:
             rows: the running requests of all jobs.
             capacity: KV of the engine, in tokens.
+            host_room: KV that rows can move to the host, in tokens.
         """
         self.job_id = job_id
         self.plan = plan
         self._page_size = page_size
-        self._rows, self._capacity = rows, capacity
+        self._rows, self._capacity, self._host_room = rows, capacity, host_room
         self._leaves = LeafNumbers(plan.number)
         # By number, from the lowest of the plan on: whether a request ended unplanned.
         self._ended = bytearray()
@@ -334,9 +340,16 @@ class JobState:
             cost.padded,
             float(self._capacity),
             1 << 30,
-            parks=False,
+            parks=parking_pays(cost.row_share, padded=cost.padded),
         )
-        return LengthBacklog(plan.length_rule, self._length_place, self._rows, law)
+        return LengthBacklog(
+            plan.length_rule,
+            self._length_place,
+            self._rows,
+            law,
+            plan.max_wait_steps,
+            self._host_room,
+        )
 
     def _length_place(self, request: ScheduledRequest) -> LengthPlace:
         plan, leaf = self.plan, request.leaf

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 
 from ..planner.admission_rules import kv_forecast
 from ..planner.admission_rules.kv_forecast import KvForecast, make_forecast
-from ..planner.length_batches.batch_switch import RunningRows
+from ..planner.length_batches.batch_state import RunningRows
 from ..planner.requests import LEFT, ONLINE, RIGHT
 from .job_work import JobWork, read_base
 from .length_bias import LengthBias, LengthSums
@@ -57,6 +57,7 @@ class KvAccounting:
         num_complete: those of them that have all their tokens and have not left yet. The
             engine learns of an end one step late.
         ahead_tokens: of prompts that are being computed ahead.
+        host_room: tokens of KV that running requests can move to the host.
         margin: share of the KV that admission leaves free.
     """
 
@@ -88,6 +89,7 @@ class KvAccounting:
         self._num_noted = 0
         self._num_ahead = 0
         self.ahead_tokens = 0
+        self.host_room = 0
 
     @property
     def requests(self) -> list[ScheduledRequest]:

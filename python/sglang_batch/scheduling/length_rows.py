@@ -16,9 +16,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..planner.length_batches import batch_switch as switch
+from ..planner.length_batches import batch_state, batch_switch
 from ..planner.length_batches.batch_law import BatchLaw
-from ..planner.length_batches.batch_switch import (
+from ..planner.length_batches.batch_state import (
     CHECK_TICKS,
     TREE,
     LengthBatches,
@@ -30,9 +30,9 @@ from .dense_rows import Admission, BatchChange, Offer, Row, RowChanges
 
 _Number = TypeVar("_Number", bound=np.generic)
 
-# Steps after which a waiting request joins before all others. It is longer than most jobs
-# take with a few thousand requests in the engine: those that have waited so long are
-# many, and no longer join by their length.
+# Steps after which a waiting request joins before all others, by default. It is longer
+# than most jobs take with a few thousand requests in the engine: those that have waited
+# so long are many, and no longer join by their length.
 MAX_TICKS = 1 << 16
 # Requests of a priority for which there is room at first.
 _FIRST_SLOTS = 64
@@ -42,16 +42,19 @@ _FIRST_SLOTS = 64
 class ByLength:
     """How a row is put into a batch of rows of similar length.
 
-    rule: TREE or GROUPS of ``planner.length_batches.batch_switch``.
+    rule: TREE or GROUPS of ``planner.length_batches.batch_state``.
     key: the length by which it joins, or a longer one of its family. A row that has run
         joins by its own, if that is more.
     family: rows of one family share a prefix and join one after the other. NONE for a row
         without.
+    max_ticks: steps after which a waiting row joins before others of its priority. The
+        first row of a priority decides.
     """
 
     rule: int
     key: int
     family: int = NONE
+    max_ticks: int = MAX_TICKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ class _Level:
         self._stop(number)
         self.waiting[number], self._place[number] = row, place
         slot, length = self._slot[number], max(place.key, row.length)
-        switch.add(self.batches, slot, length, length, place.family)
+        batch_state.add(self.batches, slot, length, length, place.family)
 
     def add_again(self, row: Row) -> None:
         """A row that runs gives its place up for a while."""
@@ -111,22 +114,24 @@ class _Level:
 
     def join(self, number: int) -> None:
         """A waiting row runs."""
-        switch.join(self.batches, self._slot[number])
+        batch_state.join(self.batches, self._slot[number])
         del self.waiting[number]
         self.running.add(number)
 
     def propose(self, law: BatchLaw, batch: Iterable[Row]) -> Row | None:
         """The row that is to join next, or None."""
-        slot = switch.propose(self.batches, law, self._now(batch))
+        slot = batch_switch.propose(self.batches, law, self._now(batch))
         return None if slot == NONE else self.waiting[self._numbers[slot]]
 
     def parked(self, law: BatchLaw, batch: Iterable[Row]) -> list[Row]:
         """The rows that leave because the batch is switched."""
         own = [row for row in batch if row.number in self.running]
-        if not switch.wants_switch(self.batches, law, self._now(own)):
+        if not batch_switch.wants_switch(self.batches, law, self._now(own)):
             return []
         return [
-            row for row in own if switch.is_parked(self.batches, self._slot[row.number])
+            row
+            for row in own
+            if batch_switch.is_parked(self.batches, self._slot[row.number])
         ]
 
     def old(self, batch: Iterable[Row]) -> list[Row]:
@@ -135,7 +140,7 @@ class _Level:
             row
             for row in batch
             if row.number in self.running
-            and switch.is_of_old_batch(self.batches, self._slot[row.number])
+            and batch_state.is_of_old_batch(self.batches, self._slot[row.number])
         ]
 
     @property
@@ -150,10 +155,10 @@ class _Level:
     def _stop(self, number: int) -> None:
         """End its present state, to wait or to run."""
         if self.waiting.pop(number, None) is not None:
-            switch.remove(self.batches, self._slot[number])
+            batch_state.remove(self.batches, self._slot[number])
         elif number in self.running:
             self.running.remove(number)
-            switch.leave(self.batches, self._slot[number])
+            batch_state.leave(self.batches, self._slot[number])
 
     def _new_slot(self, number: int) -> int:
         if self._free:
@@ -212,12 +217,10 @@ class LengthAdmission(Admission):
 
     step_cells: KV cells that are read in the time of a decode step without rows.
     most_cells: of a batch where ``max_cells`` is no limit.
-    max_ticks: steps after which a waiting row joins before others of its priority.
     """
 
     step_cells: float = field(kw_only=True)
     most_cells: int = field(kw_only=True)
-    max_ticks: int = field(default=MAX_TICKS, kw_only=True)
     _levels: dict[int, _Level] = field(default_factory=dict, init=False, repr=False)
     _priority: dict[int, int] = field(default_factory=dict, init=False, repr=False)
     _ticks: int = field(default=0, init=False, repr=False)
@@ -228,7 +231,7 @@ class LengthAdmission(Admission):
             self.remove(row.number)
         level = self._levels.get(row.priority)
         if level is None:
-            level = self._levels[row.priority] = _Level(place.rule, self.max_ticks)
+            level = self._levels[row.priority] = _Level(place.rule, place.max_ticks)
         self._priority[row.number] = row.priority
         level.add(row, place)
 
@@ -254,7 +257,7 @@ class LengthAdmission(Admission):
         """A decode step was taken."""
         self._ticks += 1
         for level in self._levels.values():
-            switch.tick(level.batches)
+            batch_state.tick(level.batches)
 
     @property
     def is_due(self) -> bool:

@@ -10,28 +10,30 @@ from batch_runs import BatchJob, BatchRun, JobRequest, long_job, random_job
 from length_lists import LONGEST
 
 from sglang_batch.planner.length_batches.batch_law import BatchLaw
-from sglang_batch.planner.length_batches.batch_switch import (
-    BATCH_SHARE,
+from sglang_batch.planner.length_batches.batch_state import (
     CHECK_TICKS,
     GROUPS,
-    MIN_ROWS,
-    NONE,
     TREE,
     LengthBatches,
     RunningRows,
     add,
     come_back,
     is_of_old_batch,
-    is_parked,
     join,
     leave,
     make_batches,
     num_waiting,
-    propose,
     remove,
     tick,
+)
+from sglang_batch.planner.length_batches.batch_switch import (
+    BATCH_SHARE,
+    MIN_ROWS,
+    is_parked,
+    propose,
     wants_switch,
 )
+from sglang_batch.planner.length_batches.length_tree import NONE
 
 # The share of mixed steps that the paper measured with ShareGPT is 8.61 % (section 4.4).
 MOST_MIXED = 0.086

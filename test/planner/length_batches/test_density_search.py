@@ -10,14 +10,16 @@ import pytest
 from length_lists import LONGEST, State, TreeOf, algorithm_1, random_states, waiting_of
 
 from sglang_batch.planner.length_batches.batch_law import BatchLaw
-from sglang_batch.planner.length_batches.batch_switch import (
-    BATCH_SHARE,
-    MIN_ROWS,
+from sglang_batch.planner.length_batches.batch_state import (
     TREE,
     RunningRows,
     add,
     join,
     make_batches,
+)
+from sglang_batch.planner.length_batches.batch_switch import (
+    BATCH_SHARE,
+    MIN_ROWS,
     propose,
 )
 from sglang_batch.planner.length_batches.density_search import (

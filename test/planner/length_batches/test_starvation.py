@@ -13,19 +13,19 @@ import pytest
 from batch_runs import BatchJob, BatchRun, JobRequest, random_job
 
 from sglang_batch.planner.length_batches.batch_law import BatchLaw
-from sglang_batch.planner.length_batches.batch_switch import (
+from sglang_batch.planner.length_batches.batch_state import (
     GROUPS,
-    NONE,
     TREE,
     RunningRows,
     add,
     join,
     make_batches,
     num_waiting,
-    propose,
     remove,
     tick,
 )
+from sglang_batch.planner.length_batches.batch_switch import propose
+from sglang_batch.planner.length_batches.length_tree import NONE
 
 LAW = BatchLaw(1.0, 1e-4, 0.0, False, 10_000.0, 1000, True)
 PADDED = BatchLaw(1.0, 1e-4, 0.0, True, 10_000.0, 1000, True)

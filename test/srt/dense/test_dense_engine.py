@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ import pytest
 import torch
 
 from sglang_batch.engine import GENERATE_URL
+from sglang_batch.planner.length_batches.batch_state import TREE
 from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
 from sglang_batch.run.backend_options import transformers_engine
 from sglang_batch.scheduling.job_plan import JobPlan, unplanned
+from sglang_batch.scheduling.length_rows import MAX_TICKS, ByLength
 from sglang_batch.srt.dense.choice import why_not_sglang
 from sglang_batch.srt.dense.dense_engine import DenseEngine, OpenPlans
 
@@ -210,8 +213,6 @@ def test_a_cancelled_request_leaves_the_engine(neo_engine: Engine) -> None:
 
 
 def planned(neo_engine: Engine, numbers: list[int], positions: list[int]) -> JobPlan:
-    from dataclasses import replace
-
     n = len(numbers)
     return replace(
         unplanned(neo_engine[0].machine),
@@ -232,6 +233,22 @@ def test_requests_have_the_places_and_lengths_of_their_jobs_plan(
     assert plans.of("batch_j-00000001") == (1, 4, None, None)  # in no plan
     plans.close("batch_j")
     assert plans.of("batch_j-00000002") == (2, 0, None, None)
+
+
+@pytest.mark.parametrize(("limit", "ticks"), [(None, MAX_TICKS), (7, 7)])
+def test_requests_join_by_length_as_their_plan_says(
+    neo_engine: Engine, limit: int | None, ticks: int
+) -> None:
+    plan = replace(
+        planned(neo_engine, [0], [0]),
+        length_rule=TREE,
+        length_key=np.array([5], np.int32),
+        family=np.array([-1], np.int32),
+        max_wait_steps=limit,
+    )
+    plans = OpenPlans()
+    plans.open("batch_j", plan)
+    assert plans.of("batch_j-00000000")[3] == ByLength(TREE, 5, -1, ticks)
 
 
 def test_the_machine_has_the_engines_limits(neo_engine: Engine) -> None:

@@ -11,6 +11,11 @@ from ..costs.cost_model import tokens_read
 GROUP_SHARE = 0.7
 
 
+# With paged KV, rows are parked from this ``row_share`` on, and where their moves are hidden
+# by steps. ``docs/aligned.md`` has the figures.
+PARKS_FROM = 8.0
+
+
 class BatchLaw(NamedTuple):
     """What a decode step costs, and how large a batch may be.
 
@@ -19,7 +24,7 @@ class BatchLaw(NamedTuple):
     row_share, padded: see ``costs.cost_model.tokens_read``.
     capacity: tokens of KV. Of a padded batch, rows times its longest row.
     max_rows: most rows.
-    parks: whether rows can leave for a while without being computed again.
+    parks: whether rows can leave for a while without being computed again, and that pays.
     """
 
     weight_s: float
@@ -29,6 +34,11 @@ class BatchLaw(NamedTuple):
     capacity: float
     max_rows: int
     parks: bool
+
+
+def parking_pays(row_share: float, *, padded: bool) -> bool:
+    """Whether rows of an engine with paged KV are parked in a switch."""
+    return padded or row_share >= PARKS_FROM
 
 
 @jit_in_place

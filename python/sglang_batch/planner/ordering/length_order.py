@@ -21,7 +21,7 @@ import numpy as np
 from ..compiled import jit
 from ..costs.cost_model import CostModel
 from ..length_batches.batch_law import GROUP_SHARE
-from ..length_batches.batch_switch import GROUPS, TREE
+from ..length_batches.batch_state import GROUPS, TREE
 from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Bools, Floats, Int32s, Int64s
 from .order import LengthKeys, Order
@@ -31,17 +31,21 @@ SHORTEST_KEPT = 16
 _ALONE = -1
 
 
-def length_tree_order(tree: PrefixTree) -> Order:
+def length_tree_order(tree: PrefixTree, max_wait_steps: int | None = None) -> Order:
     """All requests, the shortest prompt first."""
     key = np.empty(tree.num_requests, np.int32)
     key[tree.order] = tree.input_len
     family = np.full(tree.num_requests, _ALONE, np.int32)
     requests = tree.order[np.argsort(tree.input_len, kind="stable")]
-    return Order(requests, lengths=LengthKeys(TREE, key, family))
+    return Order(requests, lengths=LengthKeys(TREE, key, family, max_wait_steps))
 
 
 def length_aligned_order(
-    tree: PrefixTree, cost: CostModel, est_output_len: Floats, kv_capacity_tokens: int
+    tree: PrefixTree,
+    cost: CostModel,
+    est_output_len: Floats,
+    kv_capacity_tokens: int,
+    max_wait_steps: int | None = None,
 ) -> Order:
     """Block after block; in a block the shortest first, families together.
 
@@ -66,7 +70,8 @@ def length_aligned_order(
     keys = np.empty(tree.num_requests, np.int32)
     families = np.empty(tree.num_requests, np.int32)
     keys[tree.order], families[tree.order] = key, family
-    return Order(tree.order[by_leaf], lengths=LengthKeys(GROUPS, keys, families))
+    found = LengthKeys(GROUPS, keys, families, max_wait_steps)
+    return Order(tree.order[by_leaf], lengths=found)
 
 
 def _kv_below(tree: PrefixTree, lengths: Floats) -> Floats:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...errors import ConfigError
 from ..requests import Floats, Int32s, Int64s
 
 
@@ -13,16 +14,19 @@ from ..requests import Floats, Int32s, Int64s
 class LengthKeys:
     """How requests are put into batches of similar KV length while they run.
 
-    rule: of ``length_batches.batch_switch``.
+    rule: of ``length_batches.batch_state``.
     key: int32 ``[n]`` by request, the length of its KV when it joins, or the longest of
         its family.
     family: int32 ``[n]`` by request. Members of a family share a prefix and join one
         after the other. -1 for requests without.
+    max_wait_steps: decode steps after which a waiting request joins before all others.
+        None: never with paged KV.
     """
 
     rule: int
     key: Int32s
     family: Int32s
+    max_wait_steps: int | None = None
 
     def renumbered(self, numbers: Int64s) -> LengthKeys:
         """The same with request ``i`` called ``numbers[i]``."""
@@ -96,8 +100,20 @@ class OrderSettings:
         moves outliers out of their subtrees, 0 to 1.
     algorithm_2: split subtrees as in BlendServe's Algorithm 2, into all their children.
         False: into two.
+    max_wait_steps: see :class:`LengthKeys`.
+
+    Raises:
+        ConfigError: ``max_wait_steps`` is below 1.
     """
 
     seed: int = 0
     min_sharing_kept: float = 0.998
     algorithm_2: bool = False
+    max_wait_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_wait_steps is not None and self.max_wait_steps < 1:
+            raise ConfigError(
+                f"max_wait_steps={self.max_wait_steps!r} must be 1 or more; leave it out "
+                "for no limit."
+            )

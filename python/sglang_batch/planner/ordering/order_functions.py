@@ -137,13 +137,17 @@ def _aligned(job: _Job) -> Order:
 
 @_makes("length-tree")
 def _length_tree(job: _Job) -> Order:
-    return length_tree_order(job.tree)
+    return length_tree_order(job.tree, job.settings.max_wait_steps)
 
 
 @_makes("length-aligned")
 def _length_aligned(job: _Job) -> Order:
     return length_aligned_order(
-        job.tree, job.cost, job.est_output_len, job.kv_capacity_tokens
+        job.tree,
+        job.cost,
+        job.est_output_len,
+        job.kv_capacity_tokens,
+        job.settings.max_wait_steps,
     )
 
 

@@ -9,18 +9,20 @@ from __future__ import annotations
 from ..admission_rules.followers import MOST_FOLLOWERS
 from ..admission_rules.padded_forecast import add_row, peak_cells_with
 from ..compiled import jit_in_place
-from ..length_batches.batch_switch import (
+from ..length_batches.batch_state import (
     TREE,
     RunningRows,
     add,
     come_back,
     is_of_old_batch,
-    is_parked,
     join,
     leave,
     num_waiting,
-    propose,
     remove,
+)
+from ..length_batches.batch_switch import (
+    is_parked,
+    propose,
     wants_switch,
 )
 from ..requests import LEFT
@@ -166,10 +168,12 @@ def _switch(sim: Sim, lengths: RowLengths) -> None:
 def _make_way(sim: Sim, lengths: RowLengths, i: int) -> bool:
     """Park the longest row of the old batch for a request, if it is longer.
 
+    Not on SGLang, where rows leave between steps only.
+
     Returns:
         Whether there was one.
     """
-    if sim.queue.rule != TREE or not lengths.law.parks:
+    if sim.queue.rule != TREE or not lengths.law.parks or sim.engine.as_sglang:
         return False
     state = sim.state[0]
     longest, most = NONE, int(sim.requests[i].key)

@@ -11,7 +11,7 @@ from ..admission_rules.kv_forecast import KvForecast
 from ..admission_rules.padded_forecast import PaddedForecast
 from ..compiled import jit_in_place
 from ..length_batches.batch_law import BatchLaw
-from ..length_batches.batch_switch import LengthBatches
+from ..length_batches.batch_state import LengthBatches
 from ..requests import Floats, Int64s
 from .prefix_cache import SimCache
 
@@ -149,7 +149,7 @@ class Queue(NamedTuple):
     density: float64 ``[n]`` by position, compute density of the neighbourhood.
     dual: whether the order is taken from both ends.
     num_left: positions of the left side. The right scanner stops before them.
-    rule: of ``length_batches.batch_switch``, 0 for an order that is followed.
+    rule: of ``length_batches.batch_state``, 0 for an order that is followed.
     """
 
     order: Int64s

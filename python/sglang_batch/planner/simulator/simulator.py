@@ -22,8 +22,8 @@ from ..admission_rules.kv_forecast import make_forecast
 from ..admission_rules.padded_forecast import make_padded_forecast
 from ..costs.cost_model import CostModel
 from ..costs.tree_work import decode_step_moments, planned_work, read_len
-from ..length_batches.batch_law import BatchLaw
-from ..length_batches.batch_switch import LengthBatches, make_batches
+from ..length_batches.batch_law import BatchLaw, parking_pays
+from ..length_batches.batch_state import LengthBatches, make_batches
 from ..machine_model import EngineLimits
 from ..ordering.order import LengthKeys
 from ..prefixes.prefix_tree import PrefixTree
@@ -180,7 +180,7 @@ def simulate(
         heap=_heap(3 * n + 1),
         cells=make_padded_forecast(n + 1 if limits.dense else 0),
         batches=_batches(n, lengths),
-        law=_law(engine),
+        law=_law(engine, prefetches=limits.prefetches),
     )
     samples = np.zeros((6, NUM_SAMPLES))
     stride = run_steps(sim, row_lengths, samples)
@@ -265,10 +265,10 @@ def _heap(size: int) -> RowHeap:
 def _batches(num_requests: int, lengths: LengthKeys | None) -> LengthBatches:
     if lengths is None:
         return _NO_BATCHES
-    return make_batches(num_requests, lengths.rule)
+    return make_batches(num_requests, lengths.rule, lengths.max_wait_steps)
 
 
-def _law(engine: SimEngine) -> BatchLaw:
+def _law(engine: SimEngine, *, prefetches: bool) -> BatchLaw:
     return BatchLaw(
         weight_s=engine.weight_read_time_s,
         read_s=engine.kv_read_time_s,
@@ -276,7 +276,8 @@ def _law(engine: SimEngine) -> BatchLaw:
         padded=engine.padded,
         capacity=float(engine.kv_capacity),
         max_rows=engine.max_running,
-        parks=not engine.as_sglang,
+        parks=not engine.as_sglang
+        or (prefetches and parking_pays(engine.row_share, padded=engine.padded)),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..compiled import jit_in_place
 from ..costs.cost_model import overlapped
-from ..length_batches.batch_switch import tick
+from ..length_batches.batch_state import tick
 from ..requests import Floats
 from .batch_admission import batch_prefill, take_notes
 from .engine_state import KV_MARGIN, RowLengths, Sim

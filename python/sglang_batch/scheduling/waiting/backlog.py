@@ -117,6 +117,11 @@ class Backlog:
     def left(self, request: ScheduledRequest) -> None:
         """A running request has ended, or gave its KV up."""
 
+    def to_park(self) -> list[ScheduledRequest]:
+        """Running requests that are to wait on the host from now on: batches of similar
+        length are switched. Asked once in a step, before others join."""
+        return []
+
     def tick(self) -> None:
         """The running requests took a decode step."""
 

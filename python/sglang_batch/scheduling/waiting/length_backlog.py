@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...planner.length_batches import batch_switch as switch
+from ...planner.length_batches import batch_state, batch_switch
 from ...planner.length_batches.batch_law import BatchLaw
-from ...planner.length_batches.batch_switch import (
+from ...planner.length_batches.batch_state import (
     LengthBatches,
     RunningRows,
     make_batches,
@@ -45,6 +45,9 @@ class LengthBacklog(Backlog):
         place: of a waiting request.
         rows: the running rows of all jobs.
         law: what a step costs, and how much KV there is.
+        max_wait_steps: decode steps after which a waiting request joins before all others.
+            None: never.
+        host_room: KV that rows can move to the host, in tokens.
     """
 
     by_length = True
@@ -55,20 +58,25 @@ class LengthBacklog(Backlog):
         place: Callable[[ScheduledRequest], LengthPlace],
         rows: Callable[[], RunningRows],
         law: BatchLaw,
+        max_wait_steps: int | None = None,
+        host_room: Callable[[], int] | None = None,
     ) -> None:
         super().__init__(0, both_ends=False)
         self.rule = rule
         self._place = place
         self._rows = rows
-        self._law = law
-        self._batches = make_batches(_FIRST_SLOTS, rule)
+        self._law_if_parked = law
+        self._host_room = host_room
+        self._batches = make_batches(_FIRST_SLOTS, rule, max_wait_steps)
         self._upcoming = np.zeros(_MOST_AHEAD, np.int32)
         # By length and family, those on the host.
         self._ready: dict[tuple[int, int], dict[ScheduledRequest, None]] = {}
         self._slot: dict[ScheduledRequest, int] = {}
         self._at: list[ScheduledRequest | None] = []
         self._free: list[int] = []
-        self._running: set[ScheduledRequest] = set()
+        # Those whose prompt is computed ahead, and the candidate batch that they are of.
+        self._left_next: dict[ScheduledRequest, int] = {}
+        self._running: dict[ScheduledRequest, None] = {}
 
     @property
     def mixed_steps(self) -> int:
@@ -79,10 +87,15 @@ class LengthBacklog(Backlog):
         super().add(request)
         if request.mixes:
             key, family = self._place(request)
-            slot = self._new_slot(request)
+            slot, again = self._new_slot(request), False
             length = max(key, request.input_len + request.steps)
             tokens = request.own + request.steps
-            switch.add(self._batches, slot, length, tokens, family)
+            if request in self._left_next:
+                again = self._left_next.pop(request) == self._next_batch
+                if again:
+                    batch_state.add_to_next(self._batches, slot, length, tokens, family)
+            if not again:
+                batch_state.add(self._batches, slot, length, tokens, family)
             if request.on_host:
                 self._ready.setdefault((length, family), {})[request] = None
 
@@ -94,7 +107,7 @@ class LengthBacklog(Backlog):
     def remove(self, request: ScheduledRequest) -> None:
         super().remove(request)
         if request in self._slot:
-            switch.remove(self._batches, self._slot[request])
+            batch_state.remove(self._batches, self._slot[request])
             self._free_slot(request)
 
     def _push(self, request: ScheduledRequest) -> None:
@@ -104,31 +117,65 @@ class LengthBacklog(Backlog):
     def join(self, request: ScheduledRequest) -> None:
         super().remove(request)
         if request in self._slot:
-            switch.join(self._batches, self._slot[request])
+            batch_state.join(self._batches, self._slot[request])
             self._no_longer_ready(request, self._slot[request])
-            self._running.add(request)
+            self._running[request] = None
+
+    def join_ahead(self, request: ScheduledRequest) -> None:
+        slot = self._slot.get(request)
+        if slot is not None and self._batches.is_next[slot]:
+            self._left_next[request] = self._next_batch
+        self.remove(request)
+
+    @property
+    def _next_batch(self) -> int:
+        """Number of the candidate batch."""
+        return int(self._batches.state[0]["num_batches"])
 
     def runs(self, request: ScheduledRequest) -> None:
         """A request runs, again if it has been on the host meanwhile."""
+        self._left_next.pop(request, None)
         if request not in self._running:
-            switch.come_back(self._batches, self._new_slot(request))
-            self._running.add(request)
+            batch_state.come_back(self._batches, self._new_slot(request))
+            self._running[request] = None
 
     def left(self, request: ScheduledRequest) -> None:
         """A request has ended, or gave its KV up."""
         if request in self._running:
-            self._running.remove(request)
-            switch.leave(self._batches, self._slot[request])
+            del self._running[request]
+            batch_state.leave(self._batches, self._slot[request])
             self._free_slot(request)
 
     def tick(self) -> None:
-        switch.tick(self._batches)
+        batch_state.tick(self._batches)
+
+    @property
+    def _law(self) -> BatchLaw:
+        """The law of a step. Rows are parked only if the host has room for all of them."""
+        law = self._law_if_parked
+        if law.parks and (
+            self._host_room is None or self._host_room() < self._rows().total
+        ):
+            law = law._replace(parks=False)
+        return law
+
+    def to_park(self) -> list[ScheduledRequest]:
+        if not self._law_if_parked.parks:
+            return []
+        batches = self._batches
+        if not batch_switch.wants_switch(batches, self._law, self._rows()):
+            return []
+        return [
+            request
+            for request in reversed(self._running)
+            if batch_switch.is_parked(batches, self._slot[request])
+        ]
 
     def first(self) -> ScheduledRequest | None:
         in_order = super().first()
         if in_order is not None and in_order.ahead:
             return in_order
-        slot = switch.propose(self._batches, self._law, self._rows())
+        slot = batch_switch.propose(self._batches, self._law, self._rows())
         if slot != NONE:
             return self._ready_alike(slot) or self._at[slot]
         # Those that do not mix are the only ones left, or nobody should join now.
@@ -149,7 +196,7 @@ class LengthBacklog(Backlog):
         Of the next few by their lengths, or else of all by their position.
         """
         found = self._upcoming
-        number = switch.upcoming(self._batches, self._law, self._rows(), found)
+        number = batch_switch.upcoming(self._batches, self._law, self._rows(), found)
         for slot in found[:number]:
             request: ScheduledRequest | None = self._at[slot]
             if request is not None and not request.on_host:
@@ -161,7 +208,7 @@ class LengthBacklog(Backlog):
         if not self._ready:
             return []
         found = self._upcoming
-        number = switch.upcoming(self._batches, self._law, self._rows(), found)
+        number = batch_switch.upcoming(self._batches, self._law, self._rows(), found)
         # The first one may stand for another of its length.
         requests = dict.fromkeys([self.first(), *(self._at[i] for i in found[:number])])
         return [each for each in requests if each is not None and each.on_host]

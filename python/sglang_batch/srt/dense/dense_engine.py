@@ -17,7 +17,7 @@ from ...planner.machine_model import EngineLimits, Machine
 from ...planner.requests import Int32s
 from ...request import RequestOutput, line_request_id, parse_request_id
 from ...scheduling.job_plan import JobPlan
-from ...scheduling.length_rows import ByLength
+from ...scheduling.length_rows import MAX_TICKS, ByLength
 from ...scheduling.reports.running_tree import TreeNow
 from ..compat.server_types import OfflineArgs, TemplateManager
 from ..engine.machine import MIN_STEP_TOKENS, NO_OVERLAP, device
@@ -84,7 +84,8 @@ class _Planned:
         by_length = None
         if plan.length_key is not None and plan.family is not None:
             key, family = int(plan.length_key[leaf]), int(plan.family[leaf])
-            by_length = ByLength(plan.length_rule, key, family)
+            limit = plan.max_wait_steps or MAX_TICKS
+            by_length = ByLength(plan.length_rule, key, family, limit)
         return PlannedPlace(
             int(plan.position[leaf]),
             priority,

@@ -63,6 +63,7 @@ def machine_of(tokenizer_manager: TokenizerManager, state: SchedulerState) -> Ma
             max_running=int(state["effective_max_running_requests_per_dp"]),
             # The simulator's SGLang steps are those that mix decodes and prompts.
             as_sglang=bool(ours["mixed_chunk"]),
+            prefetches=bool(ours.get("prefetches")),
         ),
     )
 

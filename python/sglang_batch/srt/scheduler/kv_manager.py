@@ -157,6 +157,7 @@ class KvManager:
             "offload_saves": offloader.pool.num_saves if offloader else 0,
             "offload_loads": offloader.pool.num_loads if offloader else 0,
             "offload_recomputed": self.num_recomputed,
+            "prefetches": int(bool(offloader and offloader.prefetch)),
             "prefixes_saved": host.num_saved if host else 0,
             "prefixes_restored": host.num_restored if host else 0,
         }
@@ -166,6 +167,10 @@ class KvManager:
         offloader, recorder = self._offloader, self._recorder
         if offloader is not None:
             offloader.end_step()
+            # Rows are parked where no step waits for them to come back.
+            if offloader.prefetch is not None:
+                free = offloader.room.num_free * self._page_size
+                self._kv_accounting.host_room = free
             totals = recorder.totals
             recorder.prefetched = offloader.num_prefetched - totals["prefetched"]
             recorder.kv_waits = offloader.pool.num_loads - totals["kv_waits"]
@@ -290,6 +295,12 @@ class KvManager:
             running_batch.filter_batch(reqs_to_exclude=out)
             running_batch.batch_is_full = False
         return stay
+
+    def park(self, running_batch: ScheduleBatch) -> None:
+        """Move the requests that leave in a switch of batches to the host."""
+        for job in self._jobs.each if self.may_join else ():
+            if requests := job.backlog.to_park():
+                self.take_off(running_batch, requests)
 
     def _offload(self, request: ScheduledRequest) -> bool:
         """Move a running request of a job to the host; False if that is impossible."""

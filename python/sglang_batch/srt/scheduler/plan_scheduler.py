@@ -160,6 +160,7 @@ class PlanScheduler:
         self._let_wait_on_host(running_batch)
         self._kv_manager.make_room_for_decodes(running_batch)
         running_batch = self._kv_manager.resume(running_batch)
+        self._kv_manager.park(running_batch)
         step = self._choose(running_batch)
         if step is not None and step.choice.from_host:
             running_batch = self._kv_manager.join(running_batch, step.choice.from_host)

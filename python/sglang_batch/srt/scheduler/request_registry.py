@@ -96,6 +96,7 @@ class RequestRegistry:
                 self._page_size,
                 rows=self._kv_accounting.running_rows,
                 capacity=self._kv_accounting.capacity,
+                host_room=lambda: self._kv_accounting.host_room,
             )
             self._jobs.add(job)
             self._common.opened(job)

@@ -43,6 +43,7 @@ class DecodePlanScheduler(PlanScheduler):
         self._kv_manager.make_room_for_decodes(running_batch)
         running_batch = self._join_online(running_batch)
         running_batch = self._kv_manager.resume(running_batch)
+        self._kv_manager.park(running_batch)
         if not self._nobody_can_join(running_batch):
             choice = self._choose_from_jobs(running_batch, [])
             running_batch = self._kv_manager.join(running_batch, choice.from_host)

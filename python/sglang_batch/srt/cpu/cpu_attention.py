@@ -154,7 +154,15 @@ def attend(
     return torch.einsum("hqk,khd->qhd", weights, values)
 
 
+def make_backend(model_runner: Any) -> TorchNativeAttnBackend:
+    """SGLang's backend where it is right, and ours where it is not."""
+    model = model_runner.model_config
+    if model_runner.is_hybrid_swa or model.has_attention_sinks:
+        return CpuAttention(model_runner)
+    return TorchNativeAttnBackend(model_runner)
+
+
 def register() -> None:
-    """Use :class:`CpuAttention` under the names that SGLang chooses."""
+    """Make the backend under the names that SGLang chooses."""
     for name in NAMES:
-        register_attention_backend(name)(CpuAttention)
+        register_attention_backend(name)(make_backend)

@@ -50,7 +50,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("plan",),
     ),
     "sglang_batch.srt": (
-        ("compat",),
+        ("compat", "cpu"),
         ("engine",),
         ("calls",),
         ("attention",),

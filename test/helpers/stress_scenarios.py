@@ -356,7 +356,31 @@ def prompt_logprobs(s: Stress) -> Any:
     return {"cached": cached, "planned": round(planned)}
 
 
+def branch_points(s: Stress) -> dict[str, int]:
+    """Prefixes on two levels, far before the ends of the prompts that compute them."""
+    rng = random.Random(80)
+    params = {"max_new_tokens": 6, "ignore_eos": True}
+    cases, least = [], 0
+    for _ in range(2):
+        top = tokens(rng, 96)
+        least += len(top)
+        for _ in range(2):
+            middle = top + tokens(rng, 64)
+            least += 64
+            cases += [Case(middle + tokens(rng, 80), params) for _ in range(3)]
+    least += 80 * len(cases)
+    rng.shuffle(cases)
+    job = s.job("branches", cases, "dfs")
+    s.run(s.finish(job))
+    s.check_job(job)
+    answers = [json.loads(output.body) for output in job.answers.values()]
+    cached = sum(answer["meta_info"]["cached_tokens"] for answer in answers)
+    s.run(s.idle())
+    return {"computed": sum(len(x.prompt) for x in cases) - cached, "least": least}
+
+
 FOCUSED = {
+    "branch_points": branch_points,
     "too_long": too_long,
     "aborts": aborts,
     "online": online,

@@ -152,6 +152,11 @@ class StressScheduler(offline.OfflineScheduler):
             for x in decoding
         ]
         assert kv_accounting.growth == self.page_size * sum(begun)
+        second = kv_accounting.second
+        if second is not None:
+            assert second.held == sum(request.pool_share for request in requests)
+            shares = [second.share(x, x.est_decode_steps) for x in requests]
+            assert second.held == sum(shares)
         running = plan.running_batch.reqs
         batch = plan.batch_to_run.reqs if plan.batch_to_run is not None else []
         known = {id(request.req) for request in requests}
@@ -183,7 +188,9 @@ class StressScheduler(offline.OfflineScheduler):
         """The pages of the host belong to offloaded requests and to prefixes of open
         jobs, and to no other."""
         offloader = self.kv_manager._offloader
-        assert offloader is not None
+        if offloader is None:  # the model keeps more than plain KV
+            assert not self.kv_manager._offloaded
+            return
         offloaded = [kv for _, _, kv in self.kv_manager._offloaded.values()]
         prefixes = self.kv_manager._pinned.host
         saved = [*prefixes._saved.values()]
@@ -210,6 +217,8 @@ class StressScheduler(offline.OfflineScheduler):
         assert uses.idle_tokens == idle, (uses.idle_tokens, idle)
         locked = sum(int(k) for k, n in zip(length, running, strict=True) if n > 0)
         assert uses.locked_tokens == locked, (uses.locked_tokens, locked)
+        in_use = ((running > 0) & (length > 0)).sum()
+        assert uses.num_locked == in_use, (uses.num_locked, in_use)
         assert (running >= 0).all()
         assert (uses._uses_left >= 0).all(), uses._uses_left
         for node, request in uses.computing.items():
@@ -277,7 +286,6 @@ class StressScheduler(offline.OfflineScheduler):
         """Resources in use, all 0 when the engine is idle."""
         kv_accounting = self.kv_accounting
         rows = self.req_to_token_pool
-        kv = self.token_to_kv_pool_allocator
         return {
             "jobs": len(self.jobs),
             "closed": len(self.registry._closed),
@@ -301,11 +309,19 @@ class StressScheduler(offline.OfflineScheduler):
             "host_bytes": self.kv_manager.host_bytes,
             "rows": rows.size - rows.available_size(),
             "locked": int(self.tree_cache.protected_size()),
-            "kv_leak": self.max_total_num_tokens
-            - kv.available_size()
-            - self.tree_cache.evictable_size(),
+            **self.leaks(),
             "busy": int(not self.is_fully_idle()),
         }
+
+    def leaks(self) -> dict[str, int]:
+        """Tokens that are neither free nor in the tree, of each pool."""
+        tree, kv = self.tree_cache, self.token_to_kv_pool_allocator
+        if not tree.supports_swa():
+            free = kv.available_size() + tree.evictable_size()
+            return {"kv_leak": self.max_total_num_tokens - free}
+        free = kv.full_available_size() + tree.full_evictable_size()
+        windows = kv.swa_available_size() + tree.swa_evictable_size()
+        return {"kv_leak": kv.size_full - free, "window_leak": kv.size_swa - windows}
 
 
 class GrowingPlan:

@@ -344,11 +344,12 @@ _KEPT = re.compile("A_log|conv|norm|time_")
 
 
 def tiny_config(
-    model_type: str, *, encoder_decoder: bool | None = None
+    model_type: str, *, encoder_decoder: bool | None = None, **others: Any
 ) -> PretrainedConfig:
     """The configuration of a tiny model.
 
     encoder_decoder: with an encoder. None: where the type has no causal language model.
+    others: further fields, in place of those it would have.
     Raises ValueError for a type of ``CANNOT_BE_BUILT``.
     """
     if model_type in CANNOT_BE_BUILT:
@@ -363,17 +364,21 @@ def tiny_config(
         values |= {"is_encoder_decoder": True, "decoder_start_token_id": 1}
     elif "add_cross_attention" in known:
         values |= {"add_cross_attention": False}
-    return config_class(**values)
+    return config_class(**values | others)
 
 
 def tiny_model(
-    model_type: str, seed: int = 0, *, encoder_decoder: bool | None = None
+    model_type: str,
+    seed: int = 0,
+    *,
+    encoder_decoder: bool | None = None,
+    **others: Any,
 ) -> PreTrainedModel:
     """A model in eval mode with float32 weights drawn from ``seed``, and no end token.
 
-    encoder_decoder: as of :func:`tiny_config`.
+    encoder_decoder, others: as of :func:`tiny_config`.
     """
-    config = tiny_config(model_type, encoder_decoder=encoder_decoder)
+    config = tiny_config(model_type, encoder_decoder=encoder_decoder, **others)
     auto = (
         AutoModelForSeq2SeqLM
         if _has_encoder(model_type, encoder_decoder)

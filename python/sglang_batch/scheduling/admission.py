@@ -30,6 +30,7 @@ from .job_plan import StepCost
 from .job_state import JobState
 from .kv_accounting import KvAccounting
 from .open_jobs import ScanPace
+from .prefix_uses import PrefixUses
 from .scheduled_request import ScheduledRequest
 from .work_left import density_of
 
@@ -53,10 +54,12 @@ class EngineNow(NamedTuple):
     rows: rows of the running batch that are free.
     room: tokens of KV that are free or can be evicted without removing pins.
     page_size: tokens in a page, the unit in which KV is allocated.
+    window_room: tokens of KV of sliding-window layers that can be had, by removing pins if
+        need be.
     mixed: whether decodes and prompts share a step. Otherwise a step with prompts has
         no decodes.
     locked_elsewhere: tokens of shared prefixes that requests of other jobs than those
-        that are scanned use.
+        that are scanned use, and ``num_locked_elsewhere`` the number of these prefixes.
     chunk_room: most tokens of ``chunk`` that fit, in whole pages. Its KV was counted
         when it joined, but pages are not full to the last token, and other requests may
         have outlived their estimates.
@@ -76,8 +79,10 @@ class EngineNow(NamedTuple):
     rows: int
     room: int
     page_size: int
+    window_room: int = 1 << 62
     mixed: bool = True
     locked_elsewhere: int = 0
+    num_locked_elsewhere: int = 0
     chunk_room: int = 1 << 62
     idle_frees: bool = True
     host_room: int = 0
@@ -97,6 +102,7 @@ class EngineNow(NamedTuple):
             chunk_left=0,
             rows=self.rows - choice.rows,
             room=self.room - choice.room_needed,
+            window_room=self.window_room - choice.room_needed,
         )
 
 
@@ -317,8 +323,17 @@ class _Filling:
             for job in followed
             for each in job.followers()
         )
+        return not self._fits(uses, request, claimed)
+
+    def _fits(self, uses: PrefixUses, request: ScheduledRequest, reserved: int) -> bool:
+        """Whether a request fits, with ``reserved`` tokens of KV left for others."""
         locked = self.locked_tokens + uses.newly_locked(request.node)
-        return not kv_accounting.fits(request, locked, claimed)
+        num_prefixes = 0
+        if self.kv_accounting.second is not None:
+            num_prefixes = self.now.num_locked_elsewhere
+            num_prefixes += sum(job.uses.num_locked for job in self.jobs)
+            num_prefixes += uses.num_newly_locked(request.node)
+        return self.kv_accounting.fits(request, locked, reserved, num_prefixes)
 
     def _waits_for_siblings(
         self, job: JobState, request: ScheduledRequest, tokens: int
@@ -368,8 +383,10 @@ class _Filling:
         if kv_accounting.num_running > 0:
             if some + uses.newly_kept(request.node) + self.now.page_size > room:
                 return False
-            locked = self.locked_tokens + uses.newly_locked(request.node)
-            if not kv_accounting.fits(request, locked, reserved):
+            window_room = self.now.window_room - self.choice.room_needed
+            if some + self.now.page_size > window_room:
+                return False
+            if not self._fits(uses, request, reserved):
                 return False
             needed = some
         else:

@@ -16,6 +16,7 @@ from ..planner.admission_rules import kv_forecast
 from ..planner.admission_rules.kv_forecast import KvForecast, make_forecast
 from ..planner.length_batches.batch_state import RunningRows
 from ..planner.requests import LEFT, ONLINE, RIGHT
+from .bounded_pool import BoundedPool
 from .job_work import JobWork, read_base
 from .length_bias import LengthBias, LengthSums
 from .scheduled_request import ScheduledRequest
@@ -46,6 +47,7 @@ class KvAccounting:
         page_size: tokens in a page.
         mixed: whether decodes and prompts share a step, so that the clock ticks in the
             step that computes a request's prompt.
+        second: the pool that the model has besides that of KV. None if it has none.
 
     Attributes:
         clock: the decode clock.
@@ -62,9 +64,15 @@ class KvAccounting:
     """
 
     def __init__(
-        self, capacity: int, page_size: int = 1, *, mixed: bool = True
+        self,
+        capacity: int,
+        page_size: int = 1,
+        *,
+        mixed: bool = True,
+        second: BoundedPool | None = None,
     ) -> None:
         self.capacity = capacity
+        self.second = second
         self._page_size = page_size
         self._mixed = mixed
         self.clock = 0
@@ -174,6 +182,7 @@ class KvAccounting:
             request.backlog.runs(request)
         self.num_running += 1
         self.kv[request.side] += self.in_pages(request.own + request.steps)
+        self._charge_second(request)
         self._join_forecast(request)
 
     def begin_decoding(self, request: ScheduledRequest) -> None:
@@ -201,6 +210,8 @@ class KvAccounting:
         self._leave_forecast(request)
         if request.prefills_ahead:
             self._no_longer_ahead(request)
+        if self.second is not None:
+            self.second.set_share(request, 0)
         steps = request.steps_done(self.clock)
         self.num_running -= 1
         self.kv[request.side] -= self.in_pages(request.own + steps)
@@ -227,6 +238,7 @@ class KvAccounting:
         self._leave_forecast(request)
         self._no_longer_ahead(request)
         request.est_decode_steps = self.corrected_est_decode_steps(request)
+        self._charge_second(request)
         self._join_forecast(request)
         self._note_row(request)
         if request.backlog is not None:
@@ -238,8 +250,14 @@ class KvAccounting:
         request.prefills_ahead = False
         request.est_decode_steps = request.initial_est_decode_steps
 
+    def _charge_second(self, request: ScheduledRequest) -> None:
+        if self.second is not None:
+            share = self.second.share(request, request.est_decode_steps)
+            self.second.set_share(request, share)
+
     def resize(self, request: ScheduledRequest, own_before: int) -> None:
         """A running request shares more or fewer of its tokens, in whole pages."""
+        self._charge_second(request)
         self.kv[request.side] += request.own - own_before
         self._leave_forecast(request)
         self._join_forecast(request)
@@ -307,6 +325,7 @@ class KvAccounting:
         longer = min(steps + steps // 2 + 16, request.max_decode_steps)
         self._leave_forecast(request)
         request.est_decode_steps = max(longer, steps + 1)
+        self._charge_second(request)
         if request.work is not None:
             request.work.estimate_raised(request)
         # Counted now, since it will end late.
@@ -381,16 +400,27 @@ class KvAccounting:
 
     # Admission ------------------------------------------------------------------------
 
-    def fits(self, request: ScheduledRequest, locked: int, reserved: int) -> bool:
+    def fits(
+        self,
+        request: ScheduledRequest,
+        locked: int,
+        reserved: int,
+        num_prefixes: int = 0,
+    ) -> bool:
         """Whether a waiting request fits, now and by the forecast.
 
         Args:
             locked: tokens of shared prefixes in use once it has joined.
             reserved: KV that has to stay free for others.
+            num_prefixes: the number of these prefixes.
         """
         if self.num_running == 0:
             return True
         steps = self.corrected_est_decode_steps(request)
+        if self.second is not None and not self.second.fits(
+            request, steps, num_prefixes, self.margin
+        ):
+            return False
         held, remaining = self._growth(request, steps, request.steps)
         peak = kv_forecast.peak(self._forecast, self.clock, held, remaining) + locked
         return bool(peak + reserved <= self.capacity * (1.0 - self.margin))

@@ -119,6 +119,16 @@ class OpenJobs:
         return sum(job.uses.locked_tokens for job in self.each)
 
     @property
+    def num_locked(self) -> int:
+        """Shared prefixes that running requests use."""
+        return sum(job.uses.num_locked for job in self.each)
+
+    @property
+    def num_idle(self) -> int:
+        """Prefixes that are pinned for later requests only."""
+        return sum(job.uses.num_idle for job in self.each)
+
+    @property
     def idle_tokens(self) -> int:
         """Tokens of shared prefixes that are pinned for later requests only."""
         return sum(job.uses.idle_tokens for job in self.each)

@@ -54,6 +54,7 @@ class PrefixUses:
         computing: by node, the request that computes it.
         pins: by node, the cache's lock on it.
         locked_tokens: tokens of nodes that running requests use.
+        num_locked: the number of these nodes.
         idle_tokens: tokens of nodes that are pinned for later requests only.
     """
 
@@ -78,7 +79,13 @@ class PrefixUses:
         self._tokens: dict[int, int] = {}  # by node, a hash of the tokens up to it
         self.pins: dict[int, Any] = {}
         self.locked_tokens = 0
+        self.num_locked = 0
         self.idle_tokens = 0
+
+    @property
+    def num_idle(self) -> int:
+        """Nodes that are pinned for later requests only."""
+        return sum(not self._running[node] for node in self.pins)
 
     def arrays(self) -> NodeArrays:
         """All nodes as they are now."""
@@ -134,6 +141,10 @@ class PrefixUses:
             tokens += int(self._length[at])
         return tokens
 
+    def num_newly_locked(self, node: int) -> int:
+        """Nodes of a node's prefix that no running request uses."""
+        return sum(not self._running[at] for at in self.path(node))
+
     def newly_kept(self, node: int) -> int:
         """Pinned tokens of a node's prefix that no running request uses."""
         tokens = 0
@@ -160,6 +171,7 @@ class PrefixUses:
         for node in self.path(request.node):
             self._uses_left[node] -= 1
             if self._running[node] == 0:
+                self.num_locked += 1
                 self.locked_tokens += int(self._length[node])
                 if node in self.pins:
                     self.idle_tokens -= int(self._length[node])
@@ -217,6 +229,7 @@ class PrefixUses:
         for node in self.path(request.node):
             self._running[node] -= 1
             if self._running[node] == 0:
+                self.num_locked -= 1
                 self.locked_tokens -= int(self._length[node])
                 if node in self.pins:
                     self.idle_tokens += int(self._length[node])
@@ -312,6 +325,7 @@ class PrefixUses:
         ]
         released = [self.pins.pop(node) for node in spent]
         self.locked_tokens = int(self._length[self._running > 0].sum(dtype=np.int64))
+        self.num_locked = int(((self._running > 0) & (self._length > 0)).sum())
         self.idle_tokens = sum(
             int(self._length[node]) for node in self.pins if not self._running[node]
         )

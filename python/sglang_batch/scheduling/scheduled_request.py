@@ -75,6 +75,7 @@ class ScheduledRequest:
     bucket: int = 0
     base: int = 0
     final: int = 0
+    pool_share: int = 0  # its units of the second pool
     overrun_at: int = -1  # decode clock at which it outlives its estimate
     cached_node: int = -1  # the deepest of its nodes in the cache, -1 if unknown
     # Nodes of the prefix tree that it computes and followers wait for.

@@ -217,6 +217,10 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "req",
             "SGLang's guess of the KV a running request will take; 0 in ours",
         ),
+        "_swa_new_tokens": (
+            "req",
+            "answer tokens that need room in the pool of windows; 0 in ours",
+        ),
         "_check_prefill_budget": (
             "req, *, extend_input_len, total_tokens, swa_host_hit_length, chunk_limit",
             "requires room for the step's tokens, not for the answer",
@@ -261,12 +265,16 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "register_radix_cache_backend": ("name, factory", "our cache, by its name"),
         "create_unified_radix_cache": ("ctx, *, cache_class", "makes our cache"),
     },
-    # The first four are overridden by PlannedRadixCache, the others called.
+    # The first five are overridden by PlannedRadixCache, the others called.
     "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache": {
         "evict": ("params", "unpins first, in the plan's order"),
         "evict_for_alloc": (
             "params, *, allocation_reclaim_satisfied",
             "the same, when an allocation needs room",
+        ),
+        "checkpoint": (
+            "req, *, up_to, **kwargs",
+            "a leader's prefixes end where their followers need it",
         ),
         "on_release": ("req, *, checkpointed", "a request gives its KV back"),
         "reset": ("", "the tree is emptied: pins are forgotten"),
@@ -274,6 +282,9 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "unlock": ("lock", "unpins it"),
         "match_prefix": ("params", "finds a prefix in the tree"),
         "evictable_size": ("", "KV tokens that can be freed"),
+        "full_evictable_size": ("", "of layers that keep all KV"),
+        "swa_evictable_size": ("", "of sliding-window layers"),
+        "supports_swa": ("", "whether there are such layers"),
         "path_device_indices": ("node", "slots of a prefix, for a resumed request"),
     },
     "sglang.srt.mem_cache.rust_tree_core.adapter:RustUnifiedTreeCore": {

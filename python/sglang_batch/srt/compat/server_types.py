@@ -47,6 +47,7 @@ class ModelConfig(Protocol):
     is_encoder_decoder: bool
     is_multimodal: bool
     is_hybrid_swa: bool
+    full_attention_layer_ids: list[int] | None
     use_ngram_embedding: bool
     use_engram: bool
     attention_arch: AttentionArch
@@ -175,9 +176,10 @@ class MemoryUsage(TypedDict):
 
 
 class OfflineState(TypedDict, total=False):
-    """Our part of a scheduler's state. SGLang's own scheduler has the first four.
+    """Our part of a scheduler's state. SGLang's own scheduler has neither the tier nor jobs.
 
     config: the settings, as text.
+    tier: how much of the plan the model gets, and why not all of it.
     step_tokens: most prompt tokens of a step.
     mixed_chunk: whether a step computes prompts and decodes together.
     page_size: tokens in a page of KV.
@@ -187,6 +189,7 @@ class OfflineState(TypedDict, total=False):
     """
 
     config: str
+    tier: str
     step_tokens: int
     mixed_chunk: bool
     page_size: int

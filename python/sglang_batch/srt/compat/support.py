@@ -1,14 +1,8 @@
-"""Refuses flags and models that the offline scheduler does not support, at startup.
+"""Refuses flags that the offline scheduler does not support, when arguments are parsed.
 
-Each feature listed here would otherwise have no effect, or give wrong results. There are
-two checks:
-
-* :func:`check_supported` checks flags when arguments are parsed.
-* :func:`check_model` checks the model once SGLang has read its configuration, still in
-  the main process and before any worker starts.
-
-``{"scheduler": "stock"}`` in ``--offline-batch-config`` turns off the offline scheduler
-and both checks.
+Each of them would otherwise have no effect, or give wrong results. :mod:`.tiers` has the
+models. ``{"scheduler": "stock"}`` in ``--offline-batch-config`` turns off the offline
+scheduler and the checks of both.
 """
 
 from __future__ import annotations
@@ -21,7 +15,6 @@ from sglang.srt.environ import envs
 
 from ...config import OfflineBatchConfig
 from ...errors import ConfigError
-from .server_types import ModelConfig
 
 # The key of our part in a scheduler's internal state, as in /server_info.
 STATE_KEY: Final = "offline_batch"
@@ -333,52 +326,3 @@ def _flag_error(name: str, value: object, refusal: Refusal) -> str:
         f"{flag} does not work with the offline scheduler: {refusal.reason}; "
         f"{way_out}, or give {STOCK_SCHEDULER}."
     )
-
-
-def check_model(
-    model_config: ModelConfig, *, hybrid_swa_disabled: bool = False
-) -> None:
-    """Refuse models that the offline scheduler does not support.
-
-    hybrid_swa_disabled: all layers keep all KV, whatever their attention window.
-
-    Raises:
-        ConfigError: names the architecture and the alternative, in one sentence.
-    """
-    kind, way_out = _unsupported_kind(model_config, hybrid_swa_disabled)
-    if kind is None:
-        return
-    architecture = (model_config.hf_config.architectures or ["this model"])[0]
-    way_out = f"{way_out}, or give" if way_out else "give"
-    raise ConfigError(
-        f"{architecture} does not work with the offline scheduler: {kind}; "
-        f"{way_out} {STOCK_SCHEDULER}."
-    )
-
-
-def _unsupported_kind(
-    config: ModelConfig, hybrid_swa_disabled: bool
-) -> tuple[str | None, str]:
-    """The reason why a model is unsupported, and an alternative besides the general one."""
-    from sglang.srt.configs.model_config import is_deepseek_dsa
-    from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
-
-    if config.is_encoder_decoder:
-        return "it has an encoder whose KV is not in the prefix cache", ""
-    if uses_ssm_state(config):
-        return "its state-space or linear-attention layers keep state besides KV", ""
-    if config.is_multimodal:
-        return (
-            "its prompts may contain images or sound, whose tokens are not planned",
-            "",
-        )
-    if config.is_hybrid_swa and not hybrid_swa_disabled:
-        return (
-            "its sliding-window layers keep KV in a separate pool",
-            "add --disable-hybrid-swa-memory",
-        )
-    if is_deepseek_dsa(config.hf_config):
-        return "its sparse attention keeps an index besides KV", ""
-    if config.use_ngram_embedding or config.use_engram:
-        return "its n-gram tables keep state per request besides KV", ""
-    return None, ""

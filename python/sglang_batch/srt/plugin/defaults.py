@@ -23,9 +23,9 @@ from ..compat.support import (
     CACHE_BACKEND,
     SET_BY_SGLANG,
     check_host_receive,
-    check_model,
     check_supported,
 )
+from ..compat.tiers import check_model
 from ..engine.cpu_memory import limit_cpu_memory
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from . import serve_help
 
 PLATFORM_GROUP = "sglang.srt.platforms"
 PLATFORM_NAME = "sglang_batch_cpu"
-PLATFORM_CLASS = "sglang_batch.srt.plugin.cpu_platform.TorchNativeCpuPlatform"
+PLATFORM_CLASS = "sglang_batch.srt.cpu.cpu_platform.TorchNativeCpuPlatform"
 
 
 def activate() -> str | None:

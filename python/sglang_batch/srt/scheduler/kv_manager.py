@@ -445,7 +445,8 @@ class KvManager:
         ):
             return None
         locked = self._jobs.locked_tokens + job.uses.newly_locked(request.node)
-        if not self._kv_accounting.fits(request, locked, 0):
+        num_prefixes = self._jobs.num_locked + job.uses.num_newly_locked(request.node)
+        if not self._kv_accounting.fits(request, locked, 0, num_prefixes):
             return None
         back = self._load(offloader, one.kv, need)
         if back is None:

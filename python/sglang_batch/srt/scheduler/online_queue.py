@@ -147,7 +147,8 @@ class OnlineQueue:
             need += self._page_size  # SGLang computes part of it in the same step
         if need > self._pinned.reachable_tokens(need):
             return False
-        return self._kv_accounting.fits(request, self._jobs.locked_tokens, 0)
+        jobs = self._jobs
+        return self._kv_accounting.fits(request, jobs.locked_tokens, 0, jobs.num_locked)
 
     def _make_room(
         self, running_batch: ScheduleBatch, request: ScheduledRequest, rows: int

@@ -270,8 +270,7 @@ class PlanScheduler:
         for jobs in self._jobs.by_priority():
             if not may_join:  # those on the host resume before any new request joins
                 break
-            own = sum(job.uses.locked_tokens for job in jobs)
-            now = now._replace(locked_elsewhere=self._jobs.locked_tokens - own)
+            now = self._locked_elsewhere(now, jobs)
             choice = choose(jobs, self._kv_accounting, now, self._jobs.scan)
             dual = any(job.dual for job in jobs)
             taken = total.room_needed + joined.room_needed
@@ -279,7 +278,7 @@ class PlanScheduler:
                 # There is more room in the step than the plan knew.
                 joined.add(choice)
                 now = self._engine_now(running_batch, online).after(joined)
-                now = now._replace(locked_elsewhere=self._jobs.locked_tokens - own)
+                now = self._locked_elsewhere(now, jobs)
                 choice = choose(jobs, self._kv_accounting, now, self._jobs.scan)
                 taken = total.room_needed + joined.room_needed
             joined.add(choice)
@@ -294,6 +293,15 @@ class PlanScheduler:
             pages = self._kv_accounting.in_pages(some)
             total.add(Choice(tokens=some, page_tokens=pages, room_needed=some))
         return total
+
+    def _locked_elsewhere(self, now: EngineNow, jobs: list[JobState]) -> EngineNow:
+        """Tell of the prefixes that requests of other jobs use."""
+        tokens = sum(job.uses.locked_tokens for job in jobs)
+        number = sum(job.uses.num_locked for job in jobs)
+        return now._replace(
+            locked_elsewhere=self._jobs.locked_tokens - tokens,
+            num_locked_elsewhere=self._jobs.num_locked - number,
+        )
 
     def _restore_prefixes(self, choice: Choice, taken: int) -> bool:
         """Put prefixes that chosen requests would compute back from the host.
@@ -349,6 +357,7 @@ class PlanScheduler:
             rows=free_rows - sum(map(num_rows, online)),
             room=self._cache.free_or_evictable() - taken,
             page_size=self._page_size,
+            window_room=self._pinned.window_room - taken,
             mixed=mixed,
             idle_frees=len(self._jobs) == 1,
             host_room=self._pinned.host_room,

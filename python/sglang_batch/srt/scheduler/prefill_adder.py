@@ -21,6 +21,9 @@ class OfflinePrefillAdder(PrefillAdder):  # type: ignore[misc]
     def _get_running_request_total_token_offset(self, req: Req) -> int:
         return 0
 
+    def _swa_new_tokens(self, req: Req) -> int:
+        return 0
+
     def _check_prefill_budget(
         self, req: Req, *, extend_input_len: int, total_tokens: int, **kwargs: object
     ) -> object:

@@ -212,6 +212,13 @@ class RequestRegistry:
     def known(self, req: Req) -> Known | None:
         return self._known.get(req.rid)
 
+    def leading_ends(self, req: Req) -> list[int]:
+        """Where the prefixes end that a request computes for others, ascending."""
+        job, request = self._known.get(req.rid) or (None, None)
+        if job is None or request is None:
+            return []
+        return sorted(int(job.uses.depth[node]) for node in request.leading)
+
     @property
     def reqs(self) -> list[Req]:
         """SGLang's requests of all jobs, and the online ones that run."""

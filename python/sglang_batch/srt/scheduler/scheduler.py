@@ -59,9 +59,12 @@ from ..compat.scheduler_types import (
 )
 from ..compat.server_types import OfflineArgs
 from ..compat.support import STATE_KEY
+from ..compat.tiers import ModelTier, model_tier
 from .kv.host_prefixes import HostPrefixes, Prompt
+from .kv.offload_support import why_unsupported
 from .kv.offloading import make_offloader
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
+from .kv.second_pool import second_pool
 from .kv_manager import KvManager
 from .mixed_batch import with_decodes
 from .online_queue import OnlineQueue
@@ -147,6 +150,14 @@ class OfflineScheduler(MarkedScheduler):
     batch_result_processor: SchedulerBatchResultProcessor
     load_inquirer: SchedulerLoadInquirer
 
+    tier: ModelTier
+
+    def get_init_info(self) -> dict[str, object]:
+        info = super().get_init_info()
+        if get_parallel().tp_rank == 0 and not get_parallel().dp_rank:
+            logger.info("%s.", self.tier)
+        return info
+
     def init_schedule_policy(self) -> None:
         super().init_schedule_policy()
         self.policy = OfflineSchedulePolicy(
@@ -192,10 +203,14 @@ class OfflineScheduler(MarkedScheduler):
             int(self.max_total_num_tokens),
             page_size,
             mixed=bool(self.is_mixed_chunk),
+            second=second_pool(cache, self.token_to_kv_pool_allocator, step_tokens),
         )
         self.recorder = self._make_recorder(cache)
         self.offloader = make_offloader(self, self.server_args.offline_config)
         offloader = self.offloader
+        self.tier = model_tier(self.model_config)
+        if obstacle := why_unsupported(self):
+            self.tier = self.tier.without_offloading(obstacle)
         host = HostPrefixes(cache, offloader) if offloader is not None else None
         pinned = PinnedPrefixes(cache, self.jobs, host)
         self.prefixes = SharedPrefixes(cache, pinned)
@@ -212,7 +227,7 @@ class OfflineScheduler(MarkedScheduler):
             share=not cache.disable,
             both_ends=not self.is_decode_only,
         )
-        cache.attach(pinned, self.registry.released)
+        cache.attach(pinned, self.registry.released, self.registry.leading_ends)
         self.kv_manager = KvManager(
             self,
             jobs=self.jobs,
@@ -277,6 +292,7 @@ class OfflineScheduler(MarkedScheduler):
     def _offline_state(self) -> dict[str, object]:
         """The settings, the current state and the totals, for ``/server_info``."""
         state = super()._offline_state() | {
+            "tier": str(self.tier),
             "jobs": len(self.jobs),
             "waiting": self._num_waiting,
             "offloaded_now": self.kv_manager.num_on_host,

@@ -85,20 +85,18 @@ class OffloadedRequest:
 def make_offloader(
     scheduler: OffloadingScheduler, config: OfflineBatchConfig
 ) -> KvOffloader | None:
-    """An offloader. None, with a warning in the log, where KV cannot be moved to the
-    host; SGLang then retracts requests.
+    """An offloader. None where KV cannot be moved to the host; SGLang then retracts
+    requests.
 
     Raises:
         EngineError: the memory that the settings name is not there.
     """
-    obstacle = why_unsupported(scheduler)
-    if obstacle is None:
-        offloader = KvOffloader(scheduler, config.offload_bytes)
-        if config.prefetch_bytes:
-            offloader.prefetch = _make_prefetch(offloader.pool, config)
-        return offloader
-    logger.warning("Requests cannot be offloaded to the host with %s.", obstacle)
-    return None
+    if why_unsupported(scheduler) is not None:
+        return None
+    offloader = KvOffloader(scheduler, config.offload_bytes)
+    if config.prefetch_bytes:
+        offloader.prefetch = _make_prefetch(offloader.pool, config)
+    return offloader
 
 
 def _make_prefetch(pool: HostPool, config: OfflineBatchConfig) -> KvPrefetch:

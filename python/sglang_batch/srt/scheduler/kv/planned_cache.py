@@ -42,6 +42,9 @@ from ...compat.scheduler_types import EvictResult, PrefixMatch, Req, TreeLock
 from ...compat.support import CACHE_BACKEND
 from .host_prefixes import BLOCK, HostPrefixes, Prompt
 
+# Tokens of sliding-window layers that can be had in a model without such layers.
+NO_LIMIT = 1 << 62
+
 
 class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     """A radix cache that unpins prefixes in the order of the plan before it evicts.
@@ -53,9 +56,13 @@ class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     evicted_tokens = 0
     _pinned: PinnedPrefixes | None = None
     _released: Callable[[Req, bool], None] | None = None
+    _ends: Callable[[Req], list[int]] | None = None
 
     def attach(
-        self, pinned: PinnedPrefixes, released: Callable[[Req, bool], None]
+        self,
+        pinned: PinnedPrefixes,
+        released: Callable[[Req, bool], None],
+        ends: Callable[[Req], list[int]],
     ) -> None:
         """Evict by the plan from now on. SGLang makes the cache before the scheduler
         that has the plan.
@@ -63,20 +70,34 @@ class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         Args:
             released: called with each request that gives its KV back, and whether the
                 tree keeps the KV that it computed.
+            ends: where the prefixes end that a request computes for others, ascending.
         """
         self._pinned = pinned
         self._released = released
+        self._ends = ends
+
+    def checkpoint(self, req: Req, *, up_to: int, **kwargs: object) -> None:
+        """Put what a request has computed into the tree.
+
+        Of sliding-window layers the tree keeps only the window before the end. So a
+        leader's tokens are put there in parts, each of which ends where others need it.
+        """
+        if self._ends is not None and self.supports_swa() and not req.finished():
+            for end in self._ends(req):
+                if req.kv.cache_protected_len < end < up_to:
+                    super().checkpoint(req, up_to=end, **kwargs)
+        super().checkpoint(req, up_to=up_to, **kwargs)
 
     def evict(self, params: EvictParams) -> EvictResult:
         if self._pinned is not None:
-            self._pinned.unpin_until_evictable(params.num_tokens)
+            self._pinned.unpin_until_evictable(params.num_tokens, params.swa_num_tokens)
         result: EvictResult = super().evict(params)
         self.evicted_tokens += result.num_tokens_evicted
         return result
 
     def evict_for_alloc(self, params: EvictParams, **kwargs: object) -> EvictResult:
         if self._pinned is not None:
-            self._pinned.unpin_until_evictable(params.num_tokens)
+            self._pinned.unpin_until_evictable(params.num_tokens, params.swa_num_tokens)
         result: EvictResult = super().evict_for_alloc(params, **kwargs)
         self.evicted_tokens += result.num_tokens_evicted
         return result
@@ -92,9 +113,21 @@ class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         super().reset()
 
     def free_or_evictable(self) -> int:
-        """Tokens of KV that can be allocated without removing a pin."""
-        available = self.token_to_kv_pool_allocator.available_size()
-        return int(available + self.evictable_size())
+        """Tokens of KV that can be allocated without removing a pin.
+
+        Of a model with windows, in the layers that keep all KV.
+        """
+        allocator = self.token_to_kv_pool_allocator
+        if self.supports_swa():
+            return int(allocator.full_available_size() + self.full_evictable_size())
+        return int(allocator.available_size() + self.evictable_size())
+
+    def free_or_evictable_windows(self) -> int:
+        """The same for sliding-window layers. Without such layers no limit."""
+        if not self.supports_swa():
+            return NO_LIMIT
+        available = self.token_to_kv_pool_allocator.swa_available_size()
+        return int(available + self.swa_evictable_size())
 
     def lock_prefix(self, req: Req, num_tokens: int) -> TreeLock | None:
         """Lock the first ``num_tokens`` of a request's prompt in the tree.
@@ -174,15 +207,26 @@ class PinnedPrefixes:
 
     # Eviction -------------------------------------------------------------------------
 
-    def unpin_until_evictable(self, num_tokens: int) -> None:
-        """Unpin prefixes until the cache can evict ``num_tokens``, or none is left."""
-        while self._cache.evictable_size() < num_tokens:
+    def unpin_until_evictable(self, num_tokens: int, num_in_windows: int = 0) -> None:
+        """Unpin prefixes until the cache can evict ``num_tokens``, or none is left.
+
+        Args:
+            num_in_windows: tokens of sliding-window layers.
+        """
+        cache = self._cache
+        while cache.evictable_size() < num_tokens or (
+            num_in_windows and cache.swa_evictable_size() < num_in_windows
+        ):
             if not self.unpin_furthest():
                 return
 
     def unpin_until_free(self, num_tokens: int) -> None:
         """Unpin prefixes until ``num_tokens`` can be allocated, or none is left."""
-        while self._cache.free_or_evictable() < num_tokens:
+        cache = self._cache
+        while (
+            min(cache.free_or_evictable(), cache.free_or_evictable_windows())
+            < num_tokens
+        ):
             if not self.unpin_furthest():
                 return
 
@@ -236,8 +280,20 @@ class PinnedPrefixes:
         """
         if len(self._jobs) > 1:
             self.unpin_until_free(num_tokens)
-            return self._cache.free_or_evictable()
-        return self._cache.free_or_evictable() + self._jobs.idle_tokens
+        idle = self._jobs.idle_tokens if len(self._jobs) == 1 else 0
+        return min(self._cache.free_or_evictable() + idle, self.window_room)
+
+    @property
+    def window_room(self) -> int:
+        """Tokens of sliding-window layers that can be had, by unpinning if need be.
+
+        Without such layers no limit. Windows may overlap, so it may be less.
+        """
+        room = self._cache.free_or_evictable_windows()
+        if room == NO_LIMIT or len(self._jobs) > 1:
+            return room
+        window = int(self._cache.swa_retain_window + self._cache.page_size)
+        return room + self._jobs.num_idle * window
 
 
 def register() -> None:

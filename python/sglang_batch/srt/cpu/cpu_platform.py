@@ -1,4 +1,4 @@
-"""The platform that :func:`sglang_batch.srt.plugin.platform.activate` names."""
+"""The platform that ``sglang_batch.srt.plugin.platform.activate`` names."""
 
 from __future__ import annotations
 
@@ -31,3 +31,9 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False
+
+    def init_backend(self) -> None:
+        # Imported where a model is: it imports torch.
+        from . import cpu_attention
+
+        cpu_attention.register()

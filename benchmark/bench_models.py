@@ -1,0 +1,30 @@
+"""Models that keep more than plain KV, under the plan.
+
+    python benchmark/bench_models.py             all parts
+    python benchmark/bench_models.py windows     some of them
+    python benchmark/bench_models.py --list      what each measures
+
+Each part is a module of ``benchmark/model_parts``. Engines run on tiny random checkpoints, with
+little KV. The last line is one JSON document. The exit status is 1 if a target is missed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# Before torch is imported by a part, and for the engines it starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from parts_main import Parts, run_parts
+
+PARTS = Parts(
+    __doc__.partition("\n")[0],
+    package="model_parts",
+    names=("families", "windows"),
+    results="models.json",
+)
+
+
+if __name__ == "__main__":
+    sys.exit(run_parts(PARTS))

@@ -1,0 +1,212 @@
+"""How much of the plan each kind of model gets.
+
+*Full*: everything. *Planned*: the order of the plan, each shared prefix computed once,
+admission by the forecast of KV and eviction by the plan, but without what the model's state
+does not allow. *Refused*: what would be wrong; the error names the way out.
+
+:data:`MODEL_KINDS` is the table. The log of a starting server has the tier of its model in one
+line, ``/server_info`` has it, and the tables in docs/models.md are made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from ...errors import ConfigError
+from .server_types import ModelConfig
+from .support import STOCK_SCHEDULER
+
+
+class Tier(StrEnum):
+    """How much of the plan a model gets. See the module."""
+
+    FULL = "full"
+    PLANNED = "planned"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKind:
+    """A kind of model that keeps more than plain KV.
+
+    name: as the tables have it.
+    tier: planned or refused.
+    found: whether a model is of this kind.
+    reason: completes "offloading is off because" and "does not work: ".
+    way_out: what to do besides taking the stock scheduler. May be empty.
+    """
+
+    name: str
+    tier: Tier
+    found: Callable[[ModelConfig], bool]
+    reason: str
+    way_out: str = ""
+
+
+def _encoder_decoder(config: ModelConfig) -> bool:
+    return config.is_encoder_decoder
+
+
+def _recurrent(config: ModelConfig) -> bool:
+    from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
+
+    return bool(uses_ssm_state(config))
+
+
+def _multimodal(config: ModelConfig) -> bool:
+    return config.is_multimodal
+
+
+def _compressed(config: ModelConfig) -> bool:
+    from sglang.srt.configs.model_config import is_deepseek_v4
+
+    return bool(is_deepseek_v4(config.hf_config))
+
+
+def _windows(config: ModelConfig) -> bool:
+    return config.is_hybrid_swa
+
+
+def _only_windows(config: ModelConfig) -> bool:
+    full = config.full_attention_layer_ids
+    return config.is_hybrid_swa and full is not None and len(full) == 0
+
+
+def _sparse(config: ModelConfig) -> bool:
+    from sglang.srt.configs.model_config import is_deepseek_dsa
+
+    return bool(is_deepseek_dsa(config.hf_config))
+
+
+def _ngrams(config: ModelConfig) -> bool:
+    return config.use_ngram_embedding or config.use_engram
+
+
+# The first that is refused decides; otherwise all that are found.
+MODEL_KINDS: tuple[ModelKind, ...] = (
+    ModelKind(
+        "encoder-decoder",
+        Tier.REFUSED,
+        _encoder_decoder,
+        "it has an encoder whose KV is not in the prefix cache",
+    ),
+    ModelKind(
+        "state-space or linear-attention layers",
+        Tier.REFUSED,
+        _recurrent,
+        "its state-space or linear-attention layers keep state besides KV",
+    ),
+    ModelKind(
+        "images, video or sound in prompts",
+        Tier.REFUSED,
+        _multimodal,
+        "its prompts may contain images or sound, whose tokens are not planned",
+    ),
+    ModelKind(
+        "compressed KV (DeepSeek V4)",
+        Tier.REFUSED,
+        _compressed,
+        "it keeps compressed KV and a ring of recent tokens per request, which the "
+        "plan does not count",
+    ),
+    ModelKind(
+        "sliding-window layers only",
+        Tier.REFUSED,
+        _only_windows,
+        "all its layers have sliding windows, so no prefix is kept whole",
+        "add --disable-hybrid-swa-memory",
+    ),
+    ModelKind(
+        "sliding-window layers with a pool of their own",
+        Tier.PLANNED,
+        _windows,
+        "its sliding-window layers keep KV in a separate pool",
+    ),
+    ModelKind(
+        "sparse attention (DeepSeek V3.2)",
+        Tier.PLANNED,
+        _sparse,
+        "its sparse attention keeps an index besides KV",
+    ),
+    ModelKind(
+        "n-gram embeddings",
+        Tier.PLANNED,
+        _ngrams,
+        "its n-gram tables keep state per request besides KV",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTier:
+    """The tier of one model.
+
+    reasons: why it is not full. Empty if it is.
+    way_out: of a refused model, besides the stock scheduler. May be empty.
+    """
+
+    architecture: str
+    tier: Tier
+    reasons: tuple[str, ...] = ()
+    way_out: str = ""
+
+    def __str__(self) -> str:
+        line = f"{self.architecture}: {self.tier}"
+        if self.tier is Tier.PLANNED:
+            line += f"; offloading is off because {' and '.join(self.reasons)}"
+        return line
+
+    def without_offloading(self, obstacle: str) -> ModelTier:
+        """The tier on a server that cannot offload because of ``obstacle``."""
+        if self.tier is not Tier.FULL:
+            return self
+        return replace(self, tier=Tier.PLANNED, reasons=(f"of {obstacle}",))
+
+
+def model_tier(config: ModelConfig, *, hybrid_swa_disabled: bool = False) -> ModelTier:
+    """The tier of a model.
+
+    hybrid_swa_disabled: all layers keep all KV, whatever their attention window.
+    """
+    architecture = (config.hf_config.architectures or ["this model"])[0]
+    reasons = []
+    for kind in MODEL_KINDS:
+        if kind.found in (_windows, _only_windows) and hybrid_swa_disabled:
+            continue
+        if kind.found(config):
+            if kind.tier is Tier.REFUSED:
+                return ModelTier(architecture, kind.tier, (kind.reason,), kind.way_out)
+            reasons.append(kind.reason)
+    tier = Tier.PLANNED if reasons else Tier.FULL
+    return ModelTier(architecture, tier, tuple(reasons))
+
+
+def check_model(config: ModelConfig, *, hybrid_swa_disabled: bool = False) -> ModelTier:
+    """The tier of a model that works with the offline scheduler.
+
+    hybrid_swa_disabled: as of :func:`model_tier`.
+
+    Raises:
+        ConfigError: the model is refused. Names the architecture and the way out.
+    """
+    found = model_tier(config, hybrid_swa_disabled=hybrid_swa_disabled)
+    if found.tier is not Tier.REFUSED:
+        return found
+    way_out = f"{found.way_out}, or give" if found.way_out else "give"
+    raise ConfigError(
+        f"{found.architecture} does not work with the offline scheduler: "
+        f"{found.reasons[0]}; {way_out} {STOCK_SCHEDULER}."
+    )
+
+
+def kinds_table() -> str:
+    """The kinds of models and their tiers, as a Markdown table."""
+    lines = ["| kind of model | tier | why |", "|---|---|---|"]
+    lines.append("| KV of all tokens, nothing else | full | |")
+    for kind in MODEL_KINDS:
+        why = f"{kind.reason}; {kind.way_out}" if kind.way_out else kind.reason
+        off = "" if kind.tier is Tier.REFUSED else ", without offloading"
+        lines.append(f"| {kind.name} | {kind.tier}{off} | {why} |")
+    return "\n".join(lines)

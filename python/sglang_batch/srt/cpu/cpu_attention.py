@@ -1,0 +1,168 @@
+"""Attention in PyTorch for layers that SGLang's ``torch_native`` backend gets wrong.
+
+That backend reads a sliding-window layer's KV at the places of the other layers' KV, though
+the layer has a pool of its own, and it knows no attention sinks. Such layers are computed
+here, and all others by SGLang.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+# Backends that SGLang chooses for some models whatever the device is.
+NAMES = ("torch_native", "triton")
+
+
+class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
+    """SGLang's backend, with window pools and sinks."""
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        if sinks is None and not self._has_own_pool(layer):
+            stock: torch.Tensor = super().forward_extend(
+                q, k, v, layer, forward_batch, save_kv_cache
+            )
+            return stock
+        counts = forward_batch.extend_seq_lens.tolist()
+        return self._forward(
+            q, k, v, layer, forward_batch, save_kv_cache, sinks, counts
+        )
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        if sinks is None and not self._has_own_pool(layer):
+            stock: torch.Tensor = super().forward_decode(
+                q, k, v, layer, forward_batch, save_kv_cache
+            )
+            return stock
+        counts = [1] * len(forward_batch.seq_lens)
+        return self._forward(
+            q, k, v, layer, forward_batch, save_kv_cache, sinks, counts
+        )
+
+    def _has_own_pool(self, layer: Any) -> bool:
+        if not self.use_sliding_window_kv_pool:
+            return False
+        _, windowed = self.token_to_kv_pool.layers_mapping[layer.layer_id]
+        return bool(windowed)
+
+    def _forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+        sinks: torch.Tensor | None,
+        counts: list[int],
+    ) -> torch.Tensor:
+        """Write KV, then attend request by request.
+
+        q: ``[num_tokens, num_heads * head_dim]``, of each request ``counts`` tokens.
+        sinks: logits of which the softmax takes account ``[num_heads]``, or None.
+
+        Returns:
+            ``[num_tokens, num_heads * v_head_dim]``.
+        """
+        pool = self.token_to_kv_pool
+        if save_kv_cache and k is not None and v is not None:
+            places = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+            pool.set_kv_buffer(layer, places, k, v)
+        keys, values = pool.get_kv_buffer(layer.layer_id)
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        rows = forward_batch.req_pool_indices.tolist()
+        lengths = forward_batch.seq_lens.tolist()
+        outputs = []
+        begin = 0
+        for row, length, count in zip(rows, lengths, counts, strict=True):
+            at = self.req_to_token_pool.req_to_token[row, :length].to(torch.int64)
+            if self._has_own_pool(layer):
+                at = pool.translate_loc_from_full_to_swa(at).to(torch.int64)
+            outputs.append(
+                attend(
+                    queries[begin : begin + count],
+                    keys[at].to(q.dtype),
+                    values[at].to(q.dtype),
+                    scale=layer.scaling,
+                    window=layer.sliding_window_size,
+                    sinks=sinks,
+                )
+            )
+            begin += count
+        return torch.cat(outputs).flatten(1)
+
+
+def attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Causal attention of the last tokens of one request.
+
+    queries: ``[num_queries, num_heads, head_dim]``.
+    keys, values: ``[num_tokens, num_kv_heads, dim]``, ``num_heads`` is a multiple.
+    window: tokens before each query that it sees. None or negative: all of them.
+    sinks: ``[num_heads]`` or None.
+
+    Returns:
+        ``[num_queries, num_heads, dim]``.
+    """
+    num_queries, num_tokens = len(queries), len(keys)
+    shared = queries.shape[1] // keys.shape[1]
+    keys = keys.repeat_interleave(shared, 1)
+    values = values.repeat_interleave(shared, 1)
+    logits = torch.einsum("qhd,khd->hqk", queries, keys) * scale
+    query_at = torch.arange(num_tokens - num_queries, num_tokens).unsqueeze(1)
+    key_at = torch.arange(num_tokens).unsqueeze(0)
+    hidden = key_at > query_at
+    if window is not None and window >= 0:
+        hidden |= key_at < query_at - window
+    logits = logits.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(logits.dtype).view(-1, 1, 1).expand(-1, num_queries, 1)
+        logits = torch.cat([logits, column], -1)
+    weights = logits.softmax(-1)[..., :num_tokens]
+    # KV outside of the window may have been overwritten; its weight is 0.
+    return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+def make_backend(model_runner: Any) -> TorchNativeAttnBackend:
+    """SGLang's backend where it is right, and ours where it is not."""
+    model = model_runner.model_config
+    if model_runner.is_hybrid_swa or model.has_attention_sinks:
+        return CpuAttention(model_runner)
+    return TorchNativeAttnBackend(model_runner)
+
+
+def register() -> None:
+    """Make the backend under the names that SGLang chooses."""
+    for name in NAMES:
+        register_attention_backend(name)(make_backend)

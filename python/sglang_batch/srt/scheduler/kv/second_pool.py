@@ -1,0 +1,33 @@
+"""The pool besides that of KV that some models have, for admission."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.environ import envs
+
+from ....scheduling.bounded_pool import BoundedPool
+from .planned_cache import PlannedRadixCache
+
+
+def second_pool(
+    cache: PlannedRadixCache, allocator: Any, step_tokens: int
+) -> BoundedPool | None:
+    """The pool of sliding-window layers. None if the model has none.
+
+    SGLang frees what has left a request's window every few steps of its decodes, and what a
+    prompt leaves behind after the step that computes it.
+    """
+    if not cache.supports_swa():
+        return None
+    page = int(allocator.page_size)
+    window = -(-int(cache.swa_retain_window) // page) * page + page
+    late = max(1, envs.SGLANG_SWA_EVICTION_INTERVAL.get())
+    capacity = int(allocator.size_swa)
+    return BoundedPool(
+        capacity - min(step_tokens, capacity // 2),
+        row_units=page,
+        prompt_tokens=window,
+        answer_tokens=window + late,
+        prefix_tokens=window,
+    )

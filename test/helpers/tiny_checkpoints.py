@@ -1,0 +1,48 @@
+"""Checkpoints of tiny random models for SGLang, with the demo model's tokenizer."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import tiny_model
+
+WINDOW = 32
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": WINDOW,
+    },
+    "gemma3_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": WINDOW,
+    },
+}
+"""Fields of the configurations that differ from those of ``tiny_models``."""
+
+# SGLang's own choices for these models need a GPU.
+ARGUMENTS = {"gpt_oss": ("--moe-runner-backend=triton",)}
+# The ends of an answer that the demo model has.
+ENDS = [257, 263]
+
+
+def write_checkpoint(model_type: str, path: Path, demo_model: Path) -> Path:
+    """A checkpoint with weights that bfloat16 holds: SGLang keeps some of them in it."""
+    fields = {"max_position_embeddings": 2048, **CHECKPOINTS[model_type]}
+    model = tiny_model(model_type, **fields)
+    torch.manual_seed(0)
+    for name, weight in model.named_parameters():
+        if name.endswith("sinks"):
+            weight.data.normal_()
+        weight.data = weight.data.bfloat16().float()
+    model.config.eos_token_id = ENDS
+    model.generation_config.eos_token_id = ENDS
+    model.save_pretrained(path)
+    for file in demo_model.iterdir():
+        if "token" in file.name or "chat" in file.name:
+            shutil.copy(file, path)
+    return path

@@ -1,0 +1,77 @@
+"""The tier of each kind of model, in the table, in the log and in the docs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang.srt.configs.model_config import ModelConfig
+from tiny_models import tiny_config
+
+from sglang_batch.errors import ConfigError
+from sglang_batch.srt.compat.tiers import (
+    MODEL_KINDS,
+    Tier,
+    check_model,
+    kinds_table,
+    model_tier,
+)
+
+DOCS = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+def read(model_type: str, path: Path, architecture: str, **values: Any) -> Any:
+    """SGLang's own configuration of a tiny model."""
+    config = tiny_config(model_type)
+    config.architectures = [architecture]
+    for name, value in values.items():
+        setattr(config, name, value)
+    config.save_pretrained(path)
+    return ModelConfig(str(path), dtype="float32")
+
+
+def test_tiers_of_real_configurations(tmp_path: Path) -> None:
+    llama = read("llama", tmp_path / "a", "LlamaForCausalLM")
+    assert str(model_tier(llama)) == "LlamaForCausalLM: full"
+    gpt_oss = read("gpt_oss", tmp_path / "b", "GptOssForCausalLM")
+    assert model_tier(gpt_oss).tier is Tier.PLANNED
+    assert str(model_tier(gpt_oss)) == (
+        "GptOssForCausalLM: planned; offloading is off because its sliding-window "
+        "layers keep KV in a separate pool"
+    )
+    assert model_tier(gpt_oss, hybrid_swa_disabled=True).tier is Tier.FULL
+
+
+def test_an_index_besides_kv_is_planned(tmp_path: Path) -> None:
+    sparse = {"index_topk": 64, "index_head_dim": 32, "index_n_heads": 2}
+    config = read("deepseek_v3", tmp_path / "a", "DeepseekV32ForCausalLM", **sparse)
+    assert model_tier(config).tier is Tier.PLANNED
+    plain = read("deepseek_v3", tmp_path / "b", "DeepseekV3ForCausalLM")
+    assert model_tier(plain).tier is Tier.FULL
+
+
+def test_a_server_that_cannot_offload_is_planned(tmp_path: Path) -> None:
+    llama = read("llama", tmp_path / "a", "LlamaForCausalLM")
+    found = model_tier(llama).without_offloading("disaggregation")
+    assert str(found) == (
+        "LlamaForCausalLM: planned; offloading is off because of disaggregation"
+    )
+
+
+def test_windows_only_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    layers = ["sliding_attention"] * 2
+    config = read("gpt_oss", tmp_path / "a", "GptOssForCausalLM", layer_types=layers)
+    with pytest.raises(ConfigError, match="add --disable-hybrid-swa-memory, or give"):
+        check_model(config)
+    assert check_model(config, hybrid_swa_disabled=True).tier is Tier.FULL
+
+
+def test_each_kind_says_why_in_one_sentence() -> None:
+    for kind in MODEL_KINDS:
+        assert kind.tier is not Tier.FULL
+        assert kind.reason and not kind.reason.endswith(".")
+
+
+def test_docs_have_the_table() -> None:
+    assert kinds_table() in DOCS.read_text()

@@ -33,6 +33,8 @@ class FakePrepared:
     max_new_tokens: int | None = None
     ignore_eos: bool = False
     shareable_len: int | None = None
+    adapter: str = ""
+    namespace: str = ""
 
 
 class FakeEngine:

@@ -44,6 +44,16 @@ class _PreparedLine:
         return ids
 
     @property
+    def adapter(self) -> str:
+        name: str = self.prepared.adapter
+        return name
+
+    @property
+    def namespace(self) -> str:
+        name: str = self.prepared.namespace
+        return name
+
+    @property
     def shareable_len(self) -> int | None:
         most: int | None = self.prepared.shareable_len
         return most

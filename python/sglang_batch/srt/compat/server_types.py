@@ -104,6 +104,7 @@ class EngineRequest(Protocol):
     input_ids: TokenIds
     text: str | list[str] | None
     sampling_params: JsonObject | list[JsonObject] | None
+    lora_path: str | list[str | None] | None
     is_single: bool
     batch_size: int
 

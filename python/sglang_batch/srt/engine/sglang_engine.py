@@ -71,6 +71,14 @@ class Prepared:
     def shareable_len(self) -> int | None:
         return shareable_len(self.adapted)
 
+    @property
+    def adapter(self) -> str:
+        return _of_first(self.adapted.lora_path) or ""
+
+    @property
+    def namespace(self) -> str:
+        return namespace_of(self.adapted)
+
 
 class PrefillPairing(Protocol):
     """The prefill servers of a decode server."""
@@ -418,6 +426,20 @@ def shareable_len(request: Any) -> int | None:
     start = _of_first(getattr(request, "logprob_start_len", None))
     # A value of another type is the request's error, once it is sent.
     return start if wanted and isinstance(start, int) and start >= 0 else None
+
+
+def namespace_of(request: Any) -> str:
+    """What the cache's keys of a request's first prompt are made of, besides its tokens.
+
+    Args:
+        request: SGLang's request, or its message to the scheduler.
+    """
+    keys = [_of_first(getattr(request, name, None)) for name in _CACHE_KEYS]
+    return repr(keys) if any(keys) else ""
+
+
+# A request names its adapter by ``lora_path``, a message by ``lora_id``.
+_CACHE_KEYS = ("cache_salt", "extra_key", "lora_path", "lora_id")
 
 
 def _of_first(value: Any) -> Any:

@@ -9,6 +9,8 @@ from sglang.srt.platforms.interface import (
     SRTPlatform,
 )
 
+from .cpu.pageable_memory import use_pageable_memory
+
 
 class TorchNativeCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     """Serves on a CPU with torch-native ops only.
@@ -31,3 +33,6 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False
+
+    def init_backend(self) -> None:
+        use_pageable_memory()

@@ -1,0 +1,33 @@
+"""The models and features of today under the plan, against what is promised of them.
+
+    python benchmark/bench_models.py              all parts
+    python benchmark/bench_models.py adapters     some of them
+    python benchmark/bench_models.py --list       what each measures
+
+Each part is a module of ``benchmark/models_parts``. Engines run on this machine, with tiny
+random checkpoints. The last line is one JSON document. The exit status is 1 if a target is
+missed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+# Before torch is imported by a part, and for the engines it starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.append(str(Path(__file__).parents[1] / "test" / "helpers"))
+
+from parts_main import Parts, run_parts
+
+PARTS = Parts(
+    __doc__.partition("\n")[0],
+    package="models_parts",
+    names=("adapters",),
+    results="models.json",
+)
+
+
+if __name__ == "__main__":
+    sys.exit(run_parts(PARTS))

@@ -1,0 +1,1 @@
+"""What SGLang lacks where there is no accelerator."""

@@ -24,7 +24,7 @@ from parts_main import Parts, run_parts
 PARTS = Parts(
     __doc__.partition("\n")[0],
     package="models_parts",
-    names=("adapters",),
+    names=("adapters", "images"),
     results="models.json",
 )
 

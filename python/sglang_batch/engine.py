@@ -39,6 +39,11 @@ class PreparedRequest(Protocol):
         ...
 
     @property
+    def has_media(self) -> bool:
+        """Whether it has images or the like, so that it is kept on disk."""
+        ...
+
+    @property
     def adapter(self) -> str:
         """The LoRA adapter that it runs with, or "" for the model alone."""
         ...

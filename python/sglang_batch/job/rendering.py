@@ -121,7 +121,7 @@ class JobRenderer:
                     continue
                 stored = None
                 kept = len(spool) < KEPT_REQUESTS and spool.num_tokens <= KEPT_TOKENS
-                if kept:
+                if kept and not prepared.has_media:
                     self._kept[request.index] = prepared
                 else:
                     stored = self._engine.stored(prepared)

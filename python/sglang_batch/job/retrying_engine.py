@@ -44,6 +44,11 @@ class _PreparedLine:
         return ids
 
     @property
+    def has_media(self) -> bool:
+        has: bool = self.prepared.has_media
+        return has
+
+    @property
     def adapter(self) -> str:
         name: str = self.prepared.adapter
         return name

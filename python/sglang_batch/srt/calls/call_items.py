@@ -56,6 +56,10 @@ class CallItem:
         return shareable_len(self.message)
 
     @property
+    def has_media(self) -> bool:
+        return False  # calls with media are not planned
+
+    @property
     def adapter(self) -> str:
         return self.message.lora_id or ""
 

@@ -239,6 +239,8 @@ class TokenizerManager(Protocol):
     is_pause: bool
     rid_to_state: Mapping[str, object]
     context_len: int
+    mm_processor: Any
+    max_req_input_len: int | None
     serving_chat_class: Callable[..., ServingHandler]
     _result_dispatcher: ResultDispatcher
 

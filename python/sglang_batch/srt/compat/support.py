@@ -358,11 +358,6 @@ def _unsupported_kind(
         return "it has an encoder whose KV is not in the prefix cache", ""
     if uses_ssm_state(config):
         return "its state-space or linear-attention layers keep state besides KV", ""
-    if config.is_multimodal:
-        return (
-            "its prompts may contain images or sound, whose tokens are not planned",
-            "",
-        )
     if config.is_hybrid_swa and not hybrid_swa_disabled:
         return (
             "its sliding-window layers keep KV in a separate pool",

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, cast
 
 from sglang.srt.managers.io_struct import GenerateReqInput
@@ -38,6 +38,8 @@ from .body_checks import parse_body
 from .checks.request_checks import check_line
 from .endpoints import Converted, ServingEndpoints
 from .machine import machine_of
+from .media.media_sources import check_sources
+from .media.media_tokens import media_token_ids
 from .responses import abort_reason, aborted, output_of, rejection
 from .serving_call import HoldingManager, ServingCall
 from .stored_request import load, store
@@ -70,6 +72,10 @@ class Prepared:
     @property
     def shareable_len(self) -> int | None:
         return shareable_len(self.adapted)
+
+    @property
+    def has_media(self) -> bool:
+        return self.adapted.contains_mm_input()
 
     @property
     def adapter(self) -> str:
@@ -288,9 +294,28 @@ class SGLangEngine:
         await self._endpoints.open(request.url)
         if len(request.body) <= SHORT_BODY:
             await asyncio.sleep(0)  # let other tasks run between two requests
-            return self._prepare(request, rid, tokenize)
-        # Templates and tokenizers take milliseconds, so off the event loop, as online.
-        return await asyncio.to_thread(self._prepare, request, rid, tokenize)
+            prepared = self._prepare(request, rid, tokenize)
+        else:
+            # Templates and tokenizers take milliseconds, so off the event loop, as online.
+            prepared = await asyncio.to_thread(self._prepare, request, rid, tokenize)
+        if isinstance(prepared, RequestOutput) or not prepared.has_media:
+            return prepared
+        return await self._with_media(prepared, tokenize)
+
+    async def _with_media(
+        self, prepared: Prepared, tokenize: bool
+    ) -> Prepared | RequestOutput:
+        manager = self._tokenizer_manager
+        try:
+            check_sources(
+                prepared.adapted, manager.server_args.offline_config.media_sources
+            )
+            if not tokenize or manager.mm_processor is None:
+                return prepared
+            ids = await media_token_ids(manager, prepared.adapted)
+        except Exception as error:
+            return rejection(prepared.url, prepared.rid, error)
+        return replace(prepared, input_ids=ids)
 
     def _prepare(
         self, request: BatchRequestInput, rid: str, tokenize: bool
@@ -304,7 +329,10 @@ class SGLangEngine:
             if adapted is None:
                 return output_of(url, rid, call.answer, ())
             check_line(adapted, self._tokenizer_manager.model_config.vocab_size)
-            input_ids = self._first_prompt_ids(adapted) if tokenize else None
+            media = adapted.contains_mm_input()
+            input_ids = None
+            if tokenize and not media:
+                input_ids = self._first_prompt_ids(adapted)
         except (AttributeError, LookupError) as error:
             # SGLang's code raises these for a body of the wrong shape.
             return rejection(url, rid, ValueError(f"The body cannot be used: {error}"))

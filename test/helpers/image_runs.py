@@ -18,10 +18,15 @@ Line = tuple[str, str, int]
 
 
 def run_images(
-    model: Path, job: Sequence[Line], *args: str, policy: str = "dfs"
+    model: Path, job: Sequence[Line], *args: str, policy: str = "dfs", ahead: int = 0
 ) -> dict[str, Any]:
     """Run a job by a policy: ``texts``, ``encoded`` images, ``cached`` and ``input``
-    tokens, and the ``ratio`` of tokens that a perfect cache saves."""
+    tokens, the ``ratio`` of tokens that a perfect cache saves, and the most requests
+    ``sent`` at a time.
+
+    Args:
+        ahead: most requests with images that are sent at a time, 0 for the default.
+    """
     with tempfile.TemporaryDirectory() as folder:
         runs = Path(folder) / "runs"
         runs.touch()
@@ -30,7 +35,7 @@ def run_images(
                 *command("images_on_engine"),
                 *("--model-path", str(model), *SERVER_ARGS, *args),
             ],
-            input=json.dumps({"policy": policy, "lines": list(job)}),
+            input=json.dumps({"policy": policy, "lines": list(job), "ahead": ahead}),
             capture_output=True,
             text=True,
             check=False,

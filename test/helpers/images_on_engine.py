@@ -5,6 +5,7 @@ Encoder runs are counted where the model's vision tower gets images.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -52,11 +53,12 @@ def main() -> None:
     given = json.load(sys.stdin)
     requests = [request(i, *each) for i, each in enumerate(given["lines"])]
     texts: dict[int, str] = {}
-    usage = {"cached": 0, "input": 0}
+    usage = {"cached": 0, "input": 0, "sent": 0}
 
     def sink(line: BatchRequestInput, output: RequestOutput) -> None:
         body = json.loads(output.body)
         usage["cached"] += output.usage.cached_tokens
+        usage["sent"] = max(usage["sent"], len(manager.rid_to_state))
         usage["input"] += output.usage.input_tokens
         texts[line.index] = (
             body["choices"][0]["message"]["content"]
@@ -68,6 +70,9 @@ def main() -> None:
     args = in_process.parse_server_args(sys.argv[1:])
     with in_process.engine(args) as (engine, loop):
         loop.run_until_complete(engine.connect())
+        manager = engine._tokenizer_manager
+        if given["ahead"]:
+            engine._media_room = asyncio.Semaphore(given["ahead"])
         name = f"batch_{time.monotonic_ns()}"
         job = Job(name, requests, range(len(requests)), engine, config, sink)
         loop.run_until_complete(job.run())

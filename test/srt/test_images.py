@@ -11,6 +11,7 @@ from tiny_vision import image_url, write_tiny_vision
 from sglang_batch.srt.engine.media.media_sources import check_sources
 
 NUM_IMAGES = 3
+MOST_SENT = 10
 STOCK = '--offline-batch-config={"scheduler":"stock"}'
 
 
@@ -32,7 +33,7 @@ def runs(
         ("data:image/png;base64,AAAA", "No image?", 4),
     ]
     small = ("--max-running-requests=8", "--chunked-prefill-size=64")
-    planned = run_images(model, [*job, *bad], *small)
+    planned = run_images(model, [*job, *bad], *small, ahead=MOST_SENT)
     return planned, run_images(model, job, *small, STOCK, policy="fcfs")
 
 
@@ -50,6 +51,13 @@ def test_an_image_is_encoded_and_computed_once(
     planned, _ = runs
     assert planned["encoded"] == NUM_IMAGES
     assert planned["cached"] >= 0.97 * planned["ratio"] * planned["input"]
+
+
+def test_pixels_are_in_memory_for_a_bounded_number_of_requests(
+    runs: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    planned, stock = runs
+    assert planned["sent"] <= MOST_SENT < stock["sent"]
 
 
 def test_an_image_that_may_not_be_read_or_does_not_load_is_its_lines_error(

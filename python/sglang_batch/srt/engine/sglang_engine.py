@@ -46,6 +46,8 @@ from .stored_request import load, store
 
 # With fewer requests in flight the engine may run out of work between answers.
 MIN_INFLIGHT = 1024
+# Requests with images that are sent beyond those that can run. Their pixels are in memory.
+MEDIA_AHEAD = 64
 # Bytes of a request's body up to which rendering costs less than a thread for it, which
 # must also wait for Python's lock to return the result.
 SHORT_BODY = 4096
@@ -131,6 +133,7 @@ class SGLangEngine:
         self._endpoints = ServingEndpoints(holding, template_manager)
         self._default_max_inflight = MIN_INFLIGHT
         self._max_running_requests = 0
+        self._media_room = asyncio.Semaphore(MEDIA_AHEAD)
         self._machine: Machine | None = None
         self._job_control: Callable[[JobControl], Awaitable[object]] | None = None
         self._num_replicas = 1
@@ -190,6 +193,7 @@ class SGLangEngine:
             for state in states
         )
         self._max_running_requests = running
+        self._media_room = asyncio.Semaphore(running + MEDIA_AHEAD)
         self._default_max_inflight = max(MIN_INFLIGHT, 2 * running)
         self._machine = machine_of(self._tokenizer_manager, states[0])
         self._num_replicas = len(states)
@@ -378,6 +382,12 @@ class SGLangEngine:
     async def execute(
         self, prepared: Prepared, replica: int | None = None
     ) -> RequestOutput:
+        if not prepared.has_media:
+            return await self._paired(prepared, replica)
+        async with self._media_room:
+            return await self._paired(prepared, replica)
+
+    async def _paired(self, prepared: Prepared, replica: int | None) -> RequestOutput:
         if self._pairing is None:
             return await self._execute(prepared, replica)
         return await self._pairing.execute(

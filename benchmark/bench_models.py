@@ -1,4 +1,4 @@
-"""Models that keep more than plain KV, under the plan.
+"""The models and features of today under the plan.
 
     python benchmark/bench_models.py             all parts
     python benchmark/bench_models.py windows     some of them
@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 # Before torch is imported by a part, and for the engines it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.append(str(Path(__file__).parents[1] / "test" / "helpers"))
 
 from parts_main import Parts, run_parts
 
 PARTS = Parts(
     __doc__.partition("\n")[0],
     package="model_parts",
-    names=("families", "windows"),
+    names=("windows", "adapters", "images"),
     results="models.json",
 )
 

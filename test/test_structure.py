@@ -34,7 +34,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("http_api",),
         ("srt",),
         ("client", "run", "programs"),
-        ("prediction", "calibration", "lang", "demo_model"),
+        ("prediction", "calibration", "lang", "demo_model", "demo_adapter"),
         ("cli",),
         ("__main__",),
     ),

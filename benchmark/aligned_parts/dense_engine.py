@@ -29,7 +29,7 @@ from sglang_batch.dense.row_request import DenseAnswer, DenseRequest, Stopping
 from sglang_batch.dense.rows import SlabRows
 from sglang_batch.dense.settings import DenseSettings
 from sglang_batch.planner.length_batches.batch_state import GROUPS, TREE
-from sglang_batch.scheduling.length_rows import ByLength
+from sglang_batch.scheduling.dense_batches.length_rows import ByLength
 from sglang_batch.srt.dense.dense_engine import dense_machine
 from sglang_batch.workloads.sources import SHAREGPT, lognormal_lengths
 from sglang_batch.workloads.traces import read_trace

@@ -63,6 +63,11 @@ def _is_server(value: object) -> bool:
     return isinstance(value, str) and bool(_ORIGIN.fullmatch(value.rstrip("/")))
 
 
+def _is_place(value: object) -> bool:
+    """Whether a value is how URLs or paths begin, up to a whole part of them."""
+    return isinstance(value, str) and len(value) > 1 and value.endswith("/")
+
+
 _DEVICE = re.compile(r"[a-z]+(:[0-9]+)?")
 _Fits = Callable[[Any], bool]
 _FROM_0: tuple[_Fits, str] = (lambda v: _whole(v, 0), "a whole number of 0 or more")
@@ -118,6 +123,10 @@ _FITS: dict[str, tuple[_Fits, str]] = {
     "prefill_servers": (
         lambda v: isinstance(v, tuple) and all(map(_is_server, v)),
         "a list of URLs such as 'http://10.0.0.7:30000'",
+    ),
+    "media_sources": (
+        lambda v: isinstance(v, tuple) and all(map(_is_place, v)),
+        "a list of beginnings of URLs that end in /, such as 'https://images.example.com/'",
     ),
     "open_metrics": (lambda v: isinstance(v, bool), "true or false"),
 }
@@ -257,6 +266,8 @@ class OfflineBatchConfig:
         its name.
     open_metrics: whether ``/metrics`` needs no key on a server with keys. It needs that
         of an admin otherwise.
+    media_sources: how the URLs and paths begin from which images and other media of a
+        job's lines may be read, besides data: URLs.
     prefill_servers: on a decode server (``--disaggregation-mode decode``), URLs of the
         offline servers that compute its prompts, such as ``http://10.0.0.7:30000``.
     """
@@ -293,9 +304,10 @@ class OfflineBatchConfig:
     api_keys: str | None = None
     open_metrics: bool = False
     prefill_servers: tuple[str, ...] = ()
+    media_sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("allowed_origins", "prefill_servers"):
+        for name in ("allowed_origins", "prefill_servers", "media_sources"):
             if isinstance(getattr(self, name), list):  # of JSON
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, choices in _CHOICES.items():

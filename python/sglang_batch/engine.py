@@ -39,6 +39,21 @@ class PreparedRequest(Protocol):
         ...
 
     @property
+    def has_media(self) -> bool:
+        """Whether it has images or the like, so that it is kept on disk."""
+        ...
+
+    @property
+    def adapter(self) -> str:
+        """The LoRA adapter that it runs with, or "" for the model alone."""
+        ...
+
+    @property
+    def namespace(self) -> str:
+        """What tells its KV from that of equal tokens, such as its adapter, or ""."""
+        ...
+
+    @property
     def max_new_tokens(self) -> int | None:
         """Most tokens to generate, or None if only the context limits them."""
         ...

@@ -15,7 +15,7 @@ from sglang_batch.dense.row_request import DenseRequest
 from sglang_batch.dense.rows import SeparateRows, SlabRows
 from sglang_batch.dense.settings import DenseSettings
 from sglang_batch.planner.length_batches.batch_state import GROUPS, TREE
-from sglang_batch.scheduling.length_rows import ByLength
+from sglang_batch.scheduling.dense_batches.length_rows import ByLength
 
 RULES = pytest.mark.parametrize("rule", [TREE, GROUPS], ids=["tree", "window"])
 # A step without rows costs little: padding is avoided, and batches are often replaced.

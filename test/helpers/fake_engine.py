@@ -33,6 +33,9 @@ class FakePrepared:
     max_new_tokens: int | None = None
     ignore_eos: bool = False
     shareable_len: int | None = None
+    has_media: bool = False
+    adapter: str = ""
+    namespace: str = ""
 
 
 class FakeEngine:

@@ -26,7 +26,7 @@ from sglang_batch.planner.ordering.length_order import (
 from sglang_batch.planner.ordering.order import Order
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.simulator.simulator import Simulation, simulate
-from sglang_batch.scheduling.dense_rows import Row, peak_cells
+from sglang_batch.scheduling.dense_batches.dense_rows import Row, peak_cells
 
 PADDED = CostModel(
     token_time_s=1e-3,

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_batch.scheduling.dense_rows import (
+from sglang_batch.scheduling.dense_batches.dense_rows import (
     Admission,
     Row,
     cells,

@@ -14,8 +14,16 @@ from sglang_batch.planner.length_batches.batch_state import (
     GROUPS,
     TREE,
 )
-from sglang_batch.scheduling.dense_rows import Admission, Row, expected_left
-from sglang_batch.scheduling.length_rows import MAX_TICKS, ByLength, LengthAdmission
+from sglang_batch.scheduling.dense_batches.dense_rows import (
+    Admission,
+    Row,
+    expected_left,
+)
+from sglang_batch.scheduling.dense_batches.length_rows import (
+    MAX_TICKS,
+    ByLength,
+    LengthAdmission,
+)
 
 RULES = pytest.mark.parametrize("rule", [TREE, GROUPS], ids=["tree", "groups"])
 

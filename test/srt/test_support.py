@@ -55,8 +55,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("dllm_algorithm", "LowConfidence", "--dllm-algorithm LowConfidence does"),
     ("enable_deterministic_inference", True, "--enable-deterministic-inference does"),
     ("rl_on_policy_target", "fsdp", "--rl-on-policy-target fsdp does"),
-    ("enable_lora", True, "--enable-lora does"),
-    ("lora_paths", ["a"], "--lora-paths does"),
+    ("enable_lora_overlap_loading", True, "--enable-lora-overlap-loading does"),
+    ("lora_drain_wait_threshold", 1.5, "--lora-drain-wait-threshold 1.5 does"),
     ("uno_lora_path", "a", "--uno-lora-path a does"),
     ("pp_size", 2, "--pp-size 2 does"),
     ("enable_dp_attention", True, "--enable-dp-attention does"),
@@ -249,7 +249,7 @@ def test_kinds_of_models(tmp_path: Path) -> None:
         ("sliding-window", stock, "fine"),
         ("plain", {"schedule_policy": "lpm", **stock}, "fine"),
         ("no-hybrid-memory", {}, "fine"),
-        ("images", {}, "Qwen2VLForConditionalGeneration does not work"),
+        ("images", {}, "fine"),
         ("encoder-decoder", {}, "WhisperForConditionalGeneration does not work"),
     ]
     wanted = json.dumps([(paths[kind], extra) for kind, extra, _ in runs])

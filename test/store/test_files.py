@@ -140,6 +140,23 @@ def test_what_cannot_be_shared_differs_for_the_planner_alone(tmp_path: Path) -> 
     assert tree.num_unique_tokens == 4 + 4 + 2 + 2 + 1
 
 
+def test_prompts_of_different_namespaces_share_nothing(tmp_path: Path) -> None:
+    prompts = [[5, 6, 7, 8], [5, 6, 7, 9], [4, 6], []]
+    namespaces = ["", "a", "b", "a"]
+    with TokenSpool(tmp_path / "tokens") as spool:
+        for namespace in namespaces:
+            for prompt in prompts:
+                spool.append(prompt, 1, namespace)
+                spool.append(prompt, None, namespace)
+        tokens, offsets = spool.arrays()
+        tree = build_prefix_tree(tokens, offsets)
+        for number in range(2 * len(prompts) * len(namespaces)):
+            assert spool.read(number) == prompts[number // 2 % len(prompts)]
+    # Each of the three namespaces has 4 + 1 + 2 tokens, and each of the prompts that share
+    # one token at most has 3, 3 or 1 of its own.
+    assert tree.num_unique_tokens == 3 * (4 + 1 + 2) + 4 * (3 + 3 + 1)
+
+
 @pytest.mark.parametrize("num_prompts", [0, 3])
 def test_a_spool_without_tokens_is_empty_arrays(
     tmp_path: Path, num_prompts: int

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..scheduling.length_rows import ByLength, LengthAdmission
+from ..scheduling.dense_batches.length_rows import ByLength, LengthAdmission
 from .model import LoadedModel
 from .prefill import Prefilled
 from .query import LoopCounts, Query, WaitingQueries

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..scheduling.dense_rows import Row, expected_left
+from ..scheduling.dense_batches.dense_rows import Row, expected_left
 from .grammar import GrammarRow
 from .row_request import DenseRequest, TokenLogprobs
 from .sampling import RowSampler

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..scheduling.length_rows import ByLength
+from ..scheduling.dense_batches.length_rows import ByLength
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from ..planner.candidates import best, orders_for
 from ..planner.lengths.length_sample import choose_sample
 from ..planner.lengths.output_length import OutputEstimates, OutputLengthEstimator
 from ..planner.machine_model import Machine
+from ..planner.ordering.adapter_order import by_adapter
 from ..planner.ordering.families import families_mixed
 from ..planner.ordering.order import Order, OrderSettings
 from ..planner.ordering.order_functions import make_order
@@ -195,12 +196,12 @@ class JobPlanner:
         if order.is_dynamic and self._from_one_end:
             order = Order(self._simulate(shard, order, own).admission_order)
         first = np.flatnonzero(np.isin(shard.index, self._sample))
-        if not len(first):
-            return order
-        # The sample is depth-first.
-        position = np.empty(len(shard.index), np.int64)
-        position[shard.tree.order] = np.arange(len(shard.index))
-        return order.beginning_with(first[np.argsort(position[first])])
+        if len(first):
+            # The sample is depth-first.
+            position = np.empty(len(shard.index), np.int64)
+            position[shard.tree.order] = np.arange(len(shard.index))
+            order = order.beginning_with(first[np.argsort(position[first])])
+        return by_adapter(order, shard.requests.adapter)
 
     @property
     def _lengths_unknown(self) -> bool:
@@ -267,4 +268,5 @@ def _without_prompts(requests: PlanRequests) -> PlanRequests:
         offsets=np.zeros(len(requests) + 1, np.int64),
         max_new_tokens=requests.max_new_tokens,
         known_output_len=requests.known_output_len,
+        adapter=requests.adapter,
     )

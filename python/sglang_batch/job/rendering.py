@@ -121,7 +121,7 @@ class JobRenderer:
                     continue
                 stored = None
                 kept = len(spool) < KEPT_REQUESTS and spool.num_tokens <= KEPT_TOKENS
-                if kept:
+                if kept and not prepared.has_media:
                     self._kept[request.index] = prepared
                 else:
                     stored = self._engine.stored(prepared)
@@ -185,6 +185,9 @@ class _Spool:
         self._numbers = array("q")
         self._limits = array("i")
         self._place = np.full(num_requests, -1, np.int32)  # by number
+        # The number of each adapter, in the order in which requests name them.
+        self._adapters = {"": 0}
+        self._adapter = array("i")
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -198,7 +201,10 @@ class _Spool:
         self.num_tokens += len(input_ids)
         self._place[number] = len(self._numbers)
         self._numbers.append(number)
-        self._tokens.append(input_ids, prepared.shareable_len)
+        self._tokens.append(input_ids, prepared.shareable_len, prepared.namespace)
+        self._adapter.append(
+            self._adapters.setdefault(prepared.adapter, len(self._adapters))
+        )
         self._records.append(stored or b"")
         self._limits.extend(_output_limits(prepared))
 
@@ -220,6 +226,10 @@ class _Spool:
         return Prompts(
             np.array(self._numbers, np.int64),
             PlanRequests(
-                tokens[: offsets[-1]], offsets, max_new_tokens.copy(), known.copy()
+                tokens[: offsets[-1]],
+                offsets,
+                max_new_tokens.copy(),
+                known.copy(),
+                np.array(self._adapter, np.int32) if len(self._adapters) > 1 else None,
             ),
         )

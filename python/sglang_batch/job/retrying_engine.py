@@ -44,6 +44,21 @@ class _PreparedLine:
         return ids
 
     @property
+    def has_media(self) -> bool:
+        has: bool = self.prepared.has_media
+        return has
+
+    @property
+    def adapter(self) -> str:
+        name: str = self.prepared.adapter
+        return name
+
+    @property
+    def namespace(self) -> str:
+        name: str = self.prepared.namespace
+        return name
+
+    @property
     def shareable_len(self) -> int | None:
         most: int | None = self.prepared.shareable_len
         return most

@@ -30,12 +30,16 @@ class PlanRequests:
     max_new_tokens: int32 ``[n]``, most tokens that a request may generate.
     known_output_len: int32 ``[n]``, tokens that a request will generate, if that is
         known beforehand (``ignore_eos``, a fixed generation), else ``UNKNOWN``.
+    adapter: int32 ``[n]``, the number of the LoRA adapter that a request runs with, 0
+        for the model alone. None if no request has one. Prompts of different adapters
+        begin with different tokens.
     """
 
     tokens: Int32s
     offsets: Int64s
     max_new_tokens: Int32s
     known_output_len: Int32s
+    adapter: Int32s | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -56,4 +60,5 @@ class PlanRequests:
             offsets=offsets,
             max_new_tokens=self.max_new_tokens[indices],
             known_output_len=self.known_output_len[indices],
+            adapter=None if self.adapter is None else self.adapter[indices],
         )

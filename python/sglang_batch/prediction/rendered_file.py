@@ -47,6 +47,7 @@ async def render_file(
     custom_ids: list[str] = []
     refused: list[LeftOut] = []
     max_new_tokens, known = array("q"), array("q")
+    adapters, adapter = {"": 0}, array("i")
     with tqdm(
         total=len(file) - len(file.invalid),
         desc="Rendering",
@@ -59,7 +60,8 @@ async def render_file(
                 refused.append(LeftOut(request.custom_id, found))
                 continue
             for prompt, limit in zip(found.prompts, found.max_new_tokens, strict=True):
-                spool.append(prompt, found.shareable_len)
+                spool.append(prompt, found.shareable_len, found.namespace)
+                adapter.append(adapters.setdefault(found.adapter, len(adapters)))
                 custom_ids.append(request.custom_id)
                 max_new_tokens.append(limit)
                 known.append(limit if found.fixed_length else UNKNOWN)
@@ -70,6 +72,7 @@ async def render_file(
             offsets,
             np.array(max_new_tokens, dtype=np.int32),
             np.array(known, dtype=np.int32),
+            np.array(adapter, dtype=np.int32) if len(adapters) > 1 else None,
         ),
         custom_ids,
         refused,

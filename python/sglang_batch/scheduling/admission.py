@@ -40,7 +40,8 @@ _RAMP = 1.5
 _MOST_HELD = 256
 
 
-def _always(_: ScheduledRequest) -> bool:
+def always(_: ScheduledRequest) -> bool:
+    """Of any request."""
     return True
 
 
@@ -70,6 +71,7 @@ class EngineNow(NamedTuple):
         fit yet, and wait on the host.
     is_near: whether the KV of a request on the host can join without a wait. If not, it
         joins in a later step, unless nothing else decodes.
+    has_adapter: whether the LoRA adapter of a request is in memory, or may be loaded now.
     """
 
     step_tokens: int
@@ -87,7 +89,8 @@ class EngineNow(NamedTuple):
     idle_frees: bool = True
     host_room: int = 0
     ahead_tokens: int = 0
-    is_near: Callable[[ScheduledRequest], bool] = _always
+    is_near: Callable[[ScheduledRequest], bool] = always
+    has_adapter: Callable[[ScheduledRequest], bool] = always
 
     @property
     def prompt_tokens(self) -> int:
@@ -270,6 +273,9 @@ class _Filling:
             if found is None:
                 break
             job, request = found
+            if not self.now.has_adapter(request):
+                job.await_adapter(request)
+                continue
             node = job.uses.blocked_by(request.node)
             if node:
                 self._num_new_followers += 1
@@ -299,6 +305,8 @@ class _Filling:
                 if request is None or request.input_len > left:
                     break
                 if job.uses.blocked_by(request.node) or self._overtakes(job, request):
+                    break
+                if not self.now.has_adapter(request):
                     break
                 request.prefills_ahead = True
                 if not self._admit(job, request, LEFT, tokens, 0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -77,6 +78,8 @@ class JobState:
         left_prefix: requests whose KV is on the host, but for a prefix that they left in
             the cache.
         num_followers: requests that wait for a prefix to be computed.
+        adapters: by adapter, its requests that have arrived and not ended.
+        num_without_adapter: requests that wait until their adapter may be loaded.
         priority: among open jobs, requests of the job with the highest join first.
         joined: None if nobody wants to know.
         elsewhere: by node, those of other open jobs that begin with the same tokens, see
@@ -111,6 +114,9 @@ class JobState:
         self.backlog = self._make_backlog(plan)
         self._followers: dict[int, list[ScheduledRequest]] = {}
         self.num_followers = 0
+        self.adapters: Counter[str | None] = Counter()
+        self._without_adapter: dict[str | None, list[ScheduledRequest]] = {}
+        self.num_without_adapter = 0
         self._requests: dict[
             str, ScheduledRequest
         ] = {}  # by request id, until they end
@@ -127,12 +133,12 @@ class JobState:
 
     @property
     def num_waiting(self) -> int:
-        return self.backlog.count + self.num_followers
+        return self.backlog.count + self.num_followers + self.num_without_adapter
 
     @property
     def waiting_tokens(self) -> int:
         return self.backlog.tokens + sum(
-            request.input_len for request in self.followers()
+            request.input_len for request in self._outside_backlog()
         )
 
     @property
@@ -142,7 +148,12 @@ class JobState:
     def waiting(self) -> Iterator[ScheduledRequest]:
         """All waiting requests, including followers."""
         yield from self.backlog
+        yield from self._outside_backlog()
+
+    def _outside_backlog(self) -> Iterator[ScheduledRequest]:
         yield from self.followers()
+        for requests in self._without_adapter.values():
+            yield from requests
 
     def followers(self) -> Iterator[ScheduledRequest]:
         for requests in self._followers.values():
@@ -159,6 +170,7 @@ class JobState:
         *,
         part: int = 0,
         rows: int = 1,
+        adapter: str | None = None,
     ) -> ScheduledRequest:
         """Add a request of this job that arrived to the backlog.
 
@@ -167,6 +179,7 @@ class JobState:
             part: the index of this sequence among those of a request with several. A
                 plan has one of them, and the others get its position.
             rows: of the running batch that it takes, more than one for a beam search.
+            adapter: see ``ScheduledRequest``.
         """
         request = ScheduledRequest(
             req,
@@ -181,7 +194,9 @@ class JobState:
             part=part,
             rows=rows,
             work=self.done,
+            adapter=adapter,
         )
+        self.adapters[adapter] += 1
         skipped = self._place(request)
         if skipped >= 0:
             self.uses.skip_leaf(skipped, int(self.plan.node[skipped]))
@@ -222,7 +237,12 @@ class JobState:
         """Remove a request that ended or was aborted."""
         known = self._requests.pop(request.req.rid, None)
         self._by_leaf.pop(request.leaf, None)
-        if known is None or request.leaf >= 0 or request.part:
+        if known is None:
+            return
+        self.adapters[request.adapter] -= 1
+        if not self.adapters[request.adapter]:
+            del self.adapters[request.adapter]
+        if request.leaf >= 0 or request.part:
             return
         # A later plan may still have it.
         place = request.number - self._leaves.lowest
@@ -298,15 +318,42 @@ class JobState:
                 self.backlog.add_again(request)
 
     def take(self, request: ScheduledRequest) -> None:
-        """Remove a waiting request, from the backlog or from the followers."""
+        """Remove a waiting request, from wherever it waits."""
         if request.waiting:
             self.backlog.remove(request)
+            return
+        if request in (parked := self._without_adapter.get(request.adapter, [])):
+            parked.remove(request)
+            self.num_without_adapter -= 1
             return
         for requests in self._followers.values():
             if request in requests:
                 requests.remove(request)
                 self.num_followers -= 1
                 return
+
+    # Adapters -------------------------------------------------------------------------
+
+    def await_adapter(self, request: ScheduledRequest) -> None:
+        """Let a waiting request wait until its adapter may be loaded."""
+        self.backlog.remove(request)
+        self._without_adapter.setdefault(request.adapter, []).append(request)
+        self.num_without_adapter += 1
+
+    def awaited_adapters(self) -> list[str | None]:
+        """The adapters that requests wait for, first that of the earliest in the order."""
+        first = {
+            adapter: min((each.position, each.arrival) for each in requests)
+            for adapter, requests in self._without_adapter.items()
+            if requests
+        }
+        return sorted(first, key=first.__getitem__)
+
+    def release_adapter(self, adapter: str | None) -> None:
+        """Return the requests that wait for an adapter to the backlog."""
+        for request in self._without_adapter.pop(adapter, []):
+            self.num_without_adapter -= 1
+            self.backlog.add(request)
 
     # A new plan -----------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ class ScheduledRequest:
         first can be planned.
     rows: of the running batch: one, or one for each of its beams.
     work: the ``JobWork`` of its job, None for an online request.
+    adapter: the engine's id of the LoRA adapter that it runs with, None for the model alone.
     """
 
     req: Any
@@ -47,6 +48,7 @@ class ScheduledRequest:
     part: int = 0
     rows: int = 1
     work: Any = None
+    adapter: str | None = None
     waiting: bool = False
     ahead: bool = False  # joins before others: another job has its prefix in the cache
     on_host: bool = False  # its KV is there, so that it decodes as soon as it joins

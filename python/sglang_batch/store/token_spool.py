@@ -21,6 +21,28 @@ def unshared_token(number: int) -> int:
     return np.iinfo(np.int32).max - number
 
 
+class RootTokens:
+    """First tokens of prompts that share nothing with equal prompts of other namespaces.
+
+    A prompt's KV depends on more than its tokens, such as its LoRA adapter. In the place
+    of its first token, another token for each namespace is the root of a tree of its own.
+    """
+
+    # No vocabulary reaches so far, nor are there so many prompts with unshared tokens.
+    _FIRST = 1 << 30
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], int] = {}
+
+    def of(self, namespace: str, token: int) -> int:
+        """What stands for the first token of a prompt. The token itself for ""."""
+        if not namespace:
+            return token
+        return self._FIRST + self._known.setdefault(
+            (namespace, token), len(self._known)
+        )
+
+
 class TokenSpool:
     """Append prompts in order, then read them all as two arrays.
 
@@ -29,7 +51,8 @@ class TokenSpool:
     appended after the arrays were read.
 
     The arrays are the planner's: a prompt of which only the beginning can be shared has
-    an ``unshared_token`` there. :meth:`read` gives the prompt itself.
+    an ``unshared_token`` there, and one of a namespace begins with a token of
+    :class:`RootTokens`. :meth:`read` gives the prompt itself.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,22 +60,32 @@ class TokenSpool:
         self._file = open(path, "w+b")  # noqa: SIM115 - closed with the spool
         self._offsets = array("q", [0])
         self._replaced = array("i")  # the token in whose place another is, or -1
+        self._first = array("i")  # the first token, or -1 where it is as it was
+        self._roots = RootTokens()
         self._flushed = 0  # bytes
 
     def append(
-        self, input_ids: Sequence[int], shareable_len: int | None = None
+        self,
+        input_ids: Sequence[int],
+        shareable_len: int | None = None,
+        namespace: str = "",
     ) -> None:
         """Add the next request's prompt.
 
         Args:
             shareable_len: its tokens that can be shared. None for all.
+            namespace: nothing is shared with prompts of others.
         """
-        tokens, replaced = np.array(input_ids, dtype=np.int32), -1
+        tokens, replaced, first = np.array(input_ids, dtype=np.int32), -1, -1
+        if namespace and len(tokens):
+            first = int(tokens[0])
+            tokens[0] = self._roots.of(namespace, first)
         if shareable_len is not None and shareable_len < len(tokens):
             replaced = int(tokens[shareable_len])
             tokens[shareable_len] = unshared_token(len(self._replaced))
         self._file.write(tokens.tobytes())
         self._replaced.append(replaced)
+        self._first.append(first)
         self._offsets.append(self._offsets[-1] + len(tokens))
 
     def read(self, index: int) -> list[int]:
@@ -65,6 +98,8 @@ class TokenSpool:
         prompt = array("i", tokens)
         if self._replaced[index] >= 0:
             prompt[prompt.index(unshared_token(index))] = self._replaced[index]
+        if self._first[index] >= 0:
+            prompt[0] = self._first[index]
         return prompt.tolist()
 
     def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:

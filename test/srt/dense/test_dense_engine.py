@@ -21,8 +21,8 @@ from sglang_batch.engine import GENERATE_URL
 from sglang_batch.planner.length_batches.batch_state import TREE
 from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
 from sglang_batch.run.backend_options import transformers_engine
+from sglang_batch.scheduling.dense_batches.length_rows import MAX_TICKS, ByLength
 from sglang_batch.scheduling.job_plan import JobPlan, unplanned
-from sglang_batch.scheduling.length_rows import MAX_TICKS, ByLength
 from sglang_batch.srt.dense.choice import why_not_sglang
 from sglang_batch.srt.dense.dense_engine import DenseEngine, OpenPlans
 

@@ -18,6 +18,7 @@ from ..costs.tree_work import leaf_work
 from ..prefixes.prefix_groups import group_order, prefix_groups
 from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Floats, PlanRequests
+from .adapter_order import by_adapter
 from .aligned_order import aligned_order
 from .dual_scan_order import dual_scan_order
 from .layer_sort import depth_first, sort_children
@@ -51,7 +52,7 @@ def make_order(
     settings: OrderSettings,
     kv_capacity_tokens: int = 1 << 62,
 ) -> Order:
-    """The order of one policy.
+    """The order of one policy, adapter by adapter where there are any.
 
     Args:
         policy: one of :data:`sglang_batch.policies.ORDERS`.
@@ -67,7 +68,7 @@ def make_order(
         raise ConfigError(
             f"policy={policy!r} is not known; choose one of {', '.join(ORDERS)}."
         )
-    return _FUNCTIONS[policy](
+    order = _FUNCTIONS[policy](
         _Job(
             tree,
             requests,
@@ -78,6 +79,7 @@ def make_order(
             kv_capacity_tokens,
         )
     )
+    return by_adapter(order, requests.adapter)
 
 
 def _makes(policy: str) -> Callable[[_OrderFunction], _OrderFunction]:

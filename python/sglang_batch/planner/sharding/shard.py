@@ -46,6 +46,7 @@ def shard_job(tree: PrefixTree, requests: PlanRequests, index: Int64s) -> ShardJ
             offsets=offsets,
             max_new_tokens=requests.max_new_tokens[index],
             known_output_len=requests.known_output_len[index],
+            adapter=None if requests.adapter is None else requests.adapter[index],
         ),
     )
 

@@ -12,7 +12,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from ...job.rendering import NO_LIMIT
 from ...request import RequestOutput, Usage
 from ..compat.server_types import EngineRequest, SequenceAnswer
-from ..engine.sglang_engine import shareable_len
+from ..engine.sglang_engine import namespace_of, shareable_len
 
 
 class Message(Protocol):
@@ -54,6 +54,18 @@ class CallItem:
     @property
     def shareable_len(self) -> int | None:
         return shareable_len(self.message)
+
+    @property
+    def has_media(self) -> bool:
+        return False  # calls with media are not planned
+
+    @property
+    def adapter(self) -> str:
+        return self.message.lora_id or ""
+
+    @property
+    def namespace(self) -> str:
+        return namespace_of(self.message)
 
     @property
     def max_new_tokens(self) -> int:
@@ -110,19 +122,14 @@ def output_limits(message: Message) -> tuple[int, bool]:
 
 
 def share_prefixes(messages: list[Message]) -> bool:
-    """Whether equal tokens of these requests have equal KV.
+    """Whether equal tokens of these requests, in one namespace, have equal KV.
 
-    Those of another adapter or cache key, of media or of embedded inputs do not, and a
-    plan only has their tokens.
+    Those of media or of embedded inputs do not, and a plan only has their tokens.
     """
-    first = messages[0]
     return all(
         message.input_ids is not None
         and message.mm_inputs is None
         and not any(getattr(message, name, None) for name in _ELSEWHERE)
-        and all(
-            getattr(message, name, None) == getattr(first, name, None) for name in _KEYS
-        )
         for message in messages
     )
 
@@ -137,5 +144,3 @@ _ELSEWHERE = (
     "token_indices_to_pool",
     "token_type_ids",
 )
-# Fields of which the cache's keys are made, besides the tokens.
-_KEYS = ("cache_salt", "extra_key", "lora_id")

@@ -24,9 +24,9 @@ from ...job.job_planner import JobPlanner
 from ...planner.requests import UNKNOWN, Int32s, PlanRequests
 from ...request import parse_request_id
 from ...scheduling.job_plan import JobPlan
-from ...store.token_spool import unshared_token
+from ...store.token_spool import RootTokens, unshared_token
 from ..engine.request_ids import GATHERED_ID, OUR_IDS
-from ..engine.sglang_engine import SGLangEngine, shareable_len
+from ..engine.sglang_engine import SGLangEngine, namespace_of, shareable_len
 from .call_items import Message, output_limits, share_prefixes
 from .connection import engine_of, passing, unsent_messages
 
@@ -102,6 +102,7 @@ class _Gathering:
         self._config = config
         self._wait_s = config.gather_s or 0.0
         self._numbers = itertools.count()
+        self._roots = RootTokens()
         # Calls without an answer, by number, and the last ones with an answer, whose
         # prefixes others may share.
         self._active: dict[int, _Call] = {}
@@ -114,6 +115,8 @@ class _Gathering:
         number = next(self._numbers)
         self._new[number] = message
         tokens = np.array(message.input_ids, np.int32)
+        if len(tokens):
+            tokens[0] = self._roots.of(namespace_of(message), int(tokens[0]))
         shared = shareable_len(message)
         if shared is not None and shared < len(tokens):
             tokens[shared] = unshared_token(number)

@@ -29,6 +29,12 @@ PLAIN: Any = {"annotation": inspect.Parameter.empty, "default": inspect.Paramete
 # Module or class -> name in it -> (its parameters as in the "def" line, without "self",
 # types and defaults; our use of it).
 PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "sglang.srt.lora.lora_manager:LoRAManager": {
+        "validate_lora_batch": ("lora_ids", "which adapters fit at a time"),
+    },
+    "sglang.srt.lora.mem_pool:LoRAMemoryPool": {
+        "remove_lora": ("uid", "makes room for an adapter"),
+    },
     # Overridden by OfflineScheduler, down to pause_generation. The rest is called.
     "sglang.srt.managers.scheduler:Scheduler": {
         "init_schedule_policy": ("", "sets the policy that keeps the plan's order"),

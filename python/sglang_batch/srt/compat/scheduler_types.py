@@ -369,6 +369,26 @@ class OffloadingScheduler(ResultLoop, Protocol):
     future_map: FutureMap
 
 
+class LoRAPool(Protocol):
+    """Slots of adapters by their ids. None is the model alone."""
+
+    uid_to_buffer_id: dict[str | None, int]
+    buffer_id_to_uid: list[object]
+
+    def remove_lora(self, uid: str | None) -> int | None: ...
+
+
+class LoRARef(Protocol):
+    pinned: bool
+
+
+class LoRAManager(Protocol):
+    memory_pool: LoRAPool
+    lora_refs: dict[str | None, LoRARef]
+
+    def validate_lora_batch(self, lora_ids: set[str | None]) -> bool: ...
+
+
 class MetricsContext(Protocol):
     """Whether a rank reports metrics, and their labels."""
 

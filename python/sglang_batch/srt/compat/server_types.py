@@ -105,6 +105,7 @@ class EngineRequest(Protocol):
     input_ids: TokenIds
     text: str | list[str] | None
     sampling_params: JsonObject | list[JsonObject] | None
+    lora_path: str | list[str | None] | None
     is_single: bool
     batch_size: int
 
@@ -241,6 +242,8 @@ class TokenizerManager(Protocol):
     is_pause: bool
     rid_to_state: Mapping[str, object]
     context_len: int
+    mm_processor: Any
+    max_req_input_len: int | None
     serving_chat_class: Callable[..., ServingHandler]
     _result_dispatcher: ResultDispatcher
 

@@ -177,9 +177,19 @@ REFUSALS = (
     ),
     # Adapters.
     Refusal(
-        ("enable_lora", "lora_paths", "uno_lora_path"),
+        ("uno_lora_path",),
         _given,
-        "which adapters may run together is decided outside the plan",
+        "it drafts several tokens per step, which the KV forecast does not count",
+    ),
+    Refusal(
+        ("enable_lora_overlap_loading",),
+        _given,
+        "adapters loaded beside the plan may displace those that it keeps",
+    ),
+    Refusal(
+        ("lora_drain_wait_threshold",),
+        _above(0),
+        "the plan decides which adapter makes room",
     ),
     # More than one process per replica deciding on a batch.
     Refusal(("pp_size",), _above(1), "its micro-batches run in their own loop"),

@@ -55,10 +55,6 @@ def _recurrent(config: ModelConfig) -> bool:
     return bool(uses_ssm_state(config))
 
 
-def _multimodal(config: ModelConfig) -> bool:
-    return config.is_multimodal
-
-
 def _compressed(config: ModelConfig) -> bool:
     from sglang.srt.configs.model_config import is_deepseek_v4
 
@@ -97,12 +93,6 @@ MODEL_KINDS: tuple[ModelKind, ...] = (
         Tier.REFUSED,
         _recurrent,
         "its state-space or linear-attention layers keep state besides KV",
-    ),
-    ModelKind(
-        "images, video or sound in prompts",
-        Tier.REFUSED,
-        _multimodal,
-        "its prompts may contain images or sound, whose tokens are not planned",
     ),
     ModelKind(
         "compressed KV (DeepSeek V4)",

@@ -37,7 +37,7 @@ from ...dense.row_request import (
     Stopping,
     TokenLogprobs,
 )
-from ...scheduling.length_rows import ByLength
+from ...scheduling.dense_batches.length_rows import ByLength
 from ..compat.server_types import JsonObject
 
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")

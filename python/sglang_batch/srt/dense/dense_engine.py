@@ -16,8 +16,8 @@ from ...planner.costs.model_spec import ModelSpec
 from ...planner.machine_model import EngineLimits, Machine
 from ...planner.requests import Int32s
 from ...request import RequestOutput, line_request_id, parse_request_id
+from ...scheduling.dense_batches.length_rows import MAX_TICKS, ByLength
 from ...scheduling.job_plan import JobPlan
-from ...scheduling.length_rows import MAX_TICKS, ByLength
 from ...scheduling.reports.running_tree import TreeNow
 from ..compat.server_types import OfflineArgs, TemplateManager
 from ..engine.machine import MIN_STEP_TOKENS, NO_OVERLAP, device

@@ -34,7 +34,7 @@ from sglang.srt.runtime_context import get_serving
 from ...dense.embedding.embedding_model import EmbeddingModel
 from ...dense.model import LoadedModel
 from ...dense.row_request import DenseAnswer, DenseRequest
-from ...scheduling.length_rows import ByLength
+from ...scheduling.dense_batches.length_rows import ByLength
 from ..compat.server_types import OfflineArgs
 from .conversion import (
     dense_request,

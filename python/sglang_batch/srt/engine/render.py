@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from sglang.srt.managers.io_struct import EmbeddingReqInput
@@ -40,12 +40,15 @@ class RenderedRequest:
     shareable_len: most tokens of a prompt that may come from the cache, or None for all.
     max_new_tokens: most tokens to generate for each prompt, 1 for embeddings.
     fixed_length: whether exactly ``max_new_tokens`` will be generated.
+    adapter, namespace: see ``engine.PreparedRequest``.
     """
 
     prompts: list[list[int]]
     shareable_len: int | None
     max_new_tokens: list[int]
     fixed_length: bool
+    adapter: str = ""
+    namespace: str = ""
 
 
 class Renderer:
@@ -85,7 +88,11 @@ class Renderer:
                 self._manager._validate_one_request(one, prompt)
         except ValueError as error:
             return str(error)
-        return self._with_lengths(each[0], prompts)
+        return replace(
+            self._with_lengths(each[0], prompts),
+            adapter=prepared.adapter,
+            namespace=prepared.namespace,
+        )
 
     def _prompt(self, one: EngineRequest) -> list[int]:
         if one.input_ids:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, cast
 
 from sglang.srt.managers.io_struct import GenerateReqInput
@@ -38,12 +38,16 @@ from .body_checks import parse_body
 from .checks.request_checks import check_line
 from .endpoints import Converted, ServingEndpoints
 from .machine import machine_of
+from .media.media_sources import check_sources
+from .media.media_tokens import media_token_ids
 from .responses import abort_reason, aborted, output_of, rejection
 from .serving_call import HoldingManager, ServingCall
 from .stored_request import load, store
 
 # With fewer requests in flight the engine may run out of work between answers.
 MIN_INFLIGHT = 1024
+# Requests with images that are sent beyond those that can run. Their pixels are in memory.
+MEDIA_AHEAD = 64
 # Bytes of a request's body up to which rendering costs less than a thread for it, which
 # must also wait for Python's lock to return the result.
 SHORT_BODY = 4096
@@ -70,6 +74,18 @@ class Prepared:
     @property
     def shareable_len(self) -> int | None:
         return shareable_len(self.adapted)
+
+    @property
+    def has_media(self) -> bool:
+        return self.adapted.contains_mm_input()
+
+    @property
+    def adapter(self) -> str:
+        return _of_first(self.adapted.lora_path) or ""
+
+    @property
+    def namespace(self) -> str:
+        return namespace_of(self.adapted)
 
 
 class PrefillPairing(Protocol):
@@ -117,6 +133,7 @@ class SGLangEngine:
         self._endpoints = ServingEndpoints(holding, template_manager)
         self._default_max_inflight = MIN_INFLIGHT
         self._max_running_requests = 0
+        self._media_room = asyncio.Semaphore(MEDIA_AHEAD)
         self._machine: Machine | None = None
         self._job_control: Callable[[JobControl], Awaitable[object]] | None = None
         self._num_replicas = 1
@@ -176,6 +193,7 @@ class SGLangEngine:
             for state in states
         )
         self._max_running_requests = running
+        self._media_room = asyncio.Semaphore(running + MEDIA_AHEAD)
         self._default_max_inflight = max(MIN_INFLIGHT, 2 * running)
         self._machine = machine_of(self._tokenizer_manager, states[0])
         self._num_replicas = len(states)
@@ -280,9 +298,28 @@ class SGLangEngine:
         await self._endpoints.open(request.url)
         if len(request.body) <= SHORT_BODY:
             await asyncio.sleep(0)  # let other tasks run between two requests
-            return self._prepare(request, rid, tokenize)
-        # Templates and tokenizers take milliseconds, so off the event loop, as online.
-        return await asyncio.to_thread(self._prepare, request, rid, tokenize)
+            prepared = self._prepare(request, rid, tokenize)
+        else:
+            # Templates and tokenizers take milliseconds, so off the event loop, as online.
+            prepared = await asyncio.to_thread(self._prepare, request, rid, tokenize)
+        if isinstance(prepared, RequestOutput) or not prepared.has_media:
+            return prepared
+        return await self._with_media(prepared, tokenize)
+
+    async def _with_media(
+        self, prepared: Prepared, tokenize: bool
+    ) -> Prepared | RequestOutput:
+        manager = self._tokenizer_manager
+        try:
+            check_sources(
+                prepared.adapted, manager.server_args.offline_config.media_sources
+            )
+            if not tokenize or manager.mm_processor is None:
+                return prepared
+            ids = await media_token_ids(manager, prepared.adapted)
+        except Exception as error:
+            return rejection(prepared.url, prepared.rid, error)
+        return replace(prepared, input_ids=ids)
 
     def _prepare(
         self, request: BatchRequestInput, rid: str, tokenize: bool
@@ -296,7 +333,10 @@ class SGLangEngine:
             if adapted is None:
                 return output_of(url, rid, call.answer, ())
             check_line(adapted, self._tokenizer_manager.model_config.vocab_size)
-            input_ids = self._first_prompt_ids(adapted) if tokenize else None
+            media = adapted.contains_mm_input()
+            input_ids = None
+            if tokenize and not media:
+                input_ids = self._first_prompt_ids(adapted)
         except (AttributeError, LookupError) as error:
             # SGLang's code raises these for a body of the wrong shape.
             return rejection(url, rid, ValueError(f"The body cannot be used: {error}"))
@@ -342,6 +382,12 @@ class SGLangEngine:
     async def execute(
         self, prepared: Prepared, replica: int | None = None
     ) -> RequestOutput:
+        if not prepared.has_media:
+            return await self._paired(prepared, replica)
+        async with self._media_room:
+            return await self._paired(prepared, replica)
+
+    async def _paired(self, prepared: Prepared, replica: int | None) -> RequestOutput:
         if self._pairing is None:
             return await self._execute(prepared, replica)
         return await self._pairing.execute(
@@ -418,6 +464,20 @@ def shareable_len(request: Any) -> int | None:
     start = _of_first(getattr(request, "logprob_start_len", None))
     # A value of another type is the request's error, once it is sent.
     return start if wanted and isinstance(start, int) and start >= 0 else None
+
+
+def namespace_of(request: Any) -> str:
+    """What the cache's keys of a request's first prompt are made of, besides its tokens.
+
+    Args:
+        request: SGLang's request, or its message to the scheduler.
+    """
+    keys = [_of_first(getattr(request, name, None)) for name in _CACHE_KEYS]
+    return repr(keys) if any(keys) else ""
+
+
+# A request names its adapter by ``lora_path``, a message by ``lora_id``.
+_CACHE_KEYS = ("cache_salt", "extra_key", "lora_path", "lora_id")
 
 
 def _of_first(value: Any) -> Any:

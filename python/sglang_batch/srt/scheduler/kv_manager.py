@@ -102,6 +102,10 @@ class KvManager:
         """Requests on the host, without those that wait in a backlog."""
         return len(self._offloaded)
 
+    def offloaded(self) -> list[ScheduledRequest]:
+        """These requests. They run again before any other joins."""
+        return [one.request for one in self._offloaded.values()]
+
     @property
     def num_on_host(self) -> int:
         """All requests on the host."""

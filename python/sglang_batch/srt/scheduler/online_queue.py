@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...planner.requests import ONLINE
+from ...scheduling.adapter_slots import AdapterSlots
 from ...scheduling.job_state import DEFAULT_EST_DECODE_STEPS, UNPLANNED_POSITION
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
@@ -35,6 +36,7 @@ class OnlineQueue:
         kv_accounting: KvAccounting,
         kv_manager: KvManager,
         pinned: PinnedPrefixes,
+        adapters: AdapterSlots | None,
         step_tokens: int,
         page_size: int,
         on_host: bool = False,
@@ -46,6 +48,7 @@ class OnlineQueue:
         self._kv_accounting = kv_accounting
         self._kv_manager = kv_manager
         self._pinned = pinned
+        self._adapters = adapters
         self._step_tokens = step_tokens
         self._page_size = page_size
         self._drained = False
@@ -67,6 +70,10 @@ class OnlineQueue:
         rows = 0
         for req in queue:
             request = _scheduled(req, on_host=self._on_host)
+            if self._adapters is not None and not self._adapters.online_may_join(
+                request
+            ):
+                break
             if not self._fits(running_batch, request, rows):
                 # Do not offload in vain in every step.
                 state = (req.rid, self._num_running())
@@ -218,6 +225,7 @@ def _scheduled(req: Req, *, on_host: bool) -> ScheduledRequest:
         max_decode_steps=max_decode_steps,
         est_decode_steps=max(steps, min(max_decode_steps, DEFAULT_EST_DECODE_STEPS)),
         rows=num_rows(req),
+        adapter=req.lora_id,
         side=ONLINE,
         steps=steps,
     )

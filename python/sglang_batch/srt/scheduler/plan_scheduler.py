@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from sglang.srt.managers.scheduler import TEST_RETRACT, NextBatchPlan
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
-from ...scheduling.admission import Choice, EngineNow, choose, put_back
+from ...scheduling.adapter_slots import AdapterSlots
+from ...scheduling.admission import Choice, EngineNow, always, choose, put_back
 from ...scheduling.job_state import JobState
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
@@ -96,6 +97,7 @@ class PlanScheduler:
         pinned: PinnedPrefixes,
         prefixes: SharedPrefixes,
         recorder: StepRecorder,
+        adapters: AdapterSlots | None,
         step_tokens: int,
         page_size: int,
     ) -> None:
@@ -109,6 +111,7 @@ class PlanScheduler:
         self._pinned = pinned
         self._prefixes = prefixes
         self._recorder = recorder
+        self._adapters = adapters
         self._step_tokens = step_tokens
         self._page_size = page_size
         self._starting: list[ScheduledRequest] = []
@@ -218,6 +221,8 @@ class PlanScheduler:
 
     def _choose(self, running_batch: ScheduleBatch) -> _Step | None:
         """The requests of the next batch, or None if there is nothing to build."""
+        if self._adapters is not None:
+            self._adapters.begin_step()
         if self._nobody_can_join(running_batch):
             return None
         if not self._online.make_room_for_chunk(running_batch):
@@ -364,6 +369,7 @@ class PlanScheduler:
             chunk_room=self._chunk_room(left, taken, mixed=mixed),
             ahead_tokens=self._kv_manager.ahead_tokens(),
             is_near=self._kv_manager.is_near,
+            has_adapter=always if self._adapters is None else self._adapters.may_join,
         )
 
     def _chunk_room(self, left: int, taken: int, *, mixed: bool) -> int:

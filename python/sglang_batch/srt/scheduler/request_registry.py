@@ -191,6 +191,7 @@ class RequestRegistry:
             max(0, (req.sampling_params.max_new_tokens or 0) - 1),
             part=part,
             rows=num_rows(req),
+            adapter=req.lora_id,
         )
         self._known[req.rid] = (job, request)
         self._common.note(job, request)

@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
 from ...engine import KvUse
+from ...scheduling.adapter_slots import AdapterSlots
 from ...scheduling.common_prefixes import CommonPrefixes
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.job_state import Joined
@@ -60,6 +62,7 @@ from ..compat.scheduler_types import (
 from ..compat.server_types import OfflineArgs
 from ..compat.support import STATE_KEY
 from ..compat.tiers import ModelTier, model_tier
+from .adapter_pool import unload_others
 from .kv.host_prefixes import HostPrefixes, Prompt
 from .kv.offload_support import why_unsupported
 from .kv.offloading import make_offloader
@@ -241,6 +244,7 @@ class OfflineScheduler(MarkedScheduler):
             page_size=page_size,
             most_ahead=self.server_args.offline_config.prefill_ahead_tokens,
         )
+        adapters = self._make_adapter_slots()
         online = OnlineQueue(
             self,
             jobs=self.jobs,
@@ -248,6 +252,7 @@ class OfflineScheduler(MarkedScheduler):
             kv_accounting=self.kv_accounting,
             kv_manager=self.kv_manager,
             pinned=pinned,
+            adapters=adapters,
             step_tokens=step_tokens,
             page_size=page_size,
             on_host=self.is_decode_only,
@@ -262,6 +267,7 @@ class OfflineScheduler(MarkedScheduler):
             pinned=pinned,
             prefixes=self.prefixes,
             recorder=self.recorder,
+            adapters=adapters,
             step_tokens=step_tokens,
             page_size=page_size,
         )
@@ -275,6 +281,18 @@ class OfflineScheduler(MarkedScheduler):
 
     def _make_plan_scheduler(self, **parts: Any) -> PlanScheduler:
         return PlanScheduler(self, **parts)
+
+    def _make_adapter_slots(self) -> AdapterSlots | None:
+        """None for a server without adapters."""
+        if not self.enable_lora:
+            return None
+        manager = self.tp_worker.model_runner.lora_manager
+        return AdapterSlots(
+            self.jobs,
+            manager.validate_lora_batch,
+            lambda: [*self.kv_accounting.requests, *self.kv_manager.offloaded()],
+            partial(unload_others, manager),
+        )
 
     def _make_recorder(self, cache: PlannedRadixCache) -> StepRecorder:
         """Only the first TP rank of each DP rank publishes what it counts."""

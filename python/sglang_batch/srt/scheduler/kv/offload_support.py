@@ -59,14 +59,12 @@ def can_offload(req: Req) -> bool:
     it has no state besides its KV.
 
     False for a request whose last result is still in flight (see
-    :func:`drain_results`). Never True for beams, sessions, LoRA adapters (resuming
-    would bypass the check of adapters per batch), images, embeddings as input,
+    :func:`drain_results`). Never True for beams, sessions, images, embeddings as input,
     and records that SGLang keeps per KV slot (routed experts, indexer top-k).
     """
     own_state = (
         req.beam_group is not None
         or req.session is not None
-        or req.lora_id is not None
         or req.multimodal_inputs is not None
         or req.input_embeds is not None
         or req.positional_embed_overrides is not None

@@ -1,0 +1,1 @@
+"""Images and other media in the prompts of lines."""

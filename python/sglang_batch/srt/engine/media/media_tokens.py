@@ -1,0 +1,49 @@
+"""A prompt with media as tokens for the plan.
+
+SGLang's scheduler has a placeholder for each part of an image, made of a hash of its content.
+The plan need not have the same ones: only equal ones for equal images, and as many.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from ...compat.server_types import TokenizerManager
+
+# Of placeholders: above all vocabularies, and below the other tokens of a plan.
+_FIRST, _MANY = 1 << 29, 1 << 29
+
+
+async def media_token_ids(manager: TokenizerManager, request: Any) -> list[int]:
+    """The tokens of a prompt with media, which are loaded and processed for it.
+
+    What is left of them are the placeholders. They are loaded again once the request is
+    sent.
+
+    Args:
+        request: SGLang's request, not changed.
+
+    Raises:
+        Exception: one that cannot be loaded.
+    """
+    own = copy.copy(request)
+    for name in ("image_data", "video_data", "audio_data"):
+        value = getattr(own, name, None)
+        if value is not None:
+            setattr(own, name, list(value) if isinstance(value, list) else [value])
+    processed = await manager.mm_processor.process_mm_data_async(
+        image_data=own.image_data,
+        audio_data=own.audio_data,
+        input_text=own.text or own.input_ids,
+        request_obj=own,
+        max_req_input_len=manager.max_req_input_len,
+    )
+    ids = processed.input_ids
+    ids = list(ids) if isinstance(ids, list) else ids.flatten().tolist()
+    for item in processed.mm_items:
+        item.set_pad_value()
+        for begin, end in item.offsets or ():
+            token = _FIRST + int(item.hash) % _MANY
+            ids[begin : end + 1] = [token] * (end + 1 - begin)
+    return ids

@@ -114,7 +114,9 @@ class StressScheduler(offline.OfflineScheduler):
                 request for requests in job._followers.values() for request in requests
             ]
         elif state == "offloaded":
-            found = [request for _, request, _ in self.kv_manager._offloaded.values()]
+            found = [
+                request for _, request, _ in self.kv_manager.on_host.first.values()
+            ]
         else:
             found = [
                 request for request in self.kv_accounting.requests if request.running
@@ -189,9 +191,9 @@ class StressScheduler(offline.OfflineScheduler):
         jobs, and to no other."""
         offloader = self.kv_manager._offloader
         if offloader is None:  # the model keeps more than plain KV
-            assert not self.kv_manager._offloaded
+            assert not self.kv_manager.on_host.first
             return
-        offloaded = [kv for _, _, kv in self.kv_manager._offloaded.values()]
+        offloaded = [kv for _, _, kv in self.kv_manager.on_host.first.values()]
         prefixes = self.kv_manager._pinned.host
         saved = [*prefixes._saved.values()]
         assert {id(each.owner) for each in saved} <= {id(j) for j in self.jobs.each}
@@ -208,7 +210,7 @@ class StressScheduler(offline.OfflineScheduler):
         tokens = [kv.num_tokens for kv in offloaded]
         tokens += [each.end - each.begin for each in saved]
         assert sum(-(-each // self.page_size) for each in tokens) == len(pages)
-        assert self.kv_manager.host_bytes <= offloader.pool.num_bytes
+        assert self.kv_manager.on_host.num_bytes <= offloader.pool.num_bytes
 
     def check_prefixes(self, job: Any) -> None:
         uses = job.uses
@@ -305,8 +307,8 @@ class StressScheduler(offline.OfflineScheduler):
                 len(requests) for requests in kv_accounting._overruns.values()
             ),
             "ends": len(kv_accounting._last_steps),
-            "offloaded": self.kv_manager.num_offloaded,
-            "host_bytes": self.kv_manager.host_bytes,
+            "offloaded": len(self.kv_manager.on_host.first),
+            "host_bytes": self.kv_manager.on_host.num_bytes,
             "rows": rows.size - rows.available_size(),
             "locked": int(self.tree_cache.protected_size()),
             **self.leaks(),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from sglang.srt.mem_cache.common import release_kv_cache
 
@@ -13,30 +12,17 @@ from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req, ScheduleBatch, SchedulerRows
+from .host_requests import HostRequests, OnHost
 from .kv.host_room import recompute_time_s
 from .kv.offload_support import can_offload
 from .kv.offloading import KvOffloader, OffloadedRequest, drain_results
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
-from .kv.prefetch import HostKv
 from .request_registry import RequestRegistry
 from .shared_prefixes import SharedPrefixes
-from .step_metrics import HostUse
 from .step_recorder import StepRecorder
 
 # Decode steps for which offloading frees KV at a time.
 _STEPS_FREED = 8
-
-
-class _Offloaded(NamedTuple):
-    """A request on the host, and its job."""
-
-    job: JobState
-    request: ScheduledRequest
-    kv: OffloadedRequest
-
-
-def _host_kv(kv: OffloadedRequest) -> HostKv:
-    return HostKv(kv.req.rid, kv.num_tokens, kv.runs or ())
 
 
 def _merged(running_batch: ScheduleBatch, back: ScheduleBatch) -> ScheduleBatch:
@@ -52,14 +38,11 @@ class KvManager:
     Args:
         offloader: None where KV cannot be moved to the host. SGLang then retracts
             requests.
-        most_ahead: most tokens of KV of requests that wait on the host for others of
-            their length.
 
     Attributes:
+        on_host: the requests that are on the host.
         decodes_fit: whether all running requests of this step have room for their next
             tokens, even if each of them begins a page.
-        num_recomputed: requests that lost their KV: the host pool was full, or their
-            prefix was evicted.
     """
 
     def __init__(
@@ -75,7 +58,7 @@ class KvManager:
         offloader: KvOffloader | None,
         recorder: StepRecorder,
         page_size: int,
-        most_ahead: int,
+        on_host: HostRequests,
     ) -> None:
         self._scheduler = scheduler
         self._jobs = jobs
@@ -87,121 +70,15 @@ class KvManager:
         self._offloader = offloader
         self._recorder = recorder
         self._page_size = page_size
-        self._most_ahead = most_ahead
-        # Those that resume before any other request joins, and those that wait among the
-        # others of their job.
-        self._offloaded: dict[str, _Offloaded] = {}
-        self._waiting: dict[str, _Offloaded] = {}
+        self.on_host = on_host
         self._just_offloaded = False
-        self.num_recomputed = 0
         self.decodes_fit = False
         self._steps_that_fit = 0
 
     @property
-    def num_offloaded(self) -> int:
-        """Requests on the host, without those that wait in a backlog."""
-        return len(self._offloaded)
-
-    def offloaded(self) -> list[ScheduledRequest]:
-        """These requests. They run again before any other joins."""
-        return [one.request for one in self._offloaded.values()]
-
-    @property
-    def num_on_host(self) -> int:
-        """All requests on the host."""
-        return len(self._offloaded) + len(self._waiting)
-
-    @property
     def may_join(self) -> bool:
         """Whether requests of jobs may join: none has just left or comes before them."""
-        return not self._offloaded and not self._just_offloaded
-
-    def ahead_tokens(self) -> int:
-        """Tokens of prompts that may be computed ahead: half of the pool holds them.
-
-        The other half is for requests that have to make room.
-        """
-        if self._offloader is None:
-            return 0
-        room = self._offloader.room
-        most = min(self._most_ahead, room.num_pages // 2 * self._page_size)
-        held = self._offloader.host_tokens + self._kv_accounting.ahead_tokens
-        return max(0, min(most - held, room.num_free * self._page_size))
-
-    def is_near(self, request: ScheduledRequest) -> bool:
-        """Whether a request on the host need not be waited for: it is in the buffer on the
-        device, or too large for it."""
-        prefetch = self._offloader.prefetch if self._offloader is not None else None
-        one = self._waiting.get(request.req.rid) or self._offloaded.get(request.req.rid)
-        return prefetch is None or one is None or prefetch.is_near(_host_kv(one.kv))
-
-    def is_on_host(self, request: ScheduledRequest) -> bool:
-        """Whether a request of a job waits on the host."""
-        return request.req.rid in self._offloaded or request.req.rid in self._waiting
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that offloaded KV takes."""
-        return self._offloader.host_bytes if self._offloader is not None else 0
-
-    @property
-    def host_use(self) -> HostUse:
-        """The host pool, for metrics."""
-        capacity = self._offloader.pool.num_bytes if self._offloader is not None else 0
-        return HostUse(self.host_bytes, capacity, self.num_recomputed)
-
-    @property
-    def host_state(self) -> dict[str, int]:
-        """The host pool, for ``/server_info``."""
-        offloader, host = self._offloader, self._pinned.host
-        return {
-            "offloaded_host_bytes": self.host_bytes,
-            "offloaded_host_bytes_most": offloader.most_bytes if offloader else 0,
-            "offload_bytes": offloader.pool.num_bytes if offloader else 0,
-            "offload_saves": offloader.pool.num_saves if offloader else 0,
-            "offload_loads": offloader.pool.num_loads if offloader else 0,
-            "offload_recomputed": self.num_recomputed,
-            "prefetches": int(bool(offloader and offloader.prefetch)),
-            "prefixes_saved": host.num_saved if host else 0,
-            "prefixes_restored": host.num_restored if host else 0,
-        }
-
-    def end_step(self) -> None:
-        """The step is decided, and its forward pass is next."""
-        offloader, recorder = self._offloader, self._recorder
-        if offloader is not None:
-            offloader.end_step()
-            # Rows are parked where no step waits for them to come back.
-            if offloader.prefetch is not None:
-                free = offloader.room.num_free * self._page_size
-                self._kv_accounting.host_room = free
-            totals = recorder.totals
-            recorder.prefetched = offloader.num_prefetched - totals["prefetched"]
-            recorder.kv_waits = offloader.pool.num_loads - totals["kv_waits"]
-
-    def fetch(self, seconds: float) -> None:
-        """Prefetch during the forward pass, which takes so many seconds."""
-        if self._offloader is not None:
-            self._offloader.fetch(self._upcoming(), seconds)
-
-    def _upcoming(self) -> Iterator[HostKv]:
-        """KV on the host of requests that may resume, the next ones first, each behind
-        the prefixes that the cache has lost."""
-        assert self._offloader is not None
-        seen: set[tuple[str, int]] = set()
-        for job, request, kv in self._next_to_resume():
-            node = job.job_id, request.node
-            if kv.shared_len and node not in seen:
-                seen.add(node)
-                if self._offloader.tokens_to_resume(kv) is None:
-                    yield from self._prefixes.on_host(job, request)[0]
-            yield _host_kv(kv)
-
-    def _next_to_resume(self) -> Iterator[_Offloaded]:
-        yield from self._offloaded.values()
-        for job in self._jobs.in_order() if self._waiting else ():
-            for request in job.backlog.next_on_host():
-                yield self._waiting[request.req.rid]
+        return not self.on_host.first and not self._just_offloaded
 
     # Offloading -----------------------------------------------------------------------
 
@@ -330,18 +207,16 @@ class KvManager:
         if not self._make_host_room(self._offloader, job, request, shared):
             self._offloader.discard(req)
             self._requeue(req)
-            self.num_recomputed += 1
+            self.on_host.num_recomputed += 1
             return True
         kv = self._offloader.offload(req, shared, self._recompute_time_s(job, request))
-        one = _Offloaded(job, request, kv)
+        one = OnHost(job, request, kv)
         if shared:
             job.left_prefix[request] = None
         if job.backlog.by_length:
-            self._waiting[req.rid] = one
-            request.on_host = True
-            job.backlog.add(request)
+            self.on_host.let_wait(one)
         else:
-            self._offloaded[req.rid] = one
+            self.on_host.first[req.rid] = one
         self._recorder.offloaded += 1
         return True
 
@@ -361,7 +236,7 @@ class KvManager:
         for name in out:
             if self._pinned.host is None or not self._pinned.host.drop(name):
                 self._recompute(offloader, name)
-                self.num_recomputed += 1
+                self.on_host.num_recomputed += 1
         return True
 
     def _recompute_time_s(self, job: JobState, request: ScheduledRequest) -> float:
@@ -401,25 +276,24 @@ class KvManager:
         Returns:
             The running batch with them, which is a new one if nothing ran.
         """
-        if not self._offloaded or self._just_offloaded or self._offloader is None:
+        if not self.on_host.first or self._just_offloaded or self._offloader is None:
             return running_batch
-        for rid in list(self._offloaded):
-            one = self._offloaded[rid]
-            if running_batch.reqs and not self.is_near(one.request):
+        for rid, one in list(self.on_host.first.items()):
+            if running_batch.reqs and not self.on_host.is_near(one.request):
                 break
             need = self._tokens_to_resume(self._offloader, one)
             if need is None:  # a prefix of it is lost
                 self._recompute(self._offloader, rid)
-                self.num_recomputed += 1
+                self.on_host.num_recomputed += 1
                 continue
             back = self._resume_one(self._offloader, running_batch, one, need)
             if back is None:
                 break
-            self._forget(rid)
+            self.on_host.forget(rid)
             running_batch = _merged(running_batch, back)
         return running_batch
 
-    def _tokens_to_resume(self, offloader: KvOffloader, one: _Offloaded) -> int | None:
+    def _tokens_to_resume(self, offloader: KvOffloader, one: OnHost) -> int | None:
         """KV to allocate for a request. None if its prefix is neither in the tree nor on
         the host."""
         need = offloader.tokens_to_resume(one.kv)
@@ -439,7 +313,7 @@ class KvManager:
         self,
         offloader: KvOffloader,
         running_batch: ScheduleBatch,
-        one: _Offloaded,
+        one: OnHost,
         need: int,
     ) -> ScheduleBatch | None:
         job, request = one.job, one.request
@@ -473,7 +347,7 @@ class KvManager:
             kv.req.time_stats.set_forward_entry_time()
         return back
 
-    def _runs_again(self, one: _Offloaded) -> None:
+    def _runs_again(self, one: OnHost) -> None:
         self._kv_accounting.begin_decoding(one.request)
         if one.request.leaf >= 0:
             self._pinned.unpin_spent(one.job, one.request)
@@ -492,7 +366,7 @@ class KvManager:
         """
         full = False
         for request in requests:
-            one, offloader = self._waiting[request.req.rid], self._offloader
+            one, offloader = self.on_host.waiting[request.req.rid], self._offloader
             assert offloader is not None
             need = None if full else self._tokens_to_resume(offloader, one)
             back = None if need is None else self._load(offloader, one.kv, need)
@@ -500,10 +374,10 @@ class KvManager:
                 put_back(one.job, self._kv_accounting, request)
                 if need is None and not full:
                     self._recompute(offloader, request.req.rid)
-                    self.num_recomputed += 1
+                    self.on_host.num_recomputed += 1
                 full = full or need is not None
                 continue
-            self._forget(request.req.rid)
+            self.on_host.forget(request.req.rid)
             self._runs_again(one)
             running_batch = _merged(running_batch, back)
         return running_batch
@@ -531,9 +405,7 @@ class KvManager:
         assert job is not None
         job.backlog.remove(request)
         request.steps = len(kv.req.output_ids) - 1
-        request.on_host = True
-        self._waiting[kv.req.rid] = _Offloaded(job, request, kv)
-        job.backlog.add(request)
+        self.on_host.let_wait(OnHost(job, request, kv))
         if job.joined is not None:
             job.joined.numbers.append(request.number)
 
@@ -541,28 +413,18 @@ class KvManager:
         """Discard all KV on the host. The requests are prefilled again."""
         if self._pinned.host is not None:
             self._pinned.host.drop_all()
-        for rid in [*self._offloaded, *self._waiting]:
+        for rid in [*self.on_host.first, *self.on_host.waiting]:
             assert self._offloader is not None
             self._recompute(self._offloader, rid)
 
     def _recompute(self, offloader: KvOffloader, rid: str) -> None:
-        if rid in self._waiting:
-            one = self._waiting[rid]
+        if rid in self.on_host.waiting:
+            one = self.on_host.waiting[rid]
             one.job.take(one.request)
-        one = self._forget(rid)
+        one = self.on_host.forget(rid)
         self._requeue(offloader.give_up(one.kv))
 
     def drop(self, request: ScheduledRequest) -> None:
         """Forget the KV of a request on the host, if it is there."""
-        rid = request.req.rid
-        if self._offloader is not None and (
-            rid in self._offloaded or rid in self._waiting
-        ):
-            self._offloader.drop(self._forget(rid).kv)
-
-    def _forget(self, rid: str) -> _Offloaded:
-        """A request is no longer on the host."""
-        one = self._offloaded.pop(rid, None) or self._waiting.pop(rid)
-        one.request.on_host = False
-        one.job.left_prefix.pop(one.request, None)
-        return one
+        if self._offloader is not None and request in self.on_host:
+            self._offloader.drop(self.on_host.forget(request.req.rid).kv)

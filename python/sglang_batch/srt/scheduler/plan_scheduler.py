@@ -188,13 +188,15 @@ class PlanScheduler:
 
     def end_step(self, batch: ScheduleBatch | None) -> None:
         """Record the batch of this step. None if there is nothing to run."""
-        self._kv_manager.end_step()
+        self._kv_manager.on_host.end_step()
         if batch is None:
             return
         mode = batch.forward_mode
         decodes = mode.is_decode() or (mode.is_mixed() and bool(batch.decoding_reqs))
-        done = self._recorder.record(self._kv_manager.num_offloaded, decodes=decodes)
-        self._kv_manager.fetch(max(done.compute_s, done.memory_s))
+        done = self._recorder.record(
+            len(self._kv_manager.on_host.first), decodes=decodes
+        )
+        self._kv_manager.on_host.fetch(max(done.compute_s, done.memory_s))
         clock = self._kv_accounting.clock
         for job in self._jobs.each:
             job.work.did(*job.done.end_step(clock, decodes=decodes))
@@ -367,8 +369,8 @@ class PlanScheduler:
             idle_frees=len(self._jobs) == 1,
             host_room=self._pinned.host_room,
             chunk_room=self._chunk_room(left, taken, mixed=mixed),
-            ahead_tokens=self._kv_manager.ahead_tokens(),
-            is_near=self._kv_manager.is_near,
+            ahead_tokens=self._kv_manager.on_host.ahead_tokens(),
+            is_near=self._kv_manager.on_host.is_near,
             has_adapter=always if self._adapters is None else self._adapters.may_join,
         )
 

@@ -63,6 +63,7 @@ from ..compat.server_types import OfflineArgs
 from ..compat.support import STATE_KEY
 from ..compat.tiers import ModelTier, model_tier
 from .adapter_pool import unload_others
+from .host_requests import HostRequests
 from .kv.host_prefixes import HostPrefixes, Prompt
 from .kv.offload_support import why_unsupported
 from .kv.offloading import make_offloader
@@ -242,7 +243,16 @@ class OfflineScheduler(MarkedScheduler):
             offloader=offloader,
             recorder=self.recorder,
             page_size=page_size,
-            most_ahead=self.server_args.offline_config.prefill_ahead_tokens,
+            on_host=HostRequests(
+                offloader=offloader,
+                host=host,
+                jobs=self.jobs,
+                kv_accounting=self.kv_accounting,
+                prefixes=self.prefixes,
+                recorder=self.recorder,
+                page_size=page_size,
+                most_ahead=self.server_args.offline_config.prefill_ahead_tokens,
+            ),
         )
         adapters = self._make_adapter_slots()
         online = OnlineQueue(
@@ -275,7 +285,7 @@ class OfflineScheduler(MarkedScheduler):
         self.load_inquirer = dataclasses.replace(
             self.load_inquirer,
             get_waiting_queue=lambda: WaitingView(
-                self.waiting_queue, self.jobs, self.kv_manager.num_offloaded
+                self.waiting_queue, self.jobs, len(self.kv_manager.on_host.first)
             ),
         )
 
@@ -290,7 +300,10 @@ class OfflineScheduler(MarkedScheduler):
         return AdapterSlots(
             self.jobs,
             manager.validate_lora_batch,
-            lambda: [*self.kv_accounting.requests, *self.kv_manager.offloaded()],
+            lambda: [
+                *self.kv_accounting.requests,
+                *(one.request for one in self.kv_manager.on_host.first.values()),
+            ],
             partial(unload_others, manager),
         )
 
@@ -304,7 +317,7 @@ class OfflineScheduler(MarkedScheduler):
             if log is not None and dp_rank:
                 log = log.with_name(f"{log.name}.dp{dp_rank}")
             # The KV manager is made after the recorder.
-            metrics = step_metrics(self, lambda: self.kv_manager.host_use)
+            metrics = step_metrics(self, lambda: self.kv_manager.on_host.use)
         return StepRecorder(self.jobs, self.kv_accounting, cache, log, metrics)
 
     def _offline_state(self) -> dict[str, object]:
@@ -313,8 +326,7 @@ class OfflineScheduler(MarkedScheduler):
             "tier": str(self.tier),
             "jobs": len(self.jobs),
             "waiting": self._num_waiting,
-            "offloaded_now": self.kv_manager.num_on_host,
-            **self.kv_manager.host_state,
+            **self.kv_manager.on_host.state,
             "kv_use": dataclasses.asdict(_kv_use(self.kv_accounting, self.jobs)),
             "shares_prefixes": bool(self.sharing.backends),
             **self.recorder.totals,
@@ -325,7 +337,7 @@ class OfflineScheduler(MarkedScheduler):
     @property
     def _num_waiting(self) -> int:
         """Requests of jobs that do not run, including offloaded ones."""
-        return self.jobs.num_waiting + self.kv_manager.num_offloaded
+        return self.jobs.num_waiting + len(self.kv_manager.on_host.first)
 
     def _control(self, message: JobControl) -> JobControlOutput:
         if message.action == CLOSE:
@@ -427,7 +439,7 @@ class OfflineScheduler(MarkedScheduler):
     ) -> bool:
         idle = super().is_fully_idle(for_health_check, ignore_waiting)
         if ignore_waiting:
-            return bool(idle and not self.kv_manager.num_on_host)
+            return bool(idle and not len(self.kv_manager.on_host))
         return bool(idle and not self._num_waiting)
 
     def abort_request(self, recv_req: AbortRequest) -> None:

@@ -32,9 +32,9 @@ class DecodePlanScheduler(PlanScheduler):
         self, rid: str, *, everything: bool
     ) -> list[tuple[JobState, ScheduledRequest]]:
         # SGLang's queues have those whose KV is on its way.
-        here = self._kv_manager.is_on_host
+        here = self._kv_manager.on_host
         found = super()._not_running(rid, everything=everything)
-        return [(job, request) for job, request in found if here(request)]
+        return [(job, request) for job, request in found if request in here]
 
     def next_batch(
         self, running_batch: ScheduleBatch, build: BuildPrefill

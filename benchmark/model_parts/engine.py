@@ -73,11 +73,12 @@ def _with_plans(jobs: list[Any], arguments: list[str]) -> list[Any]:
     results = []
     with in_process.engine(in_process.parse_server_args(arguments)) as (engine, loop):
         loop.run_until_complete(engine.connect())
+        manager: Any = engine._tokenizer_manager
         for prompts, params in jobs:
             config = OfflineBatchConfig(policy="dfs")
             answers = answer_all(engine, config, prompts, params)
             results.append(_result(loop.run_until_complete(answers)))
-            loop.run_until_complete(engine._tokenizer_manager.flush_cache())
+            loop.run_until_complete(manager.flush_cache())
     return results
 
 

@@ -20,6 +20,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "sliding_window": WINDOW,
+        "tie_word_embeddings": True,  # SGLang does so whatever this says
     },
 }
 """Fields of the configurations that differ from those of ``tiny_models``."""

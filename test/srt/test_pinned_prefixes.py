@@ -70,6 +70,7 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> Any:
         "evict_for_alloc": evict,
         "evictable_size": lambda self: EACH * len(self.unlocked),
         "unlock": lambda self, lock: self.unlocked.append(lock),
+        "supports_swa": lambda self: False,
         "reset": lambda self: self.unlocked.clear(),
         "on_release": lambda self, req, *, checkpointed: None,
     }
@@ -82,7 +83,7 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_an_eviction_unpins_first_and_no_more_than_necessary(
     cache: Any, call: str
 ) -> None:
-    cache.attach(PinnedPrefixes(cache, jobs_of(a=Uses(1, 2, 3))), lambda *_: None)
+    cache.attach(PinnedPrefixes(cache, jobs_of(a=Uses(1, 2, 3))), lambda *_: None, list)
     getattr(cache, call)(EvictParams(num_tokens=3))
     # Before SGLang evicts.
     assert cache.seen == [["lock 1", "lock 2"]]
@@ -124,10 +125,42 @@ def test_an_emptied_tree_has_no_pins_and_releases_are_reported(cache: Any) -> No
     cache.on_release("early", checkpointed=True)
     uses, released = Uses(1, 2), []
     cache.attach(
-        PinnedPrefixes(cache, jobs_of(a=uses)), lambda *call: released.append(call)
+        PinnedPrefixes(cache, jobs_of(a=uses)),
+        lambda *call: released.append(call),
+        list,
     )
     cache.on_release("req", checkpointed=False)
     assert released == [("req", False)]
     cache.reset()
     assert not uses.pins
     assert not cache.unlocked
+
+
+def test_windows_need_room_of_their_own(
+    cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = {
+        "supports_swa": lambda self: True,
+        "swa_evictable_size": lambda self: len(self.unlocked),
+    }
+    for name, method in windows.items():
+        monkeypatch.setattr(UnifiedRadixCache, name, method)
+    pinned = PinnedPrefixes(cache, jobs_of(a=Uses(1, 2, 3)))
+    pinned.unpin_until_evictable(EACH, 3)
+    assert cache.unlocked == ["lock 1", "lock 2", "lock 3"]
+
+
+@pytest.mark.parametrize("windows", [True, False])
+def test_a_leader_with_windows_leaves_each_prefix_by_itself(
+    cache: Any, monkeypatch: pytest.MonkeyPatch, windows: bool
+) -> None:
+    parts = []
+    monkeypatch.setattr(UnifiedRadixCache, "supports_swa", lambda self: windows)
+    monkeypatch.setattr(
+        UnifiedRadixCache, "checkpoint", lambda self, req, *, up_to: parts.append(up_to)
+    )
+    pinned = PinnedPrefixes(cache, jobs_of())
+    cache.attach(pinned, lambda *_: None, lambda req: [10, 20, 30, 40])
+    kv = SimpleNamespace(cache_protected_len=10)
+    cache.checkpoint(SimpleNamespace(kv=kv, finished=lambda: False), up_to=40)
+    assert parts == ([20, 30, 40] if windows else [40])

@@ -246,6 +246,15 @@ def test_kinds_of_models(tmp_path: Path) -> None:
             {"disable_hybrid_swa_memory": True, "attention_backend": "triton"},
             "fine",
         ),
+        (
+            "sliding-window",
+            {
+                "disaggregation_mode": "prefill",
+                "disaggregation_transfer_backend": "tcp",
+                "attention_backend": "triton",
+            },
+            "GptOssForCausalLM does not work with --disaggregation-mode prefill",
+        ),
         ("sliding-window", stock, "fine"),
         ("plain", {"schedule_policy": "lpm", **stock}, "fine"),
         ("no-hybrid-memory", {}, "fine"),

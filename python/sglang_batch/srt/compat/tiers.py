@@ -71,9 +71,10 @@ def _only_windows(config: ModelConfig) -> bool:
 
 
 def _sparse(config: ModelConfig) -> bool:
-    from sglang.srt.configs.model_config import is_deepseek_dsa
+    from sglang.srt.configs.model_config import is_deepseek_dsa, is_minimax_sparse
 
-    return bool(is_deepseek_dsa(config.hf_config))
+    hf_config = config.hf_config
+    return bool(is_deepseek_dsa(hf_config) or is_minimax_sparse(hf_config))
 
 
 def _ngrams(config: ModelConfig) -> bool:
@@ -115,7 +116,7 @@ MODEL_KINDS: tuple[ModelKind, ...] = (
         "its sliding-window layers keep KV in a separate pool",
     ),
     ModelKind(
-        "sparse attention (DeepSeek V3.2)",
+        "sparse attention (DeepSeek V3.2, MiniMax M3)",
         Tier.PLANNED,
         _sparse,
         "its sparse attention keeps an index besides KV",
@@ -189,6 +190,20 @@ def check_model(config: ModelConfig, *, hybrid_swa_disabled: bool = False) -> Mo
         f"{found.architecture} does not work with the offline scheduler: "
         f"{found.reasons[0]}; {way_out} {STOCK_SCHEDULER}."
     )
+
+
+def check_sent_whole(found: ModelTier) -> None:
+    """Refuse a model on a prefill server that sends KV and nothing else.
+
+    Raises:
+        ConfigError: names the architecture and the way out.
+    """
+    if found.tier is not Tier.FULL:
+        raise ConfigError(
+            f"{found.architecture} does not work with --disaggregation-mode prefill and "
+            f"the offline scheduler: {found.reasons[0]}, and only KV is sent; drop the "
+            f"mode, or name another transfer backend and give {STOCK_SCHEDULER}."
+        )
 
 
 def kinds_table() -> str:

@@ -25,7 +25,7 @@ from ..compat.support import (
     check_host_receive,
     check_supported,
 )
-from ..compat.tiers import check_model
+from ..compat.tiers import check_model, check_sent_whole
 from ..engine.cpu_memory import limit_cpu_memory
 
 if TYPE_CHECKING:
@@ -115,7 +115,9 @@ def _check_model(server_args: ServerArgs, previous: ResolutionStep) -> None:
     check_supported(
         {name: getattr(resolved, name) for name in SET_BY_SGLANG}, SET_BY_SGLANG
     )
-    check_model(
+    tier = check_model(
         model_config_of(server_args),
         hybrid_swa_disabled=resolved.disable_hybrid_swa_memory,
     )
+    if resolved.disaggregation_mode == "prefill":
+        check_sent_whole(tier)

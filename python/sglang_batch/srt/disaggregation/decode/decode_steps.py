@@ -40,6 +40,8 @@ class DecodePlanScheduler(PlanScheduler):
         self, running_batch: ScheduleBatch, build: BuildPrefill
     ) -> PrefillPlan:
         """Nothing to build, and the running batch with those that join it."""
+        if self._adapters is not None:
+            self._adapters.begin_step()
         self._kv_manager.make_room_for_decodes(running_batch)
         running_batch = self._join_online(running_batch)
         running_batch = self._kv_manager.resume(running_batch)

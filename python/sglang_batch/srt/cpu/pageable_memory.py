@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 _FUNCTIONS = ("tensor", "empty", "zeros")
 
@@ -21,6 +22,9 @@ def use_pageable_memory() -> None:
 
     For a process without an accelerator. Later calls do nothing.
     """
+    # ``with torch.device(...)`` knows constructors by identity, as they are when it is
+    # first used.
+    _device_constructors()
     for name in _FUNCTIONS:
         function = getattr(torch, name)
         if not hasattr(function, "__wrapped__"):

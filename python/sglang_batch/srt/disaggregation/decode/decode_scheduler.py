@@ -153,12 +153,6 @@ class DecodeScheduler(Apart, OfflineScheduler):
 
     # Requests leave -------------------------------------------------------------------
 
-    def gone(self, req: Req) -> None:
-        """A request failed before its KV came."""
-        known = self.registry.known(req)
-        if known is not None and known[0] is not None:
-            self.registry.skip(known[0], known[1])
-
     def _drop(self, req: Req) -> None:
         """A request that waits on the host is over."""
         known = self.registry.known(req)

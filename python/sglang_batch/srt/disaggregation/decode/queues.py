@@ -85,21 +85,22 @@ class HostPreallocQueue(DecodePreallocQueue):  # type: ignore[misc]
             self.scheduler.output_streamer.stream_output([req], req.return_logprob)
         failed.kv_receiver.clear()
         failed.kv_receiver = None
-        self.scheduler.gone(req)
+        self.scheduler.reception.gone(req)
 
     def _check_if_req_exceed_kv_capacity(self, req: ReceivedReq) -> bool:
         """SGLang's, and for a prompt that the host pool cannot hold."""
-        if super()._check_if_req_exceed_kv_capacity(req):
-            return True
-        tokens, most = self._rebootstrap_prefill_len(req), self.scheduler.reception
-        if tokens <= most.num_tokens:
-            return False
-        message = (
-            f"The prompt of request {req.rid} has {tokens} tokens, and the host pool "
-            f"holds {most.num_tokens}; set a larger offload_bytes."
-        )
-        prepare_abort(req, message, status_code=HTTPStatus.BAD_REQUEST)
-        self.scheduler.output_streamer.stream_output([req], req.return_logprob)
+        reception = self.scheduler.reception
+        tokens, most = self._rebootstrap_prefill_len(req), reception.num_tokens
+        if not super()._check_if_req_exceed_kv_capacity(req):
+            if tokens <= most:
+                return False
+            message = (
+                f"The prompt of request {req.rid} has {tokens} tokens, and the host pool "
+                f"holds {most}; set a larger offload_bytes."
+            )
+            prepare_abort(req, message, status_code=HTTPStatus.BAD_REQUEST)
+            self.scheduler.output_streamer.stream_output([req], req.return_logprob)
+        reception.gone(req)
         return True
 
 

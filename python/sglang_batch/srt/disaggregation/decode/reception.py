@@ -8,8 +8,6 @@ length of their KV choose among all that are there.
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 
 from ....errors import EngineError
@@ -18,8 +16,6 @@ from ...scheduler.kv.offloading import KvOffloader, OffloadedRequest
 from ...scheduler.kv_manager import KvManager
 from ...scheduler.request_registry import RequestRegistry
 from ..tcp.page_buffers import Indices
-
-logger = logging.getLogger(__name__)
 
 
 class Reception:
@@ -57,11 +53,6 @@ class Reception:
         """Most tokens of KV that there is ever room for."""
         return self._offloader.room.num_pages * self._page_size
 
-    @property
-    def num_online(self) -> int:
-        """Online requests that wait."""
-        return len(self._online)
-
     def reserve(self, req: Req, num_tokens: int) -> Indices | None:
         """Pages ``[n]`` for a prompt, or None if it has to wait for room.
 
@@ -82,6 +73,10 @@ class Reception:
     def release(self, req: Req) -> None:
         """The KV of a request does not come, or is not wanted any more."""
         self._offloader.forget(req.rid)
+        self.gone(req)
+
+    def gone(self, req: Req) -> None:
+        """A request failed before its KV came."""
         known = self._registry.known(req)
         if known is not None and known[0] is not None:  # it was to be computed again
             self._registry.skip(known[0], known[1])

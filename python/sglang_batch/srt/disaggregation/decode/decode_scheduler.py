@@ -27,7 +27,7 @@ from ...compat.scheduler_types import (
 )
 from ...scheduler.scheduler import OfflineScheduler
 from ..apart_schedulers import Apart
-from ..tcp.host_pages import HostPages
+from ..tcp.page_buffers import PageBuffers
 from .decode_steps import DecodePlanScheduler
 from .queues import HostPreallocQueue
 from .reception import Reception
@@ -51,9 +51,9 @@ class DecodeScheduler(Apart, OfflineScheduler):
         super().init_load_inquirer()
         manager = self.disagg_decode_prealloc_queue.kv_manager
         assert self.offloader is not None  # Reception was made with it
-        manager.destinations.receive_on_host(
-            HostPages(self.offloader.pool, manager.kv.row_lengths)
-        )
+        pages = PageBuffers.of_views(self.offloader.pool.host_layers())
+        assert pages.row_lengths == manager.kv.row_lengths
+        manager.destinations.receive_on_host(pages)
 
     def _make_plan_scheduler(self, **parts: object) -> DecodePlanScheduler:
         self.reception = Reception(

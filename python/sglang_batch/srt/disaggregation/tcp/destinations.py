@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from .frames import BrokenFrame, Done, Pages
-from .host_pages import HostPages
 from .page_buffers import Indices, PageBuffers
 
 
@@ -23,7 +22,7 @@ class _Destination:
 
     rows: Indices
     aux_row: int
-    buffers: PageBuffers | HostPages
+    buffers: PageBuffers
     received: int = 0
 
 
@@ -40,7 +39,7 @@ class Destinations:
         self, device: PageBuffers, aux: PageBuffers, host: PageBuffers | None = None
     ) -> None:
         self._device = device
-        self._host: PageBuffers | HostPages | None = host
+        self._host = host
         self._aux = aux
         self._lock = threading.Lock()
         self._of_room: dict[int, _Destination] = {}
@@ -56,7 +55,7 @@ class Destinations:
         """Whether KV can be received into host memory."""
         return self._host is not None
 
-    def receive_on_host(self, pages: HostPages) -> None:
+    def receive_on_host(self, pages: PageBuffers) -> None:
         """Have KV that is opened with ``host`` written to these pages."""
         self._host = pages
 

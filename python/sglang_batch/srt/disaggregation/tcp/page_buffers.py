@@ -45,11 +45,21 @@ class PageBuffers:
         row_lengths: Sequence[int],
         device: str = "cpu",
     ) -> None:
-        self.row_lengths = tuple(row_lengths)
-        self.row_bytes = sum(row_lengths)
         self._device = torch.device(device)
         sizes = zip(addresses, lengths, row_lengths, strict=True)
-        self._buffers = [self._view(*each) for each in sizes]
+        self._set_buffers([self._view(*each) for each in sizes])
+
+    @classmethod
+    def of_views(cls, views: Sequence[torch.Tensor]) -> PageBuffers:
+        """Buffers that are views uint8 ``[rows, ...]`` of host memory."""
+        buffers = cls((), (), ())
+        buffers._set_buffers(views)
+        return buffers
+
+    def _set_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
+        self._buffers = buffers
+        self.row_lengths = tuple(each.shape[1:].numel() for each in buffers)
+        self.row_bytes = sum(self.row_lengths)
         self.num_rows = min((len(buffer) for buffer in self._buffers), default=0)
         self._on_host = self._device.type == "cpu"
         # Copies wait for none of the model's work, and the model for no copy.
@@ -114,7 +124,8 @@ class PageBuffers:
         start = 0
         for buffer, length in zip(self._buffers, self.row_lengths, strict=True):
             end = start + len(index) * length
-            buffer.index_copy_(0, index, data[start:end].view(-1, length))
+            rows = data[start:end].view(len(index), *buffer.shape[1:])
+            buffer.index_copy_(0, index, rows)
             start = end
 
     def _check(self, rows: Indices) -> None:

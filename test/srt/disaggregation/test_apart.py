@@ -48,6 +48,10 @@ def pair(
         policy="length-aligned",
         step_log=str(directory / "steps.csv"),
     ) as servers:
+        # The first plan of an installation waits for the planner to be compiled, which is
+        # longer than a call waits.
+        api = client(servers.decode.url)
+        assert wait(api, submit(api, jsonl(input_lines()[:4])).id).status == "completed"
         yield servers
 
 

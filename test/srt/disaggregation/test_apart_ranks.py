@@ -59,6 +59,8 @@ def test_two_ranks_and_two_prefill_servers_have_the_answers_of_one_process(
         tmp_path,
         "--tp-size=2",
         "--page-size=16",
+        # Six ranks start at a time, and each looks at the memory that is left.
+        "--mem-fraction-static=0.8",
         decode_args=(f"--max-total-tokens={DECODE_TOKENS}",),
         num_prefill=2,
         policy="length-aligned",

@@ -178,6 +178,12 @@ def aborts(s: Stress) -> dict[str, Any]:
         s.run(s.abort(job.rids[0]))
         counts = s.run(s.idle())
         found[state] = [ended, counts.get(f"aborted_{state}", 0)]
+    # A request without KV for its next token, which SGLang ends.
+    cases = _cases(10, 2, 30, 60, shared=40)
+    job = s.job("job_starves", cases, "dfs", max_line_attempts=1, max_inflight=1)
+    s.run(s.finish(job))
+    found["starved"] = s.check_some(job, set(job.rids))
+    s.run(s.idle())
     # Stopped before all its lines were sent: they still want the prefix.
     cases = _cases(11, 60, 30, 60, shared=100)
     job = s.job("stopped", cases, "dfs", max_inflight=10)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree
 from sglang_batch.scheduling.job_plan import JobPlan
@@ -27,6 +28,8 @@ WRONG_BY = re.compile(r"_times([0-9.]+)")
 OPEN_ENDED = "_open"
 # In a job's id, the state in which its first request to be in it is aborted.
 ABORT_IN = re.compile(r"_abort_([a-z]+)")
+# In a job's id: its first request to run alone finds no KV for its next token.
+STARVES = "_starves"
 # In a job's id: its plan covers some of its requests at first, and others later.
 GROWS = "_grows"
 
@@ -247,7 +250,17 @@ class StressScheduler(offline.OfflineScheduler):
             assert not self._reqs_finishing_inflight(batch)
             assert batch.check_decode_mem()
             self.counts["all_decode"] += 1
-        return super().update_running_batch(batch)
+        alone = batch.reqs[0].rid if len(batch.reqs) == 1 else ""
+        if STARVES not in alone or STARVES in self.aborted:
+            return super().update_running_batch(batch)
+        self.aborted.add(STARVES)
+        self.kv_manager.note_allocation()
+        allocator = self.token_to_kv_pool_allocator
+        evict_from_tree_cache(self.tree_cache, self.max_total_num_tokens)
+        taken = allocator.alloc(allocator.available_size())
+        left = super().update_running_batch(batch)
+        allocator.free(taken)
+        return left
 
     def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
         super()._add_request_to_queue(req, is_retracted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from random import Random
 
 import numpy as np
@@ -62,8 +62,13 @@ class Model:
         return min(ranks, default=self.plan.num_requests)
 
     def furthest(self) -> int:
-        idle = [node for node in self.pins if not self.users(node)]
-        return max(idle, key=lambda n: (self.next_use(n), self.depth[n], -n), default=0)
+        return self._furthest_of(node for node in self.pins if not self.users(node))
+
+    def furthest_in_use(self) -> int:
+        return self._furthest_of(node for node in self.pins if self.users(node))
+
+    def _furthest_of(self, nodes: Iterable[int]) -> int:
+        return max(nodes, key=lambda n: (self.next_use(n), self.depth[n], -n), default=0)
 
     def tokens(self, nodes: list[int]) -> int:
         return sum(self.length[node] for node in nodes)
@@ -187,8 +192,10 @@ class Drive:
     def let_go(self) -> None:
         node = self.uses.furthest()
         assert node == self.model.furthest()
-        if node:
-            self.unpin(node)
+        in_use = self.uses.furthest_in_use()
+        assert in_use == self.model.furthest_in_use()
+        if node or in_use:
+            self.unpin(node or in_use)
 
     def forget(self) -> None:
         self.uses.forget_pins()

@@ -32,6 +32,10 @@ def test_a_line_is_aborted_in_any_state(found: Any, state: str) -> None:
     assert found["aborts"][state] == [1, 1]
 
 
+def test_a_request_without_kv_for_its_next_token_leaves_its_job(found: Any) -> None:
+    assert found["aborts"]["starved"] == 1
+
+
 def test_a_job_is_stopped_and_opened_again(found: Any) -> None:
     assert 0 < found["aborts"]["stopped"] < 60
 

@@ -372,6 +372,15 @@ class PrefixUses:
             heapq.heappop(self._furthest)
         return 0
 
+    def furthest_in_use(self) -> int:
+        """The same of the nodes that running requests use, or 0."""
+        in_use = [node for node in self.pins if self._running[node]]
+        return max(
+            in_use,
+            key=lambda node: (self.next_use(node), self.depth[node], -node),
+            default=0,
+        )
+
     def next_use(self, node: int) -> int:
         """The rank of the next request that needs a node, in the order of use.
 

@@ -1,34 +1,43 @@
 """Pinned memory where there is nothing to pin it for.
 
-Some of SGLang's code asks torch for pinned memory without asking whether there is any, such
-as that of LoRA adapters. Without an accelerator torch raises. Ordinary memory is what that
-code needs there.
+SGLang's code for LoRA adapters asks torch for pinned memory without asking whether there is
+any. Without an accelerator torch raises. Ordinary memory is what that code needs there.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
-from torch.utils._device import _device_constructors
 
-_FUNCTIONS = ("tensor", "empty", "zeros")
+# Modules that ask for it.
+_MODULES = ("sglang.srt.lora.layers", "sglang.srt.lora.backend.torch_backend")
+
+
+_FUNCTIONS = ("empty", "zeros", "tensor")
+
+
+class _PageableTorch:
+    """torch, for one module: requests for pinned memory are such for ordinary memory."""
+
+    def __init__(self) -> None:
+        for name in _FUNCTIONS:
+            setattr(self, name, _unpinned(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 def use_pageable_memory() -> None:
-    """Have torch take requests for pinned memory as such for ordinary memory.
+    """Have SGLang's code for adapters do without pinned memory.
 
     For a process without an accelerator. Later calls do nothing.
     """
-    # ``with torch.device(...)`` knows constructors by identity, as they are when it is
-    # first used.
-    _device_constructors()
-    for name in _FUNCTIONS:
-        function = getattr(torch, name)
-        if not hasattr(function, "__wrapped__"):
-            setattr(torch, name, _unpinned(function))
+    for name in _MODULES:
+        vars(importlib.import_module(name))["torch"] = _PageableTorch()
     torch.Tensor.pin_memory = _itself
 
 

@@ -132,6 +132,14 @@ class PlanScheduler:
             taken.append(request.req)
         return taken
 
+    def aborted(self, req: Req) -> None:
+        """SGLang answered a request with an error. Its KV is free already: this happens
+        to the last running request if there is no KV for its next token."""
+        job, request = self._registry.known(req) or (None, None)
+        if job is not None and request is not None and not request.running:
+            job.take(request)
+            self._registry.skip(job, request)
+
     def _not_running(
         self, rid: str, *, everything: bool
     ) -> list[tuple[JobState, ScheduledRequest]]:

@@ -451,6 +451,10 @@ class OfflineScheduler(MarkedScheduler):
             self.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
         super().abort_request(recv_req)
 
+    def send_abort_output(self, abort_req: object, req: Req) -> None:
+        self.plan_scheduler.aborted(req)
+        super().send_abort_output(abort_req, req)
+
     def _release_waiting(self, req: Req) -> None:
         """Free what an aborted request holds that waits or is offloaded."""
         self._release_aborted_request(req)

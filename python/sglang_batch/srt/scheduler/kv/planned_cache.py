@@ -218,10 +218,19 @@ class PinnedPrefixes:
             num_in_windows and cache.swa_evictable_size() < num_in_windows
         ):
             if not self.unpin_furthest():
+                break
+        while num_in_windows and cache.swa_evictable_size() < num_in_windows:
+            if not self._unpin_window():
                 return
 
     def unpin_until_free(self, num_tokens: int) -> None:
         """Unpin prefixes until ``num_tokens`` can be allocated, or none is left."""
+        self._unpin_unused_until_free(num_tokens)
+        while self._cache.free_or_evictable_windows() < num_tokens:
+            if not self._unpin_window():
+                return
+
+    def _unpin_unused_until_free(self, num_tokens: int) -> None:
         cache = self._cache
         while (
             min(cache.free_or_evictable(), cache.free_or_evictable_windows())
@@ -237,6 +246,19 @@ class PinnedPrefixes:
             node = job.uses.furthest()
             if node:
                 self._save(job, node)
+                self.unpin(job, [node])
+                return True
+        return False
+
+    def _unpin_window(self) -> bool:
+        """Unpin a prefix that running requests use, in the last job that has one.
+
+        They hold the prefix, but not its window: of each prefix on a path a window is
+        pinned, for later requests alone. Together they may fill the pool of windows.
+        """
+        for job in reversed([*self._jobs.in_order()]):
+            node = job.uses.furthest_in_use()
+            if node:
                 self.unpin(job, [node])
                 return True
         return False
@@ -279,7 +301,7 @@ class PinnedPrefixes:
         another too, and only unpinning shows whether any KV becomes evictable.
         """
         if len(self._jobs) > 1:
-            self.unpin_until_free(num_tokens)
+            self._unpin_unused_until_free(num_tokens)
         idle = self._jobs.idle_tokens if len(self._jobs) == 1 else 0
         return min(self._cache.free_or_evictable() + idle, self.window_room)
 

@@ -138,6 +138,7 @@ def from_disk(loop: Any, engine: Any) -> dict[str, Any]:
 
     manager._tokenize_texts = noted
     answers = []
+    before = live_plan.FIRST_REQUESTS, rendering.KEPT_REQUESTS
     live_plan.FIRST_REQUESTS = 8
     for name, kept in (("memory", 1000), ("disk", 0)):
         rendering.KEPT_REQUESTS = kept
@@ -145,6 +146,7 @@ def from_disk(loop: Any, engine: Any) -> dict[str, Any]:
         lines = list(of_every_kind())
         _, found = run(loop, engine, f"batch_{name}", lines, policy="dfs")
         answers.append([_without_ids(found[i]) for i in range(len(lines))])
+    live_plan.FIRST_REQUESTS, rendering.KEPT_REQUESTS = before
     del engine._prepare, manager._tokenize_texts
     return {
         "differing": [
@@ -269,8 +271,26 @@ def gathered(loop: Any, manager: Any) -> list[dict[str, Any]]:
     return answers
 
 
+class BeginTogether:
+    """The engine of one of several jobs, of which none sends before all are open."""
+
+    def __init__(self, engine: Any, others: asyncio.Barrier) -> None:
+        self._engine = engine
+        self._others: asyncio.Barrier | None = others
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def open_job(self, job_id: str, plans: Any) -> None:
+        await self._engine.open_job(job_id, plans)
+        others, self._others = self._others, None
+        if others is not None:
+            await others.wait()
+
+
 def of_one_corpus(loop: Any, engine: Any, manager: Any) -> dict[str, Any]:
     """Two jobs at the same time over the same documents, more than the KV holds."""
+    both = asyncio.Barrier(2)
     documents = [f"{i:04d} " + chr(97 + i % 26) * 600 for i in range(60)]
     jobs, answers = [], []
     loop.run_until_complete(manager.flush_cache())
@@ -282,7 +302,10 @@ def of_one_corpus(loop: Any, engine: Any, manager: Any) -> dict[str, Any]:
         found: dict[int, RequestOutput] = {}
         answers.append(found)
         job = Job(
-            *(f"batch_{name}_of_corpus", lines, range(len(lines)), engine),
+            f"batch_{name}_of_corpus",
+            lines,
+            range(len(lines)),
+            BeginTogether(engine, both),
             OfflineBatchConfig(policy="dfs"),
             lambda request, output, found=found: found.update({request.index: output}),
         )

@@ -68,7 +68,9 @@ class Model:
         return self._furthest_of(node for node in self.pins if self.users(node))
 
     def _furthest_of(self, nodes: Iterable[int]) -> int:
-        return max(nodes, key=lambda n: (self.next_use(n), self.depth[n], -n), default=0)
+        return max(
+            nodes, key=lambda n: (self.next_use(n), self.depth[n], -n), default=0
+        )
 
     def tokens(self, nodes: list[int]) -> int:
         return sum(self.length[node] for node in nodes)

@@ -333,7 +333,12 @@ class StressScheduler(offline.OfflineScheduler):
         tree, kv = self.tree_cache, self.token_to_kv_pool_allocator
         if not tree.supports_swa():
             free = kv.available_size() + tree.evictable_size()
-            return {"kv_leak": self.max_total_num_tokens - free}
+            leaks = {"kv_leak": self.max_total_num_tokens - free}
+            if tree.supports_mamba():
+                states = self.req_to_token_pool.mamba_allocator
+                free = states.available_size() + tree.mamba_evictable_size()
+                leaks["state_leak"] = states.size - free
+            return leaks
         free = kv.full_available_size() + tree.full_evictable_size()
         windows = kv.swa_available_size() + tree.swa_evictable_size()
         return {"kv_leak": kv.size_full - free, "window_leak": kv.size_swa - windows}

@@ -22,6 +22,12 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "tie_word_embeddings": True,  # SGLang does so whatever this says
     },
+    "qwen3_next": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "full_attention_interval": 2,
+        "linear_num_value_heads": 4,
+    },
 }
 """Fields of the configurations that differ from those of ``tiny_models``."""
 

@@ -45,6 +45,11 @@ def always(_: ScheduledRequest) -> bool:
     return True
 
 
+def nowhere(_: ScheduledRequest, begin: int) -> int | None:
+    """No prompt is cut."""
+    return None
+
+
 class EngineNow(NamedTuple):
     """The engine before a step.
 
@@ -72,6 +77,8 @@ class EngineNow(NamedTuple):
     is_near: whether the KV of a request on the host can join without a wait. If not, it
         joins in a later step, unless nothing else decodes.
     has_adapter: whether the LoRA adapter of a request is in memory, or may be loaded now.
+    next_stop: where the prompt of a request is cut that is computed from so many tokens
+        on, because others go on there. None: nowhere.
     """
 
     step_tokens: int
@@ -91,6 +98,7 @@ class EngineNow(NamedTuple):
     ahead_tokens: int = 0
     is_near: Callable[[ScheduledRequest], bool] = always
     has_adapter: Callable[[ScheduledRequest], bool] = always
+    next_stop: Callable[[ScheduledRequest, int], int | None] = nowhere
 
     @property
     def prompt_tokens(self) -> int:
@@ -198,6 +206,9 @@ class _Filling:
         self.now = now
         self.choice = Choice(room_needed=kv_accounting.growth)
         self._chunk_left = min(now.chunk_left, now.chunk_room)
+        # A prompt ends in this step before the step is full, and not for good. SGLang
+        # knows one such prompt, so others join as a whole.
+        self._is_cut = False
         self._num_new_followers = 0
         self._held: list[tuple[JobState, ScheduledRequest]] = []
 
@@ -209,10 +220,22 @@ class _Filling:
     def continue_chunk(self, tokens: int) -> None:
         """Continue the prompt in progress, which comes before all others."""
         some = min(self._chunk_left, tokens - self.choice.tokens)
+        chunk = self.now.chunk
+        if chunk is not None:
+            begin = chunk.input_len + chunk.steps - self.now.chunk_left
+            some = self._cut(chunk, begin, some)
         self._chunk_left -= some
         self.choice.tokens += some
         self.choice.page_tokens += self.kv_accounting.in_pages(some)
         self.choice.room_needed += some
+
+    def _cut(self, request: ScheduledRequest, begin: int, tokens: int) -> int:
+        """Tokens of a prompt in this step, from ``begin`` on, if at most ``tokens`` fit."""
+        stop = self.now.next_stop(request, begin)
+        if stop is None or stop - begin >= tokens:
+            return tokens
+        self._is_cut = True
+        return stop - begin
 
     @property
     def locked_tokens(self) -> int:
@@ -386,6 +409,8 @@ class _Filling:
         some = min(extend, tokens - self.choice.tokens)
         if request.on_host:  # all of it is loaded, and nothing computed
             some = extend = kv_accounting.in_pages(request.own + request.steps)
+        if self._is_cut and (some < extend or uses.leads(request, kept)):
+            return False
         idle = uses.idle_tokens if self.now.idle_frees else 0
         room = self.now.room + idle - self.choice.room_needed
         if kv_accounting.num_running > 0:
@@ -421,6 +446,7 @@ class _Filling:
         kv_accounting.admit(request)
         if request.leaf >= 0:
             job.start(request, kept)
+            some = self._cut(request, kept, some)
         self.choice.requests.append(request)
         self.choice.parts.append(PromptPart(some, kept))
         self.choice.tokens += some

@@ -21,6 +21,8 @@ from ..planner.requests import Int32s, Int64s
 from .job_plan import JobPlan
 from .scheduled_request import ScheduledRequest
 
+# Prompt tokens that a recurrent state has to save later requests. Keeping one cuts a prompt.
+_WORTH_A_STATE = 32
 # A node that more requests than this still need is used soon.
 _MANY = 4096
 
@@ -189,6 +191,26 @@ class PrefixUses:
             if self._uses_left[node] > 0 and node not in self.computing:
                 self.computing[node] = request
                 request.leading.append(node)
+
+    def stops(self, request: ScheduledRequest) -> list[int]:
+        """Where a leader computes prefixes for others, ascending, but for those that are
+        hardly longer than another."""
+        stops: list[int] = []
+        for node in sorted(request.leading, key=self.depth.__getitem__):
+            end = int(self.depth[node])
+            last = stops[-1] if stops else int(self.depth[self._parent[node]])
+            if (end - last) * int(self._uses_left[node]) >= _WORTH_A_STATE:
+                stops.append(end)
+        return stops
+
+    def leads(self, request: ScheduledRequest, cached_len: int) -> bool:
+        """Whether a waiting request would compute prefixes for others."""
+        return any(
+            self.depth[node] > cached_len
+            and self._uses_left[node] > 1
+            and node not in self.computing
+            for node in self.path(request.node)
+        )
 
     def await_node(self, node: int, leader: ScheduledRequest) -> None:
         """A request of another job computes a node. Nobody waits for it if it is in the

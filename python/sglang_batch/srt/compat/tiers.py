@@ -49,7 +49,8 @@ def _encoder_decoder(config: ModelConfig) -> bool:
     return config.is_encoder_decoder
 
 
-def _recurrent(config: ModelConfig) -> bool:
+def keeps_states(config: ModelConfig) -> bool:
+    """Whether a model has a recurrent state besides KV."""
     from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
 
     return bool(uses_ssm_state(config))
@@ -91,9 +92,9 @@ MODEL_KINDS: tuple[ModelKind, ...] = (
     ),
     ModelKind(
         "state-space or linear-attention layers",
-        Tier.REFUSED,
-        _recurrent,
-        "its state-space or linear-attention layers keep state besides KV",
+        Tier.PLANNED,
+        keeps_states,
+        "its state-space or linear-attention layers keep a state besides KV",
     ),
     ModelKind(
         "compressed KV (DeepSeek V4)",

@@ -34,7 +34,7 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def init_backend(self) -> None:
         # Imported where a model is: it imports torch.
-        from . import cpu_attention, pageable_memory
+        from . import cpu_attention, no_accelerator
 
         cpu_attention.register()
-        pageable_memory.use_pageable_memory()
+        no_accelerator.do_without()

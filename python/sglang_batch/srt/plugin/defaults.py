@@ -22,10 +22,11 @@ from ...errors import ConfigError, ExitStatus
 from ..compat.support import (
     CACHE_BACKEND,
     SET_BY_SGLANG,
+    STOCK_SCHEDULER,
     check_host_receive,
     check_supported,
 )
-from ..compat.tiers import check_model, check_sent_whole
+from ..compat.tiers import check_model, check_sent_whole, keeps_states
 from ..engine.cpu_memory import limit_cpu_memory
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ def _check(server_args: ServerArgs, previous: ResolutionStep) -> None:
 
 def _check_model(server_args: ServerArgs, previous: ResolutionStep) -> None:
     check_model(model_config_of(server_args), hybrid_swa_disabled=True)
+    if keeps_states(model_config_of(server_args)):
+        _cut_prompts_anywhere(server_args)
     previous(server_args)
     resolved = resolving_view(server_args)
     check_supported(
@@ -121,3 +124,34 @@ def _check_model(server_args: ServerArgs, previous: ResolutionStep) -> None:
     )
     if resolved.disaggregation_mode == "prefill":
         check_sent_whole(tier)
+
+
+def _cut_prompts_anywhere(server_args: ServerArgs) -> None:
+    """Have the states of a recurrent model kept wherever a prompt is cut.
+
+    With its other strategies SGLang keeps them at multiples of a few dozen tokens, where
+    no prefix ends.
+
+    Raises:
+        ConfigError: names the flag that does not allow it, and the way out.
+    """
+    view = resolving_view(server_args)
+    strategy, page_size = view.mamba_radix_cache_strategy, view.page_size
+    if strategy not in ("auto", "no_buffer"):
+        raise ConfigError(
+            f"--mamba-radix-cache-strategy {strategy} does not work with the offline "
+            f"scheduler, which keeps states where prefixes end; drop it, or give "
+            f"{STOCK_SCHEDULER}."
+        )
+    if page_size not in (None, 1):
+        raise ConfigError(
+            f"--page-size {page_size} does not work with the offline scheduler and a model "
+            f"with recurrent layers, whose states are kept at any token; drop it, or give "
+            f"{STOCK_SCHEDULER}."
+        )
+    declare_resolution(
+        server_args,
+        "offline_batch",
+        mamba_radix_cache_strategy="no_buffer",
+        disable_overlap_schedule=True,
+    )

@@ -6,6 +6,8 @@ counts what a step really takes: the prompt tokens whose KV is allocated now.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sglang.srt.managers.schedule_policy import (
     AddReqResult,
     PrefillAdder,
@@ -53,10 +55,29 @@ class OfflinePrefillAdder(PrefillAdder):  # type: ignore[misc]
         admission = super()._select_prefill_admission(
             req, has_chunked_req=has_chunked_req, **kwargs
         )
+        if isinstance(admission, AddReqResult):
+            return admission
+        stop = self.tree_cache.next_stop(req, admission.prefix_len)
+        if stop is not None and stop < admission.prefix_len + admission.extend_len:
+            admission = replace(
+                admission,
+                extend_len=stop - admission.prefix_len,
+                max_new_tokens=0,
+                is_chunked=True,
+            )
         # SGLang tracks one prompt that is partly computed, not two.
-        if has_chunked_req and getattr(admission, "is_chunked", False):
+        if admission.is_chunked and (
+            has_chunked_req or self.new_chunked_req is not None
+        ):
             return AddReqResult.OTHER
         return admission
+
+    def add_chunked_req(self, req: Req) -> object:
+        stop = self.tree_cache.next_stop(req, req.prefix_len)
+        if stop is not None:
+            most, now = self.chunked_req_limit, stop - req.prefix_len
+            self.chunked_req_limit = now if most is None else min(most, now)
+        return super().add_chunked_req(req)
 
 
 class OfflineSchedulePolicy(SchedulePolicy):  # type: ignore[misc]

@@ -220,6 +220,11 @@ class RequestRegistry:
             return []
         return sorted(int(job.uses.depth[node]) for node in request.leading)
 
+    def stops(self, req: Req) -> list[int]:
+        """Those of these ends where a recurrent state is worth keeping."""
+        job, request = self._known.get(req.rid) or (None, None)
+        return [] if job is None or request is None else job.uses.stops(request)
+
     @property
     def reqs(self) -> list[Req]:
         """SGLang's requests of all jobs, and the online ones that run."""

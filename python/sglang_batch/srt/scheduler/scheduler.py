@@ -231,7 +231,10 @@ class OfflineScheduler(MarkedScheduler):
             share=not cache.disable,
             both_ends=not self.is_decode_only,
         )
-        cache.attach(pinned, self.registry.released, self.registry.leading_ends)
+        ends = self.registry.leading_ends
+        if cache.supports_mamba():
+            ends = self.registry.stops
+        cache.attach(pinned, self.registry.released, ends)
         self.kv_manager = KvManager(
             self,
             jobs=self.jobs,

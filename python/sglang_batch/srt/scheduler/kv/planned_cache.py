@@ -88,16 +88,26 @@ class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
                     super().checkpoint(req, up_to=end, **kwargs)
         super().checkpoint(req, up_to=up_to, **kwargs)
 
+    def next_stop(self, req: Req, begin: int) -> int | None:
+        """Where a prompt is cut that is computed from ``begin`` tokens on, if it is.
+
+        A model with recurrent layers has its state where a chunk ends and nowhere else, so
+        a leader's chunks end where others go on.
+        """
+        if self._ends is None or not self.supports_mamba():
+            return None
+        return next((end for end in self._ends(req) if end > begin), None)
+
     def evict(self, params: EvictParams) -> EvictResult:
         if self._pinned is not None:
-            self._pinned.unpin_until_evictable(params.num_tokens, params.swa_num_tokens)
+            self._pinned.unpin_until_evictable(params)
         result: EvictResult = super().evict(params)
         self.evicted_tokens += result.num_tokens_evicted
         return result
 
     def evict_for_alloc(self, params: EvictParams, **kwargs: object) -> EvictResult:
         if self._pinned is not None:
-            self._pinned.unpin_until_evictable(params.num_tokens, params.swa_num_tokens)
+            self._pinned.unpin_until_evictable(params)
         result: EvictResult = super().evict_for_alloc(params, **kwargs)
         self.evicted_tokens += result.num_tokens_evicted
         return result
@@ -207,27 +217,29 @@ class PinnedPrefixes:
 
     # Eviction -------------------------------------------------------------------------
 
-    def unpin_until_evictable(self, num_tokens: int, num_in_windows: int = 0) -> None:
-        """Unpin prefixes until the cache can evict ``num_tokens``, or none is left.
-
-        Args:
-            num_in_windows: tokens of sliding-window layers.
-        """
+    def unpin_until_evictable(self, wanted: EvictParams) -> None:
+        """Unpin prefixes until the cache can evict what is wanted, or none is left."""
         cache = self._cache
-        while cache.evictable_size() < num_tokens or (
-            num_in_windows and cache.swa_evictable_size() < num_in_windows
-        ):
+
+        def too_few_windows_or_states() -> bool:
+            windows, states = wanted.swa_num_tokens, wanted.mamba_num
+            return bool(
+                (windows and cache.swa_evictable_size() < windows)
+                or (states and cache.mamba_evictable_size() < states)
+            )
+
+        while cache.evictable_size() < wanted.num_tokens or too_few_windows_or_states():
             if not self.unpin_furthest():
                 break
-        while num_in_windows and cache.swa_evictable_size() < num_in_windows:
-            if not self._unpin_window():
+        while too_few_windows_or_states():
+            if not self._unpin_in_use():
                 return
 
     def unpin_until_free(self, num_tokens: int) -> None:
         """Unpin prefixes until ``num_tokens`` can be allocated, or none is left."""
         self._unpin_unused_until_free(num_tokens)
         while self._cache.free_or_evictable_windows() < num_tokens:
-            if not self._unpin_window():
+            if not self._unpin_in_use():
                 return
 
     def _unpin_unused_until_free(self, num_tokens: int) -> None:
@@ -250,11 +262,11 @@ class PinnedPrefixes:
                 return True
         return False
 
-    def _unpin_window(self) -> bool:
+    def _unpin_in_use(self) -> bool:
         """Unpin a prefix that running requests use, in the last job that has one.
 
-        They hold the prefix, but not its window: of each prefix on a path a window is
-        pinned, for later requests alone. Together they may fill the pool of windows.
+        They hold the prefix, but not its window or state: of each prefix on a path one is
+        pinned, for later requests alone. Together they may fill that pool.
         """
         for job in reversed([*self._jobs.in_order()]):
             node = job.uses.furthest_in_use()

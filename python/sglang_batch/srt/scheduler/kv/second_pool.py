@@ -13,11 +13,17 @@ from .planned_cache import PlannedRadixCache
 def second_pool(
     cache: PlannedRadixCache, allocator: Any, step_tokens: int
 ) -> BoundedPool | None:
-    """The pool of sliding-window layers. None if the model has none.
+    """The pool of sliding-window layers or recurrent states. None if the model has neither.
+
+    A running request has a state, and one that it took up or left in the cache is locked.
 
     SGLang frees what has left a request's window every few steps of its decodes, and what a
     prompt leaves behind after the step that computes it.
     """
+    if cache.supports_mamba():
+        states = int(cache.req_to_token_pool.mamba_allocator.size)
+        # One more while a prompt is put into the cache, before its last state is unlocked.
+        return BoundedPool(max(1, states - 1), row_units=2, prefix_units=1)
     if not cache.supports_swa():
         return None
     page = int(allocator.page_size)

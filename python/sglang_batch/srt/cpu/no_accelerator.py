@@ -1,7 +1,8 @@
-"""Pinned memory where there is nothing to pin it for.
+"""What SGLang's code asks of an accelerator without asking whether there is one.
 
-SGLang's code for LoRA adapters asks torch for pinned memory without asking whether there is
-any. Without an accelerator torch raises. Ordinary memory is what that code needs there.
+That for LoRA adapters asks torch for pinned memory, for which torch raises; ordinary memory
+is what that code needs. That of some models asks for the current device, which would be
+CUDA's wherever torch is built for CUDA.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-# Modules that ask for it.
+# Modules that ask for pinned memory.
 _MODULES = ("sglang.srt.lora.layers", "sglang.srt.lora.backend.torch_backend")
 
 
@@ -31,14 +32,12 @@ class _PageableTorch:
         return getattr(torch, name)
 
 
-def use_pageable_memory() -> None:
-    """Have SGLang's code for adapters do without pinned memory.
-
-    For a process without an accelerator. Later calls do nothing.
-    """
+def do_without() -> None:
+    """Have SGLang's code do without, in this process. Later calls change nothing."""
     for name in _MODULES:
         vars(importlib.import_module(name))["torch"] = _PageableTorch()
     torch.Tensor.pin_memory = _itself
+    torch.get_device_module = _device_module
 
 
 def _unpinned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -52,3 +51,8 @@ def _unpinned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 def _itself(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
     return tensor
+
+
+def _device_module(device: torch.device | str | None = None) -> Any:
+    name = "cpu" if device is None else torch.device(device).type
+    return getattr(torch, name)

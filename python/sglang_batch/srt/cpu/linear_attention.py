@@ -1,0 +1,292 @@
+"""Gated delta nets (Qwen3-Next, Qwen3.5 and later) in PyTorch, for SGLang on a CPU.
+
+SGLang's kernels for these layers need Triton or compiled CPU operators. Each function here
+has the name and the arguments of the kernel whose place it takes, as far as SGLang gives
+them. The recurrence is that of the paper, token by token:
+Yang et al., Gated Delta Networks, 2024, equation 10.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# The modules that name each function.
+_PLACES = {
+    "causal_conv1d_fn": ("sglang.srt.layers.attention.linear.gdn_backend",),
+    "causal_conv1d_update": ("sglang.srt.layers.attention.linear.gdn_backend",),
+    "fused_gdn_gating": ("sglang.srt.layers.attention.linear.gdn_backend",),
+    "chunk_gated_delta_rule": (
+        "sglang.srt.layers.attention.linear.kernels.gdn_triton",
+    ),
+    "fused_recurrent_gated_delta_rule_packed_decode": (
+        "sglang.srt.layers.attention.linear.kernels.gdn_triton",
+    ),
+    "fused_qkvzba_split_reshape_cat": ("sglang.srt.models.qwen3_next",),
+    "fused_qkvzba_split_reshape_cat_contiguous": ("sglang.srt.models.qwen3_5",),
+    "fused_sigmoid_mul": ("sglang.srt.models.qwen3_5",),
+    "fused_gate_sigmoid_mul_add": ("sglang.srt.models.qwen2_moe",),
+    "rms_norm_gated": ("sglang.kernels.ops.attention.fla.fused_norm_gate",),
+}
+
+
+def use_pytorch() -> None:
+    """Have SGLang's gated delta nets computed by this module. Later calls do nothing."""
+    for name, modules in _PLACES.items():
+        for module in modules:
+            vars(importlib.import_module(module))[name] = globals()[name]
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_states: Tensor,
+    query_start_loc: Tensor,
+    seq_lens_cpu: list[int],
+    cache_indices: Tensor,
+    has_initial_state: Tensor,
+    activation: str | None = "silu",
+    **_: object,
+) -> Tensor:
+    """Convolve prompts, one after the other, and keep their last inputs.
+
+    x: ``[dim, num_tokens]``, of all prompts.
+    weight: ``[dim, width]``.
+    conv_states: ``[num_slots, dim, width - 1]``, changed in place.
+    cache_indices: the slot of each prompt.
+    has_initial_state: of each prompt, whether its slot has what came before.
+
+    Returns:
+        ``[dim, num_tokens]``.
+    """
+    outputs = []
+    begin = 0
+    for slot, length, has_state in zip(
+        cache_indices.tolist(), seq_lens_cpu, has_initial_state.tolist(), strict=True
+    ):
+        before = conv_states[slot] if has_state else torch.zeros_like(conv_states[slot])
+        inputs = torch.cat([before.to(x.dtype), x[:, begin : begin + length]], 1)
+        outputs.append(_convolved(inputs, weight, bias, activation))
+        conv_states[slot] = inputs[:, -before.shape[1] :].to(conv_states.dtype)
+        begin += length
+    return torch.cat(outputs, 1)
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    conv_state_indices: Tensor,
+    **_: object,
+) -> Tensor:
+    """Convolve one token of each request.
+
+    x: ``[num_requests, dim]``.
+    conv_state: ``[num_slots, dim, width - 1]``, changed in place.
+
+    Returns:
+        ``[num_requests, dim]``.
+    """
+    slots = conv_state_indices.long()
+    inputs = torch.cat([conv_state[slots].to(x.dtype), x.unsqueeze(-1)], -1)
+    conv_state[slots] = inputs[..., 1:].to(conv_state.dtype)
+    output = (inputs * weight).sum(-1)
+    return _activated(output if bias is None else output + bias, activation)
+
+
+def _convolved(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    output = functional.conv1d(
+        inputs.unsqueeze(0), weight.unsqueeze(1), bias, groups=len(weight)
+    )
+    return _activated(output[0], activation)
+
+
+def _activated(x: Tensor, activation: str | None) -> Tensor:
+    return x if activation is None else functional.silu(x)
+
+
+def fused_gdn_gating(
+    A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Decay in log space and writing strength of each token, float32 ``[1, n, heads]``.
+
+    A_log, dt_bias: ``[heads]``.
+    a, b: ``[n, heads]``.
+    """
+    decay = -A_log.float().exp() * functional.softplus(a.float() + dt_bias.float())
+    return decay.unsqueeze(0), b.float().sigmoid().unsqueeze(0)
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    initial_state_indices: Tensor,
+    cu_seqlens: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: object,
+) -> tuple[Tensor, None, None]:
+    """Attend the tokens of prompts, one after the other.
+
+    q, k: ``[1, num_tokens, key_heads, key_dim]``.
+    v: ``[1, num_tokens, heads, value_dim]``, ``heads`` is a multiple of ``key_heads``.
+    g, beta: as :func:`fused_gdn_gating` returns them.
+    initial_state: ``[num_slots, heads, value_dim, key_dim]``, changed in place.
+
+    Returns:
+        ``[1, num_tokens, heads, value_dim]``, and None twice, where the kernel has what
+        nobody asks for here.
+    """
+    heads = v.shape[2]
+    queries, keys = (_per_head(x[0], heads) for x in (q, k))
+    if use_qk_l2norm_in_kernel:
+        queries, keys = _unit(queries), _unit(keys)
+    queries = queries * q.shape[-1] ** -0.5
+    values, strengths = v[0].float(), beta[0].float().unsqueeze(-1)
+    decays = g[0].float().exp()
+    output = torch.empty_like(values)
+    ends = cu_seqlens.tolist()
+    for slot, begin, end in zip(
+        initial_state_indices.tolist(), ends, ends[1:], strict=False
+    ):
+        state = initial_state[slot].float()
+        for at in range(begin, end):
+            state, output[at] = _step(
+                state, queries[at], keys[at], values[at], decays[at], strengths[at]
+            )
+        initial_state[slot] = state.to(initial_state.dtype)
+    return output.to(v.dtype).unsqueeze(0), None, None
+
+
+def fused_recurrent_gated_delta_rule_packed_decode(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    scale: float,
+    initial_state: Tensor,
+    out: Tensor,
+    ssm_state_indices: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> None:
+    """Attend one token of each request.
+
+    mixed_qkv: ``[num_requests, 2 * key_heads * key_dim + heads * value_dim]``.
+    initial_state: ``[num_slots, heads, value_dim, key_dim]``, changed in place.
+    out: ``[num_requests, 1, heads, value_dim]``, written.
+    """
+    _, heads, value_dim, key_dim = initial_state.shape
+    of_keys = (mixed_qkv.shape[1] - heads * value_dim) // 2
+    q, k, v = mixed_qkv.split([of_keys, of_keys, heads * value_dim], 1)
+    queries, keys = (_per_head(x.unflatten(1, (-1, key_dim)), heads) for x in (q, k))
+    if use_qk_l2norm_in_kernel:
+        queries, keys = _unit(queries), _unit(keys)
+    decay, strength = fused_gdn_gating(A_log, a, b, dt_bias)
+    slots = ssm_state_indices.long()
+    state, output = _step(
+        initial_state[slots].float(),
+        queries * scale,
+        keys,
+        v.unflatten(1, (heads, value_dim)).float(),
+        decay[0].exp(),
+        strength[0].unsqueeze(-1),
+    )
+    initial_state[slots] = state.to(initial_state.dtype)
+    out[:, 0] = output.to(out.dtype)
+
+
+def _step(
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor,
+    strength: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One token: the new state ``[..., heads, value_dim, key_dim]`` and the output
+    ``[..., heads, value_dim]``."""
+    state = state * decay[..., None, None]
+    known = (state * key.unsqueeze(-2)).sum(-1)
+    change = (value - known) * strength
+    state = state + change.unsqueeze(-1) * key.unsqueeze(-2)
+    return state, (state * query.unsqueeze(-2)).sum(-1)
+
+
+def _per_head(x: Tensor, heads: int) -> Tensor:
+    """``[n, key_heads, dim]``, repeated for all heads, float32."""
+    return x.float().repeat_interleave(heads // x.shape[1], 1)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def fused_qkvzba_split_reshape_cat(
+    mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int,
+    head_qk: int, head_v: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Take projections of Qwen3-Next apart, which are grouped by key head.
+
+    Returns:
+        Queries, keys and values in one row per token, then z ``[n, heads, value_dim]``,
+        then b and a ``[n, heads]``.
+    """
+    shared = num_heads_v // num_heads_qk
+    grouped = mixed_qkvz.unflatten(1, (num_heads_qk, -1))
+    q, k, v, z = grouped.split([head_qk, head_qk, shared * head_v, shared * head_v], -1)
+    b, a = mixed_ba.unflatten(1, (num_heads_qk, -1)).split([shared, shared], -1)
+    mixed = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], 1)
+    return (
+        mixed, z.flatten(1).unflatten(1, (num_heads_v, head_v)),
+        b.flatten(1), a.flatten(1),
+    )  # fmt: skip
+
+
+def fused_qkvzba_split_reshape_cat_contiguous(
+    mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int,
+    head_qk: int, head_v: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same for Qwen3.5, whose projections follow each other."""
+    of_values = num_heads_v * head_v
+    mixed, z = mixed_qkvz.split([2 * num_heads_qk * head_qk + of_values, of_values], 1)
+    b, a = mixed_ba.split([num_heads_v, num_heads_v], 1)
+    return (
+        mixed.contiguous(), z.unflatten(1, (num_heads_v, head_v)).contiguous(),
+        b.contiguous(), a.contiguous(),
+    )  # fmt: skip
+
+
+def fused_sigmoid_mul(x: Tensor, gate: Tensor, **_: object) -> Tensor:
+    """``x`` times the sigmoid of ``gate``, of the shape of ``x``."""
+    return x * gate.reshape(x.shape).float().sigmoid().to(x.dtype)
+
+
+def fused_gate_sigmoid_mul_add(
+    hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor,
+    final_hidden_states: Tensor,
+) -> None:  # fmt: skip
+    """Add a shared expert's output ``[n, dim]``, gated, to that of the other experts."""
+    gate = (hidden_states * gate_weight).sum(-1, keepdim=True).sigmoid()
+    final_hidden_states += shared_output * gate
+
+
+def rms_norm_gated(
+    x: Tensor, g: Tensor, weight: Tensor, bias: Tensor | None,
+    activation: str = "swish", *, eps: float = 1e-6, **_: Any,
+) -> Tensor:  # fmt: skip
+    """Normalise ``x``, then gate it: ``[..., dim]``, like ``g``."""
+    y = x.float()
+    y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()
+    gate = g.float()
+    y = y * (gate.sigmoid() if activation == "sigmoid" else functional.silu(gate))
+    return (y if bias is None else y + bias).to(x.dtype)

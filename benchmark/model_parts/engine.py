@@ -47,7 +47,12 @@ def run_jobs(
         done = subprocess.run(
             [*command, f"--model-path={model}", "--dtype=float32", *arguments],
             cwd=Path(__file__).parents[1],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                # As the weights. SGLang keeps the last inputs of convolutions in bfloat16.
+                "SGLANG_MAMBA_CONV_DTYPE": "float32",
+            },
             capture_output=True,
             text=True,
             check=False,

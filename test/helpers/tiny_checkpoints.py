@@ -28,11 +28,27 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "full_attention_interval": 2,
         "linear_num_value_heads": 4,
     },
+    "granitemoehybrid": {
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "attention"] * 2,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 2,
+        "mamba_chunk_size": 16,
+        "shared_intermediate_size": 64,
+    },
 }
 """Fields of the configurations that differ from those of ``tiny_models``."""
 
 # SGLang's own choices for these models need a GPU.
-ARGUMENTS = {"gpt_oss": ("--moe-runner-backend=triton",)}
+_EXPERTS = ("--moe-runner-backend=triton",)
+_STATES = ("--mamba-radix-cache-strategy=no_buffer", "--disable-overlap-schedule")
+ARGUMENTS = {
+    "gpt_oss": _EXPERTS,
+    "qwen3_next": (*_EXPERTS, *_STATES),
+    "granitemoehybrid": (*_EXPERTS, *_STATES),
+}
 # The ends of an answer that the demo model has.
 ENDS = [257, 263]
 

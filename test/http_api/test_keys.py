@@ -247,6 +247,6 @@ def test_the_admin_sees_everything_and_whose_it_is(keyed: Server) -> None:
     [shown] = keyed.http.get("/batches/data").json()["batches"]
     assert (shown["owner"], shown["input_filename"]) == ("ann", "in.jsonl")
     assert keyed.client.files.delete(batch.output_file_id).deleted
-    keyed.engine.hold(ids_of([0]))
+    keyed.engine.hold(["a"])  # the line of `start`
     running = start(keyed.client_of("key-ann"))
     assert keyed.client.batches.cancel(running.id).status == "cancelling"

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,61 @@ def test_a_prompt_that_was_begun_goes_first() -> None:
     assert choose_from(job, kv_accounting, full).tokens == 0
     nothing = now_of(step_tokens=0, chunk=requests[0], chunk_left=9, page_size=4)
     assert choose_from(job, kv_accounting, nothing).tokens == 4
+
+
+def stops_of(job: JobState) -> Callable[[ScheduledRequest, int], int | None]:
+    """``EngineNow.next_stop`` of a model with recurrent states."""
+
+    def next_stop(request: ScheduledRequest, begin: int) -> int | None:
+        stops = job.uses.stops(request)
+        return next((stop for stop in stops if stop > begin), None)
+
+    return next_stop
+
+
+def test_a_prompt_is_cut_where_others_go_on() -> None:
+    # Two groups of 50 tokens, and two prompts that nobody shares with.
+    prompts = [(1,) * 50 + (i,) * 9 for i in range(3)]
+    prompts += [(2,) * 50 + (i,) * 9 for i in range(10, 13)]
+    job = job_of(plan_of([*prompts, (3,) * 20, (4,) * 20]))
+    requests = arrive_all(job)
+    kv_accounting = KvAccounting(10_000)
+    now = now_of(step_tokens=100)._replace(next_stop=stops_of(job))
+    choice = choose_from(job, kv_accounting, now)
+    # The other group's would be cut, too, and nobody overtakes it.
+    assert (choice.requests, choice.tokens) == ([requests[0]], 50)
+    # The rest of the step is for those that join as a whole.
+    job.release_followers(job.uses.computed(requests[0], 50))
+    now = now._replace(chunk=requests[0], chunk_left=9)
+    choice = choose_from(job, kv_accounting, now)
+    assert choice.requests == [requests[number] for number in (1, 2, 3, 6)]
+    assert choice.tokens == 9 + 9 + 9 + 50 + 20
+
+
+def test_a_prompt_in_progress_is_cut_where_others_go_on() -> None:
+    # On two levels: 40 tokens, then 30 more.
+    upper, lower = (1,) * 40, (1,) * 40 + (2,) * 30
+    prompts = [(*lower, i) for i in range(3)] + [(*upper, i) for i in range(10, 13)]
+    job = job_of(plan_of(prompts))
+    requests = arrive_all(job)
+    kv_accounting = KvAccounting(10_000)
+    now = now_of(step_tokens=100)._replace(next_stop=stops_of(job))
+    assert choose_from(job, kv_accounting, now).tokens == 40
+    job.release_followers(job.uses.computed(requests[0], 40))
+    now = now._replace(chunk=requests[0], chunk_left=31)
+    choice = choose_from(job, kv_accounting, now)
+    assert choice.tokens == 30 + 3  # and those that go on after 40 tokens
+    assert choice.requests == requests[3:]
+
+
+def test_a_prompt_is_not_cut_for_a_few_tokens() -> None:
+    job = job_of(plan_of([(1,) * 9 + (i,) for i in range(4)]))
+    requests = arrive_all(job)
+    now = now_of()._replace(next_stop=stops_of(job))
+    assert choose_from(job, KvAccounting(10_000), now).tokens == 10
+    assert requests[0].leading
+    # 9 tokens of 3 requests; of 4 it would be worth it.
+    assert job.uses.stops(requests[0]) == []
 
 
 @pytest.mark.parametrize("decode_rows", [0, 3])

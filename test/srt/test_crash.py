@@ -49,10 +49,11 @@ def finished_lines(log: Path) -> dict[str, Any]:
     return {item["custom_id"]: item for item in lines}
 
 
-def wait_for_results(log: Path, count: int) -> None:
+def wait_for_results(log: Path, count: int, process: subprocess.Popen[Any]) -> None:
     deadline = time.monotonic() + 240
     while len(finished_lines(log)) < count:
         assert time.monotonic() < deadline, f"{log} stays under {count} results"
+        assert process.poll() is None, "it ended before it was killed"
         time.sleep(0.02)
 
 
@@ -132,7 +133,7 @@ def test_run_killed_continues_when_started_again(
     )
     log = tmp_path / "out.jsonl.job" / "results.jsonl"
     try:
-        wait_for_results(log, NUM_LINES // 4)
+        wait_for_results(log, NUM_LINES // 4, first)
     finally:
         kill_group(first)
     before = finished_lines(log)
@@ -186,7 +187,7 @@ def run_until(
         start_new_session=True,
     )
     try:
-        wait_for_results(log, count)
+        wait_for_results(log, count, process)
         end(process.pid)
         stdout, stderr = process.communicate(timeout=120)
     finally:

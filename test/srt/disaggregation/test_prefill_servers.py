@@ -38,6 +38,7 @@ from sglang_batch.srt.disaggregation.prefill_calls import (
     PrefillCall,
     plan_bytes,
     plan_of,
+    room_after,
 )
 
 RID = "batch_1-00000007"
@@ -470,3 +471,11 @@ def test_a_decode_server_with_another_backend_has_sglangs_scheduler() -> None:
     assert config_in_mode(config, "decode", "tcp").scheduler == "offline"
     assert config_in_mode(config, "prefill", "tcp").scheduler == "offline"
     assert config_in_mode(config, None, None) == config
+
+
+def test_a_request_that_is_computed_again_has_another_room_each_time() -> None:
+    rooms = [1 << 62]  # the largest that there is
+    for _ in range(1000):
+        rooms.append(room_after(rooms[-1]))
+    assert len(set(rooms)) == len(rooms)
+    assert all(1 <= room <= 1 << 62 for room in rooms)

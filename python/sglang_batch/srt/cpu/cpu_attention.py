@@ -10,10 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.configs.hybrid_arch import hybrid_gdn_config
+from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mamba2_config
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from . import linear_attention, state_space
 
 # Backends that SGLang chooses for some models whatever the device is.
 NAMES = ("torch_native", "triton")
@@ -159,9 +161,9 @@ def make_backend(model_runner: Any) -> TorchNativeAttnBackend:
     """SGLang's backend where it is right, and ours where it is not."""
     model = model_runner.model_config
     if hybrid_gdn_config(model) is not None:
-        from . import linear_attention
-
         linear_attention.use_pytorch()
+    if mamba2_config(model) is not None:
+        state_space.use_pytorch()
     if model_runner.is_hybrid_swa or model.has_attention_sinks:
         return CpuAttention(model_runner)
     return TorchNativeAttnBackend(model_runner)

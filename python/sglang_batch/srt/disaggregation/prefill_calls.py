@@ -60,6 +60,14 @@ def authorization(key: str | None = None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
+def room_after(room: int) -> int:
+    """The room of a request that is computed again, the same on all ranks.
+
+    Not its last one, which the prefill server may still have to clear.
+    """
+    return (room * 6364136223846793005 + 1) % (1 << 62) + 1
+
+
 class PrefillCall(msgspec.Struct, frozen=True):
     """One request whose prompt a prefill server computes.
 

@@ -112,7 +112,7 @@ def _check(server_args: ServerArgs, previous: ResolutionStep) -> None:
 def _check_model(server_args: ServerArgs, previous: ResolutionStep) -> None:
     check_model(model_config_of(server_args), hybrid_swa_disabled=True)
     if keeps_states(model_config_of(server_args)):
-        _cut_prompts_anywhere(server_args)
+        _keep_states_anywhere(server_args)
     previous(server_args)
     resolved = resolving_view(server_args)
     check_supported(
@@ -126,32 +126,40 @@ def _check_model(server_args: ServerArgs, previous: ResolutionStep) -> None:
         check_sent_whole(tier)
 
 
-def _cut_prompts_anywhere(server_args: ServerArgs) -> None:
+def _keep_states_anywhere(server_args: ServerArgs) -> None:
     """Have the states of a recurrent model kept wherever a prompt is cut.
 
     With its other strategies SGLang keeps them at multiples of a few dozen tokens, where
-    no prefix ends.
-
-    Raises:
-        ConfigError: names the flag that does not allow it, and the way out.
+    hardly a prefix ends.
     """
     view = resolving_view(server_args)
-    strategy, page_size = view.mamba_radix_cache_strategy, view.page_size
-    if strategy not in ("auto", "no_buffer"):
-        raise ConfigError(
-            f"--mamba-radix-cache-strategy {strategy} does not work with the offline "
-            f"scheduler, which keeps states where prefixes end; drop it, or give "
-            f"{STOCK_SCHEDULER}."
-        )
-    if page_size not in (None, 1):
-        raise ConfigError(
-            f"--page-size {page_size} does not work with the offline scheduler and a model "
-            f"with recurrent layers, whose states are kept at any token; drop it, or give "
-            f"{STOCK_SCHEDULER}."
-        )
+    check_states_anywhere(view.mamba_radix_cache_strategy, view.page_size)
     declare_resolution(
         server_args,
         "offline_batch",
         mamba_radix_cache_strategy="no_buffer",
         disable_overlap_schedule=True,
     )
+
+
+def check_states_anywhere(strategy: str, page_size: int | None) -> None:
+    """Refuse flags with which states are not kept at any token.
+
+    Args:
+        strategy: SGLang's ``--mamba-radix-cache-strategy``.
+        page_size: SGLang's ``--page-size``. None: its default.
+
+    Raises:
+        ConfigError: names the flag and the way out.
+    """
+    wrong = ""
+    if strategy not in ("auto", "no_buffer"):
+        wrong = f"--mamba-radix-cache-strategy {strategy}"
+    elif page_size not in (None, 1):
+        wrong = f"--page-size {page_size}"
+    if wrong:
+        raise ConfigError(
+            f"{wrong} does not work with the offline scheduler and a model with recurrent "
+            f"layers, whose states are kept at the token where a prefix ends; drop it, or "
+            f"give {STOCK_SCHEDULER}."
+        )

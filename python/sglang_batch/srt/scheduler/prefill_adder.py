@@ -18,7 +18,13 @@ from ..compat.scheduler_types import Req
 
 
 class OfflinePrefillAdder(PrefillAdder):  # type: ignore[misc]
-    """Checks and charges KV for prompt tokens only."""
+    """Checks and charges KV for prompt tokens only, and cuts prompts where states are kept.
+
+    Attributes:
+        chunked_req_limit: SGLang's, tokens that the prompt in progress may take.
+    """
+
+    chunked_req_limit: int | None
 
     def _get_running_request_total_token_offset(self, req: Req) -> int:
         return 0

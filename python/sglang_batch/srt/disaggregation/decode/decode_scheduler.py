@@ -27,6 +27,7 @@ from ...compat.scheduler_types import (
 )
 from ...scheduler.scheduler import OfflineScheduler
 from ..apart_schedulers import Apart
+from ..prefill_calls import room_after
 from ..tcp.page_buffers import PageBuffers
 from .decode_steps import DecodePlanScheduler
 from .queues import HostPreallocQueue
@@ -78,6 +79,7 @@ class DecodeScheduler(Apart, OfflineScheduler):
             # It is fed again, and not sampled: it has been sent.
             req.pd_rebootstrap_forced_output_id = req.output_ids.pop()
         req.pd_rebootstrap_in_progress = True
+        req.bootstrap_room = room_after(req.bootstrap_room)
         req.time_stats.set_retract_time()
         if self._engine_paused:
             queue.hold_rebootstrap(req)

@@ -6,9 +6,11 @@ from report import Figure
 
 from .jobs import figures_of
 
-MODELS = ("qwen3_next",)
+# Gated delta nets with and without experts, and Mamba-2.
+MODELS = ("qwen3_next", "qwen3_5_text", "granitemoehybrid")
 
 
 def measure(quick: bool = False) -> list[Figure]:
     """The figures of this part."""
-    return [figure for model in MODELS for figure in figures_of(model, quick)]
+    models = MODELS[:1] if quick else MODELS
+    return [figure for model in models for figure in figures_of(model, quick)]

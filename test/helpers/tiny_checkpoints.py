@@ -28,15 +28,25 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "full_attention_interval": 2,
         "linear_num_value_heads": 4,
     },
+    "qwen3_5_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "full_attention_interval": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
     "granitemoehybrid": {
         "num_hidden_layers": 4,
         "layer_types": ["mamba", "attention"] * 2,
         "mamba_n_heads": 8,
         "mamba_d_head": 16,
         "mamba_d_state": 8,
-        "mamba_n_groups": 2,
+        "mamba_n_groups": 1,
         "mamba_chunk_size": 16,
         "shared_intermediate_size": 64,
+        "num_local_experts": 0,
     },
 }
 """Fields of the configurations that differ from those of ``tiny_models``."""
@@ -47,6 +57,7 @@ _STATES = ("--mamba-radix-cache-strategy=no_buffer", "--disable-overlap-schedule
 ARGUMENTS = {
     "gpt_oss": _EXPERTS,
     "qwen3_next": (*_EXPERTS, *_STATES),
+    "qwen3_5_text": _STATES,
     "granitemoehybrid": (*_EXPERTS, *_STATES),
 }
 # The ends of an answer that the demo model has.

@@ -198,9 +198,10 @@ def write_config(path: Path, kind: str) -> Path:
 
 
 def test_server_refuses_a_model(tmp_path: Path) -> None:
-    model = write_config(tmp_path / "model", "state-space")
+    model = write_config(tmp_path / "model", "encoder-decoder")
     assert_one_sentence(
-        launch(model), "FalconH1ForCausalLM does not work with the offline scheduler: "
+        launch(model),
+        "WhisperForConditionalGeneration does not work with the offline scheduler: ",
     )
 
 
@@ -239,7 +240,13 @@ def test_kinds_of_models(tmp_path: Path) -> None:
         ),
         ("plain", {"gc_threshold": [700]}, "fine, sleeps when idle, gc [700]"),
         ("plain", {"offline_batch_config": {"sleep_on_idle": False}}, "fine, spins"),
-        ("state-space", {}, "FalconH1ForCausalLM does not work"),
+        ("state-space", {}, "fine"),
+        ("state-space", {"page_size": 16}, "--page-size 16 does not work"),
+        (
+            "state-space",
+            {"mamba_radix_cache_strategy": "extra_buffer"},
+            "--mamba-radix-cache-strategy extra_buffer does not work",
+        ),
         ("sliding-window", {"attention_backend": "triton"}, "fine"),
         (
             "sliding-window",

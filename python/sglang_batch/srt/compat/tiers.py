@@ -66,6 +66,10 @@ def _windows(config: ModelConfig) -> bool:
     return config.is_hybrid_swa
 
 
+def _states_and_windows(config: ModelConfig) -> bool:
+    return keeps_states(config) and _windows(config)
+
+
 def _only_windows(config: ModelConfig) -> bool:
     full = config.full_attention_layer_ids
     return config.is_hybrid_swa and full is not None and len(full) == 0
@@ -102,6 +106,13 @@ MODEL_KINDS: tuple[ModelKind, ...] = (
         _compressed,
         "it keeps compressed KV and a ring of recent tokens per request, which the "
         "plan does not count",
+    ),
+    ModelKind(
+        "recurrent states and windows (Inkling)",
+        Tier.REFUSED,
+        _states_and_windows,
+        "it keeps recurrent states and has sliding-window layers with a pool of their own, "
+        "and the plan counts one such pool",
     ),
     ModelKind(
         "sliding-window layers only",

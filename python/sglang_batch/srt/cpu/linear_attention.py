@@ -1,9 +1,9 @@
 """Gated delta nets (Qwen3-Next, Qwen3.5 and later) in PyTorch, for SGLang on a CPU.
 
 SGLang's kernels for these layers need Triton or compiled CPU operators. Each function here
-has the name and the arguments of the kernel whose place it takes, as far as SGLang gives
-them. The recurrence is that of the paper, token by token:
-Yang et al., Gated Delta Networks, 2024, equation 10.
+has the arguments of the kernel whose place it takes, as far as SGLang gives them. The
+recurrence is that of the paper, token by token: Yang et al., Gated Delta Networks, 2024,
+equation 10.
 """
 
 from __future__ import annotations
@@ -15,30 +15,36 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# The modules that name each function.
-_PLACES = {
-    "causal_conv1d_fn": ("sglang.srt.layers.attention.linear.gdn_backend",),
-    "causal_conv1d_update": ("sglang.srt.layers.attention.linear.gdn_backend",),
-    "fused_gdn_gating": ("sglang.srt.layers.attention.linear.gdn_backend",),
-    "chunk_gated_delta_rule": (
-        "sglang.srt.layers.attention.linear.kernels.gdn_triton",
-    ),
-    "fused_recurrent_gated_delta_rule_packed_decode": (
-        "sglang.srt.layers.attention.linear.kernels.gdn_triton",
-    ),
-    "fused_qkvzba_split_reshape_cat": ("sglang.srt.models.qwen3_next",),
-    "fused_qkvzba_split_reshape_cat_contiguous": ("sglang.srt.models.qwen3_5",),
-    "fused_sigmoid_mul": ("sglang.srt.models.qwen3_5",),
-    "fused_gate_sigmoid_mul_add": ("sglang.srt.models.qwen2_moe",),
-    "rms_norm_gated": ("sglang.kernels.ops.attention.fla.fused_norm_gate",),
-}
-
 
 def use_pytorch() -> None:
     """Have SGLang's gated delta nets computed by this module. Later calls do nothing."""
-    for name, modules in _PLACES.items():
-        for module in modules:
-            vars(importlib.import_module(module))[name] = globals()[name]
+    for module, functions in _places().items():
+        vars(importlib.import_module(module)).update(functions)
+
+
+def _places() -> dict[str, dict[str, Any]]:
+    """The modules that name kernels, and what takes their places."""
+    attention, models = "sglang.srt.layers.attention.linear", "sglang.srt.models"
+    norms = "sglang.kernels.ops.attention.fla"
+    return {
+        f"{attention}.gdn_backend": {
+            "causal_conv1d_fn": causal_conv1d_fn,
+            "causal_conv1d_update": causal_conv1d_update,
+            "fused_gdn_gating": fused_gdn_gating,
+        },
+        f"{attention}.kernels.gdn_triton": {
+            "chunk_gated_delta_rule": chunk_gated_delta_rule,
+            "fused_recurrent_gated_delta_rule_packed_decode": packed_decode,
+        },
+        f"{models}.qwen3_next": {"fused_qkvzba_split_reshape_cat": split_grouped},
+        f"{models}.qwen3_5": {
+            "fused_qkvzba_split_reshape_cat_contiguous": split_contiguous,
+            "fused_sigmoid_mul": sigmoid_mul,
+        },
+        f"{models}.qwen2_moe": {"fused_gate_sigmoid_mul_add": add_gated},
+        f"{norms}.fused_norm_gate": {"rms_norm_gated": rms_norm_gated},
+        f"{norms}.layernorm_gated": {"rms_norm_gated": rms_norm_then_gate},
+    }
 
 
 def causal_conv1d_fn(
@@ -171,7 +177,7 @@ def chunk_gated_delta_rule(
     return output.to(v.dtype).unsqueeze(0), None, None
 
 
-def fused_recurrent_gated_delta_rule_packed_decode(
+def packed_decode(
     mixed_qkv: Tensor,
     a: Tensor,
     b: Tensor,
@@ -231,7 +237,7 @@ def _unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def fused_qkvzba_split_reshape_cat(
+def split_grouped(
     mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int,
     head_qk: int, head_v: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -252,7 +258,7 @@ def fused_qkvzba_split_reshape_cat(
     )  # fmt: skip
 
 
-def fused_qkvzba_split_reshape_cat_contiguous(
+def split_contiguous(
     mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int,
     head_qk: int, head_v: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -266,12 +272,12 @@ def fused_qkvzba_split_reshape_cat_contiguous(
     )  # fmt: skip
 
 
-def fused_sigmoid_mul(x: Tensor, gate: Tensor, **_: object) -> Tensor:
+def sigmoid_mul(x: Tensor, gate: Tensor, **_: object) -> Tensor:
     """``x`` times the sigmoid of ``gate``, of the shape of ``x``."""
     return x * gate.reshape(x.shape).float().sigmoid().to(x.dtype)
 
 
-def fused_gate_sigmoid_mul_add(
+def add_gated(
     hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor,
     final_hidden_states: Tensor,
 ) -> None:  # fmt: skip
@@ -290,3 +296,12 @@ def rms_norm_gated(
     gate = g.float()
     y = y * (gate.sigmoid() if activation == "sigmoid" else functional.silu(gate))
     return (y if bias is None else y + bias).to(x.dtype)
+
+
+def rms_norm_then_gate(
+    *, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, z: Tensor,
+    activation: str = "swish", **_: Any,
+) -> Tensor:  # fmt: skip
+    """:func:`rms_norm_gated` with other names."""
+    gate = z.reshape(x.shape)
+    return rms_norm_gated(x, gate, weight, bias, activation, eps=eps)

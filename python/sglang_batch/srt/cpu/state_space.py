@@ -21,14 +21,14 @@ _MODULE = "sglang.srt.layers.attention.mamba.mamba"
 
 def use_pytorch() -> None:
     """Have SGLang's Mamba-2 layers computed by this module. Later calls do nothing."""
-    ours = (
-        causal_conv1d_fn,
-        causal_conv1d_update,
-        mamba_chunk_scan_combined,
-        selective_state_update,
+    vars(importlib.import_module(_MODULE)).update(
+        causal_conv1d_fn=causal_conv1d_fn,
+        causal_conv1d_fn_triton=causal_conv1d_fn,
+        causal_conv1d_update=causal_conv1d_update,
+        causal_conv1d_update_triton=causal_conv1d_update,
+        mamba_chunk_scan_combined=mamba_chunk_scan_combined,
+        selective_state_update=selective_state_update,
     )
-    names = vars(importlib.import_module(_MODULE))
-    names.update({function.__name__: function for function in ours})
 
 
 def mamba_chunk_scan_combined(

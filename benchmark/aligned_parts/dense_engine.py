@@ -254,7 +254,7 @@ def _measure(quick: bool) -> list[Figure]:
             name = case.name, policy, f"{each.cpu_s:.1f}", each.steps, f"{rows:.1f}"
             table.append(name)
             if policy != "fcfs":
-                has_target = case.settings.max_cells == MAX_CELLS
+                has_target = case.settings.max_cells == MAX_CELLS and not case.estimated
                 target = policy == "length-aligned" and has_target
                 figures.append(
                     Figure(

@@ -119,6 +119,6 @@ def test_prompts_beside_decodes_share_too(
 @pytest.mark.parametrize("name", ENGINES)
 def test_jobs_at_random_are_answered_right(demo_model: Path, name: str) -> None:
     """Offloaded requests, followers, chunks, aborts and online requests go on beside."""
-    found = scenario(demo_model, "random", 3, 4, *ENGINES[name])["random"]
+    found = scenario(demo_model, "random", 3, 3, *ENGINES[name])["random"]
     assert found["lines"] > 50
     assert found["offloaded"] >= found["resumed"]

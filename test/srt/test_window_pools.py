@@ -25,8 +25,8 @@ def gpt_oss(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("what", "rounds", "arguments"),
     [
-        ("too_long,branch_points,random", 3, ("--enable-mixed-chunk", SMALL)),
-        ("branch_points,random", 3, ("--disable-overlap-schedule", "--page-size=16")),
+        ("too_long,branch_points,random", 2, ("--enable-mixed-chunk", SMALL)),
+        ("branch_points,random", 2, ("--disable-overlap-schedule", "--page-size=16")),
     ],
     ids=["small-window-pool", "pages"],
 )

@@ -363,7 +363,8 @@ def prompt_logprobs(s: Stress) -> Any:
 
 
 def branch_points(s: Stress) -> dict[str, int]:
-    """Prefixes on two levels, far before the ends of the prompts that compute them."""
+    """Prefixes on two levels, far before the ends of the prompts that compute them, and
+    prompts that are sent several times."""
     rng = random.Random(80)
     params = {"max_new_tokens": 6, "ignore_eos": True}
     cases, least = [], 0
@@ -375,6 +376,10 @@ def branch_points(s: Stress) -> dict[str, int]:
             least += 64
             cases += [Case(middle + tokens(rng, 80), params) for _ in range(3)]
     least += 80 * len(cases)
+    copies = 3
+    for _ in range(2):
+        least += 90 + copies - 1  # of each copy the last token is computed
+        cases += [Case(tokens(rng, 90), params)] * copies
     rng.shuffle(cases)
     job = s.job("branches", cases, "dfs")
     s.run(s.finish(job))

@@ -295,6 +295,16 @@ def test_a_prompt_in_progress_is_cut_where_others_go_on() -> None:
     assert choice.requests == requests[3:]
 
 
+def test_a_prompt_that_is_sent_again_is_cut_before_its_last_token() -> None:
+    job = job_of(plan_of([(1,) * 50] * 3 + [(1,) * 50 + (2,) * 9]))
+    requests = arrive_all(job)
+    now = now_of()._replace(next_stop=stops_of(job))
+    choice = choose_from(job, KvAccounting(10_000), now)
+    assert (choice.requests, choice.tokens) == ([requests[0]], 49)
+    [node] = requests[0].leading
+    assert (job.uses.depth[node], job.uses.state_end(node)) == (50, 49)
+
+
 def test_a_prompt_is_not_cut_for_a_few_tokens() -> None:
     job = job_of(plan_of([(1,) * 9 + (i,) for i in range(4)]))
     requests = arrive_all(job)

@@ -22,7 +22,7 @@ from .job_plan import JobPlan
 from .scheduled_request import ScheduledRequest
 
 # Prompt tokens that a recurrent state has to save later requests. Keeping one cuts a prompt.
-_WORTH_A_STATE = 32
+WORTH_A_STATE = 32
 # A node that more requests than this still need is used soon.
 _MANY = 4096
 
@@ -72,6 +72,9 @@ class PrefixUses:
         self._uses_left = (plan.leaf_end - plan.leaf_begin).astype(np.int32)
         self._running = np.zeros(len(plan.parent), np.int32)
         self._started = np.zeros(plan.num_requests, np.bool_)
+        # Whether a prompt ends at a node.
+        self._is_end = np.zeros(len(plan.parent), np.bool_)
+        self._is_end[plan.node[plan.input_len <= self.depth[plan.node]]] = True
         self._rank = _ranks(plan)
         self._leaves: dict[int, tuple[Int64s, int]] = {}
         # Pinned nodes by next use. An entry counts while it is the last one noted.
@@ -197,11 +200,19 @@ class PrefixUses:
         hardly longer than another."""
         stops: list[int] = []
         for node in sorted(request.leading, key=self.depth.__getitem__):
-            end = int(self.depth[node])
+            end = self.state_end(node)
             last = stops[-1] if stops else int(self.depth[self._parent[node]])
-            if (end - last) * int(self._uses_left[node]) >= _WORTH_A_STATE:
+            if (end - last) * int(self._uses_left[node]) >= WORTH_A_STATE:
                 stops.append(end)
         return stops
+
+    def state_end(self, node: int) -> int:
+        """Tokens behind which a node's recurrent state is kept.
+
+        A request computes at least its last token. So where a prompt ends at the node, as
+        several samples of one prompt do, the state is that before the node's last token.
+        """
+        return int(self.depth[node] - self._is_end[node])
 
     def leads(self, request: ScheduledRequest, cached_len: int) -> bool:
         """Whether a waiting request would compute prefixes for others."""

@@ -30,6 +30,7 @@ from ...scheduling.admission import Choice, EngineNow, always, choose, put_back
 from ...scheduling.job_state import JobState
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
+from ...scheduling.prefix_uses import WORTH_A_STATE
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import (
     BuildPrefill,
@@ -402,6 +403,9 @@ class PlanScheduler:
         self._pinned.unpin_until_free(step.choice.room_needed)
         self._kv_manager.note_allocation()
         tokens = self._kv_accounting.in_pages(step.choice.page_tokens)
+        if self._cache.supports_mamba():
+            # Less may be cached than the plan counts on: not every node has a state.
+            tokens += WORTH_A_STATE * len(step.choice.requests)
         rows = len(running_batch.reqs) if self._scheduler.is_mixed_chunk else 0
         limit = self._online.chunk_limit(step.online, running_batch)
         step_tokens = max(tokens, self._page_size) + rows

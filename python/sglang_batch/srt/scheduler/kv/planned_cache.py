@@ -187,7 +187,10 @@ class PinnedPrefixes:
         """Pin those of a request's prefixes that later requests need."""
         for node in nodes:
             if job.uses.wanted(node):
-                lock = self._cache.lock_prefix(req, int(job.uses.depth[node]))
+                end = int(job.uses.depth[node])
+                if self._cache.supports_mamba():
+                    end = job.uses.state_end(node)
+                lock = self._cache.lock_prefix(req, end)
                 if lock is not None:
                     job.uses.pin(node, Pin(lock, Prompt.of(req)))
 

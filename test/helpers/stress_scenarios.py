@@ -376,9 +376,10 @@ def branch_points(s: Stress) -> dict[str, int]:
             least += 64
             cases += [Case(middle + tokens(rng, 80), params) for _ in range(3)]
     least += 80 * len(cases)
-    copies = 3
+    copies, page = 3, int(s.run(s.state())[0]["page_size"])
     for _ in range(2):
-        least += 90 + copies - 1  # of each copy the last token is computed
+        # Of each copy the last page is computed, or of a full one the last token.
+        least += 90 + (copies - 1) * (90 - 89 // page * page)
         cases += [Case(tokens(rng, 90), params)] * copies
     rng.shuffle(cases)
     job = s.job("branches", cases, "dfs")

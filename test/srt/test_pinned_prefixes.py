@@ -25,16 +25,20 @@ EACH = 2  # tokens of each prefix
 class Uses:
     """Stands for a job's prefixes; ``pins``: the one needed last comes first."""
 
-    def __init__(self, *pins: int) -> None:
+    def __init__(self, *pins: int, in_use: tuple[int, ...] = ()) -> None:
         prompt = Prompt(array("q"), None, None)
-        self.pins = {node: Pin(f"lock {node}", prompt) for node in pins}
+        self.pins = {node: Pin(f"lock {node}", prompt) for node in (*pins, *in_use)}
+        self.in_use = in_use
 
     @property
     def idle_tokens(self) -> int:
         return EACH * len(self.pins)
 
     def furthest(self) -> int:
-        return next(iter(self.pins), 0)
+        return next((node for node in self.pins if node not in self.in_use), 0)
+
+    def furthest_in_use(self) -> int:
+        return next((node for node in self.pins if node in self.in_use), 0)
 
     def unpin(self, node: int) -> Pin:
         return self.pins.pop(node)
@@ -96,9 +100,9 @@ def test_an_eviction_unpins_first_and_no_more_than_necessary(
 def test_prefixes_of_the_last_job_are_unpinned_first(cache: Any) -> None:
     first, last = Uses(1, 2), Uses(8, 9)
     pinned = PinnedPrefixes(cache, jobs_of(a=first, b=last))
-    pinned.unpin_until_evictable(3 * EACH)
+    pinned.unpin_until_evictable(EvictParams(3 * EACH))
     assert cache.unlocked == ["lock 8", "lock 9", "lock 1"]
-    pinned.unpin_until_evictable(100)
+    pinned.unpin_until_evictable(EvictParams(100))
     assert cache.unlocked[3:] == ["lock 2"]
     assert not pinned.unpin_furthest()
 
@@ -146,8 +150,26 @@ def test_windows_need_room_of_their_own(
     for name, method in windows.items():
         monkeypatch.setattr(UnifiedRadixCache, name, method)
     pinned = PinnedPrefixes(cache, jobs_of(a=Uses(1, 2, 3)))
-    pinned.unpin_until_evictable(EACH, 3)
+    pinned.unpin_until_evictable(EvictParams(EACH, swa_num_tokens=3))
     assert cache.unlocked == ["lock 1", "lock 2", "lock 3"]
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"),
+    [
+        ("swa_evictable_size", {"swa_num_tokens": 3}),
+        ("mamba_evictable_size", {"mamba_num": 3}),
+    ],
+)
+def test_windows_and_states_of_prefixes_in_use_are_the_last_to_go(
+    cache: Any, monkeypatch: pytest.MonkeyPatch, size: str, wanted: dict[str, int]
+) -> None:
+    monkeypatch.setattr(UnifiedRadixCache, size, lambda self: len(self.unlocked))
+    pinned = PinnedPrefixes(cache, jobs_of(a=Uses(1, in_use=(5, 6)), b=Uses(2)))
+    pinned.unpin_until_evictable(EvictParams(100))
+    assert cache.unlocked == ["lock 2", "lock 1"]  # no KV to be had from the others
+    pinned.unpin_until_evictable(EvictParams(0, **wanted))
+    assert cache.unlocked == ["lock 2", "lock 1", "lock 5"]
 
 
 @pytest.mark.parametrize("windows", [True, False])

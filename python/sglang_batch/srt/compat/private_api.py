@@ -217,7 +217,7 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
         "add_one_req": (
             "req, has_chunked_req, truncation_align_size",
-            "admits a request, through the four below",
+            "admits a request, through those below",
         ),
         "_get_running_request_total_token_offset": (
             "req",
@@ -237,10 +237,11 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "replay_len",
             "charges the step's tokens, not the answer",
         ),
+        "add_chunked_req": ("req", "ours ends the chunk where a state is kept"),
         "_select_prefill_admission": (
             "req, *, total_tokens, host_hit_length, swa_host_hit_length, "
             "truncation_align_size, has_chunked_req",
-            "keeps a second prompt from being cut",
+            "cuts a prompt where a state is kept, and keeps a second from being cut",
         ),
     },
     "sglang.srt.mem_cache.prefill_budget:PrefillBudget": {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def do_without() -> None:
     for name in _MODULES:
         vars(importlib.import_module(name))["torch"] = _PageableTorch()
     torch.Tensor.pin_memory = _itself
-    torch.get_device_module = _device_module
+    torch.get_device_module = get_device_module
 
 
 def _unpinned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -53,6 +53,8 @@ def _itself(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
     return tensor
 
 
-def _device_module(device: torch.device | str | None = None) -> Any:
+@cache  # as torch's, of which torch.compile asks for the function within
+def get_device_module(device: torch.device | str | None = None) -> Any:
+    """torch's, for which the current device is the CPU."""
     name = "cpu" if device is None else torch.device(device).type
     return getattr(torch, name)

@@ -189,6 +189,10 @@ class HostPrefixes:
         make_room(end - matched + reserve)
         self._offloader.wait_for_forward()
         slots = self._offloader.allocate(end - matched, reserve)
+        if slots is not None and self._parts(prompt, depths, matched) != parts:
+            # What made room was saved on the host, where a part had to make room for it.
+            self._cache.token_to_kv_pool_allocator.free(slots)
+            slots = None
         if slots is not None:
             self._load(parts, slots, matched)
             above = self._cache.path_device_indices(node)[:matched]

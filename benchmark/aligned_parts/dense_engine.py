@@ -24,6 +24,7 @@ from report import Figure, print_table
 
 from sglang_batch.dense.decode_loop import DecodeLoop
 from sglang_batch.dense.model import LoadedModel, wrap
+from sglang_batch.dense.packed_linear import pack_linears
 from sglang_batch.dense.prefill import Prefilled
 from sglang_batch.dense.row_request import DenseAnswer, DenseRequest, Stopping
 from sglang_batch.dense.rows import SlabRows
@@ -227,6 +228,7 @@ def measure(quick: bool = False) -> list[Figure]:
 def _measure(quick: bool) -> list[Figure]:
     plain = llama(2, 64) if quick else llama(4, 256)
     model = wrap(llama_copy(plain))
+    pack_linears(model.model)
     cost = dense_machine(model, DenseSettings()).cost
     step_cells = float(cost.weight_read_time_s / cost.kv_read_time_s)
     count, longest = (24, 60) if quick else (320, LONGEST)

@@ -10,6 +10,7 @@ import torch
 from ..errors import ConfigError
 from .encoded_rows import EncodedRows
 from .model import LoadedModel
+from .packed_linear import pack_linears, unpack_linears
 from .row_request import DenseRequest, Stopping
 from .rows import Rows, SeparateRows, SlabRows
 from .settings import DenseSettings
@@ -29,8 +30,9 @@ _LOW_PRECISION = 5e-2
 def rows_for(model: LoadedModel, settings: DenseSettings) -> tuple[Rows, str]:
     """The rows that a model can have.
 
-    Two rows of different lengths in one slab must have the logits of rows that run alone
-    with the model's own cache.
+    Its linear layers are packed, unless it computes with their weights itself. Two rows of
+    different lengths in one slab must have the logits of rows that run alone with the
+    model's own cache.
 
     Returns:
         The rows, and why they are separate, which is empty if they are not.
@@ -38,20 +40,29 @@ def rows_for(model: LoadedModel, settings: DenseSettings) -> tuple[Rows, str]:
     Raises:
         ConfigError: the model cannot run at all.
     """
+    pack_linears(model.model)
     try:
-        with torch.inference_mode():
-            alone = _logits(SeparateRows(model), model)
-    except Exception as error:
-        raise ConfigError(
-            f"{type(model.model).__name__} cannot run with the transformers backend: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        alone = _alone(model)
+    except Exception:
+        unpack_linears(model.model)
+        try:
+            alone = _alone(model)
+        except Exception as error:
+            raise ConfigError(
+                f"{type(model.model).__name__} cannot run with the transformers backend: "
+                f"{type(error).__name__}: {error}"
+            ) from error
     reason = _difference(model, settings, alone)
     if not reason:
         shortest = settings.shortest_shared
         return _shared_rows(model, settings.prefill_tokens, shortest), ""
     logger.warning("Rows run one at a time: %s.", reason)
     return SeparateRows(model), reason
+
+
+def _alone(model: LoadedModel) -> list[torch.Tensor]:
+    with torch.inference_mode():
+        return _logits(SeparateRows(model), model)
 
 
 def _shared_rows(model: LoadedModel, max_tokens: int, shortest: int) -> Rows:

@@ -23,7 +23,7 @@ from parts_main import Parts, run_parts
 PARTS = Parts(
     __doc__.partition("\n")[0],
     package="model_parts",
-    names=("families", "windows", "states", "adapters", "images"),
+    names=("families", "windows", "states", "answers", "adapters", "images"),
     results="models.json",
 )
 

@@ -31,6 +31,7 @@ def scenario(model: Path, what: str, seed: int, rounds: int, *argv: str) -> Any:
         capture_output=True,
         text=True,
         check=False,
+        cwd=Path(__file__).parent,
     )
     log = done.stdout + done.stderr
     assert done.returncode == 0, _without_counts(log)[-6000:]

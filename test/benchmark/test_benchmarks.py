@@ -77,6 +77,14 @@ def test_the_dense_engine() -> None:
     assert titles == ["Target-1", "Target-2", "Processor seconds", "Classes"]
 
 
+@pytest.mark.timeout(330)
+def test_the_models_of_today() -> None:
+    document = quick_run("bench_models.py", "families", "answers")
+    assert document["missed"] == []
+    _, random_jobs = document["tables"]
+    assert all(row[1] == "1.000" for row in random_jobs["rows"])
+
+
 def test_parts_and_the_file_to_save(tmp_path: Path) -> None:
     saved = tmp_path / "dense.json"
     document = quick_run("bench_dense.py", "sharing", "--save", str(saved))

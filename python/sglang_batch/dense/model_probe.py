@@ -10,7 +10,7 @@ import torch
 from ..errors import ConfigError
 from .encoded_rows import EncodedRows
 from .model import LoadedModel
-from .packed_linear import pack_linears, unpack_linears
+from .packed_linear import packed_if_possible
 from .row_request import DenseRequest, Stopping
 from .rows import Rows, SeparateRows, SlabRows
 from .settings import DenseSettings
@@ -40,18 +40,13 @@ def rows_for(model: LoadedModel, settings: DenseSettings) -> tuple[Rows, str]:
     Raises:
         ConfigError: the model cannot run at all.
     """
-    pack_linears(model.model)
     try:
-        alone = _alone(model)
-    except Exception:
-        unpack_linears(model.model)
-        try:
-            alone = _alone(model)
-        except Exception as error:
-            raise ConfigError(
-                f"{type(model.model).__name__} cannot run with the transformers backend: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        alone = packed_if_possible(model.model, lambda: _alone(model))
+    except Exception as error:
+        raise ConfigError(
+            f"{type(model.model).__name__} cannot run with the transformers backend: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     reason = _difference(model, settings, alone)
     if not reason:
         shortest = settings.shortest_shared

@@ -7,9 +7,12 @@ makers. oneDNN uses it everywhere, and a weight that is laid out once need not b
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import nn
+
+T = TypeVar("T")
 
 
 class PackedLinear(nn.Module):  # type: ignore[misc]
@@ -42,6 +45,20 @@ def pack_linears(model: nn.Module) -> None:
     """
     if torch.backends.mkldnn.is_available():
         _replace(model, _packed)
+
+
+def packed_if_possible(model: nn.Module, run: Callable[[], T]) -> T:
+    """Pack the linear layers of a model, and run it.
+
+    Models that compute with the weights of their layers themselves fail. They are unpacked,
+    and run again.
+    """
+    pack_linears(model)
+    try:
+        return run()
+    except Exception:
+        unpack_linears(model)
+    return run()
 
 
 def unpack_linears(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ...errors import ConfigError
 from ..model import LoadedModel, context_length
+from ..packed_linear import packed_if_possible
 from .sentence_pooling import SentencePooling, usual_pooling
 
 logger = logging.getLogger(__name__)
@@ -91,9 +92,14 @@ def wrap_embedding(
     try:
         vocab = int(model.get_input_embeddings().weight.shape[0])
         with torch.inference_mode():
-            pooling = pooling or _usual(model, parameters, vocab)
+            if pooling is None:
+                pooling = packed_if_possible(
+                    model, lambda: _usual(model, parameters, vocab)
+                )
             pooling.steps.to(model.device)
-            alone, together = _probed(model, parameters, vocab, pooling)
+            alone, together = packed_if_possible(
+                model, lambda: _probed(model, parameters, vocab, pooling)
+            )
     except Exception as error:
         raise ConfigError(
             f"{name} cannot make embeddings with the transformers backend: "

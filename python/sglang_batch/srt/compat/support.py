@@ -70,9 +70,6 @@ def _other_than(*allowed: object) -> Callable[[object], bool]:
 
 
 _SECOND_TIER = "it moves KV to and from a second tier, which is not in the plan"
-_PARALLEL = (
-    "its ranks must agree on every batch, and each offline scheduler decides alone"
-)
 _SLOTS = "it keeps data per KV slot, and an offloaded request resumes in other slots"
 _ADMISSION = "the plan and its KV forecast decide when a request is admitted"
 _PLAN_ORDER = """set the order with --offline-batch-config '{"policy": ...}'"""
@@ -192,9 +189,6 @@ REFUSALS = (
         "the plan decides which adapter makes room",
     ),
     # More than one process per replica deciding on a batch.
-    Refusal(("pp_size",), _above(1), "its micro-batches run in their own loop"),
-    Refusal(("enable_dp_attention",), _given, _PARALLEL),
-    Refusal(("attn_dp_size",), _above(1), _PARALLEL),
     Refusal(
         ("dcp_size", "attn_cp_size"),
         _above(1),

@@ -56,8 +56,7 @@ def _resolve(server_args: ServerArgs, previous: ResolutionStep) -> None:
     declare_resolution(server_args, "offline_batch", enable_cache_report=True)
     config = server_args.offline_config
     view = resolving_view(server_args)
-    # With data-parallel attention, an engine does work that it is not sent a message for.
-    if config.sleep_on_idle and not view.enable_dp_attention:
+    if config.sleep_on_idle:
         declare_resolution(server_args, "offline_batch", sleep_on_idle=True)
     if view.gc_threshold is None:
         declare_resolution(server_args, "offline_batch", gc_threshold=GC_THRESHOLD)

@@ -17,6 +17,7 @@ from .kv.host_room import recompute_time_s
 from .kv.offload_support import can_offload
 from .kv.offloading import KvOffloader, OffloadedRequest, drain_results
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
+from .micro_batches import MicroBatches
 from .request_registry import RequestRegistry
 from .shared_prefixes import SharedPrefixes
 from .step_recorder import StepRecorder
@@ -59,6 +60,7 @@ class KvManager:
         recorder: StepRecorder,
         page_size: int,
         on_host: HostRequests,
+        micro_batches: MicroBatches,
     ) -> None:
         self._scheduler = scheduler
         self._jobs = jobs
@@ -71,6 +73,7 @@ class KvManager:
         self._recorder = recorder
         self._page_size = page_size
         self.on_host = on_host
+        self._alone = micro_batches.number == 1
         self._just_offloaded = False
         self.decodes_fit = False
         self._steps_that_fit = 0
@@ -93,7 +96,8 @@ class KvManager:
         need = len(running_batch.reqs) * self._page_size
         available = self._scheduler.token_to_kv_pool_allocator.available_size()
         if available >= need > 0:
-            self._steps_that_fit = available // need - 1
+            # Other micro-batches take KV in between.
+            self._steps_that_fit = available // need - 1 if self._alone else 0
             self.decodes_fit = True
             return
         if running_batch.is_empty() or running_batch.check_decode_mem():
@@ -107,8 +111,13 @@ class KvManager:
         self._offload_for_decodes(running_batch)
 
     def _offload_for_decodes(self, running_batch: ScheduleBatch) -> None:
-        # One request has to stay, or nothing would run. A prompt in progress runs too.
-        leave = 0 if self._scheduler.chunked_req is not None else 1
+        # One request has to stay, or nothing would run. A prompt in progress runs too,
+        # and so do other micro-batches.
+        others = self._scheduler.chunked_req is not None or (
+            not self._alone
+            and self._kv_accounting.num_running > len(running_batch.reqs)
+        )
+        leave = 0 if others else 1
         steps = max(_STEPS_FREED, self._page_size)
         self.offload_until(running_batch, len(running_batch.reqs) * steps, leave=leave)
         # A prefix that one job has pinned may be in use by another, so that offloading
@@ -252,12 +261,12 @@ class KvManager:
     def requeue_chunk(self) -> None:
         """Return a job's request whose prompt is partly computed to the backlog.
 
-        It continues later from the KV that the tree has. No result may be in flight.
-        Online requests stay.
+        It continues later from the KV that the tree has. Online requests stay, and so
+        does one whose last part another micro-batch still computes.
         """
         req = self._scheduler.chunked_req
         known = self._registry.known(req) if req is not None else None
-        if req is None or known is None:
+        if req is None or known is None or req.inflight_middle_chunks > 0:
             return
         job, request = known
         if job is None:

@@ -42,6 +42,7 @@ from ..compat.scheduler_types import (
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .kv.token_counts import count_retracted
 from .kv_manager import KvManager
+from .micro_batches import MicroBatches
 from .mixed_batch import can_mix, num_rows
 from .online_queue import OnlineQueue
 from .request_registry import RequestRegistry
@@ -99,6 +100,7 @@ class PlanScheduler:
         prefixes: SharedPrefixes,
         recorder: StepRecorder,
         adapters: AdapterSlots | None,
+        micro_batches: MicroBatches,
         step_tokens: int,
         page_size: int,
     ) -> None:
@@ -113,9 +115,9 @@ class PlanScheduler:
         self._prefixes = prefixes
         self._recorder = recorder
         self._adapters = adapters
+        self._micro_batches = micro_batches
         self._step_tokens = step_tokens
         self._page_size = page_size
-        self._starting: list[ScheduledRequest] = []
         self._computed_ahead: list[ScheduledRequest] = []
 
     def abort(self, rid: str, *, everything: bool) -> list[Req]:
@@ -150,14 +152,13 @@ class PlanScheduler:
 
     def begin_step(self) -> None:
         """Requests whose prompt the last step completed decode from now on."""
-        for request in self._starting:
+        for request in self._micro_batches.begin_step():
             if not request.running or request.decoding:
                 continue
             if request.prefills_ahead:
                 self._computed_ahead.append(request)
             else:
                 self._kv_accounting.begin_decoding(request)
-        self._starting.clear()
         self._kv_manager.decodes_fit = False
 
     def next_batch(
@@ -196,12 +197,18 @@ class PlanScheduler:
         self._computed_ahead.clear()
 
     def end_step(self, batch: ScheduleBatch | None) -> None:
-        """Record the batch of this step. None if there is nothing to run."""
+        """Record the batch of this step.
+
+        None if there is nothing to run. A batch without requests runs beside those of
+        other attention ranks.
+        """
         self._kv_manager.on_host.end_step()
-        if batch is None:
+        runs = batch is not None and bool(batch.reqs)
+        decodes = self._micro_batches.end_step(
+            decodes=batch is not None and runs and _decodes(batch)
+        )
+        if not runs and not decodes:
             return
-        mode = batch.forward_mode
-        decodes = mode.is_decode() or (mode.is_mixed() and bool(batch.decoding_reqs))
         done = self._recorder.record(
             len(self._kv_manager.on_host.first), decodes=decodes
         )
@@ -350,7 +357,9 @@ class PlanScheduler:
     def _engine_now(self, running_batch: ScheduleBatch, online: list[Req]) -> EngineNow:
         scheduler = self._scheduler
         # Complete requests no longer decode, though SGLang removes them a step later.
-        rows = max(0, len(running_batch.reqs) - self._kv_accounting.num_complete)
+        rows = len(running_batch.reqs)
+        if self._micro_batches.number == 1:
+            rows = max(0, rows - self._kv_accounting.num_complete)
         chunked = scheduler.chunked_req
         known = self._registry.known(chunked) if chunked is not None else None
         left = 0
@@ -476,7 +485,7 @@ class PlanScheduler:
         cached = req.prefix_len
         self._recorder.admitted(request, cached, req.extend_end - cached)
         if req is not self._scheduler.chunked_req:
-            self._starting.append(request)
+            self._micro_batches.starting.append(request)
         if job is not None:
             job.done.prefilled(request, req.extend_end - cached, cached)
             if job.joined is not None:
@@ -495,7 +504,13 @@ class PlanScheduler:
         if job is not None:
             job.done.prefilled(request, tokens, before)
         if self._scheduler.chunked_req is not chunked:
-            self._starting.append(request)
+            self._micro_batches.starting.append(request)
+
+
+def _decodes(batch: ScheduleBatch) -> bool:
+    """Whether requests of a batch decode, also beside prompts."""
+    mode = batch.forward_mode
+    return mode.is_decode() or (mode.is_extend() and bool(batch.decoding_reqs))
 
 
 class FastMembership(list[Req]):

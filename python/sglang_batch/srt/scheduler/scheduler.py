@@ -65,11 +65,12 @@ from ..compat.tiers import ModelTier, model_tier
 from .adapter_pool import unload_others
 from .host_requests import HostRequests
 from .kv.host_prefixes import HostPrefixes, Prompt
-from .kv.offload_support import why_unsupported
+from .kv.offload_support import why_not_copied
 from .kv.offloading import make_offloader
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .kv.second_pool import second_pool
 from .kv_manager import KvManager
+from .micro_batches import MicroBatches
 from .mixed_batch import with_decodes
 from .online_queue import OnlineQueue
 from .plan_scheduler import PlanScheduler
@@ -82,6 +83,23 @@ from .step_results import OfflineOutputStreamer, OfflineResultProcessor
 from .warm_up import compile_planner
 
 logger = logging.getLogger(__name__)
+
+# How long attention ranks without work sleep before they look for it.
+_IDLE_STEP_MS = 10
+
+
+def _replica() -> int:
+    """Which shard of a plan this scheduler has."""
+    parallel = get_parallel()
+    if parallel.attn_dp_enabled:
+        return int(parallel.attn_dp_rank)
+    return parallel.dp_rank or 0
+
+
+def _is_first_rank() -> bool:
+    """Whether this is the first of the schedulers that have the same requests."""
+    parallel = get_parallel()
+    return not (parallel.attn_tp_rank or parallel.attn_cp_rank or parallel.pp_rank)
 
 
 class MarkedScheduler(Scheduler):  # type: ignore[misc]
@@ -118,8 +136,11 @@ class MarkedScheduler(Scheduler):  # type: ignore[misc]
 
     def _reqs(self) -> Iterable[Req]:
         """Requests that may have begun to run."""
-        batches = [b for b in (self.running_batch, self.last_batch) if b is not None]
-        return [*self.waiting_queue, *(req for batch in batches for req in batch.reqs)]
+        batches = [self.running_batch, self.last_batch]
+        if get_parallel().pp_size > 1:
+            batches = [*self.running_mbs, *self.mbs]
+        running = (req for batch in batches if batch is not None for req in batch.reqs)
+        return [*self.waiting_queue, *running]
 
     def get_internal_state(self, recv_req: object) -> InternalState:
         """Add the settings in force to ``/server_info``, for each DP rank."""
@@ -131,6 +152,14 @@ class MarkedScheduler(Scheduler):  # type: ignore[misc]
         """A paused engine waits for messages too, where an idle one does."""
         super()._record_scheduler_state_for_paused_engine()
         self.maybe_sleep_on_idle()
+
+    def maybe_sleep_on_idle(self) -> None:
+        """Attention ranks take each step together, and each has messages of its own: only
+        the first one sleeps, for a short time, and the others wait for it."""
+        if not get_parallel().attn_dp_enabled:
+            super().maybe_sleep_on_idle()
+        elif self.idle_sleeper is not None and get_parallel().attn_dp_rank == 0:
+            self.idle_sleeper.poller.poll(_IDLE_STEP_MS)
 
     def _offline_state(self) -> dict[str, object]:
         return {
@@ -158,7 +187,7 @@ class OfflineScheduler(MarkedScheduler):
 
     def get_init_info(self) -> dict[str, object]:
         info = super().get_init_info()
-        if get_parallel().tp_rank == 0 and not get_parallel().dp_rank:
+        if _is_first_rank() and _replica() == 0:
             logger.info("%s.", self.tier)
         return info
 
@@ -213,7 +242,7 @@ class OfflineScheduler(MarkedScheduler):
         self.offloader = make_offloader(self, self.server_args.offline_config)
         offloader = self.offloader
         self.tier = model_tier(self.model_config)
-        if obstacle := why_unsupported(self):
+        if obstacle := why_not_copied(self):
             self.tier = self.tier.without_offloading(obstacle)
         host = HostPrefixes(cache, offloader) if offloader is not None else None
         pinned = PinnedPrefixes(cache, self.jobs, host)
@@ -235,6 +264,12 @@ class OfflineScheduler(MarkedScheduler):
         if cache.supports_mamba():
             ends = self.registry.stops
         cache.attach(pinned, self.registry.released, ends)
+        parallel = get_parallel()
+        micro_batches = MicroBatches(
+            parallel.pp_size + parallel.pp_async_batch_depth
+            if parallel.pp_size > 1
+            else 1
+        )
         self.kv_manager = KvManager(
             self,
             jobs=self.jobs,
@@ -246,6 +281,7 @@ class OfflineScheduler(MarkedScheduler):
             offloader=offloader,
             recorder=self.recorder,
             page_size=page_size,
+            micro_batches=micro_batches,
             on_host=HostRequests(
                 offloader=offloader,
                 host=host,
@@ -281,6 +317,7 @@ class OfflineScheduler(MarkedScheduler):
             prefixes=self.prefixes,
             recorder=self.recorder,
             adapters=adapters,
+            micro_batches=micro_batches,
             step_tokens=step_tokens,
             page_size=page_size,
         )
@@ -311,14 +348,14 @@ class OfflineScheduler(MarkedScheduler):
         )
 
     def _make_recorder(self, cache: PlannedRadixCache) -> StepRecorder:
-        """Only the first TP rank of each DP rank publishes what it counts."""
+        """Only the first rank of each replica publishes what it counts."""
         log, metrics = None, None
-        if get_parallel().tp_rank == 0:
-            dp_rank = get_parallel().dp_rank
+        if _is_first_rank():
+            replica = _replica()
             path = self.server_args.offline_config.step_log
             log = Path(path) if path else None
-            if log is not None and dp_rank:
-                log = log.with_name(f"{log.name}.dp{dp_rank}")
+            if log is not None and replica:
+                log = log.with_name(f"{log.name}.dp{replica}")
             # The KV manager is made after the recorder.
             metrics = step_metrics(self, lambda: self.kv_manager.on_host.use)
         return StepRecorder(self.jobs, self.kv_accounting, cache, log, metrics)
@@ -348,8 +385,8 @@ class OfflineScheduler(MarkedScheduler):
         elif message.action == PRIORITY:
             left = self.registry.set_priority(message.job_id, message.priority)
         else:
-            plans, rank = message.plans, get_parallel().dp_rank or 0
-            data = plans[min(rank, len(plans) - 1)]
+            plans = message.plans
+            data = plans[min(_replica(), len(plans) - 1)]
             if message.action == CHANGE:
                 plan = self.registry.announced(message.job_id).changed(data)
             else:
@@ -377,9 +414,7 @@ class OfflineScheduler(MarkedScheduler):
 
     def _tree(self, message: TreeQuery) -> TreeQueryOutput:
         tree = running_tree(self.jobs, message.limit)
-        return TreeQueryOutput(
-            dp_rank=get_parallel().dp_rank or 0, tree=json.dumps(tree).encode()
-        )
+        return TreeQueryOutput(dp_rank=_replica(), tree=json.dumps(tree).encode())
 
     # Steps ----------------------------------------------------------------------------
 

@@ -31,8 +31,6 @@ def why_unsupported(scheduler: OffloadingScheduler) -> str | None:
     ngram = scheduler.ngram_embedding_manager
     obstacles = {
         "speculative decoding": not scheduler.spec_algorithm.is_none(),
-        "pipeline parallelism": get_parallel().pp_size > 1,
-        "data parallel attention": scheduler.require_mlp_sync,
         "--disaggregation-mode prefill": scheduler.disaggregation_mode
         == DisaggregationMode.PREFILL,
         "a diffusion model": scheduler.dllm_config is not None,
@@ -52,6 +50,22 @@ def why_unsupported(scheduler: OffloadingScheduler) -> str | None:
         "pages wider than the tree's": allocator.page_size != tree.page_size,
     }
     return next((name for name, found in obstacles.items() if found), None)
+
+
+def why_not_copied(scheduler: OffloadingScheduler) -> str | None:
+    """The reason why no KV is copied to the host, or None if it is.
+
+    With pipeline parallelism, other micro-batches run meanwhile. Requests that make room
+    are computed again.
+    """
+    if copies_kv():
+        return why_unsupported(scheduler)
+    return "pipeline parallelism"
+
+
+def copies_kv() -> bool:
+    """Whether the KV of requests that make room is copied to the host at all."""
+    return bool(get_parallel().pp_size == 1)
 
 
 def can_offload(req: Req) -> bool:

@@ -48,7 +48,7 @@ from ...compat.scheduler_types import (
 )
 from .host_pool import HostPool
 from .host_room import HostRoom, Run
-from .offload_support import can_offload, why_unsupported
+from .offload_support import can_offload, copies_kv, why_unsupported
 from .prefetch import HostKv, KvPrefetch
 from .token_counts import count_again, counts_tokens
 
@@ -93,6 +93,8 @@ def make_offloader(
     """
     if why_unsupported(scheduler) is not None:
         return None
+    if not copies_kv():
+        return KvOffloader(scheduler, 0)
     offloader = KvOffloader(scheduler, config.offload_bytes)
     if config.prefetch_bytes:
         offloader.prefetch = _make_prefetch(offloader.pool, config)

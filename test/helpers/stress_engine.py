@@ -10,6 +10,7 @@ import asyncio
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -149,14 +150,20 @@ class Stress:
     # What is there --------------------------------------------------------------------
 
     async def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Counters of the scheduler, and what it still holds. The tests' own add up here."""
-        state = (await self.manager.get_internal_state())[0]
-        left = state[STATE].pop("left")
-        for name, value in state[STATE].items():
-            before = self._counts.get(name, 0)
-            most = name == "delay"
-            self._counts[name] = max(before, value) if most else before + value
-        return state[STATE_KEY], left
+        """Counters of all schedulers, and what they hold. The tests' own add up here."""
+        states = await self.manager.get_internal_state()
+        left: Counter[str] = Counter()
+        total: Counter[str] = Counter()
+        for state in states:
+            left.update(state[STATE].pop("left"))
+            ours = state[STATE_KEY]
+            total.update({k: v for k, v in ours.items() if type(v) is int})
+            for name, value in state[STATE].items():
+                before = self._counts.get(name, 0)
+                most = name == "delay"
+                self._counts[name] = max(before, value) if most else before + value
+        page_size = states[0][STATE_KEY]["page_size"]
+        return {**states[0][STATE_KEY], **total, "page_size": page_size}, left
 
     async def idle(self, timeout_s: float = 30.0) -> dict[str, Any]:
         """Wait until nothing runs. Nothing may be held then but the cache.

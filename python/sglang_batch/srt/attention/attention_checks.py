@@ -1,4 +1,4 @@
-"""Refuses, at startup, attention that cannot read shared prefixes once."""
+"""Refuses, at startup, attention that would go wrong."""
 
 from __future__ import annotations
 
@@ -44,6 +44,27 @@ def model_obstacle(model_runner: ModelRunner) -> str | None:
         if found is not None:
             return found
     return None
+
+
+def check_attention_ranks(model_runner: ModelRunner) -> None:
+    """Refuse a model whose attention SGLang splits over ranks that have other tokens.
+
+    Raises:
+        ConfigError: names the model and the way out.
+    """
+    parallel = get_parallel()
+    layers = attention_layers(model_runner.model)
+    if not parallel.attn_dp_enabled or not layers:
+        return
+    config = model_runner.model_config
+    heads = config.get_num_attention_heads(parallel.attn_tp_size)
+    if max(layer.tp_q_head_num for layer in layers) < heads:
+        architecture = (config.hf_config.architectures or ["this model"])[0]
+        raise ConfigError(
+            f"{architecture} does not work with --attn-dp-size {parallel.attn_dp_size}: "
+            f"SGLang splits its attention over all {parallel.tp_size} ranks, and each "
+            "would have other requests; drop the flag, or take --dp-size for replicas."
+        )
 
 
 def attention_layers(model: Model) -> list[AttentionLayer]:

@@ -36,6 +36,7 @@ from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.reports.running_tree import running_tree
 from ...scheduling.reports.waiting_view import WaitingView
+from ..attention.attention_checks import check_attention_ranks
 from ..attention.attention_choice import share_by_default
 from ..attention.sharing import Sharing
 from ..compat.hook_targets import SCHEDULER_PROCESS_HOOKS, check_hooks_took
@@ -111,9 +112,11 @@ class MarkedScheduler(Scheduler):  # type: ignore[misc]
         """Log for each rank that its scheduler is ours.
 
         Raises:
+            ConfigError: its attention ranks would mix up their requests.
             EngineError: a hook of its process did not take effect.
         """
         check_hooks_took(SCHEDULER_PROCESS_HOOKS)
+        check_attention_ranks(self.tp_worker.model_runner)
         logger.info(
             "Offline batch scheduler ready: %s", self.server_args.offline_config
         )

@@ -391,7 +391,34 @@ def branch_points(s: Stress) -> dict[str, int]:
     return {"computed": sum(len(x.prompt) for x in cases) - cached, "least": least}
 
 
+def shards(s: Stress) -> dict[str, Any]:
+    """Families that share a prefix, each of which is computed once by a rank that has
+    lines of it. Then one line, beside which the other ranks have none."""
+    rng = random.Random(90)
+    params = {"max_new_tokens": 12, "ignore_eos": True}
+    families = [tokens(rng, 90) for _ in range(8)]
+    cases = [Case(one + tokens(rng, 10), params) for one in families for _ in range(6)]
+    job = s.job("shards", cases, "dfs")
+    s.run(s.finish(job))
+    s.check_job(job)
+    infos = {i: json.loads(x.body)["meta_info"] for i, x in job.answers.items()}
+    ranks = Counter(info.get("dp_rank") for info in infos.values())
+    places = {(i // 6, info.get("dp_rank")) for i, info in infos.items()}
+    cached = sum(info["cached_tokens"] for info in infos.values())
+    alone = s.job("alone", cases[:1], "dfs")
+    s.run(s.finish(alone))
+    s.check_job(alone)
+    s.run(s.idle())
+    return {
+        "ranks": sorted(ranks.values()),
+        "places": len(places),
+        "computed": sum(len(case.prompt) for case in cases) - cached,
+        "least": 10 * len(cases) + 90 * len(places),
+    }
+
+
 FOCUSED = {
+    "shards": shards,
     "branch_points": branch_points,
     "too_long": too_long,
     "aborts": aborts,

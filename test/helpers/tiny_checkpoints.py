@@ -22,6 +22,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "tie_word_embeddings": True,  # SGLang does so whatever this says
     },
+    "qwen3_moe": {"num_hidden_layers": 4},
     "qwen3_next": {
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention", "full_attention"] * 2,
@@ -56,6 +57,7 @@ _EXPERTS = ("--moe-runner-backend=triton",)
 _STATES = ("--mamba-radix-cache-strategy=no_buffer", "--disable-overlap-schedule")
 ARGUMENTS = {
     "gpt_oss": _EXPERTS,
+    "qwen3_moe": _EXPERTS,
     "qwen3_next": (*_EXPERTS, *_STATES),
     "qwen3_5_text": _STATES,
     "granitemoehybrid": (*_EXPERTS, *_STATES),

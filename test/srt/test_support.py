@@ -58,9 +58,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("enable_lora_overlap_loading", True, "--enable-lora-overlap-loading does"),
     ("lora_drain_wait_threshold", 1.5, "--lora-drain-wait-threshold 1.5 does"),
     ("uno_lora_path", "a", "--uno-lora-path a does"),
-    ("pp_size", 2, "--pp-size 2 does"),
-    ("enable_dp_attention", True, "--enable-dp-attention does"),
-    ("attn_dp_size", 2, "--attn-dp-size 2 does"),
     ("dcp_size", 2, "--dcp-size 2 does"),
     ("attn_cp_size", 2, "--attn-cp-size 2 does"),
     ("enable_prefill_cp", True, "--enable-prefill-cp does"),
@@ -105,6 +102,9 @@ def test_harmless_values_are_not_refused() -> None:
             "lora_paths": [],
             "dp_size": 4,
             "tp_size": 4,
+            "pp_size": 2,
+            "attn_dp_size": 2,
+            "enable_dp_attention": True,
             "enable_mixed_chunk": True,
             "disable_overlap_schedule": True,
         }
@@ -283,7 +283,7 @@ def test_kinds_of_models(tmp_path: Path) -> None:
 
 
 def test_engine_raises_config_error() -> None:
-    with pytest.raises(ConfigError, match="--pp-size 2 does not work"):
+    with pytest.raises(ConfigError, match="--attn-cp-size 2 does not work"):
         from sglang_batch.srt.plugin.offline_server_args import make_server_args
 
-        make_server_args(model_path="m", offline_batch=True, pp_size=2)
+        make_server_args(model_path="m", offline_batch=True, attn_cp_size=2)

@@ -435,6 +435,15 @@ def test_a_lost_prefill_server_costs_a_line_no_attempt_but_not_for_ever(
             {},
             "--enable-pd-role-switch does not work",
         ),
+        (
+            {
+                "disaggregation_mode": "decode",
+                "disaggregation_transfer_backend": "tcp",
+                "attn_dp_size": 2,
+            },
+            {},
+            "--attn-dp-size does not work .* --disaggregation-mode decode",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(

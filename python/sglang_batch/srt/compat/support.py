@@ -271,6 +271,15 @@ def check_disaggregation(
                     "scheduler: KV is received into the host pool, where requests wait "
                     f"for their turn; drop the flag, or give {STOCK_SCHEDULER}."
                 )
+    ranks = ("enable_dp_attention", False), ("attn_dp_size", 1), ("pp_size", 1)
+    if mode in ("prefill", "decode") and config.scheduler == "offline":
+        for name, default in ranks:
+            if (values.get(name) or default) != default:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} does not work with the offline "
+                    f"scheduler and --disaggregation-mode {mode}: its steps are not those "
+                    f"of SGLang's loop; drop one of the two, or give {STOCK_SCHEDULER}."
+                )
     if backend == TRANSFER_BACKEND and values.get("enable_pd_role_switch"):
         raise ConfigError(
             f"--enable-pd-role-switch does not work with "

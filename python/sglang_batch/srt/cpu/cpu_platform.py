@@ -34,8 +34,8 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def init_backend(self) -> None:
         # Imported where a model is: it imports torch.
-        from . import attention_ranks, cpu_attention, no_accelerator
+        from . import cpu_attention, no_accelerator, parallel_ranks
 
-        attention_ranks.use_pytorch()
+        parallel_ranks.use_pytorch()
         cpu_attention.register()
         no_accelerator.do_without()

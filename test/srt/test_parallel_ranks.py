@@ -1,0 +1,76 @@
+"""Attention data parallelism and pipeline parallelism under the plan, in real SGLang.
+
+Answers are compared with ``transformers``, and SGLang counts KV after every step, as the
+scheduler of the tests does on every rank.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_children import command
+from servers import free_port
+from stress_runs import scenario
+from tiny_checkpoints import ARGUMENTS, write_checkpoint
+
+RANKS = "0|1"  # each rank has a core of its own
+WHAT = "shards,random,aborts,between,prompt_logprobs"
+
+
+@pytest.fixture(autouse=True)
+def _a_core_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", RANKS)
+
+
+@pytest.fixture(scope="module")
+def experts(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("experts") / "qwen3_moe"
+    return write_checkpoint("qwen3_moe", path, demo_model)
+
+
+def jobs(model: Path, what: str, *argv: str) -> Any:
+    return scenario(model, what, 5, 3, f"--port={free_port()}", *argv)
+
+
+def test_attention_ranks_have_a_shard_each(experts: Path) -> None:
+    found = jobs(
+        experts,
+        WHAT,
+        *ARGUMENTS["qwen3_moe"],
+        *("--tp=2", "--attn-dp-size=2", "--max-running-requests=16"),
+        *("--ep-size=2", "--enable-mixed-chunk"),
+    )
+    assert len(found["shards"]["ranks"]) == 2
+    # Each prefix was computed once by each rank that has lines of it.
+    assert found["shards"]["computed"] == found["shards"]["least"]
+    assert found["shards"]["places"] <= 9
+    assert found["random"]["lines"] > 50
+    assert found["random"]["offloaded"] > 0
+
+
+def test_micro_batches_follow_one_plan(demo_model: Path) -> None:
+    found = jobs(demo_model, "shards,random,aborts", "--pp-size=2")
+    assert found["shards"]["computed"] == found["shards"]["least"]
+    assert found["random"]["lines"] > 50
+    # Requests that make room are computed again.
+    assert found["random"]["offload_recomputed"] > 0
+    assert found["random"]["resumed"] == 0
+
+
+def test_a_model_split_over_all_ranks_is_refused(demo_model: Path) -> None:
+    done = subprocess.run(
+        command(
+            "stress_scenarios",
+            *(str(demo_model), "shards", "1", "1", "--tp=2", "--attn-dp-size=2"),
+            f"--port={free_port()}",
+        ),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    wrong = "LlamaForCausalLM does not work with --attn-dp-size 2: SGLang splits its"
+    assert wrong in done.stdout + done.stderr

@@ -78,6 +78,19 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     return manager, state
 
 
+def test_an_attention_rank_has_its_part_of_the_devices(
+    engine: tuple[Any, Any],
+) -> None:
+    manager, state = engine
+    whole = machine_of(manager, state).cost
+    state["offline_batch"]["attention_ranks"] = 2
+    part = machine_of(manager, state).cost
+    assert part.token_time_s == pytest.approx(2 * whole.token_time_s)
+    assert part.kv_read_time_s == pytest.approx(2 * whole.kv_read_time_s)
+    # All ranks together read the weights once.
+    assert part.weight_read_time_s == pytest.approx(whole.weight_read_time_s)
+
+
 def test_the_row_share_that_was_measured_for_this_engine(
     engine: tuple[Any, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

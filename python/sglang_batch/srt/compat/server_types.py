@@ -197,6 +197,7 @@ class OfflineState(TypedDict, total=False):
     jobs: int
     kv_use: dict[str, int]
     shares_prefixes: bool
+    attention_ranks: NotRequired[int]
 
 
 class SchedulerState(TypedDict):

@@ -54,7 +54,9 @@ def limit_cpu_memory(server_args: ServerArgs) -> None:
         spec = ModelSpec.from_hf_config(model.hf_config.to_dict(), kv_dtype=kv_dtype)
     except ConfigError:
         spec = TYPICAL_MODEL
+    # Each attention rank has KV of its own.
     bytes_per_token = spec.kv_bytes_per_token * spec.kv_replicas(view.tp_size)
+    bytes_per_token *= view.attn_dp_size
     available = available_host_memory_bytes(allow_cgroup_fallback=True)
     values = default_limits(bytes_per_token, model.context_len, available)
     if view.max_running_requests is not None:

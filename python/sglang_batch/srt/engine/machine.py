@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -41,16 +42,19 @@ def machine_of(tokenizer_manager: TokenizerManager, state: SchedulerState) -> Ma
     """
     ours = state[STATE_KEY]
     spec = model_spec(tokenizer_manager.model_config.hf_config)
+    # Each attention rank has a part of the devices, and reads a part of the weights.
+    ranks = ours.get("attention_ranks", 1)
     cost = CostModel.of(
         spec,
         device(),
-        tp=tokenizer_manager.server_args.tp_size,
+        tp=max(1, tokenizer_manager.server_args.tp_size // ranks),
         attention_flops=True,
         weight_reads=True,
         shared_kv_read_once=bool(ours.get("shares_prefixes")),
         interference_exponent=NO_OVERLAP,
         row_share=measured_row_share(row_share_key(tokenizer_manager, state, spec)),
     )
+    cost = replace(cost, weight_read_time_s=cost.weight_read_time_s / ranks)
     # From the scheduler: SGLang has filled in the arguments that the user left out.
     step_tokens = int(ours["step_tokens"])
     return Machine(

@@ -9,6 +9,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from ...scheduling.admission import put_back
 from ...scheduling.job_state import JobState
 from ...scheduling.kv_accounting import KvAccounting
+from ...scheduling.micro_batches import MicroBatches
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req, ScheduleBatch, SchedulerRows
@@ -17,7 +18,6 @@ from .kv.host_room import recompute_time_s
 from .kv.offload_support import can_offload
 from .kv.offloading import KvOffloader, OffloadedRequest, drain_results
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
-from .micro_batches import MicroBatches
 from .request_registry import RequestRegistry
 from .shared_prefixes import SharedPrefixes
 from .step_recorder import StepRecorder

@@ -29,6 +29,7 @@ from ...scheduling.adapter_slots import AdapterSlots
 from ...scheduling.admission import Choice, EngineNow, always, choose, put_back
 from ...scheduling.job_state import JobState
 from ...scheduling.kv_accounting import KvAccounting
+from ...scheduling.micro_batches import MicroBatches
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.prefix_uses import WORTH_A_STATE
 from ...scheduling.scheduled_request import ScheduledRequest
@@ -42,7 +43,6 @@ from ..compat.scheduler_types import (
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .kv.token_counts import count_retracted
 from .kv_manager import KvManager
-from .micro_batches import MicroBatches
 from .mixed_batch import can_mix, num_rows
 from .online_queue import OnlineQueue
 from .request_registry import RequestRegistry

@@ -33,6 +33,7 @@ from ...scheduling.common_prefixes import CommonPrefixes
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.job_state import Joined
 from ...scheduling.kv_accounting import KvAccounting
+from ...scheduling.micro_batches import MicroBatches
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.reports.running_tree import running_tree
 from ...scheduling.reports.waiting_view import WaitingView
@@ -71,7 +72,6 @@ from .kv.offloading import make_offloader
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .kv.second_pool import second_pool
 from .kv_manager import KvManager
-from .micro_batches import MicroBatches
 from .mixed_batch import with_decodes
 from .online_queue import OnlineQueue
 from .plan_scheduler import PlanScheduler
@@ -170,6 +170,7 @@ class MarkedScheduler(Scheduler):  # type: ignore[misc]
             "step_tokens": self.chunked_prefill_size or self.max_prefill_tokens,
             "mixed_chunk": bool(self.is_mixed_chunk),
             "page_size": int(self.page_size),
+            "attention_ranks": int(get_parallel().attn_dp_size),
         }
 
 

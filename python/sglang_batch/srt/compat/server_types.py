@@ -187,6 +187,7 @@ class OfflineState(TypedDict, total=False):
     jobs: number of open jobs.
     kv_use: the fields of :class:`~sglang_batch.engine.KvUse`.
     shares_prefixes: whether attention reads shared prefixes once.
+    attention_ranks: schedulers that share the model's devices, each with KV of its own.
     """
 
     config: str

@@ -204,6 +204,9 @@ async def _stop_and_open_again(s: Stress, job: RunningJob) -> None:
     job.stop.set()
     await work
     s.check_some(job, set())
+    # SGLang refuses an id until it has ended the last request that had it.
+    while not s.manager.rid_to_state.keys().isdisjoint(job.rids):
+        await asyncio.sleep(0.01)
     again = s.job(job.job_id, job.cases, "dfs")
     await s.finish(again)
     s.check_job(again)
@@ -441,4 +444,5 @@ def main() -> None:
             else FOCUSED[name](s)
             for name in what.split(",")
         }
+        found["totals"] = s.run(s.state())[0]
     print(json.dumps(found))

@@ -1,8 +1,8 @@
 """Attention in PyTorch for layers that SGLang's ``torch_native`` backend gets wrong.
 
 That backend reads a sliding-window layer's KV at the places of the other layers' KV, though
-the layer has a pool of its own, and it knows no attention sinks. Such layers are computed
-here, and all others by SGLang.
+the layer has a pool of its own, and it knows neither attention sinks nor drafts. Such layers
+and steps are computed here, and all others by SGLang.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAMES = ("torch_native", "triton")
 
 
 class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
-    """SGLang's backend, with window pools and sinks."""
+    """SGLang's backend, with window pools, sinks and drafts."""
 
     def forward_extend(
         self,
@@ -35,12 +35,17 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         sinks: torch.Tensor | None = None,
         **_: object,
     ) -> torch.Tensor:
-        if sinks is None and not self._has_own_pool(layer):
+        verifies = forward_batch.forward_mode.is_target_verify()
+        if sinks is None and not verifies and not self._has_own_pool(layer):
             stock: torch.Tensor = super().forward_extend(
                 q, k, v, layer, forward_batch, save_kv_cache
             )
             return stock
-        counts = forward_batch.extend_seq_lens.tolist()
+        if verifies:
+            number = forward_batch.spec_info.draft_token_num
+            counts = [number] * len(forward_batch.seq_lens)
+        else:
+            counts = forward_batch.extend_seq_lens.tolist()
         return self._forward(
             q, k, v, layer, forward_batch, save_kv_cache, sinks, counts
         )
@@ -83,7 +88,7 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         sinks: torch.Tensor | None,
         counts: list[int],
     ) -> torch.Tensor:
-        """Write KV, then attend request by request.
+        """Write KV, then attend request by request. Drafts are no part of ``seq_lens``.
 
         q: ``[num_tokens, num_heads * head_dim]``, of each request ``counts`` tokens.
         sinks: logits of which the softmax takes account ``[num_heads]``, or None.
@@ -99,9 +104,13 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         rows = forward_batch.req_pool_indices.tolist()
         lengths = forward_batch.seq_lens.tolist()
+        trees: list[torch.Tensor | None] = [None] * len(rows)
+        if forward_batch.forward_mode.is_target_verify():
+            trees = draft_trees(forward_batch.spec_info.custom_mask, lengths, counts)
+            lengths = [length + count for length, count in zip(lengths, counts)]
         outputs = []
         begin = 0
-        for row, length, count in zip(rows, lengths, counts, strict=True):
+        for row, length, count, tree in zip(rows, lengths, counts, trees, strict=True):
             at = self.req_to_token_pool.req_to_token[row, :length].to(torch.int64)
             if self._has_own_pool(layer):
                 at = pool.translate_loc_from_full_to_swa(at).to(torch.int64)
@@ -113,10 +122,26 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
                     scale=layer.scaling,
                     window=layer.sliding_window_size,
                     sinks=sinks,
+                    tree=tree,
                 )
             )
             begin += count
         return torch.cat(outputs).flatten(1)
+
+
+def draft_trees(
+    custom_mask: torch.Tensor, lengths: list[int], counts: list[int]
+) -> list[torch.Tensor | None]:
+    """The drafts that each draft of a request sees, of each request ``[count, count]``.
+
+    custom_mask: bool, one after the other of each request ``[count, length + count]``.
+    lengths: tokens before the drafts.
+    """
+    sizes = [count * (length + count) for length, count in zip(lengths, counts)]
+    masks = custom_mask[: sum(sizes)].split(sizes)
+    return [
+        mask.view(count, -1)[:, -count:] for mask, count in zip(masks, counts, strict=True)
+    ]
 
 
 def attend(
@@ -127,6 +152,7 @@ def attend(
     scale: float,
     window: int | None,
     sinks: torch.Tensor | None,
+    tree: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of the last tokens of one request.
 
@@ -134,6 +160,8 @@ def attend(
     keys, values: ``[num_tokens, num_kv_heads, dim]``, ``num_heads`` is a multiple.
     window: tokens before each query that it sees. None or negative: all of them.
     sinks: ``[num_heads]`` or None.
+    tree: bool ``[num_queries, num_queries]`` if the queries are drafts: those that each of
+        them sees, itself included. None: they follow one another.
 
     Returns:
         ``[num_queries, num_heads, dim]``.
@@ -143,9 +171,12 @@ def attend(
     keys = keys.repeat_interleave(shared, 1)
     values = values.repeat_interleave(shared, 1)
     logits = torch.einsum("qhd,khd->hqk", queries, keys) * scale
-    query_at = torch.arange(num_tokens - num_queries, num_tokens).unsqueeze(1)
-    key_at = torch.arange(num_tokens).unsqueeze(0)
-    hidden = key_at > query_at
+    before = num_tokens - num_queries
+    if tree is None:
+        tree = torch.ones(num_queries, num_queries, dtype=torch.bool).tril()
+    query_at = before - 1 + tree.sum(-1, keepdim=True)
+    key_at = torch.cat([torch.arange(before), query_at.flatten()]).unsqueeze(0)
+    hidden = torch.cat([tree.new_zeros(num_queries, before), ~tree], 1)
     if window is not None and window >= 0:
         hidden |= key_at < query_at - window
     logits = logits.masked_fill(hidden, float("-inf"))
@@ -164,7 +195,8 @@ def make_backend(model_runner: Any) -> TorchNativeAttnBackend:
         linear_attention.use_pytorch()
     if mamba2_config(model) is not None:
         state_space.use_pytorch()
-    if model_runner.is_hybrid_swa or model.has_attention_sinks:
+    speculates = not model_runner.spec_algorithm.is_none()
+    if model_runner.is_hybrid_swa or model.has_attention_sinks or speculates:
         return CpuAttention(model_runner)
     return TorchNativeAttnBackend(model_runner)
 

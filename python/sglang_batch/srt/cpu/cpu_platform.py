@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import (
     PlatformCapabilities,
@@ -31,6 +34,19 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False
+
+    def get_speculative_worker_cls(self, algorithm: str) -> type | None:
+        # SGLang's own. It asks right before it makes one, which is when its kernels are
+        # replaced.
+        from . import speculation
+
+        speculation.use_pytorch()
+        return None
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., Any]:
+        from . import speculation
+
+        return speculation.assigned_slots
 
     def init_backend(self) -> None:
         # Imported where a model is: it imports torch.

@@ -140,12 +140,12 @@ class StressScheduler(offline.OfflineScheduler):
         requests = kv_accounting.requests
         assert kv_accounting.num_running == len(requests)
         assert all(request.req.kv.holds_kv for request in requests)
-        sides = range(3)
+        sides, drafts = range(3), kv_accounting.draft_slots
         decoding = [x for x in requests if x.takes_steps(kv_accounting.clock)]
         for side in sides:
             done = [x for x in requests if x.side == side]
             kv = sum(
-                -(-(x.own + x.steps_done(kv_accounting.clock)) // self.page_size)
+                -(-(x.own + x.steps_done(kv_accounting.clock) + drafts) // self.page_size)
                 for x in done
             )
             kv *= self.page_size
@@ -153,7 +153,7 @@ class StressScheduler(offline.OfflineScheduler):
             rows = sum(x.side == side for x in decoding)
             assert kv_accounting.decoding[side] == rows
         begun = [
-            (x.own + x.steps_done(kv_accounting.clock)) % self.page_size == 0
+            (x.own + x.steps_done(kv_accounting.clock) + drafts) % self.page_size == 0
             for x in decoding
         ]
         assert kv_accounting.growth == self.page_size * sum(begun)

@@ -115,6 +115,13 @@ class JobWork:
         self.decoding += count
         self.read_base += count * read_base(request)
 
+    def corrected(self, request: ScheduledRequest, counted: int, steps: int) -> None:
+        """A request was counted with ``counted`` decode steps and has taken ``steps``."""
+        if steps < counted:
+            self.done_s -= self._decode_s(request, steps, counted)
+        else:
+            self.done_s += self._decode_s(request, counted, steps)
+
     def leave(self, request: ScheduledRequest, first: int, steps: int) -> None:
         """A running request ended or gives its KV back: charge it for what it did.
 

@@ -2,8 +2,9 @@
 
 KV is allocated in whole pages: of each request, its tokens behind the shared prefixes,
 which are whole pages themselves, take as many pages as hold them. Time is the *decode
-clock*, which ticks once for every step in which running requests decode. Changes update
-all sums, so that no step iterates over the running requests.
+clock*, which ticks once for every token that the running requests decode: once a step, or
+with speculation as :mod:`.token_clock` has it. Changes update all sums, so that no step
+iterates over the running requests.
 """
 
 from __future__ import annotations
@@ -48,11 +49,13 @@ class KvAccounting:
         mixed: whether decodes and prompts share a step, so that the clock ticks in the
             step that computes a request's prompt.
         second: the pool that the model has besides that of KV. None if it has none.
+        draft_slots: tokens of KV that a request holds for drafts besides its own.
 
     Attributes:
         clock: the decode clock.
         decoding: requests that decode, by side.
         kv: tokens in the pages that requests hold, without shared prefixes, by side.
+            Those for drafts are counted from the start.
         reads: tokens of KV that decodes read in a step, including that of the token
             they compute, by side.
         num_running: running requests, including those whose prompt is being computed.
@@ -70,9 +73,11 @@ class KvAccounting:
         *,
         mixed: bool = True,
         second: BoundedPool | None = None,
+        draft_slots: int = 0,
     ) -> None:
         self.capacity = capacity
         self.second = second
+        self.draft_slots = draft_slots
         self._page_size = page_size
         self._mixed = mixed
         self.clock = 0
@@ -181,20 +186,25 @@ class KvAccounting:
         if request.backlog is not None and not request.prefills_ahead:
             request.backlog.runs(request)
         self.num_running += 1
-        self.kv[request.side] += self.in_pages(request.own + request.steps)
+        self.kv[request.side] += self._held_pages(request, request.steps)
         self._charge_second(request)
         self._join_forecast(request)
 
     def begin_decoding(self, request: ScheduledRequest) -> None:
         request.decoding = True
-        request.begin = self.clock
-        request.last = self.clock + max(request.max_decode_steps - request.steps, 0)
-        if request.last == self.clock:  # the prefill gave it its only token
-            self.num_complete += 1
-            return
-        if request.base != request.own + request.steps - self.clock:
+        self._start_steps(request)
+        held = self._held(request, request.steps)
+        if request.takes_steps(self.clock) and request.base != held - self.clock:
             self._leave_forecast(request)  # its prompt took other steps than expected
             self._join_forecast(request)
+
+    def _start_steps(self, request: ScheduledRequest) -> None:
+        """A request that has taken ``steps`` goes on."""
+        request.begin = self.clock
+        request.last = self.clock + max(request.max_decode_steps - request.steps, 0)
+        if request.last == self.clock:  # it has its last token
+            self.num_complete += 1
+            return
         self._note_row(request)
         self.decoding[request.side] += 1
         self._growing[self._growth_index(request)] += 1
@@ -203,6 +213,32 @@ class KvAccounting:
             request.work.decodes(request, 1)
         self._count_last_step(request, 1)
         self._schedule_overrun(request)
+
+    def _stop_steps(self, request: ScheduledRequest, steps: int) -> None:
+        """A request that has taken ``steps`` is not counted among those that go on."""
+        if request.takes_steps(self.clock):
+            self.decoding[request.side] -= 1
+            self._growing[self._growth_index(request)] -= 1
+            self.reads[request.side] -= request.read_len + steps + 1
+            if request.work is not None:
+                request.work.decodes(request, -1)
+            self._count_last_step(request, -1)
+            self._cancel_overrun(request)
+        elif request.decoding:
+            self.num_complete -= 1
+
+    def set_steps(self, request: ScheduledRequest, steps: int) -> None:
+        """A decoding request has taken other steps than the clock counts."""
+        counted = request.steps_done(self.clock)
+        self.kv[request.side] += self._held_pages(request, steps)
+        self.kv[request.side] -= self._held_pages(request, counted)
+        self._leave_forecast(request)
+        self._stop_steps(request, counted)
+        if request.work is not None:
+            request.work.corrected(request, counted, steps)
+        request.steps = steps
+        self._start_steps(request)
+        self._join_forecast(request)
 
     def remove(self, request: ScheduledRequest) -> None:
         """A request ended or gives its KV back. Sets ``steps`` to its decode steps so far."""
@@ -214,17 +250,8 @@ class KvAccounting:
             self.second.set_share(request, 0)
         steps = request.steps_done(self.clock)
         self.num_running -= 1
-        self.kv[request.side] -= self.in_pages(request.own + steps)
-        if request.takes_steps(self.clock):
-            self.decoding[request.side] -= 1
-            self._growing[self._growth_index(request)] -= 1
-            self.reads[request.side] -= request.read_len + steps + 1
-            if request.work is not None:
-                request.work.decodes(request, -1)
-            self._count_last_step(request, -1)
-            self._cancel_overrun(request)
-        elif request.decoding:
-            self.num_complete -= 1
+        self.kv[request.side] -= self._held_pages(request, steps)
+        self._stop_steps(request, steps)
         if request.work is not None:
             request.work.leave(request, request.first, steps)
         request.running = request.decoding = False
@@ -335,7 +362,7 @@ class KvAccounting:
 
     def _growth_index(self, request: ScheduledRequest) -> int:
         """The place of a decoding request in ``_growing``."""
-        held = request.own + request.steps - request.begin
+        held = self._held(request, request.steps) - request.begin
         return request.side * self._page_size + (1 - held) % self._page_size
 
     def _count_last_step(self, request: ScheduledRequest, count: int) -> None:
@@ -393,7 +420,15 @@ class KvAccounting:
         """
         waits = int(self._mixed and not request.decoding)
         remaining = max(est_decode_steps - steps, 1)
-        return request.own + steps - waits, remaining + waits
+        return self._held(request, steps) - waits, remaining + waits
+
+    def _held(self, request: ScheduledRequest, steps: int) -> int:
+        """Tokens of KV that a request holds after ``steps``, behind shared prefixes."""
+        return request.own + steps + self.draft_slots
+
+    def _held_pages(self, request: ScheduledRequest, steps: int) -> int:
+        """The same in whole pages."""
+        return self.in_pages(self._held(request, steps))
 
     def _leave_forecast(self, request: ScheduledRequest) -> None:
         kv_forecast.remove(self._forecast, request.bucket, request.base, request.final)

@@ -58,6 +58,7 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_reqs_finishing_inflight": ("batch", "requests that end in the running step"),
         "run_batch": ("batch, pp_proxy_tensors", "launches a step"),
         "on_idle": ("", "publishes the step records"),
+        "init_model_worker": ("", "leaves room for drafts"),
         "maybe_sleep_on_idle": ("", "waits for messages, where SGLang would"),
         "_record_scheduler_state_for_paused_engine": ("", "a paused engine waits too"),
         "flush_cache": ("empty_cache", "empties the tree when nothing runs or waits"),

@@ -156,9 +156,9 @@ REFUSALS = (
     ),
     Refusal(
         ("speculative_algorithm",),
-        _given,
-        "a step yields more than one token per request, which the KV forecast does "
-        "not count",
+        _other_than("NGRAM", "ngram"),
+        "its draft model keeps KV and states of its own, which the plan does not count",
+        "name NGRAM, which drafts from the answers so far",
     ),
     Refusal(
         ("decoupled_spec_role",),

@@ -92,10 +92,11 @@ class KvManager:
             self._steps_that_fit -= 1
             self.decodes_fit = True
             return
-        # SGLang's own check iterates over all requests. Each may begin a page.
+        # SGLang's own check iterates over all requests. Each may begin a page, or with
+        # speculation as many as its draft needs.
         need = len(running_batch.reqs) * self._page_size
         available = self._scheduler.token_to_kv_pool_allocator.available_size()
-        if available >= need > 0:
+        if available >= need > 0 and not self._kv_accounting.draft_slots:
             # Other micro-batches take KV in between.
             self._steps_that_fit = available // need - 1 if self._alone else 0
             self.decodes_fit = True

@@ -33,6 +33,7 @@ from ...scheduling.micro_batches import MicroBatches
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.prefix_uses import WORTH_A_STATE
 from ...scheduling.scheduled_request import ScheduledRequest
+from ...scheduling.token_clock import TokenClock
 from ..compat.scheduler_types import (
     BuildPrefill,
     PrefillPlan,
@@ -83,6 +84,7 @@ class PlanScheduler:
     """Carries out the plans of one scheduler process.
 
     Args:
+        tokens: with speculation, counts what a step yields.
         step_tokens: most tokens in a step, of prompts and decodes together.
     """
 
@@ -101,6 +103,7 @@ class PlanScheduler:
         recorder: StepRecorder,
         adapters: AdapterSlots | None,
         micro_batches: MicroBatches,
+        tokens: TokenClock | None,
         step_tokens: int,
         page_size: int,
     ) -> None:
@@ -116,6 +119,7 @@ class PlanScheduler:
         self._recorder = recorder
         self._adapters = adapters
         self._micro_batches = micro_batches
+        self._tokens = tokens
         self._step_tokens = step_tokens
         self._page_size = page_size
         self._computed_ahead: list[ScheduledRequest] = []
@@ -152,6 +156,8 @@ class PlanScheduler:
 
     def begin_step(self) -> None:
         """Requests whose prompt the last step completed decode from now on."""
+        if self._tokens is not None:
+            self._tokens.follow(self._tick)
         for request in self._micro_batches.begin_step():
             if not request.running or request.decoding:
                 continue
@@ -213,6 +219,10 @@ class PlanScheduler:
             len(self._kv_manager.on_host.first), decodes=decodes
         )
         self._kv_manager.on_host.fetch(max(done.compute_s, done.memory_s))
+        self._tick(decodes=decodes and self._tokens is None)
+
+    def _tick(self, *, decodes: bool = True) -> None:
+        """Count the work since the last tick, and a token of each request that decodes."""
         clock = self._kv_accounting.clock
         for job in self._jobs.each:
             job.work.did(*job.done.end_step(clock, decodes=decodes))

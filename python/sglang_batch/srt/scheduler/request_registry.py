@@ -11,6 +11,7 @@ from ...scheduling.job_state import JobState
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
+from ...scheduling.token_clock import TokenClock
 from ..compat.scheduler_types import Req
 from .kv.planned_cache import PinnedPrefixes
 from .mixed_batch import num_rows
@@ -26,6 +27,7 @@ class RequestRegistry:
 
     Args:
         common: the prefixes that several jobs have in common.
+        tokens: with speculation, counts what a step yields.
         share: whether requests share prefixes in the cache.
         both_ends: whether orders are taken from both ends where the plan has it.
     """
@@ -39,6 +41,7 @@ class RequestRegistry:
         pinned: PinnedPrefixes,
         kv_accounting: KvAccounting,
         recorder: StepRecorder,
+        tokens: TokenClock | None,
         page_size: int,
         share: bool,
         both_ends: bool,
@@ -49,6 +52,7 @@ class RequestRegistry:
         self._pinned = pinned
         self._kv_accounting = kv_accounting
         self._recorder = recorder
+        self._tokens = tokens
         self._page_size = page_size
         self._share = share
         self._both_ends = both_ends
@@ -288,6 +292,8 @@ class RequestRegistry:
         checkpointed: bool,
         back: bool,
     ) -> None:
+        if self._tokens is not None:
+            self._tokens.ends(request)
         self._kv_accounting.remove(request)
         if job is None:
             return

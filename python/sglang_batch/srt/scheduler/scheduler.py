@@ -37,6 +37,7 @@ from ...scheduling.micro_batches import MicroBatches
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.reports.running_tree import running_tree
 from ...scheduling.reports.waiting_view import WaitingView
+from ...scheduling.token_clock import TokenClock
 from ..attention.attention_checks import check_attention_ranks
 from ..attention.attention_choice import share_by_default
 from ..attention.sharing import Sharing
@@ -70,7 +71,7 @@ from .kv.host_prefixes import HostPrefixes, Prompt
 from .kv.offload_support import why_not_copied
 from .kv.offloading import make_offloader
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
-from .kv.second_pool import second_pool
+from .kv.second_pool import draft_slots, leave_room_for_drafts, second_pool
 from .kv_manager import KvManager
 from .mixed_batch import with_decodes
 from .online_queue import OnlineQueue
@@ -205,6 +206,10 @@ class OfflineScheduler(MarkedScheduler):
             self.schedule_low_priority_values_first,
         )
 
+    def init_model_worker(self) -> None:
+        super().init_model_worker()
+        leave_room_for_drafts(self)
+
     def init_all_attention_backends(self) -> None:
         """Choose the backend before SGLang captures CUDA graphs with it."""
         super().init_all_attention_backends()
@@ -241,7 +246,9 @@ class OfflineScheduler(MarkedScheduler):
             page_size,
             mixed=bool(self.is_mixed_chunk),
             second=second_pool(cache, self.token_to_kv_pool_allocator, step_tokens),
+            draft_slots=draft_slots(),
         )
+        tokens = TokenClock(self.kv_accounting) if draft_slots() else None
         self.recorder = self._make_recorder(cache)
         self.offloader = make_offloader(self, self.server_args.offline_config)
         offloader = self.offloader
@@ -260,6 +267,7 @@ class OfflineScheduler(MarkedScheduler):
             pinned=pinned,
             kv_accounting=self.kv_accounting,
             recorder=self.recorder,
+            tokens=tokens,
             page_size=page_size,
             share=not cache.disable,
             both_ends=not self.is_decode_only,
@@ -322,6 +330,7 @@ class OfflineScheduler(MarkedScheduler):
             recorder=self.recorder,
             adapters=adapters,
             micro_batches=micro_batches,
+            tokens=tokens,
             step_tokens=step_tokens,
             page_size=page_size,
         )

@@ -1,13 +1,38 @@
-"""The pool besides that of KV that some models have, for admission."""
+"""What requests hold besides the KV of their tokens, for admission."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from sglang.srt.environ import envs
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+from sglang.srt.runtime_context import get_spec
 
 from ....scheduling.bounded_pool import BoundedPool
 from .planned_cache import PlannedRadixCache
+
+
+def draft_slots() -> int:
+    """Tokens of KV that SGLang allocates to each decoding request for its drafts. 0
+    without speculation."""
+    if get_spec().speculative_algorithm is None:
+        return 0
+    return int(get_alloc_reserve_per_decode())
+
+
+def leave_room_for_drafts(scheduler: Any) -> None:
+    """Have an answer end before its request and its drafts have no room left, even alone.
+
+    SGLang counts no drafts there, and would end the request with an error.
+    """
+    if not draft_slots():
+        return
+    page = int(scheduler.page_size)
+    longest = int(scheduler.max_total_num_tokens) // page * page - draft_slots()
+    prompt = scheduler.max_req_len - scheduler.max_req_input_len
+    scheduler.max_req_len = min(scheduler.max_req_len, longest)
+    longest = scheduler.max_req_len - prompt
+    scheduler.max_req_input_len = min(scheduler.max_req_input_len, longest)
 
 
 def second_pool(
@@ -32,7 +57,7 @@ def second_pool(
     capacity = int(allocator.size_swa)
     return BoundedPool(
         capacity - min(step_tokens, capacity // 2),
-        row_units=page,
+        row_units=page + -(-draft_slots() // page) * page,
         prompt_tokens=window,
         answer_tokens=window + late,
         prefix_tokens=window,

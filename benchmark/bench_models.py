@@ -23,7 +23,15 @@ from parts_main import Parts, run_parts
 PARTS = Parts(
     __doc__.partition("\n")[0],
     package="model_parts",
-    names=("families", "windows", "states", "answers", "adapters", "images"),
+    names=(
+        "families",
+        "windows",
+        "states",
+        "answers",
+        "adapters",
+        "images",
+        "speculation",
+    ),
     results="models.json",
 )
 

@@ -24,11 +24,15 @@ class JobResult:
 
     cached_tokens: prompt tokens found in the cache when a request first joined.
     retractions: requests whose prompt was computed again.
+    verified: drafts that were verified. 0 without speculation.
+    steps: of the engine. 0 for stock SGLang.
     """
 
     output_ids: list[list[int]]
     cached_tokens: int
     retractions: int
+    verified: int
+    steps: int
 
 
 def run_jobs(
@@ -62,27 +66,33 @@ def run_jobs(
         return [JobResult(**each) for each in json.loads(found.read_text())]
 
 
-def _result(answers: list[dict[str, Any]]) -> dict[str, Any]:
+def _result(answers: list[dict[str, Any]], steps: int = 0) -> dict[str, Any]:
     infos = [answer["meta_info"] for answer in answers]
     return {
         "output_ids": [list(map(int, answer["output_ids"])) for answer in answers],
         "cached_tokens": sum(info["cached_tokens"] for info in infos),
         "retractions": sum(info.get("num_retractions") or 0 for info in infos),
+        "verified": sum(info.get("spec_verify_ct") or 0 for info in infos),
+        "steps": steps,
     }
 
 
 def _with_plans(jobs: list[Any], arguments: list[str]) -> list[Any]:
     from sglang_batch.config import OfflineBatchConfig
+    from sglang_batch.srt.compat.support import STATE_KEY
     from sglang_batch.srt.engine import in_process
 
-    results = []
+    results: list[Any] = []
     with in_process.engine(in_process.parse_server_args(arguments)) as (engine, loop):
         loop.run_until_complete(engine.connect())
         manager: Any = engine._tokenizer_manager
         for prompts, params in jobs:
             config = OfflineBatchConfig(policy="dfs")
             answers = answer_all(engine, config, prompts, params)
-            results.append(_result(loop.run_until_complete(answers)))
+            done = loop.run_until_complete(answers)
+            (state,) = loop.run_until_complete(manager.get_internal_state())
+            before = sum(each["steps"] for each in results)
+            results.append(_result(done, state[STATE_KEY]["steps"] - before))
             loop.run_until_complete(manager.flush_cache())
     return results
 

@@ -145,7 +145,10 @@ class StressScheduler(offline.OfflineScheduler):
         for side in sides:
             done = [x for x in requests if x.side == side]
             kv = sum(
-                -(-(x.own + x.steps_done(kv_accounting.clock) + drafts) // self.page_size)
+                -(
+                    -(x.own + x.steps_done(kv_accounting.clock) + drafts)
+                    // self.page_size
+                )
                 for x in done
             )
             kv *= self.page_size

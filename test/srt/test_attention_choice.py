@@ -26,6 +26,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner_utils.capture_mode import (
     _set_capture_attention_variant,
 )
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_kernel_ext.shared_prefix_attention import (
     AttentionPlanner,
@@ -123,6 +124,7 @@ def model_runner(
         token_to_kv_pool=pool,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1)),
         attn_backend=type("TritonAttnBackend", (Native,), {})(),
+        spec_algorithm=SpeculativeAlgorithm.NONE,
         server_args=SimpleNamespace(
             offline_config=OfflineBatchConfig(attention=attention),
             enable_torch_compile=False,

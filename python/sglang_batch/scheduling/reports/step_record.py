@@ -30,7 +30,7 @@ class StepRecord(NamedTuple):
 
     step: its number, from 1.
     prefill_*: prompt tokens computed in this step, by side.
-    decode_*: decode rows, one token each, by side.
+    decode_*: decode rows, one token each, or with speculation one or more, by side.
     kv_left, kv_right, kv_online: tokens of KV that the running requests of a side
         hold, without shared prefixes.
     kv_shared: tokens of the shared prefixes in the tree that running requests use.

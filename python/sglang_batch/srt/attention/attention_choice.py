@@ -132,6 +132,8 @@ def _obstacle(model_runner: ModelRunner) -> str | None:
     kind = type(model_runner.attn_backend).__name__
     if kind not in CLASSES:
         return f"SGLang's {kind}"
+    if not model_runner.spec_algorithm.is_none():
+        return "drafts, which are verified and not decoded"
     if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
         return "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
     return model_obstacle(model_runner)

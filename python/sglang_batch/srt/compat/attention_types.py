@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from .scheduler_types import ForwardMode, RowPool
+from .scheduler_types import ForwardMode, RowPool, SpeculativeAlgorithm
 from .server_types import ModelConfig, OfflineArgs
 
 
@@ -97,3 +97,4 @@ class ModelRunner(Protocol):
     device: str
     dtype: torch.dtype
     is_generation: bool
+    spec_algorithm: SpeculativeAlgorithm

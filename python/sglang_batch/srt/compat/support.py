@@ -252,6 +252,13 @@ def check_disaggregation(
             "add --disaggregation-mode decode, or drop the setting."
         )
     planned = mode == "prefill" and config.scheduler == "offline"
+    drafts = values.get("speculative_algorithm")
+    if drafts and mode != "null" and config.scheduler == "offline":
+        raise ConfigError(
+            f"--speculative-algorithm {drafts} does not work with --disaggregation-mode "
+            f"{mode} and the offline scheduler: KV is sent without drafts; drop the flag, "
+            f"or give {STOCK_SCHEDULER}."
+        )
     if planned and backend != TRANSFER_BACKEND:
         raise ConfigError(
             "--disaggregation-mode prefill with the offline scheduler works with "

@@ -218,6 +218,21 @@ def check_sent_whole(found: ModelTier) -> None:
         )
 
 
+def check_drafts(config: ModelConfig, algorithm: str) -> None:
+    """Refuse ``--speculative-algorithm`` with a model that keeps more for each draft than KV.
+
+    Raises:
+        ConfigError: names the architecture and the way out.
+    """
+    if keeps_states(config):
+        architecture = model_tier(config).architecture
+        raise ConfigError(
+            f"{architecture} does not work with --speculative-algorithm {algorithm} and the "
+            "offline scheduler: each draft needs a recurrent state of its own, which the "
+            f"plan does not count; drop the flag, or give {STOCK_SCHEDULER}."
+        )
+
+
 def kinds_table() -> str:
     """The kinds of models and their tiers, as a Markdown table."""
     lines = ["| kind of model | tier | why |", "|---|---|---|"]

@@ -107,7 +107,7 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         trees: list[torch.Tensor | None] = [None] * len(rows)
         if forward_batch.forward_mode.is_target_verify():
             trees = draft_trees(forward_batch.spec_info.custom_mask, lengths, counts)
-            lengths = [length + count for length, count in zip(lengths, counts)]
+            lengths = list(map(sum, zip(lengths, counts, strict=True)))
         outputs = []
         begin = 0
         for row, length, count, tree in zip(rows, lengths, counts, trees, strict=True):
@@ -137,10 +137,12 @@ def draft_trees(
     custom_mask: bool, one after the other of each request ``[count, length + count]``.
     lengths: tokens before the drafts.
     """
-    sizes = [count * (length + count) for length, count in zip(lengths, counts)]
+    pairs = zip(lengths, counts, strict=True)
+    sizes = [count * (length + count) for length, count in pairs]
     masks = custom_mask[: sum(sizes)].split(sizes)
     return [
-        mask.view(count, -1)[:, -count:] for mask, count in zip(masks, counts, strict=True)
+        mask.view(count, -1)[:, -count:]
+        for mask, count in zip(masks, counts, strict=True)
     ]
 
 

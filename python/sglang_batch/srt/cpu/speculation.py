@@ -263,7 +263,9 @@ def assigned_slots(
     return torch.cat([req_to_token[row, first:end] for row, first, end in spans]).long()
 
 
-def _spans(rows: Tensor, starts: Tensor, ends: Tensor) -> Iterator[tuple[int, int, int]]:
+def _spans(
+    rows: Tensor, starts: Tensor, ends: Tensor
+) -> Iterator[tuple[int, int, int]]:
     return zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True)
 
 

@@ -26,7 +26,12 @@ from ..compat.support import (
     check_host_receive,
     check_supported,
 )
-from ..compat.tiers import check_model, check_sent_whole, keeps_states
+from ..compat.tiers import (
+    check_drafts,
+    check_model,
+    check_sent_whole,
+    keeps_states,
+)
 from ..engine.cpu_memory import limit_cpu_memory
 
 if TYPE_CHECKING:
@@ -123,6 +128,8 @@ def _check_model(server_args: ServerArgs, previous: ResolutionStep) -> None:
     )
     if resolved.disaggregation_mode == "prefill":
         check_sent_whole(tier)
+    if resolved.speculative_algorithm:
+        check_drafts(model_config_of(server_args), resolved.speculative_algorithm)
 
 
 def _keep_states_anywhere(server_args: ServerArgs) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from stress_runs import scenario
+from stress_runs import KV, scenario
 
 NGRAM = ("--speculative-algorithm=NGRAM", "--speculative-num-draft-tokens=6")
 # SGLang drafts trees only with pages of one token.
@@ -18,18 +17,19 @@ TREES = "--speculative-ngram-max-bfs-breadth=4"
 CHAINS = ("--speculative-ngram-max-bfs-breadth=1", "--page-size=16")
 
 
-@pytest.mark.parametrize(
-    ("what", "rounds", "arguments"),
-    [
-        ("too_long,branch_points,random", 2, (*NGRAM, TREES)),
-        ("kinds,random", 2, (*NGRAM, *CHAINS)),
-    ],
-    ids=["trees", "chains-in-pages"],
-)
-def test_jobs_with_drafts(
-    demo_model: Path, what: str, rounds: int, arguments: tuple[str, ...]
-) -> None:
-    found = scenario(demo_model, what, 1, rounds, *arguments)
-    print(found)
+def test_trees_of_drafts(demo_model: Path) -> None:
+    what = "too_long,branch_points,random"
+    found = scenario(demo_model, what, 1, 2, *NGRAM, TREES)
+    # Each prefix was computed once.
+    assert found["branch_points"]["computed"] == found["branch_points"]["least"]
+    # A request that fills the KV alone ends like any other, and with room for its drafts.
+    assert found["too_long"]["answered"] == 6
+    assert KV - 40 < found["too_long"]["longest"] < KV
     assert found["random"]["lines"] > 50
     assert found["random"]["offloaded"] == 0
+
+
+def test_chains_of_drafts_in_pages(demo_model: Path) -> None:
+    """Also lines with grammars, log probabilities and several answers."""
+    found = scenario(demo_model, "kinds,random", 1, 1, *NGRAM, *CHAINS)
+    assert found["random"]["lines"] >= 5

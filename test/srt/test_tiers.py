@@ -13,6 +13,7 @@ from sglang_batch.errors import ConfigError
 from sglang_batch.srt.compat.tiers import (
     MODEL_KINDS,
     Tier,
+    check_drafts,
     check_model,
     kinds_table,
     model_tier,
@@ -57,6 +58,20 @@ def test_a_server_that_cannot_offload_is_planned(tmp_path: Path) -> None:
     assert str(found) == (
         "LlamaForCausalLM: planned; offloading is off because of disaggregation"
     )
+
+
+def test_drafts_are_refused_where_they_keep_more_than_kv(tmp_path: Path) -> None:
+    llama = read("llama", tmp_path / "a", "LlamaForCausalLM")
+    check_drafts(llama, "NGRAM")
+    with pytest.raises(
+        ConfigError, match=r"does not work with --pp-size 2 .*; drop one"
+    ):
+        check_drafts(llama, "NGRAM", 2)
+    recurrent = read("qwen3_next", tmp_path / "b", "Qwen3NextForCausalLM")
+    with pytest.raises(
+        ConfigError, match=r"^Qwen3Next.* NGRAM .* state .*; drop the flag"
+    ):
+        check_drafts(recurrent, "NGRAM")
 
 
 def test_windows_only_are_refused_with_a_way_out(tmp_path: Path) -> None:

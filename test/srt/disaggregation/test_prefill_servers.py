@@ -436,6 +436,11 @@ def test_a_lost_prefill_server_costs_a_line_no_attempt_but_not_for_ever(
             "--enable-pd-role-switch does not work",
         ),
         (
+            {"disaggregation_mode": "decode", "speculative_algorithm": "NGRAM"},
+            {},
+            "--speculative-algorithm NGRAM does not work with --disaggregation-mode decode",
+        ),
+        (
             {
                 "disaggregation_mode": "decode",
                 "disaggregation_transfer_backend": "tcp",

@@ -218,8 +218,9 @@ def check_sent_whole(found: ModelTier) -> None:
         )
 
 
-def check_drafts(config: ModelConfig, algorithm: str) -> None:
-    """Refuse ``--speculative-algorithm`` with a model that keeps more for each draft than KV.
+def check_drafts(config: ModelConfig, algorithm: str, pp_size: int = 1) -> None:
+    """Refuse ``--speculative-algorithm`` with a model that keeps more for each draft than KV,
+    and with stages of a pipeline.
 
     Raises:
         ConfigError: names the architecture and the way out.
@@ -230,6 +231,12 @@ def check_drafts(config: ModelConfig, algorithm: str) -> None:
             f"{architecture} does not work with --speculative-algorithm {algorithm} and the "
             "offline scheduler: each draft needs a recurrent state of its own, which the "
             f"plan does not count; drop the flag, or give {STOCK_SCHEDULER}."
+        )
+    if pp_size > 1:
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm} does not work with --pp-size {pp_size} and "
+            "the offline scheduler: tokens of several micro-batches are not counted apart; "
+            f"drop one of the two, or give {STOCK_SCHEDULER}."
         )
 
 

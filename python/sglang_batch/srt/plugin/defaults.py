@@ -129,7 +129,11 @@ def _check_model(server_args: ServerArgs, previous: ResolutionStep) -> None:
     if resolved.disaggregation_mode == "prefill":
         check_sent_whole(tier)
     if resolved.speculative_algorithm:
-        check_drafts(model_config_of(server_args), resolved.speculative_algorithm)
+        check_drafts(
+            model_config_of(server_args),
+            resolved.speculative_algorithm,
+            resolved.pp_size,
+        )
 
 
 def _keep_states_anywhere(server_args: ServerArgs) -> None:

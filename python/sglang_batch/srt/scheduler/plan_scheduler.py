@@ -27,13 +27,13 @@ from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from ...scheduling.adapter_slots import AdapterSlots
 from ...scheduling.admission import Choice, EngineNow, always, choose, put_back
+from ...scheduling.drafts.token_clock import TokenClock
 from ...scheduling.job_state import JobState
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.micro_batches import MicroBatches
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.prefix_uses import WORTH_A_STATE
 from ...scheduling.scheduled_request import ScheduledRequest
-from ...scheduling.token_clock import TokenClock
 from ..compat.scheduler_types import (
     BuildPrefill,
     PrefillPlan,

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 
 from ...request import parse_request_id
 from ...scheduling.common_prefixes import CommonPrefixes
+from ...scheduling.drafts.token_clock import TokenClock
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.job_state import JobState
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
-from ...scheduling.token_clock import TokenClock
 from ..compat.scheduler_types import Req
 from .kv.planned_cache import PinnedPrefixes
 from .mixed_batch import num_rows

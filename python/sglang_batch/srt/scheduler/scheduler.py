@@ -30,6 +30,7 @@ from sglang.utils import TypeBasedDispatcher
 from ...engine import KvUse
 from ...scheduling.adapter_slots import AdapterSlots
 from ...scheduling.common_prefixes import CommonPrefixes
+from ...scheduling.drafts.token_clock import TokenClock
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.job_state import Joined
 from ...scheduling.kv_accounting import KvAccounting
@@ -37,7 +38,6 @@ from ...scheduling.micro_batches import MicroBatches
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.reports.running_tree import running_tree
 from ...scheduling.reports.waiting_view import WaitingView
-from ...scheduling.token_clock import TokenClock
 from ..attention.attention_checks import check_attention_ranks
 from ..attention.attention_choice import share_by_default
 from ..attention.sharing import Sharing

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .kv_accounting import KvAccounting
-from .scheduled_request import ScheduledRequest
+from ..kv_accounting import KvAccounting
+from ..scheduled_request import ScheduledRequest
 
 # Tokens by which the count of a single request may be off.
 MOST_OFF = 16

@@ -1,0 +1,1 @@
+"""Steps that yield several tokens of a request."""

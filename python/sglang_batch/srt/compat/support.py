@@ -1,8 +1,10 @@
-"""Refuses flags that the offline scheduler does not support, when arguments are parsed.
+"""What flags do to the plan.
 
-Each of them would otherwise have no effect, or give wrong results. :mod:`.tiers` has the
-models. ``{"scheduler": "stock"}`` in ``--offline-batch-config`` turns off the offline
-scheduler and the checks of both.
+:data:`REFUSALS` has those that would have no effect, or give wrong results. They are
+refused when arguments are parsed. With those of :data:`LIMITS`, requests are not
+offloaded. :mod:`.tiers` has the models, and the tier of a server that follows from both.
+``{"scheduler": "stock"}`` in ``--offline-batch-config`` turns off the offline scheduler
+and the checks.
 """
 
 from __future__ import annotations
@@ -57,6 +59,23 @@ class Refusal:
     way_out: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Fields of SGLang's arguments with which requests are not offloaded.
+
+    names: fields of ``ServerArgs``, each of which is checked separately.
+    reason: what the flag does. Completes "offloading is off because --flag ...".
+    values: those that do so. Empty: any.
+    """
+
+    names: tuple[str, ...]
+    reason: str
+    values: tuple[str, ...] = ()
+
+    def found(self, value: object) -> bool:
+        return value in self.values if self.values else bool(value)
+
+
 def _given(value: object) -> bool:
     return bool(value)
 
@@ -70,7 +89,6 @@ def _other_than(*allowed: object) -> Callable[[object], bool]:
 
 
 _SECOND_TIER = "it moves KV to and from a second tier, which is not in the plan"
-_SLOTS = "it keeps data per KV slot, and an offloaded request resumes in other slots"
 _ADMISSION = "the plan and its KV forecast decide when a request is admitted"
 _PLAN_ORDER = """set the order with --offline-batch-config '{"policy": ...}'"""
 
@@ -102,17 +120,18 @@ REFUSALS = (
         _given,
         "sessions keep prefixes that the plan would evict",
     ),
+    Refusal(("enable_hisparse",), _given, "SGLang runs it without the prefix cache"),
     Refusal(
-        ("enable_hisparse", "enable_unified_memory", "enable_page_major_kv_layout"),
+        ("enable_unified_memory", "enable_page_major_kv_layout"),
         _given,
-        "KV in this layout cannot be offloaded to the host",
+        "it divides one memory among all kinds of KV as requests come, and the plan "
+        "counts pools of fixed size",
     ),
     Refusal(
-        ("kv_cache_dtype",),
-        _other_than("auto", "bf16", "bfloat16", "fp8_e5m2", "fp8_e4m3"),
-        "KV with separate scales cannot be offloaded to the host",
+        ("enable_kv_cache_sharding",),
+        _given,
+        "SGLang allows it with its own prefix cache only",
     ),
-    Refusal(("enable_kv_cache_sharding",), _given, "KV in shards cannot be offloaded"),
     # The order and the admission of requests, which the plan decides.
     Refusal(
         ("schedule_policy",),
@@ -190,21 +209,38 @@ REFUSALS = (
     ),
     # More than one process per replica deciding on a batch.
     Refusal(
-        ("dcp_size", "attn_cp_size"),
+        ("dcp_size",),
         _above(1),
-        "KV spread over ranks cannot be offloaded to the host",
+        "a page of KV is spread over ranks, and the plan counts the pages of one rank",
     ),
-    Refusal(("enable_prefill_cp",), _given, "KV spread over ranks cannot be offloaded"),
+    Refusal(
+        ("attn_cp_size",),
+        _above(1),
+        "its ranks split prompts, which was never run in the steps of a plan",
+    ),
+    Refusal(
+        ("enable_prefill_cp",),
+        _given,
+        "its ranks split prompts, which was never run in the steps of a plan",
+    ),
     Refusal(
         ("elastic_ep_backend",),
         _other_than("none"),
-        "ranks may change while requests are offloaded",
+        "a rank may leave, and its part of the plan with it",
     ),
-    # Data that offloading would lose.
-    Refusal(
-        ("enable_return_routed_experts", "enable_return_indexer_topk"), _given, _SLOTS
+)
+
+_SLOTS = "keeps data per KV slot, and an offloaded request resumes in other slots"
+
+# Data that offloading would lose. All else of the plan stays.
+LIMITS = (
+    Limit(
+        ("kv_cache_dtype",),
+        "keeps scales besides KV",
+        ("mxfp8", "nvfp4", "fp4_mx_block16"),
     ),
-    Refusal(("kv_canary",), _other_than("none"), _SLOTS),
+    Limit(("enable_return_routed_experts", "enable_return_indexer_topk"), _SLOTS),
+    Limit(("kv_canary",), _SLOTS, ("log", "raise")),
 )
 
 # Flags that SGLang itself may turn on for a model or because of an environment variable.
@@ -314,10 +350,10 @@ def check_host_receive(view: ResolvedArguments) -> None:
 def check_supported(
     values: Mapping[str, object], names: tuple[str, ...] | None = None
 ) -> None:
-    """Refuse unsupported flags, and one unsupported environment variable.
+    """Refuse unsupported flags.
 
     values: SGLang's arguments by field of ``ServerArgs``. A missing one has its default.
-    names: the fields to check. None checks all fields and the environment variable.
+    names: the fields to check. None checks all.
 
     Raises:
         ConfigError: names the first such flag and the alternative, in one sentence.
@@ -329,20 +365,33 @@ def check_supported(
             value = values.get(name)
             if refusal.refused(value):
                 raise ConfigError(_flag_error(name, value, refusal))
-    if names is None and envs.SGLANG_USE_HND_KVCACHE.get():
-        raise ConfigError(
-            "SGLANG_USE_HND_KVCACHE does not work with the offline scheduler: KV laid "
-            "out per head cannot be offloaded to the host; unset the variable, or give "
-            f"{STOCK_SCHEDULER}."
-        )
+
+
+def found_limits(arguments: object) -> tuple[str, ...]:
+    """Why requests of a server are not offloaded, each as "--flag value does this".
+
+    arguments: those of SGLang, as it has resolved them.
+    """
+    found = []
+    for limit in LIMITS:
+        for name in limit.names:
+            value = getattr(arguments, name)
+            if limit.found(value):
+                found.append(f"{_as_given(name, value)} {limit.reason}")
+    if envs.SGLANG_USE_HND_KVCACHE.get():
+        found.append("SGLANG_USE_HND_KVCACHE=1 lays KV out per head")
+    return tuple(found)
+
+
+def _as_given(name: str, value: object) -> str:
+    flag = "--" + name.replace("_", "-")
+    return flag if isinstance(value, bool | list | dict) else f"{flag} {value}"
 
 
 def _flag_error(name: str, value: object, refusal: Refusal) -> str:
-    flag = "--" + name.replace("_", "-")
-    if not isinstance(value, bool | list | dict):
-        flag = f"{flag} {value}"
     way_out = refusal.way_out or "drop the flag"
     return (
-        f"{flag} does not work with the offline scheduler: {refusal.reason}; "
+        f"{_as_given(name, value)} does not work with the offline scheduler: "
+        f"{refusal.reason}; "
         f"{way_out}, or give {STOCK_SCHEDULER}."
     )

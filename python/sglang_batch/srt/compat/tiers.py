@@ -1,11 +1,12 @@
-"""How much of the plan each kind of model gets.
+"""How much of the plan a server has with each kind of model, and with each flag.
 
 *Full*: everything. *Planned*: the order of the plan, each shared prefix computed once,
 admission by the forecast of KV and eviction by the plan, but without what the model's state
 does not allow. *Refused*: what would be wrong; the error names the way out.
 
-:data:`MODEL_KINDS` is the table. The log of a starting server has the tier of its model in one
-line, ``/server_info`` has it, and the tables in docs/models.md are made from it.
+:data:`MODEL_KINDS` is the table of models, and :mod:`.support` has those of flags. The log of a
+starting server has its tier in one line, ``/server_info`` has it, and the tables in
+docs/models.md are made from these.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from enum import StrEnum
 
 from ...errors import ConfigError
 from .server_types import ModelConfig
-from .support import STOCK_SCHEDULER
+from .support import LIMITS, REFUSALS, STOCK_SCHEDULER
 
 
 class Tier(StrEnum):
-    """How much of the plan a model gets. See the module."""
+    """How much of the plan there is. See the module."""
 
     FULL = "full"
     PLANNED = "planned"
@@ -144,7 +145,7 @@ MODEL_KINDS: tuple[ModelKind, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ModelTier:
-    """The tier of one model.
+    """The tier of a server with one model.
 
     reasons: why it is not full. Empty if it is.
     way_out: of a refused model, besides the stock scheduler. May be empty.
@@ -161,11 +162,14 @@ class ModelTier:
             line += f"; offloading is off because {' and '.join(self.reasons)}"
         return line
 
-    def without_offloading(self, obstacle: str) -> ModelTier:
-        """The tier on a server that cannot offload because of ``obstacle``."""
-        if self.tier is not Tier.FULL:
+    def without_offloading(self, *reasons: str) -> ModelTier:
+        """The tier where something besides the model forbids offloading.
+
+        reasons: complete "offloading is off because". May be none.
+        """
+        if not reasons or self.tier is Tier.REFUSED:
             return self
-        return replace(self, tier=Tier.PLANNED, reasons=(f"of {obstacle}",))
+        return replace(self, tier=Tier.PLANNED, reasons=(*self.reasons, *reasons))
 
 
 def model_tier(config: ModelConfig, *, hybrid_swa_disabled: bool = False) -> ModelTier:
@@ -249,3 +253,25 @@ def kinds_table() -> str:
         off = "" if kind.tier is Tier.REFUSED else ", without offloading"
         lines.append(f"| {kind.name} | {kind.tier}{off} | {why} |")
     return "\n".join(lines)
+
+
+def flags_table() -> str:
+    """The flags that the offline scheduler has less for, as a Markdown table."""
+    lines = ["| flag | tier | why |", "|---|---|---|"]
+    for limit in LIMITS:
+        flags = _flags(limit.names)
+        if limit.values:
+            flags += f" {', '.join(limit.values)}"
+        lines.append(f"| {flags} | planned, without offloading | {limit.reason} |")
+    for refusal in REFUSALS:
+        why = (
+            f"{refusal.reason}; {refusal.way_out}"
+            if refusal.way_out
+            else refusal.reason
+        )
+        lines.append(f"| {_flags(refusal.names)} | refused | {why} |")
+    return "\n".join(lines)
+
+
+def _flags(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`--{name.replace('_', '-')}`" for name in names)

@@ -1,7 +1,8 @@
 """What SGLang's code asks of an accelerator without asking whether there is one.
 
 That for LoRA adapters asks torch for pinned memory, for which torch raises; ordinary memory
-is what that code needs. That of some models asks for the current device, which would be
+is what that code needs. That for memory on the host registers it with CUDA, also where no
+device copies from there. That of some models asks for the current device, which would be
 CUDA's wherever torch is built for CUDA.
 """
 
@@ -36,8 +37,24 @@ def do_without() -> None:
     """Have SGLang's code do without, in this process. Later calls change nothing."""
     for name in _MODULES:
         vars(importlib.import_module(name))["torch"] = _PageableTorch()
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+    ALLOC_MEMORY_FUNCS["cpu"] = allocate
     torch.Tensor.pin_memory = _itself
     torch.get_device_module = get_device_module
+
+
+def allocate(
+    dims: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    pin_memory: bool,
+    allocator: Any,
+    registration_granularity_bytes: int | None = None,
+) -> torch.Tensor:
+    """Ordinary memory, in place of SGLang's that is registered with CUDA."""
+    memory: torch.Tensor = allocator.allocate(dims, dtype=dtype, device=device)
+    return memory
 
 
 def _unpinned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -25,6 +25,7 @@ from ..compat.support import (
     STOCK_SCHEDULER,
     check_host_receive,
     check_supported,
+    found_limits,
 )
 from ..compat.tiers import (
     check_drafts,
@@ -127,7 +128,7 @@ def _check_model(server_args: ServerArgs, previous: ResolutionStep) -> None:
         hybrid_swa_disabled=resolved.disable_hybrid_swa_memory,
     )
     if resolved.disaggregation_mode == "prefill":
-        check_sent_whole(tier)
+        check_sent_whole(tier.without_offloading(*found_limits(resolved)))
     if resolved.speculative_algorithm:
         check_drafts(
             model_config_of(server_args),

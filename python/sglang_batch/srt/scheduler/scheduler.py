@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.managers.scheduler import Scheduler, _make_abort_req
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor,
@@ -63,12 +64,12 @@ from ..compat.scheduler_types import (
     ScheduleBatch,
 )
 from ..compat.server_types import OfflineArgs
-from ..compat.support import STATE_KEY
-from ..compat.tiers import ModelTier, model_tier
+from ..compat.support import STATE_KEY, found_limits
+from ..compat.tiers import ModelTier, Tier, model_tier
 from .adapter_pool import unload_others
 from .host_requests import HostRequests
 from .kv.host_prefixes import HostPrefixes, Prompt
-from .kv.offload_support import why_not_copied
+from .kv.offload_support import copies_kv, why_unsupported
 from .kv.offloading import make_offloader
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .kv.second_pool import draft_slots, leave_room_for_drafts, second_pool
@@ -250,11 +251,13 @@ class OfflineScheduler(MarkedScheduler):
         )
         tokens = TokenClock(self.kv_accounting) if draft_slots() else None
         self.recorder = self._make_recorder(cache)
-        self.offloader = make_offloader(self, self.server_args.offline_config)
-        offloader = self.offloader
-        self.tier = model_tier(self.model_config)
-        if obstacle := why_not_copied(self):
-            self.tier = self.tier.without_offloading(obstacle)
+        self.tier = self._find_tier()
+        offloader = None  # SGLang then retracts requests
+        if self.tier.tier is Tier.FULL:
+            offloader = make_offloader(self, self.server_args.offline_config)
+            if not copies_kv():  # requests that make room are computed again
+                self.tier = self.tier.without_offloading("of pipeline parallelism")
+        self.offloader = offloader
         host = HostPrefixes(cache, offloader) if offloader is not None else None
         pinned = PinnedPrefixes(cache, self.jobs, host)
         self.prefixes = SharedPrefixes(cache, pinned)
@@ -341,6 +344,13 @@ class OfflineScheduler(MarkedScheduler):
                 self.waiting_queue, self.jobs, len(self.kv_manager.on_host.first)
             ),
         )
+
+    def _find_tier(self) -> ModelTier:
+        limits = found_limits(resolved_view(self.server_args))
+        found = model_tier(self.model_config).without_offloading(*limits)
+        # Something that neither table names.
+        obstacle = why_unsupported(self) if found.tier is Tier.FULL else None
+        return found.without_offloading(f"of {obstacle}") if obstacle else found
 
     def _make_plan_scheduler(self, **parts: Any) -> PlanScheduler:
         return PlanScheduler(self, **parts)

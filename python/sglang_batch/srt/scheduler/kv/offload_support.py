@@ -52,19 +52,12 @@ def why_unsupported(scheduler: OffloadingScheduler) -> str | None:
     return next((name for name, found in obstacles.items() if found), None)
 
 
-def why_not_copied(scheduler: OffloadingScheduler) -> str | None:
-    """The reason why no KV is copied to the host, or None if it is.
+def copies_kv() -> bool:
+    """Whether the KV of requests that make room is copied to the host at all.
 
     With pipeline parallelism, other micro-batches run meanwhile. Requests that make room
     are computed again.
     """
-    if copies_kv():
-        return why_unsupported(scheduler)
-    return "pipeline parallelism"
-
-
-def copies_kv() -> bool:
-    """Whether the KV of requests that make room is copied to the host at all."""
     return bool(get_parallel().pp_size == 1)
 
 

@@ -84,15 +84,12 @@ class OffloadedRequest:
 
 def make_offloader(
     scheduler: OffloadingScheduler, config: OfflineBatchConfig
-) -> KvOffloader | None:
-    """An offloader. None where KV cannot be moved to the host; SGLang then retracts
-    requests.
+) -> KvOffloader:
+    """An offloader of the sizes in the settings.
 
     Raises:
-        EngineError: the memory that the settings name is not there.
+        EngineError: as of :class:`KvOffloader`.
     """
-    if why_unsupported(scheduler) is not None:
-        return None
     if not copies_kv():
         return KvOffloader(scheduler, 0)
     offloader = KvOffloader(scheduler, config.offload_bytes)

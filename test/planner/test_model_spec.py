@@ -275,37 +275,136 @@ def test_weight_dtype() -> None:
     assert weight_gb(newer | {"dtype": "bfloat16"}) == weight_gb(newer)
 
 
+def modelopt(algorithm: str) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "quant_algo": algorithm}
+
+
+def compressed(weights: dict[str, Any], inputs: int | None = None) -> dict[str, Any]:
+    group: dict[str, Any] = {"weights": weights}
+    if inputs:
+        group["input_activations"] = {"num_bits": inputs}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+def quark(weights: dict[str, Any], **more: Any) -> dict[str, Any]:
+    scheme = {"weight": weights, **more}
+    return {"quant_method": "quark", "global_quant_config": scheme}
+
+
+FP8 = {"dtype": "fp8_e4m3"}
+
+
 @pytest.mark.parametrize(
-    ("config", "quantization", "size_gb"),
+    ("config", "quantization", "size_gb", "in_8_bits"),
     [
         # Sizes of published checkpoints.
-        (DEEPSEEK_V3, DEEPSEEK_V3["quantization_config"], 673),
-        (LLAMA_8B, {"quant_method": "fbgemm_fp8"}, 9.08),
-        (LLAMA_8B, {"quant_method": "awq", "bits": 4, "group_size": 128}, 5.73),
-        (LLAMA_70B, {"quant_method": "gptq", "bits": 4, "group_size": 128}, 39.8),
-        (LLAMA_8B, {"quant_method": "gptq", "bits": 8, "group_size": -1}, 9.08),
-        (LLAMA_8B, {"quant_method": "bitsandbytes", "load_in_4bit": True}, 5.81),
+        (DEEPSEEK_V3, DEEPSEEK_V3["quantization_config"], 673, True),
+        (LLAMA_8B, {"quant_method": "fbgemm_fp8"}, 9.08, True),
+        (LLAMA_8B, {"quant_method": "awq", "bits": 4, "group_size": 128}, 5.73, False),
+        (
+            LLAMA_70B,
+            {"quant_method": "gptq", "bits": 4, "group_size": 128},
+            39.8,
+            False,
+        ),
+        (LLAMA_8B, {"quant_method": "gptq", "bits": 8, "group_size": -1}, 9.08, False),
+        (LLAMA_8B, {"quant_method": "bitsandbytes", "load_in_4bit": True}, 5.81, False),
+        # Of 6.98e9 weights in the layers, each bit is 0.872 GB, and the rest 2.10 GB.
+        (LLAMA_8B, {"quant_method": "bitsandbytes"}, 9.08, False),
         (
             LLAMA_8B,
-            {
-                "quant_method": "compressed-tensors",
-                "config_groups": {"group_0": {"weights": {"num_bits": 8}}},
-            },
-            9.08,
+            {"quant_method": "auto-round", "bits": 4, "group_size": 128},
+            5.73,
+            0,
         ),
+        (LLAMA_8B, compressed({"num_bits": 8}), 9.08, False),
+        (LLAMA_8B, compressed({"num_bits": 8, "type": "int"}, 8), 9.08, True),
+        (LLAMA_8B, compressed({"num_bits": 8, "type": "float"}, 8), 9.08, True),
+        (LLAMA_8B, compressed({"num_bits": 4, "group_size": 128}), 5.73, False),
+        (
+            LLAMA_8B,
+            compressed({"num_bits": 4, "type": "float", "group_size": 16}, 4),
+            6.03,
+            False,
+        ),
+        (LLAMA_8B, modelopt("FP8"), 9.08, True),
+        (LLAMA_8B, modelopt("NVFP4"), 6.03, False),
+        (LLAMA_8B, {"quant_method": "mxfp8"}, 9.30, True),
+        (LLAMA_8B, quark(FP8, input_tensors=FP8), 9.08, True),
+        (LLAMA_8B, quark(FP8), 9.08, False),
+        (LLAMA_8B, quark({"dtype": "fp4", "group_size": 32}), 5.81, False),
+        (LLAMA_8B, quark({"dtype": "uint4", "group_size": 128}), 5.73, False),
     ],
-    ids=lambda value: value.get("quant_method") if isinstance(value, dict) else None,
 )
 def test_quantised_weights(
-    config: dict[str, Any], quantization: dict[str, Any], size_gb: float
+    config: dict[str, Any],
+    quantization: dict[str, Any],
+    size_gb: float,
+    in_8_bits: bool,
 ) -> None:
     config = config | {"quantization_config": quantization}
-    assert weight_gb(config) == pytest.approx(size_gb, rel=0.01)
+    spec = ModelSpec.from_hf_config(config)
+    assert spec.weight_bytes / 1e9 == pytest.approx(size_gb, rel=0.01)
+    assert spec.in_8_bits == in_8_bits
     # A quantised checkpoint keeps its KV in the dtype of the activations.
     plain = ModelSpec.from_hf_config({**config, "quantization_config": None})
-    assert ModelSpec.from_hf_config(config).kv_bytes_per_token == (
-        plain.kv_bytes_per_token
-    )
+    assert spec.kv_bytes_per_token == plain.kv_bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("method", "size_gb", "in_8_bits"),
+    [
+        ("fp8", 9.08, True),
+        ("w8a8_int8", 9.08, True),
+        ("w8a8_fp8", 9.08, True),
+        ("mxfp8", 9.30, True),
+        ("modelopt_fp4", 6.03, False),
+        ("nvfp4_online", 6.03, False),
+        ("quark_mxfp4", 5.81, False),
+        ("bitsandbytes", 5.81, False),
+        ("unquant", 16.06, False),
+        (None, 16.06, False),
+    ],
+)
+def test_weights_quantised_while_loading(
+    method: str | None, size_gb: float, in_8_bits: bool
+) -> None:
+    spec = ModelSpec.from_hf_config(LLAMA_8B, quantization=method)
+    assert spec.weight_bytes / 1e9 == pytest.approx(size_gb, rel=0.01)
+    assert spec.in_8_bits == in_8_bits
+
+
+def test_a_stored_quantisation_comes_before_the_flag() -> None:
+    stored = LLAMA_8B | {"quantization_config": {"quant_method": "fbgemm_fp8"}}
+    flagged = ModelSpec.from_hf_config(stored, quantization="nvfp4_online")
+    assert flagged == ModelSpec.from_hf_config(stored)
+
+
+def test_experts_of_four_bits_beside_attention_of_eight() -> None:
+    spec = ModelSpec.from_hf_config(MIXTRAL_8X7B, quantization="w4afp8")
+    plain = ModelSpec.from_hf_config(MIXTRAL_8X7B)
+    experts = 32 * 8 * (3 * 4096 * 14336 + 4096)
+    attention = 32 * 4096 * (2 * 4096 + 2 * 1024)
+    saved = experts * (16 - 4.125) + attention * (16 - 8)
+    assert (plain.weight_bytes - spec.weight_bytes) * 8 == pytest.approx(saved)
+    assert spec.in_8_bits
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [
+        ("fp8_e4m3", 8),
+        ("fp8_e5m2", 8),
+        ("mxfp8", 8.25),
+        ("nvfp4", 4.5),
+        ("fp4_mx_block16", 4.5),
+        ("auto", 16),
+        ("bf16", 16),
+    ],
+)
+def test_kv_counts_its_scales(dtype: str, bits: float) -> None:
+    spec = ModelSpec.from_hf_config(LLAMA_8B, kv_dtype=dtype)
+    assert spec.kv_bytes_per_token == 32 * 2 * 8 * 128 * bits / 8
 
 
 def test_mxfp4_quantises_the_experts_only() -> None:

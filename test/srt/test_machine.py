@@ -32,7 +32,10 @@ def test_settings_that_the_user_left_out(mixed: bool, shares: bool) -> None:
     """SGLang leaves its arguments as they were given, and resolves them elsewhere."""
     manager = SimpleNamespace(
         server_args=SimpleNamespace(
-            tp_size=1, chunked_prefill_size=None, enable_mixed_chunk=False
+            tp_size=1,
+            quantization=None,
+            chunked_prefill_size=None,
+            enable_mixed_chunk=False,
         ),
         model_config=SimpleNamespace(hf_config=LlamaConfig(num_hidden_layers=2)),
     )
@@ -62,7 +65,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     machine_module._say_unmeasured.cache_clear()
     config = LlamaConfig(num_hidden_layers=2, num_key_value_heads=4)
     manager = SimpleNamespace(
-        server_args=SimpleNamespace(tp_size=2),
+        server_args=SimpleNamespace(tp_size=2, quantization=None),
         model_config=SimpleNamespace(
             hf_config=config, head_dim=128, dtype="torch.bfloat16"
         ),
@@ -121,3 +124,34 @@ def test_an_unmeasured_row_share_is_0_and_said_once(
         for _ in range(2):
             assert machine_of(*engine).cost.row_share == 0
     assert caplog.text.count("row_share unmeasured: planning with 0") == 1
+
+
+def test_quantised_weights_and_kv_have_their_real_costs(
+    engine: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_module, "device_name", lambda: "NVIDIA H100 80GB HBM3")
+    manager, state = engine
+    plain = machine_of(manager, state).cost
+    manager.server_args.quantization = "fp8"
+    state["kv_cache_dtype"] = "fp8_e4m3"
+    cost = machine_of(manager, state).cost
+    assert cost.kv_read_time_s == plain.kv_read_time_s / 2
+    assert cost.weight_read_time_s < plain.weight_read_time_s
+    assert cost.token_time_s < 0.6 * plain.token_time_s
+    assert cost.attention_time_s == plain.attention_time_s
+    # A device without a rate for 8 bits multiplies at that of 16.
+    monkeypatch.setattr(machine_module, "device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    slow = machine_of(manager, state).cost
+    manager.server_args.quantization = None
+    assert slow.token_time_s == machine_of(manager, state).cost.token_time_s
+
+
+def test_an_unknown_quantisation_is_counted_as_none(
+    engine: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    manager, state = engine
+    plain = machine_of(manager, state)
+    manager.server_args.quantization = "gguf"
+    assert machine_of(manager, state) == plain
+    assert "Planning with weights of 16 bits: " in caplog.text
+    assert "quant_method='gguf'" in caplog.text

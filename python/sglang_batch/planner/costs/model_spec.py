@@ -43,6 +43,8 @@ class ModelSpec:
     weight_bytes: size of all weights in memory.
     kv_shards: number of devices among which one token's KV can be divided: the KV
         heads, 1 for latent attention. None: any number.
+    in_8_bits: whether weights and activations have 8 bits, so that matrices can be
+        multiplied at a device's rate for these.
 
     Raises:
         ConfigError: a figure is not positive, or ``num_active_params`` is more than
@@ -56,11 +58,14 @@ class ModelSpec:
     kv_bytes_per_token: float
     weight_bytes: int
     kv_shards: int | None = None
+    in_8_bits: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "kv_shards" and value is None:
+            if field.name == "in_8_bits" or (
+                field.name == "kv_shards" and value is None
+            ):
                 continue
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{field.name}={value!r} must be a positive number.")
@@ -84,6 +89,7 @@ class ModelSpec:
         *,
         kv_dtype: str | None = None,
         weight_dtype: str | None = None,
+        quantization: str | None = None,
     ) -> ModelSpec:
         """Count a decoder-only model from its Hugging Face ``config.json``.
 
@@ -102,6 +108,7 @@ class ModelSpec:
                 fewer than 16 bits, only of the matrices inside the layers. None or
                 ``"auto"``: as stored, with float32 counted as 16 bits, as engines load
                 it.
+            quantization: SGLang's ``--quantization``, for a checkpoint that is not.
 
         Raises:
             ConfigError: a key is missing, or the kind of model is unknown.
@@ -121,14 +128,12 @@ class ModelSpec:
         stored = dtype_bits(
             config.get("torch_dtype") or config.get("dtype") or "bfloat16"
         )
-        others, attention_bits, feed_forward_bits = weight_bits(
-            config, weight_dtype, min(stored, 16)
-        )
-        kv_bits = others if kv_dtype in (None, "auto") else dtype_bits(kv_dtype)
+        bits = weight_bits(config, weight_dtype, min(stored, 16), quantization)
+        kv_bits = bits.plain if kv_dtype in (None, "auto") else dtype_bits(kv_dtype)
         stored_bits = (
-            (embedding + norms) * others
-            + attention.params * num_layers * attention_bits
-            + feed_forward.params * feed_forward_bits
+            (embedding + norms) * bits.plain
+            + attention.params * num_layers * bits.attention
+            + feed_forward.params * bits.feed_forward
         )
         return cls(
             num_params=num_params,
@@ -138,6 +143,7 @@ class ModelSpec:
             kv_bytes_per_token=attention.kv_values * num_layers * kv_bits / 8,
             weight_bytes=math.ceil(stored_bits / 8),
             kv_shards=attention.kv_shards,
+            in_8_bits=bits.in_8_bits,
         )
 
 

@@ -15,7 +15,11 @@ from sglang.srt.runtime_context import get_parallel
 
 from ...errors import ConfigError, EngineError
 from ..compat.attention_types import AttentionBackend, ModelRunner
-from ..compat.support import ATTENTION_ARGUMENTS, ATTENTION_BACKEND
+from ..compat.support import (
+    ATTENTION_ARGUMENTS,
+    ATTENTION_BACKEND,
+    is_deterministic,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +115,8 @@ def _why_not(model_runner: ModelRunner, named: list[str]) -> str | None:
     """The reason why "auto" leaves attention to SGLang, apart from the model's layers."""
     if named:
         return f"the choice of {' and '.join(named)}"
+    if is_deterministic(model_runner.server_args):
+        return "deterministic inference"
     if model_runner.device != "cuda":
         return f"a {model_runner.device}, where attention is not bound by memory"
     from sgl_kernel_ext.shared_prefix_attention.configs import device_family

@@ -68,6 +68,7 @@ class ServerArgs(Protocol):
     nnodes: int
     tokenizer_worker_num: int
     tool_call_parser: str | None
+    quantization: str | None
     attention_backend: str | None
     decode_attention_backend: str | None
     enable_metrics: bool

@@ -43,6 +43,14 @@ class ResolvedArguments(Protocol):
     disaggregation_decode_host_receive_threshold: float
 
 
+class DeterministicArguments(Protocol):
+    """The arguments on which deterministic inference depends."""
+
+    attention_backend: str
+    disable_radix_cache: bool
+    enable_mixed_chunk: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Fields of SGLang's arguments and the values that are refused.
@@ -185,12 +193,6 @@ REFUSALS = (
         "drafts come from another server, which the KV forecast does not count",
     ),
     Refusal(("dllm_algorithm",), _given, "a diffusion model has its own scheduler"),
-    Refusal(
-        ("enable_deterministic_inference", "rl_on_policy_target"),
-        _given,
-        "mixed chunks decode with other kernels than a decode step, so answers "
-        "depend on the batch",
-    ),
     # Adapters.
     Refusal(
         ("uno_lora_path",),
@@ -327,6 +329,49 @@ def check_disaggregation(
         raise ConfigError(
             f"--enable-pd-role-switch does not work with "
             f"--disaggregation-transfer-backend {TRANSFER_BACKEND}; drop one of the two."
+        )
+
+
+def is_deterministic(arguments: object) -> bool:
+    """Whether a request's answer must not depend on the others in its batch.
+
+    arguments: those of SGLang. The second of the two flags implies the first.
+    """
+    names = ("enable_deterministic_inference", "rl_on_policy_target")
+    return any(getattr(arguments, name) for name in names)
+
+
+def check_deterministic(
+    arguments: DeterministicArguments, config: OfflineBatchConfig
+) -> None:
+    """Refuse what deterministic inference would have to do without.
+
+    Args:
+        arguments: those of SGLang, after it has chosen attention for this mode.
+
+    Raises:
+        ConfigError: names the flag or setting and the alternative.
+    """
+    wrong = ""
+    if arguments.disable_radix_cache:
+        wrong = (
+            f"--attention-backend {arguments.attention_backend}, for which SGLang turns "
+            "off the prefix cache; add --attention-backend fa3, fa4 or triton"
+        )
+    elif arguments.enable_mixed_chunk or config.mixed_chunk:
+        wrong = (
+            "--enable-mixed-chunk, since prompts and decodes have kernels of their own; "
+            "drop it"
+        )
+    elif config.attention not in ("auto", "stock"):
+        wrong = (
+            f'attention="{config.attention}", which reads a prefix in another order '
+            "where it is shared; leave the setting out"
+        )
+    if wrong:
+        raise ConfigError(
+            "--enable-deterministic-inference with the offline scheduler does not work "
+            f"with {wrong}, or give {STOCK_SCHEDULER}."
         )
 
 

@@ -83,6 +83,12 @@ def _sparse(config: ModelConfig) -> bool:
     return bool(is_deepseek_dsa(hf_config) or is_minimax_sparse(hf_config))
 
 
+def _pooled_index(config: ModelConfig) -> bool:
+    from sglang.srt.configs.model_config import get_dsa_index_kpool
+
+    return _sparse(config) and bool(get_dsa_index_kpool(config.hf_config) > 1)
+
+
 def _ngrams(config: ModelConfig) -> bool:
     return config.use_ngram_embedding or config.use_engram
 
@@ -133,6 +139,13 @@ MODEL_KINDS: tuple[ModelKind, ...] = (
         Tier.PLANNED,
         _sparse,
         "its sparse attention keeps an index besides KV",
+    ),
+    ModelKind(
+        "sparse attention with an index of groups of tokens",
+        Tier.REFUSED,
+        _pooled_index,
+        "a chunk of a prompt has to end where a group of its index ends, and the plan "
+        "cuts prompts anywhere",
     ),
     ModelKind(
         "n-gram embeddings",

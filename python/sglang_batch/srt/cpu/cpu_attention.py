@@ -14,6 +14,7 @@ from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mamba2_config
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.runtime_context import get_exec
 
 from . import linear_attention, state_space
 
@@ -115,7 +116,7 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
             if self._has_own_pool(layer):
                 at = pool.translate_loc_from_full_to_swa(at).to(torch.int64)
             outputs.append(
-                attend(
+                self.attend(
                     queries[begin : begin + count],
                     keys[at].to(q.dtype),
                     values[at].to(q.dtype),
@@ -190,9 +191,16 @@ def attend(
     return torch.einsum("hqk,khd->qhd", weights, values)
 
 
+CpuAttention.attend = staticmethod(attend)
+
+
 def make_backend(model_runner: Any) -> TorchNativeAttnBackend:
     """SGLang's backend where it is right, and ours where it is not."""
     model = model_runner.model_config
+    if get_exec().deterministic.enable_deterministic_inference:
+        from .batch_invariance import BatchInvariantAttention
+
+        return BatchInvariantAttention(model_runner)
     if hybrid_gdn_config(model) is not None:
         linear_attention.use_pytorch()
     if mamba2_config(model) is not None:

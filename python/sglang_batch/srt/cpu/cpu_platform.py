@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.arg_groups import choices
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import (
     PlatformCapabilities,
@@ -28,6 +29,20 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Let SGLang take our attention for deterministic inference."""
+        name = self.get_default_attention_backend()
+        for names in (
+            choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+            choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+        ):
+            if name not in names:
+                names.append(name)
+        flags = ("enable_deterministic_inference", "rl_on_policy_target")
+        chosen = server_args.attention_backend in (None, "intel_amx")  # by SGLang
+        if chosen and any(getattr(server_args, flag) for flag in flags):
+            server_args.attention_backend = name
+
     def get_device(self, device_id: int = 0) -> str:
         # SGLang uses this as ``--device``, which is a string.
         return "cpu"
@@ -50,8 +65,11 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def init_backend(self) -> None:
         # Imported where a model is: it imports torch.
-        from . import cpu_attention, no_accelerator, parallel_ranks
+        from sglang.srt import batch_invariant_ops
+
+        from . import batch_invariance, cpu_attention, no_accelerator, parallel_ranks
 
         parallel_ranks.use_pytorch()
         cpu_attention.register()
         no_accelerator.do_without()
+        batch_invariant_ops.enable_batch_invariant_mode = batch_invariance.use_rows

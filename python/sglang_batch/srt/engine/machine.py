@@ -12,6 +12,7 @@ from ...errors import ConfigError
 from ...planner.costs.cost_model import CostModel
 from ...planner.costs.hardware import HardwareSpec, hardware, match_hardware
 from ...planner.costs.model_spec import TYPICAL_MODEL, ModelSpec
+from ...planner.costs.weight_bits import UnknownQuantisation
 from ...planner.machine_model import EngineLimits, Machine
 from ...store.row_share_file import UNMEASURED, RowShareKey, kept_row_share
 from ..compat.server_types import (
@@ -41,16 +42,22 @@ def machine_of(tokenizer_manager: TokenizerManager, state: SchedulerState) -> Ma
             capacity and the same attention.
     """
     ours = state[STATE_KEY]
-    spec = model_spec(tokenizer_manager.model_config.hf_config)
+    spec = model_spec(
+        tokenizer_manager.model_config.hf_config,
+        kv_dtype=_kv_dtype(tokenizer_manager, state),
+        quantization=tokenizer_manager.server_args.quantization,
+    )
+    hardware_spec = device()
     # Each attention rank has a part of the devices, and reads a part of the weights.
     ranks = ours.get("attention_ranks", 1)
     cost = CostModel.of(
         spec,
-        device(),
+        hardware_spec,
         tp=max(1, tokenizer_manager.server_args.tp_size // ranks),
         attention_flops=True,
         weight_reads=True,
         shared_kv_read_once=bool(ours.get("shares_prefixes")),
+        fp8=spec.in_8_bits and hardware_spec.fp8_flops is not None,
         interference_exponent=NO_OVERLAP,
         row_share=measured_row_share(row_share_key(tokenizer_manager, state, spec)),
     )
@@ -77,16 +84,13 @@ def row_share_key(
 ) -> RowShareKey:
     """What a measured row_share holds for, of this engine."""
     model = tokenizer_manager.model_config
-    dtype = str(state.get("kv_cache_dtype") or "auto")
-    if dtype == "auto":
-        dtype = str(getattr(model, "dtype", dtype))
     backend = state.get("decode_attention_backend") or state.get("attention_backend")
     return RowShareKey(
         device=device_name() or "cpu",
         attention_backend=backend or "unknown",
         kv_heads=spec.kv_shards,
         head_dim=getattr(model, "head_dim", None),
-        dtype=dtype.removeprefix("torch."),
+        dtype=_kv_dtype(tokenizer_manager, state),
         page_size=int(state[STATE_KEY]["page_size"]),
         tp=tokenizer_manager.server_args.tp_size,
     )
@@ -113,10 +117,33 @@ def decodes_share(server_args: ServerArgs) -> bool:
     return chosen == ATTENTION_BACKEND
 
 
-def model_spec(hf_config: HfConfig) -> ModelSpec:
-    """The model's size, or a typical one where it cannot be counted."""
+def _kv_dtype(tokenizer_manager: TokenizerManager, state: SchedulerState) -> str:
+    """The dtype of KV, "auto" if it is not known."""
+    dtype = str(state.get("kv_cache_dtype") or "auto")
+    if dtype == "auto":
+        dtype = str(getattr(tokenizer_manager.model_config, "dtype", dtype))
+    return dtype.removeprefix("torch.")
+
+
+def model_spec(
+    hf_config: HfConfig,
+    *,
+    kv_dtype: str | None = None,
+    quantization: str | None = None,
+) -> ModelSpec:
+    """The model's size, or a typical one where it cannot be counted.
+
+    Args:
+        kv_dtype, quantization: as of :meth:`ModelSpec.from_hf_config`. A quantisation
+            whose bits are not known is counted as none.
+    """
+    config, count = hf_config.to_dict(), ModelSpec.from_hf_config
     try:
-        return ModelSpec.from_hf_config(hf_config.to_dict())
+        try:
+            return count(config, kv_dtype=kv_dtype, quantization=quantization)
+        except UnknownQuantisation as error:
+            logger.warning("Planning with weights of 16 bits: %s", error)
+            return count(config, kv_dtype=kv_dtype, weight_dtype="bfloat16")
     except ConfigError as error:
         logger.warning("Planning with the costs of a typical 8B model: %s", error)
         return TYPICAL_MODEL

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
 from sglang.srt.arg_groups.overrides import (
@@ -23,9 +24,11 @@ from ..compat.support import (
     CACHE_BACKEND,
     SET_BY_SGLANG,
     STOCK_SCHEDULER,
+    check_deterministic,
     check_host_receive,
     check_supported,
     found_limits,
+    is_deterministic,
 )
 from ..compat.tiers import (
     check_drafts,
@@ -52,6 +55,7 @@ def register() -> None:
     # Before this step, SGLang has not yet failed on a model that we refuse. After it,
     # the model's own defaults apply.
     register_resolution_hook("handle_model_specific_adjustments")(_check)
+    register_resolution_hook("handle_deterministic_inference")(_check_deterministic)
 
 
 def _resolve(server_args: ServerArgs, previous: ResolutionStep) -> None:
@@ -82,7 +86,7 @@ def _resolve(server_args: ServerArgs, previous: ResolutionStep) -> None:
         )
     if config.scheduler == "offline":
         mixed = view.enable_mixed_chunk or config.mixed_chunk
-        if mixed is None or config.mixed_chunk is None:
+        if config.mixed_chunk is None and not is_deterministic(view):
             mixed = view.enable_mixed_chunk or view.device != "cpu"
         if mode != "null":
             mixed = False  # there are no decodes to mix prompts with
@@ -98,12 +102,29 @@ def _check(server_args: ServerArgs, previous: ResolutionStep) -> None:
     if not getattr(server_args, "offline_batch", False):
         previous(server_args)
         return
-    try:
+    with _said_in_one_line(server_args):
         check_host_receive(resolving_view(server_args))
         if server_args.offline_config.scheduler == "offline":
             _check_model(server_args, previous)
         else:
             previous(server_args)
+    limit_cpu_memory(server_args)
+
+
+def _check_deterministic(server_args: ServerArgs, previous: ResolutionStep) -> None:
+    previous(server_args)
+    if not getattr(server_args, "offline_batch", False):
+        return
+    config, view = server_args.offline_config, resolving_view(server_args)
+    if config.scheduler == "offline" and is_deterministic(view):
+        with _said_in_one_line(server_args):
+            check_deterministic(view, config)
+
+
+@contextmanager
+def _said_in_one_line(server_args: ServerArgs) -> Iterator[None]:
+    try:
+        yield
     except ConfigError as error:
         # A command ends with the message, without a traceback.
         if getattr(server_args, "_offline_from_cli", False):
@@ -111,7 +132,6 @@ def _check(server_args: ServerArgs, previous: ResolutionStep) -> None:
             atexit.register(print, f"error: {error}", file=sys.stderr)
             raise SystemExit(ExitStatus.BAD_INPUT) from error
         raise
-    limit_cpu_memory(server_args)
 
 
 def _check_model(server_args: ServerArgs, previous: ResolutionStep) -> None:

@@ -1,0 +1,134 @@
+"""Arithmetic whose result for one token does not depend on the others, for
+``--enable-deterministic-inference``.
+
+SGLang brings Triton kernels for this. Here, matrices are multiplied row by row, and each
+token attends by itself, always in the same order of operations. So it makes no difference
+whether a token is computed in a prompt, in a chunk of it or in a decode step. It is slow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.radix_attention import AttentionType
+
+from ...errors import EngineError
+from .cpu_attention import CpuAttention
+
+_library: torch.library.Library | None = None
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a @ b``, for ``[n, k]`` and ``[k, m]``."""
+    columns = b.t()
+    # A row at another address could be added up in another order.
+    rows = [torch.mv(columns, row.clone()) for row in a]
+    return torch.stack(rows) if rows else a.new_empty(0, b.shape[1])
+
+
+def _multiply_and_add(
+    bias: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> torch.Tensor:
+    return beta * bias + alpha * multiply(a, b)
+
+
+def _multiply_each(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.stack([multiply(x, y) for x, y in zip(a, b, strict=True)])
+
+
+def use_rows() -> None:
+    """Multiply all matrices of this process so. Later calls change nothing."""
+    global _library
+    if _library is not None:
+        return
+    _library = torch.library.Library("aten", "IMPL")
+    for name, function in (
+        ("mm", multiply),
+        ("addmm", _multiply_and_add),
+        ("bmm", _multiply_each),
+    ):
+        _library.impl(name, function, "CPU", allow_override=True)
+
+
+def attend_each(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """As :func:`.cpu_attention.attend`, query by query."""
+    heads, groups = queries.shape[1], keys.shape[1]
+    outputs = []
+    for i, query in enumerate(queries):
+        end = len(keys) - len(queries) + i + 1
+        begin = 0 if window is None or window < 0 else max(0, end - 1 - window)
+        seen = keys[begin:end].unsqueeze(2)
+        logits = (seen * query.view(1, groups, heads // groups, -1)).sum(-1) * scale
+        if sinks is not None:
+            column = sinks.to(logits.dtype).view(1, groups, -1)
+            logits = torch.cat([logits, column])
+        weights = logits.softmax(0)[: end - begin].unsqueeze(-1)
+        outputs.append((weights * values[begin:end].unsqueeze(2)).sum(0).flatten(0, 1))
+    return torch.stack(outputs) if outputs else queries.new_empty(0, heads, 0)
+
+
+class BatchInvariantAttention(CpuAttention):
+    """Attention of all layers, query by query."""
+
+    attend = staticmethod(attend_each)
+
+    def forward_extend(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        *args: Any,
+        **kw: Any,
+    ) -> torch.Tensor:
+        counts = forward_batch.extend_seq_lens.tolist()
+        return self._attend(q, k, v, layer, forward_batch, counts, *args, **kw)
+
+    def forward_decode(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        *args: Any,
+        **kw: Any,
+    ) -> torch.Tensor:
+        counts = [1] * len(forward_batch.seq_lens)
+        return self._attend(q, k, v, layer, forward_batch, counts, *args, **kw)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        counts: list[int],
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
+            raise EngineError(
+                f"attention of type {layer.attn_type} has no deterministic form on a CPU; "
+                "drop --enable-deterministic-inference."
+            )
+        return self._forward(
+            q, k, v, layer, forward_batch, save_kv_cache, sinks, counts
+        )

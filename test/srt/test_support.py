@@ -6,17 +6,24 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from sglang.srt.server_args import ServerArgs
 
+from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError
 from sglang_batch.srt.compat.support import (
     CACHE_BACKEND,
+    LIMITS,
     REFUSALS,
     SET_BY_SGLANG,
+    check_deterministic,
     check_supported,
+    found_limits,
+    is_deterministic,
 )
 
 WAY_OUT = """--offline-batch-config '{"scheduler": "stock"}'"""
@@ -25,7 +32,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("disable_radix_cache", True, "--disable-radix-cache does"),
     ("radix_cache_backend", "flexkv", "--radix-cache-backend flexkv does"),
     ("radix_eviction_policy", "lfu", "--radix-eviction-policy lfu does"),
-    ("enable_hierarchical_cache", True, "--enable-hierarchical-cache does"),
+    ("hicache_storage_backend", "file", "--hicache-storage-backend file does"),
+    ("hicache_host_memory_mode", "buffer_only", "--hicache-host-memory-mode"),
     ("enable_lmcache", True, "--enable-lmcache does"),
     ("enable_flexkv", True, "--enable-flexkv does"),
     ("enable_unified_cache_external_linker", True, "external-linker does"),
@@ -34,8 +42,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("enable_hisparse", True, "--enable-hisparse does"),
     ("enable_unified_memory", True, "--enable-unified-memory does"),
     ("enable_page_major_kv_layout", True, "--enable-page-major-kv-layout does"),
-    ("kv_cache_dtype", "nvfp4", "--kv-cache-dtype nvfp4 does"),
-    ("kv_cache_dtype", "mxfp8", "--kv-cache-dtype mxfp8 does"),
     ("enable_kv_cache_sharding", True, "--enable-kv-cache-sharding does"),
     ("schedule_policy", "lpm", "--schedule-policy lpm does"),
     ("enable_priority_scheduling", True, "--enable-priority-scheduling does"),
@@ -53,8 +59,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("speculative_algorithm", "EAGLE", "--speculative-algorithm EAGLE does"),
     ("decoupled_spec_role", "verifier", "--decoupled-spec-role verifier does"),
     ("dllm_algorithm", "LowConfidence", "--dllm-algorithm LowConfidence does"),
-    ("enable_deterministic_inference", True, "--enable-deterministic-inference does"),
-    ("rl_on_policy_target", "fsdp", "--rl-on-policy-target fsdp does"),
     ("enable_lora_overlap_loading", True, "--enable-lora-overlap-loading does"),
     ("lora_drain_wait_threshold", 1.5, "--lora-drain-wait-threshold 1.5 does"),
     ("uno_lora_path", "a", "--uno-lora-path a does"),
@@ -62,9 +66,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("attn_cp_size", 2, "--attn-cp-size 2 does"),
     ("enable_prefill_cp", True, "--enable-prefill-cp does"),
     ("elastic_ep_backend", "nixl", "--elastic-ep-backend nixl does"),
-    ("enable_return_routed_experts", True, "--enable-return-routed-experts does"),
-    ("enable_return_indexer_topk", True, "--enable-return-indexer-topk does"),
-    ("kv_canary", "log", "--kv-canary log does"),
 ]
 
 
@@ -94,7 +95,11 @@ def test_harmless_values_are_not_refused() -> None:
     check_supported(
         {
             "radix_cache_backend": CACHE_BACKEND,
-            "kv_cache_dtype": "fp8_e4m3",
+            "kv_cache_dtype": "nvfp4",
+            "kv_canary": "raise",
+            "enable_return_routed_experts": True,
+            "enable_deterministic_inference": True,
+            "enable_hierarchical_cache": True,
             "min_free_slots_delay": 1,
             "prefill_decode_interval": 0,
             "chunked_prefill_size": 2048,
@@ -111,10 +116,88 @@ def test_harmless_values_are_not_refused() -> None:
     )
 
 
-def test_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+SLOTS = "keeps data per KV slot, and an offloaded request resumes in other slots"
+LIMITED: list[tuple[str, Any, str]] = [
+    ("kv_cache_dtype", "mxfp8", "--kv-cache-dtype mxfp8 keeps scales besides KV"),
+    ("kv_cache_dtype", "nvfp4", "--kv-cache-dtype nvfp4 keeps scales besides KV"),
+    (
+        "kv_cache_dtype",
+        "fp4_mx_block16",
+        "--kv-cache-dtype fp4_mx_block16 keeps scales besides KV",
+    ),
+    ("enable_return_routed_experts", True, f"--enable-return-routed-experts {SLOTS}"),
+    ("enable_return_indexer_topk", True, f"--enable-return-indexer-topk {SLOTS}"),
+    ("kv_canary", "log", f"--kv-canary log {SLOTS}"),
+    ("kv_canary", "raise", f"--kv-canary raise {SLOTS}"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "reason"), LIMITED)
+def test_flag_forbids_offloading(name: str, value: Any, reason: str) -> None:
+    arguments = ServerArgs(model_path="m")
+    assert found_limits(arguments) == ()
+    assert found_limits(msgspec.structs.replace(arguments, **{name: value})) == (
+        reason,
+    )
+
+
+def test_every_limit_is_tested_and_is_a_value_of_sglang() -> None:
+    assert {name for limit in LIMITS for name in limit.names} == {
+        name for name, _, _ in LIMITED
+    }
+    for limit in LIMITS:
+        for name in limit.names if limit.values else ():
+            found = {value for field, value, _ in LIMITED if field == name}
+            assert found == set(limit.values)
+    for fine in ("auto", "bfloat16", "fp8_e4m3"):
+        arguments = ServerArgs(model_path="m", kv_cache_dtype=fine)
+        assert found_limits(arguments) == ()
+
+
+def test_variable_forbids_offloading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
-    with pytest.raises(ConfigError, match=r"^SGLANG_USE_HND_KVCACHE does not work"):
-        check_supported({})
+    assert found_limits(ServerArgs(model_path="m")) == (
+        "SGLANG_USE_HND_KVCACHE=1 lays KV out per head",
+    )
+
+
+def deterministic(**values: Any) -> Any:
+    fields = {
+        "attention_backend": "fa3",
+        "disable_radix_cache": False,
+        "enable_mixed_chunk": False,
+        "enable_deterministic_inference": True,
+        "rl_on_policy_target": None,
+    }
+    return SimpleNamespace(**fields | values)
+
+
+def test_what_deterministic_inference_does_without() -> None:
+    plain = OfflineBatchConfig()
+    check_deterministic(deterministic(), plain)
+    for arguments, config, wrong in (
+        (
+            {"attention_backend": "flashinfer", "disable_radix_cache": True},
+            plain,
+            "--attention-backend flashinfer, for which SGLang turns off the prefix",
+        ),
+        ({"enable_mixed_chunk": True}, plain, "--enable-mixed-chunk"),
+        ({}, OfflineBatchConfig(mixed_chunk=True), "--enable-mixed-chunk"),
+        ({}, OfflineBatchConfig(attention="torch"), 'attention="torch"'),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_deterministic(deterministic(**arguments), config)
+        assert wrong in str(caught.value)
+        assert str(caught.value).endswith(f", or give {WAY_OUT}.")
+
+
+def test_an_on_policy_target_is_deterministic() -> None:
+    assert not is_deterministic(ServerArgs(model_path="m"))
+    for flag in (
+        {"enable_deterministic_inference": True},
+        {"rl_on_policy_target": "fsdp"},
+    ):
+        assert is_deterministic(ServerArgs(model_path="m", **flag))
 
 
 def launch(model: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -141,8 +224,8 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], start: str) -> N
 
 def test_server_refuses_a_flag(tmp_path: Path) -> None:
     assert_one_sentence(
-        launch(tmp_path, "--enable-hierarchical-cache"),
-        "--enable-hierarchical-cache does not work with the offline scheduler: ",
+        launch(tmp_path, "--enable-lmcache"),
+        "--enable-lmcache does not work with the offline scheduler: ",
     )
 
 
@@ -211,6 +294,7 @@ import json, sys
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.arg_groups.overrides import resolving_view
+from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError
 from sglang_batch.srt.plugin.offline_server_args import make_server_args
 for name, extra in json.loads(sys.argv[1]):
@@ -264,6 +348,26 @@ def test_kinds_of_models(tmp_path: Path) -> None:
         ),
         ("sliding-window", stock, "fine"),
         ("plain", {"schedule_policy": "lpm", **stock}, "fine"),
+        ("plain", {"enable_deterministic_inference": True}, "fine"),
+        ("plain", {"rl_on_policy_target": "fsdp"}, "fine"),
+        (
+            "plain",
+            {"enable_deterministic_inference": True, "enable_mixed_chunk": True},
+            "--enable-deterministic-inference with the offline scheduler does not work",
+        ),
+        (
+            "plain",
+            {
+                "enable_deterministic_inference": True,
+                "attention_backend": "flashinfer",
+            },
+            "--enable-deterministic-inference with the offline scheduler does not work",
+        ),
+        (
+            "plain",
+            {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
+            "--hicache-storage-backend file does not work",
+        ),
         ("no-hybrid-memory", {}, "fine"),
         ("images", {}, "fine"),
         ("encoder-decoder", {}, "WhisperForConditionalGeneration does not work"),

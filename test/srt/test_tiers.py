@@ -15,6 +15,7 @@ from sglang_batch.srt.compat.tiers import (
     Tier,
     check_drafts,
     check_model,
+    flags_table,
     kinds_table,
     model_tier,
 )
@@ -54,9 +55,15 @@ def test_an_index_besides_kv_is_planned(tmp_path: Path) -> None:
 
 def test_a_server_that_cannot_offload_is_planned(tmp_path: Path) -> None:
     llama = read("llama", tmp_path / "a", "LlamaForCausalLM")
-    found = model_tier(llama).without_offloading("disaggregation")
-    assert str(found) == (
-        "LlamaForCausalLM: planned; offloading is off because of disaggregation"
+    full = model_tier(llama)
+    assert full.without_offloading() == full
+    assert str(full.without_offloading("--kv-cache-dtype nvfp4 keeps scales")) == (
+        "LlamaForCausalLM: planned; offloading is off because --kv-cache-dtype nvfp4 "
+        "keeps scales"
+    )
+    gpt_oss = model_tier(read("gpt_oss", tmp_path / "b", "GptOssForCausalLM"))
+    assert str(gpt_oss.without_offloading("of a mode")).endswith(
+        "layers keep KV in a separate pool and of a mode"
     )
 
 
@@ -88,5 +95,14 @@ def test_each_kind_says_why_in_one_sentence() -> None:
         assert kind.reason and not kind.reason.endswith(".")
 
 
-def test_docs_have_the_table() -> None:
-    assert kinds_table() in DOCS.read_text()
+def test_an_index_of_groups_is_refused(tmp_path: Path) -> None:
+    sparse = {"index_topk": 64, "index_head_dim": 32, "index_n_heads": 2}
+    pooled = {**sparse, "index_kpool": 4}
+    config = read("deepseek_v3", tmp_path / "a", "DeepseekV32ForCausalLM", **pooled)
+    assert model_tier(config).tier is Tier.REFUSED
+
+
+def test_docs_have_the_tables() -> None:
+    text = DOCS.read_text()
+    assert kinds_table() in text
+    assert flags_table() in text

@@ -136,7 +136,8 @@ def _in_groups(bits: float, group: int | None) -> float:
 
 
 def _compressed(stored: Config) -> tuple[float, float, bool]:
-    scheme = next(iter((stored.get("config_groups") or {}).values()), {})
+    groups: Config = stored.get("config_groups") or {}
+    scheme: Config = next(iter(groups.values()), {})
     weights = scheme.get("weights") or {}
     bits, group = weights.get("num_bits"), weights.get("group_size")
     if not bits:

@@ -82,6 +82,9 @@ class OfflineArgs(ServerArgs, Protocol):
     offline_batch_config: str | None
     offline_batch_dir: str | None
     custom_sigquit_handler: Callable[..., None] | None
+    enable_hierarchical_cache: bool
+    hicache_ratio: float | None
+    hicache_size: int
     _offline_from_cli: bool
 
     @property

@@ -115,13 +115,22 @@ REFUSALS = (
     ),
     Refusal(
         (
-            "enable_hierarchical_cache",
             "enable_lmcache",
             "enable_flexkv",
             "enable_unified_cache_external_linker",
         ),
         _given,
         _SECOND_TIER,
+    ),
+    Refusal(
+        ("hicache_storage_backend",),
+        _given,
+        "--enable-hierarchical-cache means host memory here, and nothing behind it",
+    ),
+    Refusal(
+        ("hicache_host_memory_mode",),
+        _other_than("cache"),
+        "--enable-hierarchical-cache means host memory here, which KV stays in",
     ),
     Refusal(
         ("enable_session_radix_cache", "enable_streaming_session"),

@@ -4,6 +4,7 @@
 SGLang brings Triton kernels for this. Here, matrices are multiplied row by row, and each
 token attends by itself, always in the same order of operations. So it makes no difference
 whether a token is computed in a prompt, in a chunk of it or in a decode step. It is slow.
+Random numbers come from a hash of seed and position, as on a GPU.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.layers import sampler
 from sglang.srt.layers.radix_attention import AttentionType
 
 from ...errors import EngineError
 from .cpu_attention import CpuAttention
+
+_ALL = 2**32 - 1  # all bits of a word
 
 _library: torch.library.Library | None = None
 
@@ -54,6 +58,43 @@ def use_rows() -> None:
         ("bmm", _multiply_each),
     ):
         _library.impl(name, function, "CPU", allow_override=True)
+    vars(sampler)["murmur_hash32"] = murmur_hash32
+    # Compiled, it would be for batches of one size.
+    seeded = sampler.multinomial_with_seed
+    original = getattr(seeded, "_torchdynamo_orig_callable", seeded)
+    vars(sampler)["multinomial_with_seed"] = original
+
+
+def murmur_hash32(
+    seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor
+) -> torch.Tensor:
+    """MurmurHash3, 32 bits, of a seed (64 bits), a position and a column (32 bits each).
+
+    seed, positions: ``[n]``.
+    columns: ``[m]``.
+
+    Returns:
+        int64 ``[n, m]``, each from 0 to 2**32 - 1.
+    """
+    seed = seed.to(torch.int64)
+    columns = columns.to(torch.int64).unsqueeze(0)
+    hashed = torch.zeros(len(seed), 1, dtype=torch.int64)
+    for word in (seed & _ALL, (seed >> 32) & _ALL, positions.to(torch.int64) & _ALL):
+        hashed = _mix(hashed, word.unsqueeze(1))
+    hashed = _mix(hashed, columns & _ALL) ^ 16  # bytes in all
+    hashed = ((hashed ^ (hashed >> 16)) * 0x85EBCA6B) & _ALL
+    hashed = ((hashed ^ (hashed >> 13)) * 0xC2B2AE35) & _ALL
+    return hashed ^ (hashed >> 16)
+
+
+def _mix(hashed: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
+    word = _rotated((word * 0xCC9E2D51) & _ALL, 15)
+    word = (word * 0x1B873593) & _ALL
+    return (_rotated(hashed ^ word, 13) * 5 + 0xE6546B64) & _ALL
+
+
+def _rotated(word: torch.Tensor, by: int) -> torch.Tensor:
+    return ((word << by) | (word >> (32 - by))) & _ALL
 
 
 def attend_each(
@@ -84,8 +125,6 @@ def attend_each(
 class BatchInvariantAttention(CpuAttention):
     """Attention of all layers, query by query."""
 
-    attend = staticmethod(attend_each)
-
     def forward_extend(
         self,
         q: Any,
@@ -111,6 +150,11 @@ class BatchInvariantAttention(CpuAttention):
     ) -> torch.Tensor:
         counts = [1] * len(forward_batch.seq_lens)
         return self._attend(q, k, v, layer, forward_batch, counts, *args, **kw)
+
+    def _attend_one(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        return attend_each(q, k, v, **options)
 
     def _attend(
         self,

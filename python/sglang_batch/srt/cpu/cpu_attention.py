@@ -72,6 +72,11 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
             q, k, v, layer, forward_batch, save_kv_cache, sinks, counts
         )
 
+    def _attend_one(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        return attend(q, k, v, **options)
+
     def _has_own_pool(self, layer: Any) -> bool:
         if not self.use_sliding_window_kv_pool:
             return False
@@ -116,7 +121,7 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
             if self._has_own_pool(layer):
                 at = pool.translate_loc_from_full_to_swa(at).to(torch.int64)
             outputs.append(
-                self.attend(
+                self._attend_one(
                     queries[begin : begin + count],
                     keys[at].to(q.dtype),
                     values[at].to(q.dtype),
@@ -189,9 +194,6 @@ def attend(
     weights = logits.softmax(-1)[..., :num_tokens]
     # KV outside of the window may have been overwritten; its weight is 0.
     return torch.einsum("hqk,khd->qhd", weights, values)
-
-
-CpuAttention.attend = staticmethod(attend)
 
 
 def make_backend(model_runner: Any) -> TorchNativeAttnBackend:

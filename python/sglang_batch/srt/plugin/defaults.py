@@ -95,6 +95,8 @@ def _resolve(server_args: ServerArgs, previous: ResolutionStep) -> None:
             "offline_batch",
             radix_cache_backend=CACHE_BACKEND,
             enable_mixed_chunk=bool(mixed),
+            # SGLang's copies KV that the plan does not need. Ours takes its sizes.
+            enable_hierarchical_cache=False,
         )
 
 

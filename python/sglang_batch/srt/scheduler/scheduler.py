@@ -254,12 +254,17 @@ class OfflineScheduler(MarkedScheduler):
         self.tier = self._find_tier()
         offloader = None  # SGLang then retracts requests
         if self.tier.tier is Tier.FULL:
-            offloader = make_offloader(self, self.server_args.offline_config)
+            offloader = make_offloader(self)
             if not copies_kv():  # requests that make room are computed again
                 self.tier = self.tier.without_offloading("of pipeline parallelism")
         self.offloader = offloader
         host = HostPrefixes(cache, offloader) if offloader is not None else None
-        pinned = PinnedPrefixes(cache, self.jobs, host)
+        pinned = PinnedPrefixes(
+            cache,
+            self.jobs,
+            host,
+            saves_all=self.server_args.enable_hierarchical_cache,
+        )
         self.prefixes = SharedPrefixes(cache, pinned)
         self.registry = RequestRegistry(
             jobs=self.jobs,

@@ -82,20 +82,33 @@ class OffloadedRequest:
         return self.shared_len + self.num_tokens
 
 
-def make_offloader(
-    scheduler: OffloadingScheduler, config: OfflineBatchConfig
-) -> KvOffloader:
-    """An offloader of the sizes in the settings.
+def make_offloader(scheduler: OffloadingScheduler) -> KvOffloader:
+    """An offloader of the sizes in the arguments.
 
     Raises:
         EngineError: as of :class:`KvOffloader`.
     """
     if not copies_kv():
         return KvOffloader(scheduler, 0)
-    offloader = KvOffloader(scheduler, config.offload_bytes)
+    config = scheduler.server_args.offline_config
+    offloader = KvOffloader(scheduler, _pool_bytes(scheduler))
     if config.prefetch_bytes:
         offloader.prefetch = _make_prefetch(offloader.pool, config)
     return offloader
+
+
+def _pool_bytes(scheduler: OffloadingScheduler) -> int | None:
+    """The size of the host pool that the user chose. None: it is left to us."""
+    args = scheduler.server_args
+    given: int | None = args.offline_config.offload_bytes
+    if given is not None or not args.enable_hierarchical_cache:
+        return given
+    if args.hicache_size:
+        return int(args.hicache_size * 1e9)
+    if args.hicache_ratio is None:
+        return None
+    buffers = _buffers(scheduler.token_to_kv_pool_allocator.get_kvcache())
+    return int(args.hicache_ratio * sum(each.nbytes for each in buffers))
 
 
 def _make_prefetch(pool: HostPool, config: OfflineBatchConfig) -> KvPrefetch:
@@ -507,7 +520,8 @@ def _num_pages(
     elif pool_bytes > free:
         raise EngineError(
             f"offload_bytes={pool_bytes}, for each rank, is more than the {free} bytes of "
-            "host memory that are free; set less, or 0 to compute requests again instead."
+            "host memory that are free; set less (with --enable-hierarchical-cache also "
+            "by --hicache-size), or 0 to compute requests again instead."
         )
     else:
         pages = pool_bytes // page_bytes

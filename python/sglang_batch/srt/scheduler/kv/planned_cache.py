@@ -166,6 +166,7 @@ class PinnedPrefixes:
     Args:
         host: keeps prefixes of jobs that may still grow. None where KV cannot be moved
             to the host; they are computed again.
+        saves_all: whether it keeps those of whole jobs, too.
     """
 
     def __init__(
@@ -173,10 +174,13 @@ class PinnedPrefixes:
         cache: PlannedRadixCache,
         jobs: OpenJobs,
         host: HostPrefixes | None = None,
+        *,
+        saves_all: bool = False,
     ) -> None:
         self._cache = cache
         self._jobs = jobs
         self.host = host
+        self._saves_all = saves_all
 
     @property
     def host_room(self) -> int:
@@ -281,13 +285,14 @@ class PinnedPrefixes:
     def _save(self, job: JobState, node: int) -> None:
         """Copy a prefix to the host, from behind the one above it.
 
-        Only for requests that are on the host without it, or of a job that may still
-        grow: what a whole plan evicts is rarely needed again, and the plan counts on
-        computing it.
+        Unless there is a second tier for all, only for requests that are on the host
+        without it, or of a job that may still grow: what a whole plan evicts is rarely
+        needed again, and the plan counts on computing it.
         """
         uses, pin = job.uses, job.uses.pins[node]
         if self.host is None or not (
-            job.plan.open_ended
+            self._saves_all
+            or job.plan.open_ended
             or any(node in uses.path(each.node) for each in job.left_prefix)
         ):
             return

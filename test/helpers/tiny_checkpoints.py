@@ -16,7 +16,6 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "sliding_window": WINDOW,
     },
-    "qwen3_moe": {},
     "gemma3_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from scheduling_jobs import request_of
 
+from sglang_batch.planner.admission_rules.pool_shares import PoolShares
 from sglang_batch.scheduling.bounded_pool import BoundedPool
 from sglang_batch.scheduling.kv_accounting import KvAccounting
 
@@ -13,7 +14,9 @@ WINDOW = 32
 
 def windows(capacity: int) -> BoundedPool:
     return BoundedPool(
-        capacity, prompt_tokens=WINDOW, answer_tokens=WINDOW, prefix_tokens=WINDOW
+        PoolShares(
+            capacity, prompt_tokens=WINDOW, answer_tokens=WINDOW, prefix_tokens=WINDOW
+        )
     )
 
 
@@ -27,7 +30,7 @@ def test_a_share_stops_growing_at_the_window(own: int, steps: int, share: int) -
 
 
 def test_states_count_one_by_one() -> None:
-    states = BoundedPool(4, row_units=1, prefix_units=1)
+    states = BoundedPool(PoolShares(4, row_units=1, prefix_units=1))
     request = request_of(own=1000, est_decode_steps=50)
     assert states.share(request, 50) == 1
     assert states.fits(request, 50, 3, 0.0)

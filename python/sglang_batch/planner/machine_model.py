@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+from .admission_rules.pool_shares import NO_POOL, PoolShares
 from .costs.cost_model import CostModel
 
 
@@ -38,6 +39,12 @@ class EngineLimits:
     dense: whether KV is as many rows times the longest of them, as in dense batches.
     prefetches: whether KV on the host comes back while steps run, as with the setting
         ``prefetch_bytes``. SGLang parks rows in a switch of batches only then.
+    overlapped: whether SGLang schedules a step while the last one runs, and so learns one
+        step late that a request has ended.
+    second_pool: of a model with sliding windows or recurrent states, the pool that keeps
+        them. With ``as_sglang``, prompts of models with states are cut where a state is
+        kept, and a prefix can be used only there. The textbook engine keeps states at no
+        cost in steps.
     max_waiting: most requests that wait in the engine, from which batches of similar
         length are formed. None for all of the job.
 
@@ -56,6 +63,8 @@ class EngineLimits:
     as_sglang: bool = False
     dense: bool = False
     prefetches: bool = False
+    overlapped: bool = True
+    second_pool: PoolShares = NO_POOL
     max_waiting: int | None = None
 
     def __post_init__(self) -> None:

@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..planner.admission_rules.followers import SHORTEST_AWAITED
+from ..planner.admission_rules.followers import SHORTEST_AWAITED, WORTH_A_STATE
 from ..planner.requests import Int32s, Int64s
 from .job_plan import JobPlan
 from .scheduled_request import ScheduledRequest
 
-# Prompt tokens that a recurrent state has to save later requests. Keeping one cuts a prompt.
-WORTH_A_STATE = 32
 # A node that more requests than this still need is used soon.
 _MANY = 4096
 

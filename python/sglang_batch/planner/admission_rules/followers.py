@@ -7,3 +7,5 @@ MOST_FOLLOWERS = 256
 # Fewer tokens are computed again at once. Many prompts begin alike by a token or two, and
 # a step for each of these would cost more.
 SHORTEST_AWAITED = 8
+# Prompt tokens that a recurrent state has to save later requests. Keeping one cuts a prompt.
+WORTH_A_STATE = 32

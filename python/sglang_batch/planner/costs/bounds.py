@@ -63,6 +63,7 @@ def lower_bounds(
     held = _kv_area(tree, d)
     min_steps = max(int(np.ceil(held / kv_capacity_tokens)), int(d.max(initial=0.0)))
     read = held if cost.shared_kv_read_once else float((p * d + d * d / 2.0).sum())
+    read += float((cost.more_reads(p) * d).sum())
     weights = min_steps * cost.weight_read_time_s
     memory = read * cost.kv_read_time_s + weights
     return Bounds(
@@ -82,7 +83,7 @@ def _critical_path_s(cost: CostModel, input_len: Floats, output_len: Floats) -> 
     longest = 0.0
     for i in np.argsort(-output_len, kind="stable")[:_CRITICAL]:
         p, d = input_len[i], output_len[i]
-        held = p + np.arange(1.0, d + 1.0)
+        held = p + np.arange(1.0, d + 1.0) + cost.more_reads(p)
         steps = cost.step_time_s(
             cost.token_time_s, held * cost.kv_read_time_s + cost.weight_read_time_s
         )

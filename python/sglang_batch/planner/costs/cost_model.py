@@ -23,6 +23,10 @@ from ..requests import Floats, Int32s, Int64s
 from .hardware import HardwareSpec
 from .model_spec import ModelSpec
 
+# SGLang's defaults: ``--mamba-full-memory-ratio``, memory for states over memory for KV, and
+# ``--swa-full-tokens-ratio``, tokens in sliding-window layers over tokens in the others.
+STATES_TO_KV, WINDOWS_TO_KV = 0.9, 0.8
+
 Values = float | Floats | Int32s | Int64s
 
 
@@ -34,7 +38,7 @@ class CostModel:
     numbers give a NumPy number.
 
     token_time_s: compute time of one token in all matrices.
-    kv_read_time_s: time to read one token's KV, in all layers.
+    kv_read_time_s: time to read one token's KV, in all layers that read all tokens.
     attention_time_s: compute time of attention per squared prompt token, 0.0 to leave
         it out. The paper's ``4 * H * L`` counts the whole square, not the causal half,
         and the paper drops the term in deriving its algorithms.
@@ -50,6 +54,10 @@ class CostModel:
         bandwidth. 0 where nobody measured it.
     padded: whether attention reads as many tokens for every row as for the longest, as
         in dense batches.
+    state_reads: recurrent states that each row reads and writes in a step, as tokens of
+        KV that take as long.
+    window: tokens that sliding-window layers read at most.
+    window_reads: one token's KV in these layers, over its KV in the others.
 
     Raises:
         ConfigError: a time is negative or not finite, or the exponent is below 1, or
@@ -64,6 +72,9 @@ class CostModel:
     interference_exponent: float = 1.47
     row_share: float = 0.0
     padded: bool = False
+    state_reads: float = 0.0
+    window: int = 0
+    window_reads: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[:4]:
@@ -115,9 +126,10 @@ class CostModel:
             matrix_flops = devices.fp8_flops
         attention = 4 * model.hidden * model.num_layers / devices.compute_flops
         weights = model.weight_bytes / devices.bandwidth_bytes_per_s
-        kv_bytes = model.kv_bytes_per_token * model.kv_replicas(tp)
+        kv_bytes = model.full_kv_bytes_per_token * model.kv_replicas(tp)
+        others_s = model.other_flops_per_token / devices.compute_flops
         return cls(
-            token_time_s=2 * model.num_active_params / matrix_flops,
+            token_time_s=2 * model.num_active_params / matrix_flops + others_s,
             kv_read_time_s=kv_bytes / devices.bandwidth_bytes_per_s,
             attention_time_s=attention if attention_flops else 0.0,
             weight_read_time_s=weights if weight_reads else 0.0,
@@ -125,7 +137,19 @@ class CostModel:
             interference_exponent=float(interference_exponent),
             row_share=float(row_share),
             padded=padded,
+            state_reads=2 * model.state_bytes / kv_bytes,
+            window=model.window,
+            window_reads=model.window_kv_bytes_per_token
+            / model.full_kv_bytes_per_token,
         )
+
+    def more_reads(self, input_len: Values) -> Floats:
+        """Tokens of KV whose reading takes as long as what each decode step of a request
+        reads besides: states and windows. Windows count as they are when it begins.
+        """
+        windows = np.minimum(_floats(input_len), self.window) * self.window_reads
+        more: Floats = np.rint(windows + self.state_reads)
+        return more
 
     def compute_time_s(self, input_len: Values, output_len: Values) -> Floats:
         """Comp(r): compute time of requests that share nothing, in seconds."""
@@ -139,6 +163,8 @@ class CostModel:
         output_len_sq: Values | None = None,
     ) -> Floats:
         """Mem(r): time to read KV while requests generate, in seconds.
+
+        Without states and windows: add :meth:`more_reads` to ``input_len``.
 
         Args:
             output_len: d, or an estimate E[d].
@@ -243,6 +269,8 @@ def kv_capacity_tokens(
 ) -> int:
     """Tokens of KV that fit on ``tp`` devices together with the weights.
 
+    States and windows have the shares of memory that SGLang gives them by default.
+
     Args:
         mem_fraction: share of each device's memory for weights and KV, 0 to 1.
         reserve_bytes: bytes of that share to leave free on each device.
@@ -256,8 +284,10 @@ def kv_capacity_tokens(
         raise ConfigError(f"reserve_bytes={reserve_bytes!r} must be 0 or more.")
     devices = hardware.scaled(tp)
     usable = devices.memory_bytes * mem_fraction - reserve_bytes * tp
-    kv_bytes = model.kv_bytes_per_token * model.kv_replicas(tp)
-    tokens = math.floor((usable - model.weight_bytes) / kv_bytes)
+    left = usable - model.weight_bytes
+    if model.state_bytes:
+        left /= 1.0 + STATES_TO_KV
+    tokens = math.floor(left / (_held_bytes(model) * model.kv_replicas(tp)))
     if tokens < 1:
         raise ConfigError(
             f"The weights take {model.weight_bytes / 1e9:.1f} GB and leave no room for KV "
@@ -266,6 +296,27 @@ def kv_capacity_tokens(
             "or quantise the weights."
         )
     return tokens
+
+
+def num_states(model: ModelSpec, kv_tokens: int, tp: int = 1) -> int:
+    """Recurrent states that SGLang has room for beside so many tokens of KV."""
+    if not model.state_bytes:
+        return 0
+    kv_bytes = kv_tokens * model.kv_bytes_per_token * model.kv_replicas(tp)
+    return int(STATES_TO_KV * kv_bytes // model.state_bytes)
+
+
+def num_window_tokens(model: ModelSpec, kv_tokens: int) -> int:
+    """Tokens of KV in a pool for sliding-window layers, 0 if they have none."""
+    return int(kv_tokens * WINDOWS_TO_KV) if model.own_window_pool else 0
+
+
+def _held_bytes(model: ModelSpec) -> float:
+    """Bytes of memory for each token of KV, with its share of the windows' pool."""
+    windows = model.window_kv_bytes_per_token
+    if model.own_window_pool:
+        windows *= WINDOWS_TO_KV
+    return model.full_kv_bytes_per_token + windows
 
 
 def _floats(values: Values) -> Floats:

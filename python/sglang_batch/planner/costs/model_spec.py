@@ -8,20 +8,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...errors import ConfigError
-from .weight_bits import Config, dtype_bits, weight_bits
+from .layer_kinds import FULL, RECURRENT, WINDOW, RecurrentLayer, layer_kinds
+from .weight_bits import Config, dtype_bits, integer, weight_bits
 
 # Keys of a multimodal model's configuration that have its language model's.
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 
-# Keys of models with parts that this module cannot count: layers whose state is no KV
-# cache, KV shared by layers, sparse reads of the KV, embeddings per layer, an encoder.
+# Keys of models with parts that this module cannot count: layers of kinds that are not in
+# ``layer_kinds``, KV shared by layers, sparse reads of the KV, embeddings per layer, an
+# encoder.
 _UNCOUNTED = (
-    *("attn_layer_period", "mamba_d_state", "ssm_cfg", "layers_block_type"),
-    *("hybrid_override_pattern", "linear_attn_config", "linear_num_value_heads"),
+    *("attn_layer_period", "ssm_cfg", "layers_block_type"),
+    *("hybrid_override_pattern", "linear_attn_config", "attn_layer_indices"),
     *("num_kv_shared_layers", "index_topk", "hidden_size_per_layer_input"),
     *("global_head_dim", "is_encoder_decoder"),
 )
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+# Families whose sliding-window layers SGLang gives a pool of their own.
+_OWN_WINDOW_POOL = ("gpt_oss", "llama4", "gemma4", "mimo_v2", "step3p5")
 
 # Models whose feed-forward network has two matrices, without a gate.
 _UNGATED = {"phi", "gpt_neox", "starcoder2", "nemotron"}
@@ -35,16 +38,24 @@ class ModelSpec:
     num_active_params: parameters used for one token. All of them for a dense model, as
         in the paper (including the embedding table: 8e9 for Llama-3.1-8B). For a
         mixture of experts, without the experts that are not chosen.
-    num_layers: L.
+    num_layers: L, layers whose attention reads all tokens.
     hidden: H, width of attention over all heads. With latent attention, the mean of
         the widths of keys and values.
-    kv_bytes_per_token: one token's KV in all layers. Layers with a sliding window
-        count as full ones.
+    kv_bytes_per_token: one token's KV in all layers that have attention, those with a
+        sliding window included. Recurrent layers have none.
     weight_bytes: size of all weights in memory.
     kv_shards: number of devices among which one token's KV can be divided: the KV
         heads, 1 for latent attention. None: any number.
     in_8_bits: whether weights and activations have 8 bits, so that matrices can be
         multiplied at a device's rate for these.
+    state_bytes: a request's recurrent states in all layers. A decode step reads and
+        writes them, however long the request is.
+    window: tokens that sliding-window layers read at most, 0 without such layers. Layers
+        with chunked attention count as full ones.
+    window_kv_bytes_per_token: the part of ``kv_bytes_per_token`` in these layers.
+    own_window_pool: whether SGLang keeps it in a pool of its own.
+    other_flops_per_token: compute of recurrences and windows, which does not grow with
+        the prompt: 4 W H for each window layer, as if all windows were full.
 
     Raises:
         ConfigError: a figure is not positive, or ``num_active_params`` is more than
@@ -59,13 +70,16 @@ class ModelSpec:
     weight_bytes: int
     kv_shards: int | None = None
     in_8_bits: bool = False
+    state_bytes: int = 0
+    window: int = 0
+    window_kv_bytes_per_token: float = 0.0
+    own_window_pool: bool = False
+    other_flops_per_token: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "in_8_bits" or (
-                field.name == "kv_shards" and value is None
-            ):
+            if value == field.default:
                 continue
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{field.name}={value!r} must be a positive number.")
@@ -74,6 +88,11 @@ class ModelSpec:
                 f"num_active_params={self.num_active_params} is more than "
                 f"num_params={self.num_params}."
             )
+
+    @property
+    def full_kv_bytes_per_token(self) -> float:
+        """One token's KV in the layers that read all tokens."""
+        return self.kv_bytes_per_token - self.window_kv_bytes_per_token
 
     def kv_replicas(self, tp: int) -> float:
         """The number of copies of a token's KV that ``tp`` devices store and read.
@@ -94,8 +113,8 @@ class ModelSpec:
         """Count a decoder-only model from its Hugging Face ``config.json``.
 
         Dense models and mixtures of experts with multi-head, grouped-query or latent
-        attention are supported. Matrices are counted exactly, norms and biases as in
-        the common families. In a multimodal model the language model is counted, and
+        attention are supported, also between gated delta nets or Mamba-2 layers.
+        Matrices are counted exactly, norms and biases as in the common families. In a multimodal model the language model is counted, and
         in a model with extra layers for multi-token prediction those for the next
         token.
 
@@ -115,15 +134,20 @@ class ModelSpec:
         """
         config = _text_config(config)
         _refuse_uncounted(config)
-        num_layers = _integer(config, "num_hidden_layers")
+        num_layers = integer(config, "num_hidden_layers")
+        kinds = layer_kinds(config, num_layers)
         attention = _Attention.of(config)
+        recurrent = RecurrentLayer.of(config) if RECURRENT in kinds else _NO_STATES
+        num_recurrent, num_windows = kinds.count(RECURRENT), kinds.count(WINDOW)
+        num_attention = num_layers - num_recurrent
+        window = integer(config, "sliding_window") if num_windows else 0
         feed_forward = _FeedForward.of(config, num_layers)
-        embedding = _integer(config, "vocab_size") * _integer(config, "hidden_size")
+        embedding = integer(config, "vocab_size") * integer(config, "hidden_size")
         if not _tied(config):
             embedding *= 2
-        norms = _layer_norms(config) * num_layers + _integer(config, "hidden_size")
-        in_layers = attention.params * num_layers + feed_forward.params
-        num_params = embedding + norms + in_layers
+        norms = _layer_norms(config) * num_layers + integer(config, "hidden_size")
+        mixers = attention.params * num_attention + recurrent.params * num_recurrent
+        num_params = embedding + norms + mixers + feed_forward.params
 
         stored = dtype_bits(
             config.get("torch_dtype") or config.get("dtype") or "bfloat16"
@@ -132,20 +156,29 @@ class ModelSpec:
         kv_bits = bits.plain if kv_dtype in (None, "auto") else dtype_bits(kv_dtype)
         stored_bits = (
             (embedding + norms) * bits.plain
-            + attention.params * num_layers * bits.attention
+            + mixers * bits.attention
             + feed_forward.params * bits.feed_forward
         )
+        family = str(config.get("model_type", ""))
         return cls(
             num_params=num_params,
             num_active_params=num_params - feed_forward.idle_params,
-            num_layers=num_layers,
+            num_layers=kinds.count(FULL),
             hidden=attention.width,
-            kv_bytes_per_token=attention.kv_values * num_layers * kv_bits / 8,
+            kv_bytes_per_token=attention.kv_values * num_attention * kv_bits / 8,
             weight_bytes=math.ceil(stored_bits / 8),
             kv_shards=attention.kv_shards,
             in_8_bits=bits.in_8_bits,
+            state_bytes=recurrent.state_bytes * num_recurrent,
+            window=window,
+            window_kv_bytes_per_token=attention.kv_values * num_windows * kv_bits / 8,
+            own_window_pool=bool(num_windows) and family.startswith(_OWN_WINDOW_POOL),
+            other_flops_per_token=recurrent.flops_per_token * num_recurrent
+            + 4 * window * attention.width * num_windows,
         )
 
+
+_NO_STATES = RecurrentLayer(0, 0, 0)
 
 # Stands for a model whose parameters cannot be counted: an 8B model, 8 KV heads.
 TYPICAL_MODEL = ModelSpec(
@@ -171,12 +204,14 @@ class _Attention:
     def of(cls, config: Config) -> _Attention:
         if config.get("kv_lora_rank"):
             return cls._latent(config)
-        hidden = _integer(config, "hidden_size")
-        heads = _integer(config, "num_attention_heads")
+        hidden = integer(config, "hidden_size")
+        heads = integer(config, "num_attention_heads")
         kv_heads = config.get("num_key_value_heads") or heads
         head_dim = config.get("head_dim") or hidden // heads
         q, kv = heads * head_dim, kv_heads * head_dim
         params = hidden * (2 * q + 2 * kv)
+        if config.get("linear_num_value_heads"):  # its attention has a gate
+            params += hidden * q
         family = str(config.get("model_type", ""))
         if config.get("attention_bias"):
             params += q + 2 * kv + hidden
@@ -189,12 +224,12 @@ class _Attention:
     @classmethod
     def _latent(cls, config: Config) -> _Attention:
         """Multi-head latent attention (DeepSeek-V2, section 2.1)."""
-        hidden = _integer(config, "hidden_size")
-        heads = _integer(config, "num_attention_heads")
-        latent = _integer(config, "kv_lora_rank")
-        rope = _integer(config, "qk_rope_head_dim")
-        nope = _integer(config, "qk_nope_head_dim")
-        value = _integer(config, "v_head_dim")
+        hidden = integer(config, "hidden_size")
+        heads = integer(config, "num_attention_heads")
+        latent = integer(config, "kv_lora_rank")
+        rope = integer(config, "qk_rope_head_dim")
+        nope = integer(config, "qk_nope_head_dim")
+        value = integer(config, "v_head_dim")
         q = heads * (nope + rope)
         q_rank = config.get("q_lora_rank")
         params = hidden * q if not q_rank else (hidden + 1 + q) * q_rank
@@ -218,7 +253,7 @@ class _FeedForward:
 
     @classmethod
     def of(cls, config: Config, num_layers: int) -> _FeedForward:
-        hidden = _integer(config, "hidden_size")
+        hidden = integer(config, "hidden_size")
         family = str(config.get("model_type", ""))
         matrices = 2 if family in _UNGATED else 3
         experts = (
@@ -231,13 +266,15 @@ class _FeedForward:
         params = idle = 0
         if dense:
             width = config.get("intermediate_size_mlp")  # Llama 4's dense layers
-            width = width or _integer(config, "intermediate_size")
+            if not experts:  # Granite 4 calls it a shared expert
+                width = width or _first(config, "shared_intermediate_size")
+            width = width or integer(config, "intermediate_size")
             params += dense * matrices * hidden * width
             if config.get("mlp_bias"):
                 params += dense * (2 * width + hidden)
         if sparse:
-            chosen = _integer(config, "num_experts_per_tok")
-            width = config.get("moe_intermediate_size") or _integer(
+            chosen = integer(config, "num_experts_per_tok")
+            width = config.get("moe_intermediate_size") or integer(
                 config, "intermediate_size"
             )
             expert = matrices * hidden * width
@@ -273,7 +310,7 @@ def _layer_norms(config: Config) -> int:
     """Parameters of the norms before (and after) a layer's two halves."""
     family = str(config.get("model_type", ""))
     norms = 4 if family.startswith(("gemma2", "gemma3")) else 2
-    return norms * _integer(config, "hidden_size")
+    return norms * integer(config, "hidden_size")
 
 
 def _tied(config: Config) -> bool:
@@ -299,7 +336,12 @@ def _text_config(config: Config) -> Config:
 
 def _refuse_uncounted(config: Config) -> None:
     parts = [key for key in _UNCOUNTED if config.get(key)]
-    parts += sorted(set(config.get("layer_types") or ()) - _ATTENTION_LAYERS)
+    types = config.get("layer_types") or ()
+    # Attention and a recurrence in one layer, or a recurrence of another kind.
+    if config.get("mamba_d_state") and "mamba" not in types:
+        parts.append("mamba_d_state")
+    if "linear_attention" in types and not config.get("linear_num_value_heads"):
+        parts.append("linear_attention")
     if parts:
         raise ConfigError(
             f"model_type={config.get('model_type')!r} has parts that cannot be counted "
@@ -309,14 +351,3 @@ def _refuse_uncounted(config: Config) -> None:
 
 def _first(config: Config, *keys: str) -> int | None:
     return next((int(config[key]) for key in keys if config.get(key)), None)
-
-
-def _integer(config: Config, key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(
-            f"The model's configuration has {key}={value!r}; a whole number is needed. A "
-            "config.json may leave a key to its default: PretrainedConfig.to_dict() has "
-            "them all."
-        )
-    return value

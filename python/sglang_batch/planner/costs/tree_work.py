@@ -52,11 +52,13 @@ def read_len(tree: PrefixTree, cost: CostModel) -> Floats:
 
     The whole prompt, or with ``shared_kv_read_once`` (BlendServe 6.2) the request's
     share of it: a prefix is read once for all requests below it, and its tokens are
-    spread evenly over them as if they ran together.
+    spread evenly over them as if they ran together. States and windows are added, as
+    tokens that take as long to read.
     """
+    more = cost.more_reads(tree.input_len)
     if cost.shared_kv_read_once:
-        return _spread(tree, 1)
-    return tree.input_len.astype(np.float64)
+        return _spread(tree, 1) + more
+    return tree.input_len + more
 
 
 def decode_step_moments(

@@ -171,3 +171,19 @@ def _quark(stored: Config) -> tuple[float, float, bool]:
             "weight_dtype."
         )
     return each, each, False
+
+
+def integer(config: Config, key: str) -> int:
+    """A whole number of a configuration.
+
+    Raises:
+        ConfigError: it is missing, or something else.
+    """
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(
+            f"The model's configuration has {key}={value!r}; a whole number is needed. A "
+            "config.json may leave a key to its default: PretrainedConfig.to_dict() has "
+            "them all."
+        )
+    return value

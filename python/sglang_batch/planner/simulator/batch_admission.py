@@ -74,7 +74,7 @@ def batch_prefill(sim: Sim, lengths: RowLengths) -> tuple[int, float]:
         some, over = compute(sim, LEFT, tokens - done)
         done += some
         attention += over
-        if some == 0:
+        if some == 0 or state.cut:
             break
     return done, attention
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..admission_rules.kv_forecast import KvForecast
 from ..admission_rules.padded_forecast import PaddedForecast
+from ..admission_rules.pool_shares import PoolShares
 from ..compiled import jit_in_place
 from ..length_batches.batch_law import BatchLaw
 from ..length_batches.batch_state import LengthBatches
@@ -57,6 +58,11 @@ REQUEST = np.dtype(
         # With batches of similar length: its length in them, and its family.
         ("key", np.int32),
         ("family", np.int32),
+        (
+            "more_reads",
+            np.int32,
+        ),  # of its states and windows in a step, as tokens of KV
+        ("pool_share", np.int32),  # units of the second pool that it is charged
         ("row_base", np.int64),  # length - step while it decodes
     ],
     align=True,
@@ -99,6 +105,8 @@ STATE = np.dtype(
             "num_notes",
             "cells_seen",  # ``changes`` when the rows of a dense engine were last sorted
             "next_waiting",  # position of the first request that is not in the engine yet
+            "pool_held",  # units of the second pool charged to running requests
+            "cut",  # whether a prompt ends in this step where a state is kept
             "parked",  # rows that left in a switch of batches
         )
     ]
@@ -215,6 +223,7 @@ class SimEngine(NamedTuple):
     padded: bool
     dense: bool
     max_waiting: int
+    second: PoolShares
 
 
 class Lists(NamedTuple):

@@ -8,6 +8,7 @@ that change in it, not to all running requests.
 from __future__ import annotations
 
 from ..admission_rules import kv_forecast as kv
+from ..admission_rules.pool_shares import share
 from ..compiled import jit_in_place
 from .engine_state import NONE, Sim
 
@@ -111,6 +112,8 @@ def join_running(sim: Sim, i: int) -> None:
         sim.requests[state.newest].newer = i
     state.newest = i
     state.running += 1
+    r.pool_share = share(sim.engine.second, r.own, r.est_decode_steps)
+    state.pool_held += r.pool_share
 
 
 @jit_in_place
@@ -124,3 +127,4 @@ def leave_running(sim: Sim, i: int) -> None:
     else:
         state.newest = r.older
     state.running -= 1
+    state.pool_held -= r.pool_share

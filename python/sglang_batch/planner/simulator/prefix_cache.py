@@ -5,6 +5,9 @@ no running request uses, evictable), *garbage* (prompt tokens and answers of fin
 requests that no other request shares, which an LRU cache cannot tell apart) and
 *private* (tokens of running requests that no other shares, counted elsewhere).
 
+Of a model with recurrent states, a prefix can be used only where a state was kept: where the
+plan cut the prompt of the request that computed it. A state is a unit of the second pool.
+
 Under ``LRU`` idle prefixes and garbage are evicted oldest first, as in SGLang's radix
 cache. Under ``PLANNED`` the cache follows the plan: garbage and prefixes without a
 remaining use are dropped at once, and the prefix whose next use is furthest away is
@@ -18,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..admission_rules.followers import WORTH_A_STATE
 from ..compiled import jit_in_place
 from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Int32s, Int64s
@@ -26,6 +30,8 @@ LRU = 0
 PLANNED = 1
 
 LOCKED, IDLE, GARBAGE = 0, 1, 2
+# Further totals: nodes that running requests use, and states that are kept.
+NODES, STATES = 3, 4
 _NONE = -1
 
 NODE = np.dtype(
@@ -46,6 +52,11 @@ NODE = np.dtype(
         ("resident", np.int32),
         ("leader", np.int32),  # request that computes it while followers wait
         ("followers", np.int32),  # the first follower
+        # Of a model with states: whether a prompt ends here, whether its leader's prompt
+        # is cut here, and whether there is a state. Other models need none.
+        ("is_end", np.int32),
+        ("is_stop", np.int32),
+        ("has_state", np.int32),
     ],
     align=True,
 )
@@ -58,8 +69,10 @@ class SimCache(NamedTuple):
     older, newer: int32 ``[m + n + 1]``, neighbours in the eviction list. The head of
         the list is the last entry.
     garbage: int32 ``[n]``, tokens of each leaf's garbage.
-    totals: int64 ``[3]``, tokens LOCKED, IDLE and GARBAGE.
+    totals: int64 ``[5]``, tokens LOCKED, IDLE and GARBAGE, and the numbers of NODES in use
+        and STATES.
     eviction: LRU or PLANNED.
+    keeps_states: whether prefixes can be used only where a state was kept.
     """
 
     nodes: NDArray[Any]
@@ -68,9 +81,12 @@ class SimCache(NamedTuple):
     garbage: Int32s
     totals: Int64s
     eviction: int
+    keeps_states: bool
 
 
-def make_cache(tree: PrefixTree, eviction: int, page_size: int = 1) -> SimCache:
+def make_cache(
+    tree: PrefixTree, eviction: int, page_size: int = 1, *, keeps_states: bool = False
+) -> SimCache:
     """An empty cache, which shares whole pages."""
     m, n = tree.num_nodes, tree.num_requests
     nodes = np.zeros(m, NODE)
@@ -83,15 +99,19 @@ def make_cache(tree: PrefixTree, eviction: int, page_size: int = 1) -> SimCache:
     nodes["uses_left"] = tree.leaf_end - tree.leaf_begin
     nodes["next_use"] = _NONE
     nodes["leader"] = nodes["followers"] = _NONE
-    nodes["resident"][0] = 1
+    nodes["resident"][0] = nodes["has_state"][0] = 1
+    if keeps_states:
+        ends = tree.leaf_parent[tree.input_len <= depth[tree.leaf_parent]]
+        nodes["is_end"][ends[ends > 0]] = 1
     head = np.full(m + n + 1, m + n, dtype=np.int32)
     return SimCache(
         nodes=nodes,
         older=head.copy(),
         newer=head.copy(),
         garbage=np.zeros(n, dtype=np.int32),
-        totals=np.zeros(3, dtype=np.int64),
+        totals=np.zeros(5, dtype=np.int64),
         eviction=eviction,
+        keeps_states=keeps_states,
     )
 
 
@@ -105,10 +125,20 @@ def cached_depth(cache: SimCache, node: int) -> int:
 
 @jit_in_place
 def kept_depth(cache: SimCache, node: int) -> int:
-    """The same without what a request still computes."""
-    while cache.nodes[node].resident == 0 or cache.nodes[node].leader != _NONE:
-        node = cache.nodes[node].parent
-    return int(cache.nodes[node].depth)
+    """The same without what a request still computes, or has lost its state unused."""
+    at = cache.nodes[node]
+    while at.resident == 0 or at.leader != _NONE or at.has_state + at.refs == 0:
+        at = cache.nodes[at.parent]
+    return int(at.depth)
+
+
+@jit_in_place
+def usable_depth(cache: SimCache, node: int) -> int:
+    """Tokens of a node's prefix that a request need not compute."""
+    at = cache.nodes[node]
+    while at.resident == 0 or at.leader != _NONE or at.has_state == 0:
+        at = cache.nodes[at.parent]
+    return int(at.depth - at.is_end)
 
 
 @jit_in_place
@@ -140,15 +170,19 @@ def lock(cache: SimCache, node: int, first_use: bool) -> None:
         if at.refs == 0:
             if at.resident == 0:
                 at.resident = 1
+                at.has_state = not cache.keeps_states
                 cache.nodes[at.parent].children += 1
             else:
                 _unlink(cache, node)
                 cache.totals[IDLE] -= at.length
             cache.totals[LOCKED] += at.length
+            cache.totals[NODES] += at.length > 0
         at.refs += 1
         if first_use:
             at.uses_left -= 1
             at.next_use = _NONE
+            if at.uses_left == 0:
+                _drop_state(cache, node)
         node = at.parent
 
 
@@ -163,6 +197,16 @@ def newly_locked(cache: SimCache, node: int) -> int:
 
 
 @jit_in_place
+def num_newly_locked(cache: SimCache, node: int) -> int:
+    """Nodes of a node's prefix that no running request holds."""
+    number = 0
+    while node > 0 and cache.nodes[node].refs == 0:
+        number += cache.nodes[node].length > 0
+        node = cache.nodes[node].parent
+    return number
+
+
+@jit_in_place
 def unlock(cache: SimCache, node: int) -> None:
     """A request ends or is retracted. Its prefix is kept while it may be used again."""
     while node > 0:
@@ -170,13 +214,89 @@ def unlock(cache: SimCache, node: int) -> None:
         at.refs -= 1
         if at.refs == 0:
             cache.totals[LOCKED] -= at.length
-            if cache.eviction == PLANNED and at.uses_left == 0:
+            cache.totals[NODES] -= at.length > 0
+            unneeded = at.uses_left == 0 or (at.has_state == 0 and at.children == 0)
+            if cache.eviction == PLANNED and unneeded:
                 at.resident = 0
                 cache.nodes[at.parent].children -= 1
             else:
                 cache.totals[IDLE] += at.length
                 _append(cache, node)
         node = at.parent
+
+
+@jit_in_place
+def mark_stops(cache: SimCache, leader: int, node: int) -> None:
+    """Choose where a leader's prompt is cut, as ``PrefixUses.stops`` does."""
+    if not cache.keeps_states:
+        return
+    depth, last = -1, -1
+    while True:
+        next_one, at = 0, node
+        while at > 0 and cache.nodes[at].depth > depth:
+            if cache.nodes[at].leader == leader:
+                next_one = at
+            at = cache.nodes[at].parent
+        if next_one == 0:
+            return
+        one = cache.nodes[next_one]
+        depth = one.depth
+        end = depth - one.is_end
+        begin = last if last >= 0 else cache.nodes[one.parent].depth
+        one.is_stop = (end - begin) * one.uses_left >= WORTH_A_STATE
+        if one.is_stop:
+            last = end
+
+
+@jit_in_place
+def next_stop(cache: SimCache, leader: int, node: int, begin: int) -> int:
+    """Where a leader's prompt is cut that is computed from ``begin`` on, or -1."""
+    stop = -1
+    while cache.keeps_states and node > 0:
+        at = cache.nodes[node]
+        if at.leader == leader and at.is_stop and at.depth - at.is_end > begin:
+            stop = at.depth - at.is_end
+        node = at.parent
+    return int(stop)
+
+
+@jit_in_place
+def keep_state(cache: SimCache, node: int) -> None:
+    """A node is computed. Its state is kept if the prompt was cut there."""
+    at = cache.nodes[node]
+    if at.is_stop and at.uses_left > 0 and at.has_state == 0:
+        at.has_state = 1
+        cache.totals[STATES] += 1
+    at.is_stop = 0
+
+
+@jit_in_place
+def _drop_state(cache: SimCache, node: int) -> None:
+    if cache.keeps_states and cache.nodes[node].has_state:
+        cache.nodes[node].has_state = 0
+        cache.totals[STATES] -= 1
+
+
+@jit_in_place
+def evict_states(
+    cache: SimCache, number: int, rank: Int64s, requests: NDArray[Any]
+) -> None:
+    """Free so many states of prefixes that no running request uses, or all of them."""
+    head = len(cache.newer) - 1
+    left = cache.totals[STATES] - number
+    while cache.totals[STATES] > left and cache.newer[head] != head:
+        _evict_node(cache, _furthest(cache, rank, requests))
+
+
+@jit_in_place
+def _evict_node(cache: SimCache, node: int) -> int:
+    at = cache.nodes[node]
+    _unlink(cache, node)
+    _drop_state(cache, node)
+    at.resident = 0
+    cache.nodes[at.parent].children -= 1
+    cache.totals[IDLE] -= at.length
+    return int(at.length)
 
 
 @jit_in_place
@@ -259,14 +379,10 @@ def evict(cache: SimCache, tokens: int, rank: Int64s, requests: NDArray[Any]) ->
             entry = _furthest(cache, rank, requests)
         else:
             entry = int(cache.newer[head])
-        _unlink(cache, entry)
         if entry < m:
-            at = cache.nodes[entry]
-            at.resident = 0
-            cache.nodes[at.parent].children -= 1
-            cache.totals[IDLE] -= at.length
-            freed += at.length
+            freed += _evict_node(cache, entry)
         else:
+            _unlink(cache, entry)
             cache.totals[GARBAGE] -= cache.garbage[entry - m]
             freed += cache.garbage[entry - m]
             cache.garbage[entry - m] = 0

@@ -11,7 +11,7 @@ from ..admission_rules.followers import MOST_FOLLOWERS, SHORTEST_AWAITED
 from ..compiled import jit_in_place
 from ..requests import LEFT, RIGHT
 from .engine_state import NONE, Sim, in_pages
-from .prefix_cache import SimCache, kept_depth
+from .prefix_cache import SimCache, keep_state, kept_depth, mark_stops
 from .row_notes import WAITS, note
 
 
@@ -70,11 +70,28 @@ def join_first(sim: Sim, i: int) -> None:
 @jit_in_place
 def lead(cache: SimCache, i: int, node: int, cached: int) -> None:
     """Make a request the leader of its missing prefixes that will be used again."""
-    while node > 0 and cache.nodes[node].depth > cached:
-        at = cache.nodes[node]
-        if at.uses_left > 0 and at.leader == NONE:
+    above = node
+    while above > 0 and cache.nodes[above].depth > cached:
+        at = cache.nodes[above]
+        has_state = cache.keeps_states and at.has_state
+        if at.uses_left > 0 and at.leader == NONE and not has_state:
             at.leader = i
-        node = at.parent
+        above = at.parent
+    mark_stops(cache, i, node)
+
+
+@jit_in_place
+def leads(cache: SimCache, node: int, kept: int) -> bool:
+    """Whether a waiting request would compute prefixes for others.
+
+    Args:
+        kept: tokens of its prompt that the cache holds.
+    """
+    while node > 0 and cache.nodes[node].depth > kept:
+        if cache.nodes[node].uses_left > 1 and cache.nodes[node].leader == NONE:
+            return True
+        node = cache.nodes[node].parent
+    return False
 
 
 @jit_in_place
@@ -93,6 +110,7 @@ def show(sim: Sim, i: int, computed: int) -> None:
         at = sim.cache.nodes[node]
         if at.leader == i and at.depth <= computed:
             at.leader = NONE
+            keep_state(sim.cache, node)
             follower = at.followers
             at.followers = NONE
             while follower != NONE:

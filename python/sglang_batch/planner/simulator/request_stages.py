@@ -14,7 +14,7 @@ from .event_calendar import (
     schedule_next,
     unschedule,
 )
-from .prefix_cache import GARBAGE, IDLE, LOCKED
+from .prefix_cache import GARBAGE, IDLE, LOCKED, STATES
 from .request_queue import join_first, lead, put_back, show
 from .row_notes import DECODES, LEAVES, note
 
@@ -81,6 +81,16 @@ def make_room(sim: Sim) -> None:
         prefix.evict(sim.cache, over, sim.queue.rank, sim.requests)
 
 
+@jit_in_place
+def make_room_for_states(sim: Sim) -> None:
+    """Drop states that no running request uses until those of all requests fit."""
+    if sim.cache.keeps_states:
+        over = sim.state[0].pool_held + sim.cache.totals[STATES]
+        over -= sim.engine.second.capacity
+        if over > 0:
+            prefix.evict_states(sim.cache, over, sim.queue.rank, sim.requests)
+
+
 # --- Stages
 
 
@@ -98,7 +108,7 @@ def admit(sim: Sim, i: int, side: int) -> None:
     """Allocate KV for a request, whose prompt is computed next."""
     state = sim.state[0]
     r = sim.requests[i]
-    cached = prefix.kept_depth(sim.cache, r.node)
+    cached = prefix.usable_depth(sim.cache, r.node)
     first = r.admitted == 0 and r.offloaded == 0
     prefix.lock(sim.cache, r.node, r.admitted == 0)
     _hold(sim, i, side, 1)
@@ -124,6 +134,7 @@ def admit(sim: Sim, i: int, side: int) -> None:
     r.side = side
     join_forecast(sim, i, r.generated)
     join_running(sim, i)
+    make_room_for_states(sim)
     state.longest_joining = max(state.longest_joining, r.input_len + r.generated)
     sim.sides[side].partial = i
     sim.sides[side].partial_left = extend
@@ -152,6 +163,7 @@ def start_decoding(sim: Sim) -> None:
             state.longest_joining = max(state.longest_joining, length)
             if sim.engine.as_sglang:
                 show(sim, s.partial, r.input_len + r.generated - s.partial_left)
+    make_room_for_states(sim)
 
 
 @jit_in_place
@@ -163,8 +175,9 @@ def _begin_decoding(sim: Sim, i: int, begin: int) -> None:
     state.decoding += 1
     sim.sides[r.side].decoding += 1
     _count_growing(sim, i, 1)
-    state.read_base += r.input_len + r.generated - r.begin
-    sim.sides[r.side].read_base += r.input_len + r.generated - r.begin
+    reads = r.input_len + r.more_reads + r.generated - r.begin
+    state.read_base += reads
+    sim.sides[r.side].read_base += reads
     if sim.engine.shared_kv_read_once:
         state.read_base -= r.input_len - r.own
         state.shared_read += prefix.change_readers(sim.cache, r.node, 1)
@@ -187,8 +200,9 @@ def _stop_decoding(sim: Sim, i: int, last_step: int) -> None:
     state.decoding -= 1
     sim.sides[r.side].decoding -= 1
     _count_growing(sim, i, -1)
-    state.read_base -= r.input_len + r.generated - r.begin
-    sim.sides[r.side].read_base -= r.input_len + r.generated - r.begin
+    reads = r.input_len + r.more_reads + r.generated - r.begin
+    state.read_base -= reads
+    sim.sides[r.side].read_base -= reads
     if sim.engine.shared_kv_read_once:
         state.read_base += r.input_len - r.own
         state.shared_read += prefix.change_readers(sim.cache, r.node, -1)

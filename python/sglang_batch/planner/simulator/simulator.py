@@ -151,8 +151,9 @@ def simulate(
         )
     requests = _requests(tree, output_len, max_new_tokens, limits.page_size)
     if limits.as_sglang:
-        _count_decode_steps(requests)
+        _count_decode_steps(requests, overlapped=limits.overlapped)
     requests["read_len"] = read_len(tree, cost)
+    requests["more_reads"] = cost.more_reads(tree.input_len)
     requests["est_decode_steps_mean"] = est_decode_steps[tree.order]
     requests["est_decode_steps_sq"] = est_decode_steps_sq[tree.order]
     requests["family"] = NONE
@@ -170,7 +171,10 @@ def simulate(
         sides=make_sides(),
         lists=make_lists(len(order), int(requests["decode_steps"].max(initial=1))),
         cache=make_cache(
-            tree, PLANNED if limits.plan_aware_eviction else LRU, limits.page_size
+            tree,
+            PLANNED if limits.plan_aware_eviction else LRU,
+            limits.page_size,
+            keeps_states=limits.as_sglang and limits.second_pool.prefix_units > 0,
         ),
         forecast=make_forecast(
             int(est_decode_steps.max(initial=1.0)), limits.page_size
@@ -217,16 +221,20 @@ def _requests(
     return requests
 
 
-def _count_decode_steps(requests: NDArray[Any]) -> None:
+def _count_decode_steps(requests: NDArray[Any], *, overlapped: bool) -> None:
     """Change numbers of output tokens to decode steps as in SGLang.
 
     SGLang can tell beforehand that a request will end by its limit, and leaves it out
-    of the next step. A request that stops by itself decodes once more.
+    of the next step. A request that stops by itself decodes once more. Where steps are
+    not overlapped, SGLang learns of every end in the step itself.
     """
     in_time = requests["decode_steps"] >= requests["max_decode_steps"]
-    requests["ends_in_time"] = in_time
     requests["max_decode_steps"] = np.maximum(requests["max_decode_steps"] - 1, 0)
-    requests["decode_steps"] -= in_time
+    if overlapped:
+        requests["ends_in_time"] = in_time
+        requests["decode_steps"] -= in_time
+    else:
+        requests["decode_steps"] -= 1
 
 
 def _queue(
@@ -304,6 +312,7 @@ def _engine(
         padded=bool(cost.padded),
         dense=limits.dense,
         max_waiting=limits.max_waiting or np.iinfo(np.int32).max,
+        second=limits.second_pool,
     )
 
 

@@ -11,14 +11,15 @@ from ..admission_rules.dual_scanner import (
     steady_prefill_tokens,
 )
 from ..admission_rules.followers import MOST_FOLLOWERS
+from ..admission_rules.pool_shares import has_room, share
 from ..compiled import jit_in_place
 from ..costs.cost_model import tokens_read
 from ..requests import LEFT, RIGHT
 from . import prefix_cache as prefix
 from .engine_state import NONE, Sim, in_pages
 from .event_calendar import growth, rounded_est_decode_steps
-from .prefix_cache import LOCKED
-from .request_queue import candidate, follows, take
+from .prefix_cache import LOCKED, NODES
+from .request_queue import candidate, follows, leads, take
 from .request_stages import admit, decode_kv, kv_in_use
 
 # A request that did not fit is tried again when a request has ended, or after this many
@@ -44,6 +45,12 @@ def fits(sim: Sim, i: int, reserved: int) -> bool:
     locked = sim.cache.totals[LOCKED] + prefix.newly_locked(sim.cache, r.node)
     known = r.admitted or r.offloaded
     steps = r.est_decode_steps if known else rounded_est_decode_steps(sim, i)
+    if sim.engine.second.capacity > 0:
+        number = sim.cache.totals[NODES] + prefix.num_newly_locked(sim.cache, r.node)
+        units = share(sim.engine.second, r.own, steps)
+        held = state.pool_held
+        if not has_room(sim.engine.second, held, units, number, state.margin):
+            return False
     held, remaining = growth(sim, i, r.generated, steps)
     peak = kv.peak(sim.forecast, state.clock, held, remaining) + locked
     return bool(peak + reserved <= sim.engine.kv_capacity * (1.0 - state.margin))
@@ -92,25 +99,68 @@ def compute(sim: Sim, side: int, tokens: int) -> tuple[int, float]:
     i = s.partial
     if i == NONE:
         return 0, 0.0
+    r = sim.requests[i]
+    begin = r.input_len + r.generated - s.partial_left
     some = min(s.partial_left, tokens)
+    stop = prefix.next_stop(sim.cache, i, r.node, begin)
+    if begin < stop < begin + some:
+        some = stop - begin
+        state.cut = 1
     if sim.engine.as_sglang:  # decodes may have taken the KV
         if some < s.partial_left:
             some = min(in_pages(sim, some), s.partial_left)
         free = sim.engine.kv_capacity - kv_in_use(sim) - decode_kv(sim)
         some = max(0, min(some, free))
-    attention = 0.0
-    if sim.engine.attention_time_s > 0.0:
-        r = sim.requests[i]
-        # Of an empty prompt one token is computed, with none before it.
-        before = max(0.0, float(r.input_len + r.generated - s.partial_left))
-        attention = sim.engine.attention_time_s * some * (2.0 * before + some)
     s.partial_left -= some
     if s.partial_left == 0:
-        sim.lists.starting[state.starting] = i
-        state.starting += 1
         s.partial = NONE
+        _prompt_done(sim, i)
     state.prefilled += some
-    return int(some), attention
+    return int(some), _attention_time(sim, begin, some)
+
+
+@jit_in_place
+def _attention_time(sim: Sim, begin: int, tokens: int) -> float:
+    """Seconds of attention of prompt tokens from ``begin`` on."""
+    # Of an empty prompt one token is computed, with none before it.
+    before = max(0.0, float(begin))
+    return float(sim.engine.attention_time_s * tokens * (2.0 * before + tokens))
+
+
+@jit_in_place
+def _prompt_done(sim: Sim, i: int) -> None:
+    state = sim.state[0]
+    sim.lists.starting[state.starting] = i
+    state.starting += 1
+
+
+@jit_in_place
+def _joins_whole(sim: Sim, i: int, tokens: int) -> bool:
+    """Whether a request can join beside a prompt that was cut: as SGLang knows one prompt
+    that is partly computed, with all of its own, and without prefixes for others."""
+    r = sim.requests[i]
+    kept = prefix.kept_depth(sim.cache, r.node)
+    extend = max(1, r.input_len + r.generated - kept)
+    free = sim.engine.kv_capacity - kv_in_use(sim) - decode_kv(sim)
+    return bool(extend <= min(tokens, free) and not leads(sim.cache, r.node, kept))
+
+
+@jit_in_place
+def _join_whole(sim: Sim, i: int, side: int) -> tuple[int, float]:
+    """Admit a request and compute its prompt, beside the one that was cut.
+
+    Returns:
+        Tokens computed, and seconds of attention over them.
+    """
+    s, r = sim.sides[side], sim.requests[i]
+    partial, partial_left = s.partial, s.partial_left
+    admit(sim, i, side)
+    some = s.partial_left
+    s.partial, s.partial_left = partial, partial_left
+    _prompt_done(sim, i)
+    sim.state[0].prefilled += some
+    begin = r.input_len + r.generated - some
+    return int(some), _attention_time(sim, begin, some)
 
 
 @jit_in_place
@@ -123,17 +173,17 @@ def _prefill(sim: Sim, side: int, tokens: int, reserved: int) -> tuple[int, floa
     Returns:
         Tokens computed, and seconds of attention over them.
     """
-    s = sim.sides[side]
+    s, state = sim.sides[side], sim.state[0]
     done = 0
     attention = 0.0
     s.blocked = 0
     while done < tokens:
-        if s.partial == NONE:
+        if s.partial == NONE or state.cut:
             i = candidate(sim, side)
             if i == NONE:
                 break
             if sim.engine.as_sglang and follows(sim, side, i):
-                if sim.state[0].held_back > MOST_FOLLOWERS:
+                if state.held_back > MOST_FOLLOWERS:
                     break
                 continue
             if sim.engine.as_sglang and overtakes(sim, i):
@@ -141,8 +191,16 @@ def _prefill(sim: Sim, side: int, tokens: int, reserved: int) -> tuple[int, floa
             if _waits(sim, side) or not fits(sim, i, reserved):
                 s.blocked = 1
                 break
+            if state.cut and not _joins_whole(sim, i, tokens - done):
+                s.blocked = 1
+                break
             s.retry_at = 0
             take(sim, side, i)
+            if state.cut:
+                some, over = _join_whole(sim, i, side)
+                done += some
+                attention += over
+                continue
             admit(sim, i, side)
         some, over = compute(sim, side, tokens - done)
         done += some

@@ -94,6 +94,7 @@ def _prompts(sim: Sim, lengths: RowLengths, target: float) -> tuple[int, float]:
         Tokens computed, and seconds of attention over them.
     """
     state = sim.state[0]
+    state.cut = 0
     if sim.engine.as_sglang:
         state.held_back = 0
         if not offload_for_decodes(sim):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 
 from ...errors import ConfigError
+from ...planner.admission_rules.pool_shares import NO_POOL, PoolShares
 from ...planner.costs.cost_model import CostModel
 from ...planner.costs.hardware import HardwareSpec, hardware, match_hardware
 from ...planner.costs.model_spec import TYPICAL_MODEL, ModelSpec
@@ -64,6 +66,7 @@ def machine_of(tokenizer_manager: TokenizerManager, state: SchedulerState) -> Ma
     cost = replace(cost, weight_read_time_s=cost.weight_read_time_s / ranks)
     # From the scheduler: SGLang has filled in the arguments that the user left out.
     step_tokens = int(ours["step_tokens"])
+    second: Any = ours.get("second_pool")
     return Machine(
         cost,
         EngineLimits(
@@ -75,6 +78,8 @@ def machine_of(tokenizer_manager: TokenizerManager, state: SchedulerState) -> Ma
             # The simulator's SGLang steps are those that mix decodes and prompts.
             as_sglang=bool(ours["mixed_chunk"]),
             prefetches=bool(ours.get("prefetches")),
+            overlapped=bool(ours.get("overlapped", True)),
+            second_pool=PoolShares(*second) if second else NO_POOL,
         ),
     )
 

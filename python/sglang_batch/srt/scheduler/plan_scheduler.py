@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from sglang.srt.managers.scheduler import TEST_RETRACT, NextBatchPlan
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
+from ...planner.admission_rules.followers import WORTH_A_STATE
 from ...scheduling.adapter_slots import AdapterSlots
 from ...scheduling.admission import Choice, EngineNow, always, choose, put_back
 from ...scheduling.drafts.token_clock import TokenClock
@@ -32,7 +33,6 @@ from ...scheduling.job_state import JobState
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.micro_batches import MicroBatches
 from ...scheduling.open_jobs import OpenJobs
-from ...scheduling.prefix_uses import WORTH_A_STATE
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import (
     BuildPrefill,

@@ -390,6 +390,7 @@ class OfflineScheduler(MarkedScheduler):
 
     def _offline_state(self) -> dict[str, object]:
         """The settings, the current state and the totals, for ``/server_info``."""
+        second = self.kv_accounting.second
         state = super()._offline_state() | {
             "tier": str(self.tier),
             "jobs": len(self.jobs),
@@ -397,6 +398,8 @@ class OfflineScheduler(MarkedScheduler):
             **self.kv_manager.on_host.state,
             "kv_use": dataclasses.asdict(_kv_use(self.kv_accounting, self.jobs)),
             "shares_prefixes": bool(self.sharing.backends),
+            "overlapped": bool(self.enable_overlap),
+            "second_pool": None if second is None else [*second.shares],
             **self.recorder.totals,
             **self.sharing.totals,
         }

@@ -8,6 +8,7 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.runtime_context import get_spec
 
+from ....planner.admission_rules.pool_shares import of_states, of_windows
 from ....scheduling.bounded_pool import BoundedPool
 from .planned_cache import PlannedRadixCache
 
@@ -38,27 +39,16 @@ def leave_room_for_drafts(scheduler: Any) -> None:
 def second_pool(
     cache: PlannedRadixCache, allocator: Any, step_tokens: int
 ) -> BoundedPool | None:
-    """The pool of sliding-window layers or recurrent states. None if the model has neither.
-
-    A running request has a state, and one that it took up or left in the cache is locked.
-
-    SGLang frees what has left a request's window every few steps of its decodes, and what a
-    prompt leaves behind after the step that computes it.
-    """
+    """The pool of sliding-window layers or recurrent states. None if the model has neither."""
     if cache.supports_mamba():
         states = int(cache.req_to_token_pool.mamba_allocator.size)
-        # One more while a prompt is put into the cache, before its last state is unlocked.
-        return BoundedPool(max(1, states - 1), row_units=2, prefix_units=1)
+        return BoundedPool(of_states(states))
     if not cache.supports_swa():
         return None
     page = int(allocator.page_size)
     window = -(-int(cache.swa_retain_window) // page) * page + page
     late = max(1, envs.SGLANG_SWA_EVICTION_INTERVAL.get())
     capacity = int(allocator.size_swa)
-    return BoundedPool(
-        capacity - min(step_tokens, capacity // 2),
-        row_units=page + -(-draft_slots() // page) * page,
-        prompt_tokens=window,
-        answer_tokens=window + late,
-        prefix_tokens=window,
-    )
+    shares = of_windows(capacity, window, page, step_tokens, late)
+    drafts = -(-draft_slots() // page) * page
+    return BoundedPool(shares._replace(row_units=shares.row_units + drafts))

@@ -27,6 +27,7 @@ PARTS = Parts(
         "families",
         "windows",
         "states",
+        "simulated",
         "answers",
         "adapters",
         "images",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -28,31 +29,41 @@ def counts_of(
     jobs: Sequence[str] = tuple(JOBS),
     row_share: float = 0.0,
     config: Mapping[str, int] | None = None,
+    *,
+    model: Path | None = None,
+    arguments: Sequence[str] = (),
 ) -> Counts:
-    """Run the jobs, with KV for 6,144 tokens and the demo model.
+    """Run the jobs, with KV for 6,144 tokens.
 
     Args:
         jobs: of ``step_jobs.MORE_JOBS``.
         row_share: of the law by which the jobs are planned and simulated.
         config: settings of the scheduler.
+        model: a checkpoint. None: the demo model.
+        arguments: further ones of SGLang.
 
     Raises:
         SystemExit: the engine has failed.
     """
     args = [each for each in SERVER_ARGS if "max-total" not in each]
     with tempfile.TemporaryDirectory() as folder:
-        write_demo_model(Path(folder))
+        if model is None:
+            model = Path(folder)
+            write_demo_model(model)
         done = subprocess.run(
             [
                 *command(
                     "steps_on_engine", json.dumps([[*policies], row_share, [*jobs]])
                 ),
-                *("--model-path", folder, *args, "--max-total-tokens=6144"),
+                *("--model-path", str(model), *args, "--max-total-tokens=6144"),
                 *("--chunked-prefill-size=512", "--max-running-requests=40"),
                 *("--enable-mixed-chunk", "--page-size=1"),
                 f"--offline-batch-config={json.dumps(config or {})}",
+                *arguments,
             ],
             cwd=HELPERS,
+            # As the weights. SGLang keeps the last inputs of convolutions in bfloat16.
+            env=os.environ | {"SGLANG_MAMBA_CONV_DTYPE": "float32"},
             capture_output=True,
             text=True,
             check=False,

@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tiny_checkpoints import CHECKPOINTS
+from tiny_models import tiny_model
 
 from sglang_batch.errors import ConfigError
+from sglang_batch.planner.costs.cost_model import CostModel, kv_capacity_tokens
+from sglang_batch.planner.costs.hardware import hardware
 from sglang_batch.planner.costs.model_spec import ModelSpec
+from sglang_batch.planner.machine_model import second_pool
+from sglang_batch.prediction.models import MODELS
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -451,6 +457,7 @@ def test_a_missing_key_is_named(config: dict[str, Any], key: str) -> None:
     "part",
     [
         {"layer_types": ["linear_attention", "full_attention"]},
+        {"layer_types": ["conv", "full_attention"]},
         {"mamba_d_state": 16},
         {"index_topk": 2048},
         {"is_encoder_decoder": True},
@@ -461,10 +468,81 @@ def test_parts_that_are_not_counted_are_refused(part: dict[str, Any]) -> None:
         ModelSpec.from_hf_config(LLAMA_8B | part)
 
 
-def test_sliding_windows_count_as_full_attention() -> None:
+def test_half_of_the_layers_have_a_sliding_window() -> None:
     layers = {"layer_types": ["sliding_attention", "full_attention"] * 16}
-    spec = ModelSpec.from_hf_config(LLAMA_8B | layers)
-    assert spec == ModelSpec.from_hf_config(LLAMA_8B)
+    spec = ModelSpec.from_hf_config(LLAMA_8B | layers | {"sliding_window": 512})
+    assert spec.kv_bytes_per_token == 131072
+    assert spec.window_kv_bytes_per_token == spec.full_kv_bytes_per_token == 65536
+    assert (spec.window, spec.num_layers) == (512, 16)
+    assert spec.other_flops_per_token == 4 * 512 * 4096 * 16
+    # Without a window, or without a layer that reads all tokens.
+    plain = ModelSpec.from_hf_config(LLAMA_8B)
+    assert ModelSpec.from_hf_config(LLAMA_8B | layers) == plain
+    windows = {"layer_types": ["sliding_attention"] * 32, "sliding_window": 512}
+    assert ModelSpec.from_hf_config(LLAMA_8B | windows) == plain
+
+
+def test_recurrent_layers_have_states_and_no_kv() -> None:
+    spec = ModelSpec.from_hf_config(MODELS["qwen3-next-80b-a3b"])
+    assert spec.num_params == 79_674_391_296
+    # 12 of 48 layers have KV: 2 heads of 256 keys and values, in 2 bytes.
+    assert spec.kv_bytes_per_token == 12 * 2 * 2 * 256 * 2
+    # 36 have 32 matrices of 128 x 128 in 4 bytes, and 3 inputs of 8,192 channels in 2.
+    assert spec.state_bytes == 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert spec.other_flops_per_token == 36 * 32 * 128 * 128 * 7
+    types = ["linear_attention"] * 48
+    with pytest.raises(ConfigError, match="no layer with attention"):
+        ModelSpec.from_hf_config(MODELS["qwen3-next-80b-a3b"] | {"layer_types": types})
+
+
+@pytest.mark.parametrize("model_type", CHECKPOINTS)
+def test_tiny_models_have_the_parameters_counted(model_type: str) -> None:
+    fields = {"max_position_embeddings": 2048, **CHECKPOINTS[model_type]}
+    model = tiny_model(model_type, **fields)
+    spec = ModelSpec.from_hf_config(model.config.to_dict())
+    # Biases of gpt-oss's experts, and its sinks, are not counted.
+    assert spec.num_params == pytest.approx(model.num_parameters(), rel=0.02)
+    if model_type != "gpt_oss":
+        assert spec.num_params == model.num_parameters()
+
+
+def test_states_are_read_and_written_and_windows_end() -> None:
+    spec = ModelSpec.from_hf_config(MODELS["qwen3-next-80b-a3b"])
+    device = hardware("h100-sxm")
+    cost = CostModel.of(spec, device)
+    # As many tokens of KV as two states have bytes.
+    assert (
+        cost.more_reads(1) == cost.more_reads(10**6) == round(2 * 77_266_944 / 24_576)
+    )
+    layers = {"layer_types": ["sliding_attention", "full_attention"] * 16}
+    windows = ModelSpec.from_hf_config(LLAMA_8B | layers | {"sliding_window": 512})
+    cost = CostModel.of(windows, device)
+    assert [cost.more_reads(p) for p in (100, 512, 9999)] == [100, 512, 512]
+    plain = CostModel.of(ModelSpec.from_hf_config(LLAMA_8B), device)
+    assert cost.kv_read_time_s == plain.kv_read_time_s / 2
+
+
+def test_pools_share_the_memory_as_in_sglang() -> None:
+    spec, device = (
+        ModelSpec.from_hf_config(MODELS["qwen3-next-80b-a3b"]),
+        hardware("h200-sxm"),
+    )
+    tokens = kv_capacity_tokens(spec, device, 2)
+    pool, rows = second_pool(spec, tokens, 8192, 2)
+    states = pool.capacity + 1
+    left = 2 * device.memory_bytes * 0.9 - spec.weight_bytes
+    assert tokens * 24_576 + states * spec.state_bytes == pytest.approx(left, rel=0.01)
+    assert states * spec.state_bytes == pytest.approx(left * 0.9 / 1.9, rel=0.01)
+    assert rows == states // 3
+    layers = {"layer_types": ["sliding_attention", "full_attention"] * 16}
+    config = LLAMA_8B | layers | {"sliding_window": 512, "model_type": "gpt_oss"}
+    spec = ModelSpec.from_hf_config(config)
+    tokens = kv_capacity_tokens(spec, device)
+    left = device.memory_bytes * 0.9 - spec.weight_bytes
+    assert tokens * 65_536 * (1 + 0.8) == pytest.approx(left, rel=0.01)
+    pool, rows = second_pool(spec, tokens, 8192)
+    assert pool.capacity == int(tokens * 0.8) - 8192
+    assert (pool.prefix_tokens, rows) == (513, None)
 
 
 def test_figures_are_checked() -> None:

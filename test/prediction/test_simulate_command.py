@@ -118,6 +118,7 @@ def test_a_config_json_stands_for_its_model(
         ("llama-3.1-70b", 70.6e9),
         ("qwen2.5-7b", 7.62e9),
         ("qwen3-30b-a3b", 30.5e9),
+        ("qwen3-next-80b-a3b", 79.67e9),
     ],
 )
 def test_the_models_have_their_published_size(model: str, num_params: float) -> None:
@@ -126,7 +127,7 @@ def test_the_models_have_their_published_size(model: str, num_params: float) -> 
 
 
 def test_every_model_has_its_size_checked() -> None:
-    assert len(MODELS) == 4
+    assert len(MODELS) == 5
 
 
 def test_the_table_and_the_plot(

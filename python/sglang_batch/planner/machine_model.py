@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from .admission_rules.pool_shares import NO_POOL, PoolShares
-from .costs.cost_model import CostModel
+from .admission_rules.pool_shares import NO_POOL, PoolShares, of_states, of_windows
+from .costs.cost_model import CostModel, num_states, num_window_tokens
+from .costs.model_spec import ModelSpec
+
+# SGLang runs one request for so many states, and frees what has left a window after so many
+# decode steps, by default.
+STATES_PER_ROW = 3
+WINDOW_EVICTION_STEPS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +94,21 @@ class Machine:
 
     cost: CostModel
     limits: EngineLimits
+
+
+def second_pool(
+    model: ModelSpec, kv_tokens: int, step_tokens: int, tp: int = 1
+) -> tuple[PoolShares, int | None]:
+    """The pool for states or windows that SGLang makes beside so many tokens of KV.
+
+    Returns:
+        It, and the most requests that run at once. None: as many as the KV holds.
+    """
+    states = num_states(model, kv_tokens, tp)
+    if states:
+        return of_states(states), max(1, states // STATES_PER_ROW)
+    tokens = num_window_tokens(model, kv_tokens)
+    if not tokens:
+        return NO_POOL, None
+    window = model.window + 1
+    return of_windows(tokens, window, 1, step_tokens, WINDOW_EVICTION_STEPS), None

@@ -9,7 +9,7 @@ from ..errors import ConfigError
 from ..planner.costs.cost_model import CostModel, kv_capacity_tokens
 from ..planner.costs.hardware import HardwareSpec, hardware, match_hardware
 from ..planner.costs.model_spec import ModelSpec
-from ..planner.machine_model import EngineLimits, Machine
+from ..planner.machine_model import EngineLimits, Machine, second_pool
 from ..store.row_share_file import UNMEASURED, kept_row_shares
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,12 @@ def make_machine(
         row_share=_row_share(options, model, device, paper_costs),
         padded=options.padded_attention,
     )
-    return Machine(cost, EngineLimits(capacity, options.chunked_prefill_size))
+    step_tokens = options.chunked_prefill_size
+    pool, max_running = second_pool(model, capacity, step_tokens, options.tp)
+    return Machine(
+        cost,
+        EngineLimits(capacity, step_tokens, max_running=max_running, second_pool=pool),
+    )
 
 
 def _row_share(

@@ -134,7 +134,8 @@ class Choice:
 
     parts: one for each of them.
     from_host: further requests, whose KV comes from the host.
-    tokens: prompt tokens in the step, including those of a prompt in progress.
+    tokens: prompt tokens in the step, including those of a prompt in progress, which are
+        ``chunk_tokens``.
     page_tokens: tokens in the pages of these prompts, which is what SGLang counts.
     room_needed: tokens of KV that they and the decodes take in this step.
     rows: rows of the running batch that they take.
@@ -144,6 +145,7 @@ class Choice:
     parts: list[PromptPart] = field(default_factory=list)
     from_host: list[ScheduledRequest] = field(default_factory=list)
     tokens: int = 0
+    chunk_tokens: int = 0
     page_tokens: int = 0
     room_needed: int = 0
     rows: int = 0
@@ -153,6 +155,7 @@ class Choice:
         self.parts += other.parts
         self.from_host += other.from_host
         self.tokens += other.tokens
+        self.chunk_tokens += other.chunk_tokens
         self.page_tokens += other.page_tokens
         self.room_needed += other.room_needed
         self.rows += other.rows
@@ -226,6 +229,7 @@ class _Filling:
             some = self._cut(chunk, begin, some)
         self._chunk_left -= some
         self.choice.tokens += some
+        self.choice.chunk_tokens += some
         self.choice.page_tokens += self.kv_accounting.in_pages(some)
         self.choice.room_needed += some
 

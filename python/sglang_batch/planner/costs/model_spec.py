@@ -338,10 +338,11 @@ def _refuse_uncounted(config: Config) -> None:
     parts = [key for key in _UNCOUNTED if config.get(key)]
     types = config.get("layer_types") or ()
     # Attention and a recurrence in one layer, or a recurrence of another kind.
-    if config.get("mamba_d_state") and "mamba" not in types:
+    recurrent = "mamba" in types or "linear_attention" in types
+    if config.get("mamba_d_state") and not recurrent:
         parts.append("mamba_d_state")
-    if "linear_attention" in types and not config.get("linear_num_value_heads"):
-        parts.append("linear_attention")
+    if recurrent and not _first(config, "linear_num_value_heads", "mamba_n_heads"):
+        parts.append("layer_types")
     if parts:
         raise ConfigError(
             f"model_type={config.get('model_type')!r} has parts that cannot be counted "

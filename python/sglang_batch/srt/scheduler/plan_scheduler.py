@@ -324,7 +324,11 @@ class PlanScheduler:
             some = some or (0 if now.decode_rows else self._page_size)
             some = min(some, now.chunk_room)
             pages = self._kv_accounting.in_pages(some)
-            total.add(Choice(tokens=some, page_tokens=pages, room_needed=some))
+            total.add(
+                Choice(
+                    tokens=some, chunk_tokens=some, page_tokens=pages, room_needed=some
+                )
+            )
         return total
 
     def _locked_elsewhere(self, now: EngineNow, jobs: list[JobState]) -> EngineNow:
@@ -425,6 +429,7 @@ class PlanScheduler:
         if self._cache.supports_mamba():
             # Less may be cached than the plan counts on: not every node has a state.
             tokens += WORTH_A_STATE * len(step.choice.requests)
+            self._cache.step_ends = _step_ends(step)
         rows = len(running_batch.reqs) if self._scheduler.is_mixed_chunk else 0
         limit = self._online.chunk_limit(step.online, running_batch)
         step_tokens = max(tokens, self._page_size) + rows
@@ -432,6 +437,7 @@ class PlanScheduler:
             running_batch.batch_is_full = False
             plan = build(running_batch)
             plan.running_batch.batch_is_full = False  # it was full for this step only
+        self._cache.step_ends = {}
         batch = plan.batch_to_run
         if step.grammars and batch is not None:
             step.online = step.online + self._online.join_unseen(batch)
@@ -521,6 +527,18 @@ def _decodes(batch: ScheduleBatch) -> bool:
     """Whether requests of a batch decode, also beside prompts."""
     mode = batch.forward_mode
     return mode.is_decode() or (mode.is_extend() and bool(batch.decoding_reqs))
+
+
+def _step_ends(step: _Step) -> dict[str, int]:
+    """Where the prompts of a step end by the plan, by the request's id."""
+    ends = {
+        request.req.rid: part.kept + part.tokens
+        for request, part in zip(step.choice.requests, step.choice.parts, strict=True)
+    }
+    if step.chunked is not None and step.choice.chunk_tokens:
+        chunked = step.chunked
+        ends[chunked.rid] = chunked.extend_end + step.choice.chunk_tokens
+    return ends
 
 
 class FastMembership(list[Req]):

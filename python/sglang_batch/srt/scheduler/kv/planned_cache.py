@@ -23,7 +23,7 @@ KV it can get (:meth:`PinnedPrefixes.unpin_until_free`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
@@ -51,9 +51,12 @@ class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     Attributes:
         evicted_tokens: tokens evicted so far.
+        step_ends: while a step is built, where the plan cuts prompts for lack of tokens, by
+            the request's id.
     """
 
     evicted_tokens = 0
+    step_ends: Mapping[str, int] = {}
     _pinned: PinnedPrefixes | None = None
     _released: Callable[[Req, bool], None] | None = None
     _ends: Callable[[Req], list[int]] | None = None
@@ -96,7 +99,8 @@ class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """
         if self._ends is None or not self.supports_mamba():
             return None
-        return next((end for end in self._ends(req) if end > begin), None)
+        ends = [*self._ends(req), self.step_ends.get(req.rid, 0)]
+        return min((end for end in ends if end > begin), default=None)
 
     def evict(self, params: EvictParams) -> EvictResult:
         if self._pinned is not None:

@@ -27,7 +27,7 @@ PARTS = Parts(
         "families",
         "windows",
         "states",
-        "simulated",
+        "few_states", "simulated",
         "answers",
         "adapters",
         "images",

@@ -64,7 +64,7 @@ class Cache:
 
     @property
     def totals(self) -> list[int]:
-        return [int(tokens) for tokens in self.cache.totals]
+        return [int(tokens) for tokens in self.cache.totals[:3]]
 
 
 def test_a_prefix_is_locked_while_any_request_uses_it() -> None:

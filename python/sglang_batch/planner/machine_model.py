@@ -48,9 +48,9 @@ class EngineLimits:
     overlapped: whether SGLang schedules a step while the last one runs, and so learns one
         step late that a request has ended.
     second_pool: of a model with sliding windows or recurrent states, the pool that keeps
-        them. With ``as_sglang``, prompts of models with states are cut where a state is
-        kept, and a prefix can be used only there. The textbook engine keeps states at no
-        cost in steps.
+        them. With ``as_sglang`` and ``plan_aware_eviction``, prompts of models with states
+        are cut where a state is kept, and a prefix can be used only there. Other engines
+        have states everywhere.
     max_waiting: most requests that wait in the engine, from which batches of similar
         length are formed. None for all of the job.
 
@@ -72,6 +72,12 @@ class EngineLimits:
     overlapped: bool = True
     second_pool: PoolShares = NO_POOL
     max_waiting: int | None = None
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a prefix can be used only at a token whose recurrent state was kept."""
+        by_plan = self.as_sglang and self.plan_aware_eviction
+        return by_plan and self.second_pool.prefix_units > 0
 
     def __post_init__(self) -> None:
         for name in (

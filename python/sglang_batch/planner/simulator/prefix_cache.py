@@ -142,6 +142,14 @@ def usable_depth(cache: SimCache, node: int) -> int:
 
 
 @jit_in_place
+def without_state(cache: SimCache, node: int) -> int:
+    """Tokens of a node's prefix that other requests hold, but cannot be used."""
+    if not cache.keeps_states:
+        return 0
+    return max(0, kept_depth(cache, node) - usable_depth(cache, node))
+
+
+@jit_in_place
 def _append(cache: SimCache, entry: int) -> None:
     head = len(cache.newer) - 1
     last = cache.older[head]

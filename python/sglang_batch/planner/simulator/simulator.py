@@ -174,7 +174,7 @@ def simulate(
             tree,
             PLANNED if limits.plan_aware_eviction else LRU,
             limits.page_size,
-            keeps_states=limits.as_sglang and limits.second_pool.prefix_units > 0,
+            keeps_states=limits.keeps_states,
         ),
         forecast=make_forecast(
             int(est_decode_steps.max(initial=1.0)), limits.page_size

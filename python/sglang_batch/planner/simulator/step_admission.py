@@ -196,6 +196,8 @@ def _prefill(sim: Sim, side: int, tokens: int, reserved: int) -> tuple[int, floa
                 break
             s.retry_at = 0
             take(sim, side, i)
+            # The plan does not know of these tokens, so that they come on top.
+            tokens += prefix.without_state(sim.cache, sim.requests[i].node)
             if state.cut:
                 some, over = _join_whole(sim, i, side)
                 done += some

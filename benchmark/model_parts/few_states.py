@@ -1,7 +1,7 @@
 """Fewer states than branch points on a path: cached share of the best choice for them.
 
 The best choice is computed exactly (``planner.prefixes.kept_states``), for the states that are
-left beside the two of one running request.
+left beside the two of one running request. The engine may run more at once.
 """
 
 from __future__ import annotations

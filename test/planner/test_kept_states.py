@@ -20,25 +20,29 @@ PROMPTS = st.lists(
 )  # fmt: skip
 
 
-def replayed(tree: PrefixTree, keeps: Bools) -> int:
-    """Tokens found in the cache if the requests run one by one, in the tree's order."""
+def replayed(tree: PrefixTree, keeps: Bools) -> tuple[int, int]:
+    """Tokens found in the cache if the requests start one by one, in the tree's order, and
+    the most states that are still to be taken up when one has started."""
     ends, computed, saved = state_ends(tree), {0}, 0
+    uses: list[int] = []
+    first: dict[int, int] = {}
     for leaf in range(tree.num_requests):
         node, path = int(tree.leaf_parent[leaf]), []
         while node > 0:
             path.append(node)
             node = int(tree.parent[node])
         kept = [node for node in path if keeps[node]]
-        saved += max((int(ends[node]) for node in kept if node in computed), default=0)
+        used = next((node for node in kept if node in computed), 0)
+        uses.append(used)
+        saved += int(ends[used])
+        for node in kept:
+            first.setdefault(node, leaf)
         computed.update(kept)
-    return saved
-
-
-def most_on_a_path(tree: PrefixTree, keeps: Bools) -> int:
-    number = np.zeros(tree.num_nodes, np.int64)
-    for node in range(1, tree.num_nodes):
-        number[node] = number[tree.parent[node]] + keeps[node]
-    return int(number.max())
+    most = 0
+    for leaf in range(tree.num_requests):
+        to_come = set(uses[leaf + 1 :]) - {0}
+        most = max(most, sum(first[node] <= leaf for node in to_come))
+    return saved, most
 
 
 @settings(deadline=None)  # compiled on first use
@@ -46,19 +50,27 @@ def most_on_a_path(tree: PrefixTree, keeps: Bools) -> int:
 def test_no_other_choice_saves_more(prompts: list[tuple[int, ...]], most: int) -> None:
     tree = build(prompts)
     best = choose_states(tree, most)
-    assert replayed(tree, best.keeps) == best.saved_tokens
-    assert most_on_a_path(tree, best.keeps) <= most
+    saved, in_use = replayed(tree, best.keeps)
+    assert saved == best.saved_tokens
+    assert in_use <= most
     if tree.num_nodes > 11:
         return
     for choice in product([False, True], repeat=tree.num_nodes - 1):
-        keeps = np.array([False, *choice])
-        if most_on_a_path(tree, keeps) <= most:
-            assert replayed(tree, keeps) <= best.saved_tokens
+        saved, in_use = replayed(tree, np.array([False, *choice]))
+        assert saved <= best.saved_tokens or in_use > most
 
 
 @pytest.mark.parametrize(("most", "saved"), [(0, 0), (1, 300), (2, 390), (9, 390)])
 def test_one_state_is_kept_where_most_need_it(most: int, saved: int) -> None:
-    # Four requests share 100 tokens, two of them 90 more.
+    # Four requests share 100 tokens, the first two of them 90 more.
     prompts = [(0,) * 100 + (1,) * 90 + (i,) for i in (2, 3)]
     prompts += [(0,) * 100 + (i,) for i in (4, 5)]
     assert choose_states(build(prompts), most).saved_tokens == saved
+
+
+def test_one_state_after_the_other_is_enough_where_the_longer_prefix_comes_last() -> (
+    None
+):
+    prompts = [(0,) * 100 + (i,) for i in (1, 2)]
+    prompts += [(0,) * 100 + (9,) * 90 + (i,) for i in (3, 4)]
+    assert choose_states(build(prompts), 1).saved_tokens == 390

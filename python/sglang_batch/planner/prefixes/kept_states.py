@@ -1,13 +1,14 @@
 """Where recurrent states are best kept, if few fit: an exact choice on the prefix tree.
 
-In an order that finishes each subtree before the next, the states in use lie on the path
-from the root to the running request. So if ``k`` states fit besides those of running
-requests, at most ``k`` nodes of each path keep one. All but the first of the ``n`` requests
-below a node with a state need not compute what lies between it and the state above, so the
-tokens saved are the sum of ``(end - end of the state above) * (n - 1)`` over these nodes.
+Requests start in the order of the tree, so the states in use lie on the path from the root
+to the one that starts. A state is in use from the first request below its node until the
+last one that takes it up. All but the first of the ``n`` requests below a node with a state
+need not compute what lies between it and the state above, so the tokens saved are the sum
+of ``(end - end of the state above) * (n - 1)`` over these nodes.
 
-The choice below a node depends only on the state above it and on how many are left, so the
-best one is found from the leaves up, in time proportional to nodes x levels x ``k``.
+The choice below a node depends only on the state above it, on whether that one is needed
+after the node, and on how many more may be kept. So the best choice is found from the leaves
+up, in time proportional to nodes x levels x states.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class StateChoice(NamedTuple):
 
 
 def choose_states(tree: PrefixTree, most: int) -> StateChoice:
-    """The nodes whose states save most tokens, at most ``most`` on each path.
+    """The nodes whose states save most tokens, at most ``most`` in use at a time.
 
     Of equal choices that with fewer states.
     """
@@ -42,11 +43,13 @@ def choose_states(tree: PrefixTree, most: int) -> StateChoice:
     level = _levels(parent)
     most = min(most, int(level.max()))
     begin = np.zeros(tree.num_nodes + 1, np.int64)
-    np.cumsum((level + 1) * (most + 1), out=begin[1:])
+    np.cumsum((level + 1) * 2 * (most + 1), out=begin[1:])
     below = np.zeros(begin[-1], np.int64)
     ends = state_ends(tree)
-    _fill(parent, level, ends, followers, begin, most, below)
-    keeps = _follow(parent, level, ends, followers, begin, most, below)
+    is_last = tree.leaf_end == tree.leaf_end[tree.parent]
+    choice = np.zeros(begin[-1], np.bool_)
+    _fill(parent, level, ends, followers, is_last, begin, most, below, choice)
+    keeps = _follow(parent, level, is_last, begin, most, choice)
     return StateChoice(keeps, int(below[most]))
 
 
@@ -71,49 +74,59 @@ def _levels(parent: Int64s) -> Int64s:
     return level
 
 
-# ``below[begin[v] + t * (most + 1) + r]``: the most tokens saved below ``v`` if the state
-# above is that of its ancestor at level ``t``, itself included, and ``r`` more may be kept.
+# ``below[begin[v] + (2 * t + over) * (most + 1) + r]``: the most tokens saved below ``v`` if
+# the state above is that of its ancestor at level ``t``, itself included, and ``r`` more may
+# be in use. ``over``: nobody takes that state up after ``v``, so that its place is free as
+# soon as the first request below ``v`` has another one. The root has none.
 
 
 @jit
 def _fill(
-    parent: Int64s, level: Int64s, ends: Int64s, followers: Int64s, begin: Int64s,
-    most: int, below: Int64s,
+    parent: Int64s, level: Int64s, ends: Int64s, followers: Int64s, is_last: Bools,
+    begin: Int64s, most: int, below: Int64s, choice: Bools,
 ) -> None:  # fmt: skip
     width = most + 1
     for node in range(len(parent) - 1, 0, -1):
         at, up = begin[node], begin[parent[node]]
-        own = at + level[node] * width
+        own = at + 2 * level[node] * width
         above = parent[node]
         for t in range(level[node] - 1, -1, -1):
             gain = (ends[node] - ends[above]) * followers[node]
-            for r in range(width):
-                best = below[at + t * width + r]
-                if r > 0:
-                    best = max(best, gain + below[own + r - 1])
-                below[up + t * width + r] += best
+            for over in range(2):
+                row = at + (2 * t + over) * width
+                for r in range(width):
+                    left = r if over and t > 0 else r - 1
+                    if left >= 0 and gain + below[own + left] > below[row + r]:
+                        below[row + r] = gain + below[own + left]
+                        choice[row + r] = True
+            nearest = above == parent[node]
+            for over in range(1 if nearest else 2):
+                of_node = is_last[node] and (over or nearest)
+                for r in range(width):
+                    best = below[at + (2 * t + of_node) * width + r]
+                    below[up + (2 * t + over) * width + r] += best
             above = parent[above]
 
 
 @jit
 def _follow(
-    parent: Int64s, level: Int64s, ends: Int64s, followers: Int64s, begin: Int64s,
-    most: int, below: Int64s,
+    parent: Int64s, level: Int64s, is_last: Bools, begin: Int64s, most: int,
+    choice: Bools,
 ) -> Bools:  # fmt: skip
     """The choices that lead to the best sum."""
     width = most + 1
     keeps = np.zeros(len(parent), np.bool_)
     last = np.zeros(len(parent), np.int64)  # the deepest node with a state, by node
-    left = np.full(len(parent), most)
+    is_over = np.ones(len(parent), np.bool_)  # whether nobody needs it afterwards
+    free = np.full(len(parent), most)
     for node in range(1, len(parent)):
-        above, r = last[parent[node]], left[parent[node]]
-        last[node], left[node] = above, r
-        if r == 0:
+        up = parent[node]
+        above, r, over = last[up], free[up], is_last[node] and is_over[up]
+        last[node], free[node], is_over[node] = above, r, over
+        left = r if over and above > 0 else r - 1
+        if left < 0:
             continue
-        at = begin[node]
-        gain = (ends[node] - ends[above]) * followers[node]
-        kept = gain + below[at + level[node] * width + r - 1]
-        if kept > below[at + level[above] * width + r]:
+        if choice[begin[node] + (2 * level[above] + over) * width + r]:
             keeps[node] = True
-            last[node], left[node] = node, r - 1
+            last[node], free[node], is_over[node] = node, left, True
     return keeps

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from .admission_rules.pool_shares import NO_POOL, PoolShares, of_states, of_windows
 from .costs.cost_model import CostModel, num_states, num_window_tokens
 from .costs.model_spec import ModelSpec
+from .costs.pool_shares import NO_POOL, PoolShares, of_states, of_windows
 
 # SGLang runs one request for so many states, and frees what has left a window after so many
 # decode steps, by default.

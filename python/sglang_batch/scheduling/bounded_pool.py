@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..planner.admission_rules.pool_shares import PoolShares, has_room, share
+from ..planner.costs.pool_shares import PoolShares, has_room, share
 from .scheduled_request import ScheduledRequest
 
 

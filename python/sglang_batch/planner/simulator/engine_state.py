@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from ..admission_rules.kv_forecast import KvForecast
 from ..admission_rules.padded_forecast import PaddedForecast
-from ..admission_rules.pool_shares import PoolShares
 from ..compiled import jit_in_place
+from ..costs.pool_shares import PoolShares
 from ..length_batches.batch_law import BatchLaw
 from ..length_batches.batch_state import LengthBatches
 from ..requests import Floats, Int64s

@@ -8,8 +8,8 @@ that change in it, not to all running requests.
 from __future__ import annotations
 
 from ..admission_rules import kv_forecast as kv
-from ..admission_rules.pool_shares import share
 from ..compiled import jit_in_place
+from ..costs.pool_shares import share
 from .engine_state import NONE, Sim
 
 # Most by which requests that ran longer than estimated raise the next estimates.

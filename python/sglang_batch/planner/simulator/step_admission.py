@@ -11,9 +11,9 @@ from ..admission_rules.dual_scanner import (
     steady_prefill_tokens,
 )
 from ..admission_rules.followers import MOST_FOLLOWERS
-from ..admission_rules.pool_shares import has_room, share
 from ..compiled import jit_in_place
 from ..costs.cost_model import tokens_read
+from ..costs.pool_shares import has_room, share
 from ..requests import LEFT, RIGHT
 from . import prefix_cache as prefix
 from .engine_state import NONE, Sim, in_pages

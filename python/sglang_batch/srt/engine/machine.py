@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError
-from ...planner.admission_rules.pool_shares import NO_POOL, PoolShares
 from ...planner.costs.cost_model import CostModel
 from ...planner.costs.hardware import HardwareSpec, hardware, match_hardware
 from ...planner.costs.model_spec import TYPICAL_MODEL, ModelSpec
+from ...planner.costs.pool_shares import NO_POOL, PoolShares
 from ...planner.costs.weight_bits import UnknownQuantisation
 from ...planner.machine_model import EngineLimits, Machine
 from ...store.row_share_file import UNMEASURED, RowShareKey, kept_row_share

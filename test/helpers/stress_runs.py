@@ -35,7 +35,8 @@ def scenario(model: Path, what: str, seed: int, rounds: int, *argv: str) -> Any:
     )
     log = done.stdout + done.stderr
     assert done.returncode == 0, _without_counts(log)[-6000:]
-    assert "Mem Check (BUSY)" in log
+    # SGLang's loop for pipeline parallelism counts KV only when it is idle.
+    assert "Mem Check (BUSY)" in log or "--pp-size=2" in argv
     # Not Python's "resources might leak" when the engine's processes end.
     assert "leak detected" not in log.lower()
     return json.loads(done.stdout.splitlines()[-1])

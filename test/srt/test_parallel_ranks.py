@@ -1,7 +1,7 @@
 """Attention data parallelism and pipeline parallelism under the plan, in real SGLang.
 
-Answers are compared with ``transformers``, and SGLang counts KV after every step, as the
-scheduler of the tests does on every rank.
+Answers are compared with ``transformers``, and the scheduler of the tests checks its sums
+after every step, on every rank. SGLang counts KV after every step, or when it is idle.
 """
 
 from __future__ import annotations

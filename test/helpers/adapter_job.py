@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,6 +67,39 @@ def write_checkpoints(folder: Path, num_adapters: int) -> tuple[Path, list[str]]
         write_demo_adapter(folder / f"a{i}", model, seed=i + 1)
         paths.append(f"a{i}={folder / f'a{i}'}")
     return model, paths
+
+
+def merged_answers(model: Path, folder: Path, job: Sequence[Line]) -> list[str]:
+    """What ``transformers`` answers with each adapter added to the model's weights."""
+    import torch
+    from safetensors.numpy import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    answers = [""] * len(job)
+    for adapter in sorted({line.adapter for line in job}):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        if adapter >= 0:
+            factors = load_file(folder / f"a{adapter}" / "adapter_model.safetensors")
+            for name in [each for each in factors if ".lora_A." in each]:
+                up = factors[name.replace(".lora_A.", ".lora_B.")]
+                module = name.removeprefix("base_model.model.").split(".lora_A.")[0]
+                added = torch.from_numpy(np.matmul(up, factors[name]))
+                loaded.get_submodule(module).weight.data += added
+        for i, line in enumerate(job):
+            if line.adapter == adapter:
+                ids = torch.tensor([line.prompt])
+                with torch.no_grad():
+                    out = loaded.generate(
+                        ids,
+                        attention_mask=torch.ones_like(ids),
+                        max_new_tokens=line.max_new_tokens,
+                        do_sample=False,
+                    )
+                answers[i] = tokenizer.decode(
+                    out[0, len(line.prompt) :], skip_special_tokens=True
+                )
+    return answers
 
 
 def _tokens(rng: np.random.Generator, number: int) -> list[int]:

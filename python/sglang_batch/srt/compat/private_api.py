@@ -123,6 +123,10 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
         "_rebootstrap_prefill_len": ("req", "tokens whose KV comes"),
         "_check_if_req_exceed_kv_capacity": ("req", "prompts that never fit"),
+        "_submit_prefill_recompute": (
+            "decode_req",
+            "computes a prompt again with its adapter",
+        ),
     },
     "sglang.srt.disaggregation.decode:DecodeTransferQueue": {
         "_release_request": ("decode_req", "frees room on the host"),

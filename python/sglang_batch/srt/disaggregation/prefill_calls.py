@@ -125,9 +125,10 @@ class PrefillCall(msgspec.Struct, frozen=True):
         """The call for a request that lost its KV, prompt and answer so far.
 
         Args:
-            payload: SGLang's call for it, of ``Req.build_rebootstrap_payload``.
+            payload: SGLang's call for it, of ``Req.build_rebootstrap_payload``, and the
+                name of an adapter.
         """
-        names = ("extra_key", "cache_salt", "routing_key")
+        names = ("extra_key", "cache_salt", "routing_key", "lora_path")
         room = payload["bootstrap_room"]
         return cls(
             f"again.{room}",  # its own id may be that of a line of the job

@@ -74,6 +74,19 @@ class HostPreallocQueue(DecodePreallocQueue):  # type: ignore[misc]
             reserved.append(each)
         return reserved
 
+    def _submit_prefill_recompute(self, decode_req: Any) -> None:
+        """SGLang's, and with the request's adapter, which it leaves out."""
+        req = decode_req.req
+        if req.lora_id is None or _is_fake_transfer(req):
+            super()._submit_prefill_recompute(decode_req)
+            return
+        adapters = self.scheduler.tp_worker.model_runner.lora_manager.lora_refs
+        payload = req.build_rebootstrap_payload()
+        payload["lora_path"] = adapters[req.lora_id].lora_name
+        # SGLang appends the id, which only this server has.
+        payload["extra_key"] = req.extra_key.removesuffix(req.lora_id) or None
+        self.kv_manager.submit_prefill_recompute(decode_req.kv_receiver, payload)
+
     def _transfer_page_indices(
         self, decode_req: Any, kv_indices: Indices, page_size: int
     ) -> Indices:

@@ -6,8 +6,8 @@ from report import Figure
 
 from .jobs import figures_of
 
-# Gated delta nets with and without experts, and Mamba-2.
-MODELS = ("qwen3_next", "qwen3_5_text", "granitemoehybrid")
+# Gated delta nets with and without experts, Kimi Delta Attention, and Mamba-2.
+MODELS = ("qwen3_next", "qwen3_5_text", "kimi_linear", "granitemoehybrid")
 
 
 def measure(quick: bool = False) -> list[Figure]:

@@ -38,6 +38,23 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
     },
+    "kimi_linear": {
+        "num_hidden_layers": 4,
+        "mlp_layer_types": ["sparse"] * 4,
+        "routed_scaling_factor": 1.0,  # without CUDA SGLang has none
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "linear_attn_config": {
+            "kda_layers": [1, 3],
+            "full_attn_layers": [2, 4],
+            "num_heads": 4,
+            "head_dim": 16,
+            "short_conv_kernel_size": 4,
+        },
+    },
     "granitemoehybrid": {
         "num_hidden_layers": 4,
         "layer_types": ["mamba", "attention"] * 2,
@@ -60,6 +77,7 @@ ARGUMENTS = {
     "qwen3_moe": _EXPERTS,
     "qwen3_next": (*_EXPERTS, *_STATES),
     "qwen3_5_text": _STATES,
+    "kimi_linear": (*_EXPERTS, *_STATES),
     "granitemoehybrid": (*_EXPERTS, *_STATES),
 }
 # The ends of an answer that the demo model has.

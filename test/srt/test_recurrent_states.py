@@ -7,17 +7,22 @@ as the scheduler of the tests does.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from stress_runs import scenario
 from tiny_checkpoints import ARGUMENTS, write_checkpoint
 
 from sglang_batch.errors import ConfigError
+from sglang_batch.srt.cpu import kimi_attention
 from sglang_batch.srt.plugin.defaults import check_states_anywhere
 
-# Gated delta nets with few states: 3 requests run at a time, and hold 2 each. Mamba-2.
+# Gated delta nets with few states: 3 requests run at a time, and hold 2 each. Kimi Delta
+# Attention beside latent attention. Mamba-2.
 CASES = {
     "qwen3_next": ("branch_points,random", "--max-mamba-cache-size=9"),
+    "kimi_linear": ("branch_points,random",),
     "granitemoehybrid": ("branch_points,random", "--enable-mixed-chunk"),
 }
 
@@ -37,6 +42,50 @@ def test_jobs_on_a_model_with_states(
     # Each prefix was computed once.
     assert found["branch_points"]["computed"] == found["branch_points"]["least"]
     assert found["random"]["lines"] > 50
+
+
+def test_a_prompt_in_two_parts_and_a_decode_are_the_prompt_in_one() -> None:
+    """Kimi Delta Attention: states go from step to step, also within a bounded gate."""
+    heads, dim, many = 2, 8, 12
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(1, many, heads, dim) for _ in range(4))
+    beta = torch.randn(1, many, heads)
+    rates, bias = torch.rand(1, 1, heads, 1), torch.randn(heads * dim)
+    for bound in (None, -5.0):
+        states = torch.zeros(2, heads, dim, dim)
+
+        def attend(
+            begin: int, end: int, slot: int, states: Any = states, bound: Any = bound
+        ) -> torch.Tensor:
+            return kimi_attention.chunk_kda(
+                *(x[:, begin:end] for x in (q, k, v, g, beta)),
+                states,
+                torch.tensor([slot]),
+                torch.tensor([0, end - begin]),
+                rates,
+                bias,
+                bound,
+                beta_is_raw=True,
+            )
+
+        whole = attend(0, many, 0)
+        parts = torch.cat([attend(0, 5, 1), attend(5, many - 1, 1)], 1)
+        torch.testing.assert_close(parts, whole[:, :-1])
+        last = torch.empty(1, 1, heads, dim)
+        kimi_attention.packed_decode(
+            torch.cat([x[0, -1].flatten() for x in (q, k, v)]).unsqueeze(0),
+            g[0, -1:].flatten(1),
+            beta[0, -1:],
+            rates,
+            bias,
+            dim**-0.5,
+            states,
+            last,
+            torch.tensor([1]),
+            bound,
+        )
+        torch.testing.assert_close(last[0], whole[0, -1:])
+        torch.testing.assert_close(states[1], states[0])
 
 
 @pytest.mark.parametrize(

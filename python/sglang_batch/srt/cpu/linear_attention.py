@@ -159,10 +159,42 @@ def chunk_gated_delta_rule(
     heads = v.shape[2]
     queries, keys = (_per_head(x[0], heads) for x in (q, k))
     if use_qk_l2norm_in_kernel:
-        queries, keys = _unit(queries), _unit(keys)
-    queries = queries * q.shape[-1] ** -0.5
-    values, strengths = v[0].float(), beta[0].float().unsqueeze(-1)
-    decays = g[0].float().exp()
+        queries, keys = unit(queries), unit(keys)
+    output = attend_prompts(
+        queries * q.shape[-1] ** -0.5,
+        keys,
+        v,
+        g[0].float().exp().unsqueeze(-1),
+        beta[0].float(),
+        initial_state,
+        initial_state_indices,
+        cu_seqlens,
+    )
+    return output, None, None
+
+
+def attend_prompts(
+    queries: Tensor,
+    keys: Tensor,
+    v: Tensor,
+    decays: Tensor,
+    strengths: Tensor,
+    initial_state: Tensor,
+    initial_state_indices: Tensor,
+    cu_seqlens: Tensor,
+) -> Tensor:
+    """The recurrence over the tokens of prompts, one after the other.
+
+    queries, keys: ``[num_tokens, heads, key_dim]``, scaled, float32.
+    v: ``[1, num_tokens, heads, value_dim]``.
+    decays: ``[num_tokens, heads, key_dim or 1]``, float32.
+    strengths: ``[num_tokens, heads]``, float32.
+    initial_state: ``[num_slots, heads, value_dim, key_dim]``, changed in place.
+
+    Returns:
+        ``[1, num_tokens, heads, value_dim]``, like ``v``.
+    """
+    values, strengths = v[0].float(), strengths.unsqueeze(-1)
     output = torch.empty_like(values)
     ends = cu_seqlens.tolist()
     for slot, begin, end in zip(
@@ -170,11 +202,11 @@ def chunk_gated_delta_rule(
     ):
         state = initial_state[slot].float()
         for at in range(begin, end):
-            state, output[at] = _step(
+            state, output[at] = delta_step(
                 state, queries[at], keys[at], values[at], decays[at], strengths[at]
             )
         initial_state[slot] = state.to(initial_state.dtype)
-    return output.to(v.dtype).unsqueeze(0), None, None
+    return output.to(v.dtype).unsqueeze(0)
 
 
 def packed_decode(
@@ -200,28 +232,31 @@ def packed_decode(
     q, k, v = mixed_qkv.split([of_keys, of_keys, heads * value_dim], 1)
     queries, keys = (_per_head(x.unflatten(1, (-1, key_dim)), heads) for x in (q, k))
     if use_qk_l2norm_in_kernel:
-        queries, keys = _unit(queries), _unit(keys)
+        queries, keys = unit(queries), unit(keys)
     decay, strength = fused_gdn_gating(A_log, a, b, dt_bias)
     slots = ssm_state_indices.long()
-    state, output = _step(
+    state, output = delta_step(
         initial_state[slots].float(),
         queries * scale,
         keys,
         v.unflatten(1, (heads, value_dim)).float(),
-        decay[0].exp(),
+        decay[0].exp().unsqueeze(-1),
         strength[0].unsqueeze(-1),
     )
     initial_state[slots] = state.to(initial_state.dtype)
     out[:, 0] = output.to(out.dtype)
 
 
-def _step(
+def delta_step(
     state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor,
     strength: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One token: the new state ``[..., heads, value_dim, key_dim]`` and the output
-    ``[..., heads, value_dim]``."""
-    state = state * decay[..., None, None]
+    ``[..., heads, value_dim]``.
+
+    decay: ``[..., heads, key_dim or 1]``.
+    """
+    state = state * decay.unsqueeze(-2)
     known = (state * key.unsqueeze(-2)).sum(-1)
     change = (value - known) * strength
     state = state + change.unsqueeze(-1) * key.unsqueeze(-2)
@@ -233,7 +268,8 @@ def _per_head(x: Tensor, heads: int) -> Tensor:
     return x.float().repeat_interleave(heads // x.shape[1], 1)
 
 
-def _unit(x: Tensor) -> Tensor:
+def unit(x: Tensor) -> Tensor:
+    """``x`` with rows of length 1."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 

@@ -23,8 +23,8 @@ from dense_parts.ways import Clock, Done, llama, llama_copy
 from report import Figure, print_table
 
 from sglang_batch.dense.decode_loop import DecodeLoop
+from sglang_batch.dense.loading.packed_linear import pack_linears
 from sglang_batch.dense.model import LoadedModel, wrap
-from sglang_batch.dense.packed_linear import pack_linears
 from sglang_batch.dense.prefill import Prefilled
 from sglang_batch.dense.row_request import DenseAnswer, DenseRequest, Stopping
 from sglang_batch.dense.rows import SlabRows

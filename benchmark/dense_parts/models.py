@@ -17,8 +17,8 @@ from report import Figure, print_table
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dense_parts.turns import progress
+from sglang_batch.dense.loading.model_probe import rows_for
 from sglang_batch.dense.model import LoadedModel, wrap
-from sglang_batch.dense.model_probe import rows_for
 from sglang_batch.dense.row_request import DenseRequest
 from sglang_batch.dense.settings import DenseSettings
 from sglang_batch.errors import ConfigError

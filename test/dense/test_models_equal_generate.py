@@ -13,8 +13,8 @@ from tiny_models import (
 )
 
 from sglang_batch.dense.encoded_rows import EncodedRows
+from sglang_batch.dense.loading.model_probe import rows_for
 from sglang_batch.dense.model import LoadedModel, wrap
-from sglang_batch.dense.model_probe import rows_for
 from sglang_batch.dense.row_request import DenseRequest
 from sglang_batch.dense.rows import SeparateRows, SlabRows
 from sglang_batch.dense.settings import DenseSettings

@@ -9,9 +9,13 @@ import torch
 from tiny_models import tiny_model
 from torch import nn
 
+from sglang_batch.dense.loading.model_probe import rows_for
+from sglang_batch.dense.loading.packed_linear import (
+    PackedLinear,
+    pack_linears,
+    unpack_linears,
+)
 from sglang_batch.dense.model import wrap
-from sglang_batch.dense.model_probe import rows_for
-from sglang_batch.dense.packed_linear import PackedLinear, pack_linears, unpack_linears
 from sglang_batch.dense.settings import DenseSettings
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from adapter_job import Line, lines, merged_answers, shareable, write_checkpoints
 from adapter_runs import run_adapters

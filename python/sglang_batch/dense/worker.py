@@ -23,7 +23,7 @@ class DenseWorker:
     """Runs requests. Calls may come from any thread.
 
     Args:
-        rows: of the model, see :func:`.model_probe.rows_for`.
+        rows: of the model, see :func:`.loading.model_probe.rows_for`.
         on_answer: called in the worker's thread.
         tokenizer: of transformers, for stop strings and grammars.
 

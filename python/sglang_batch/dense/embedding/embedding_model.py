@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ...errors import ConfigError
+from ..loading.packed_linear import packed_if_possible
 from ..model import LoadedModel, context_length
-from ..packed_linear import packed_if_possible
 from .sentence_pooling import SentencePooling, usual_pooling
 
 logger = logging.getLogger(__name__)

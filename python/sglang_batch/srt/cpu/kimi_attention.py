@@ -7,6 +7,7 @@ key: Kimi Linear, 2025, equation 1.
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
@@ -119,7 +120,7 @@ def packed_decode(
     out[:, 0] = output.to(out.dtype)
 
 
-_PLACES = {
+_PLACES: dict[str, dict[str, Any]] = {
     "sglang.srt.layers.attention.linear.kda_backend": {
         "causal_conv1d_fn": causal_conv1d_fn,
         "causal_conv1d_update": causal_conv1d_update,

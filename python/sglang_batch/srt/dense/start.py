@@ -24,8 +24,8 @@ from ...dense.embedding.embedding_loading import (
 )
 from ...dense.embedding.embedding_model import EmbeddingModel
 from ...dense.embedding.embedding_worker import EmbeddingWorker
+from ...dense.loading.model_probe import rows_for
 from ...dense.model import LoadedModel, load_model
-from ...dense.model_probe import rows_for
 from ...dense.row_request import OnAnswer
 from ...dense.settings import DenseSettings
 from ...dense.worker import DenseWorker

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import ConfigError
-from .encoded_rows import EncodedRows
-from .model import LoadedModel
+from ...errors import ConfigError
+from ..encoded_rows import EncodedRows
+from ..model import LoadedModel
+from ..row_request import DenseRequest, Stopping
+from ..rows import Rows, SeparateRows, SlabRows
+from ..settings import DenseSettings
 from .packed_linear import packed_if_possible
-from .row_request import DenseRequest, Stopping
-from .rows import Rows, SeparateRows, SlabRows
-from .settings import DenseSettings
 
 logger = logging.getLogger(__name__)
 

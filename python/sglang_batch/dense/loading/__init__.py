@@ -1,0 +1,1 @@
+"""A transformers model that was loaded is prepared and tried."""

@@ -1,7 +1,7 @@
-"""Answers of one engine with some flags: of all requests in one call, and one by one.
+"""Answers of one engine with some flags: of many requests in one call, and one by one.
 
 Runs in a process of its own: ``main`` prints them as one line of JSON, with the state of the
-scheduler afterwards.
+scheduler in between.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def sampling(index: int) -> dict[str, Any]:
-    temperature = 0.7 if index % 2 else 0
+def sampling(index: int, most: int) -> dict[str, Any]:
     return {
-        "max_new_tokens": 24 + index,
-        "temperature": temperature,
+        "max_new_tokens": most + index,
+        "temperature": index % 2 * 0.7,
         "sampling_seed": index,
-        "ignore_eos": True,
     }
 
 
-def answers(engine: Any, numbers: list[int], **more: Any) -> list[dict[str, Any]]:
+def answers(
+    engine: Any, numbers: list[int], most: int, **more: Any
+) -> list[dict[str, Any]]:
     asked = prompts()
     done = engine.generate(
         input_ids=[asked[i] for i in numbers],
-        sampling_params=[sampling(i) for i in numbers],
+        sampling_params=[sampling(i, most) for i in numbers],
         return_logprob=True,
         **more,
     )
@@ -60,10 +60,8 @@ def answers(engine: Any, numbers: list[int], **more: Any) -> list[dict[str, Any]
 
 
 def main() -> None:
-    model, arguments = sys.argv[1], json.loads(sys.argv[2])
-    more = {
-        "return_routed_experts": arguments.get("enable_return_routed_experts", False)
-    }
+    model, most, arguments = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+    more = {"return_routed_experts": "enable_return_routed_experts" in arguments}
     engine = Engine(
         model_path=model,
         dtype="float32",
@@ -73,14 +71,16 @@ def main() -> None:
         **arguments,
     )
     try:
-        numbers = list(range(NUM_GROUPS * GROUP))
-        found: dict[str, Any] = {"together": answers(engine, numbers, **more)}
+        found: dict[str, Any] = {"alone": []}
+        # SGLang draws otherwise in a batch where one request takes the likeliest token.
+        for kind in ("greedy", "sampled"):
+            numbers = list(range(kind == "sampled", NUM_GROUPS * GROUP, 2))
+            found[kind] = answers(engine, numbers, most, **more)
         info = engine.get_server_info()["internal_states"][0]["offline_batch"]
         found["state"] = info
-        found["alone"] = []
-        for i in numbers:
+        for i in range(NUM_GROUPS * GROUP):
             engine.flush_cache()
-            found["alone"] += answers(engine, [i], **more)
+            found["alone"] += answers(engine, [i], most, **more)
     finally:
         engine.shutdown()
     print(json.dumps(found))

@@ -17,11 +17,14 @@ from tiny_checkpoints import write_checkpoint
 KV = 480
 
 
-def run(model: Path, log: Path | None = None, **arguments: Any) -> dict[str, Any]:
-    config: dict[str, Any] = {"step_log": str(log)} if log else {}
-    arguments = {"max_total_tokens": KV, "offline_batch_config": config} | arguments
+def run(model: Path, most: int, **arguments: Any) -> dict[str, Any]:
+    """What ``flags_on_engine`` prints, and its log.
+
+    most: tokens of the first answer, at most.
+    """
+    arguments = {"max_total_tokens": KV} | arguments
     done = subprocess.run(
-        command("flags_on_engine", str(model), json.dumps(arguments)),
+        command("flags_on_engine", str(model), str(most), json.dumps(arguments)),
         env=os.environ,
         capture_output=True,
         text=True,
@@ -33,19 +36,25 @@ def run(model: Path, log: Path | None = None, **arguments: Any) -> dict[str, Any
     return found
 
 
+def same(found: dict[str, Any], kind: str, *fields: str) -> bool:
+    alone = found["alone"][kind == "sampled" :: 2]
+    return all(
+        one[field] == other[field]
+        for one, other in zip(found[kind], alone, strict=True)
+        for field in fields
+    )
+
+
 def test_deterministic_inference(demo_model: Path) -> None:
-    found = run(demo_model, enable_deterministic_inference=True)
+    flags = {"enable_deterministic_inference": True, "max_total_tokens": 300}
+    found = run(demo_model, 150, **flags)
     state = found["state"]
     assert not state["mixed_chunk"] and not state["shares_prefixes"]
     assert state["tier"] == "LlamaForCausalLM: full"
-    assert state["offloaded"] > 0  # bits survive the host
-    cached = sum(each["cached"] for each in found["together"])
-    assert cached >= NUM_GROUPS * (GROUP - 1) * SHARED
-    for i, (one, alone) in enumerate(
-        zip(found["together"], found["alone"], strict=True)
-    ):
-        assert one["tokens"] == alone["tokens"], i
-        assert one["logprobs"] == alone["logprobs"], i  # bit by bit
+    for kind in ("greedy", "sampled"):
+        cached = sum(each["cached"] for each in found[kind])
+        assert cached >= NUM_GROUPS * (GROUP // 2 - 1) * SHARED
+        assert same(found, kind, "tokens", "logprobs")  # bit by bit
 
 
 def test_routed_experts_are_not_lost(
@@ -53,7 +62,8 @@ def test_routed_experts_are_not_lost(
 ) -> None:
     path = tmp_path_factory.mktemp("qwen3_moe")
     model = write_checkpoint("qwen3_moe", path, demo_model)
-    found = run(model, enable_return_routed_experts=True, moe_runner_backend="triton")
+    flags = {"enable_return_routed_experts": True, "moe_runner_backend": "triton"}
+    found = run(model, 150, **flags)
     assert found["state"]["tier"] == (
         "Qwen3MoeForCausalLM: planned; offloading is off because "
         "--enable-return-routed-experts keeps data per KV slot, and an offloaded request "
@@ -61,34 +71,28 @@ def test_routed_experts_are_not_lost(
     )
     assert f"{found['state']['tier']}." in found["log"]
     assert found["state"]["offloaded"] == 0
-    greedy = range(0, len(prompts()), 2)
-    for i in greedy:
-        one, alone = found["together"][i], found["alone"][i]
-        assert one["experts"], i
-        assert (one["tokens"], one["experts"]) == (alone["tokens"], alone["experts"])
+    assert all(each["experts"] for each in found["greedy"])
+    assert same(found, "greedy", "tokens", "experts")
 
 
 def test_a_second_tier_for_prefixes_that_do_not_fit(demo_model: Path) -> None:
     """Our host pool is the second tier: SGLang's own needs CUDA to start."""
     small: dict[str, Any] = {
-        "max_total_tokens": 230,
+        "max_total_tokens": 170,
         "max_running_requests": 1,
-        "offline_batch_config": {"policy": "fcfs"},
+        "offline_batch_config": {"policy": "random"},
     }
-    without = run(demo_model, **small)
-    tiered = run(demo_model, enable_hierarchical_cache=True, hicache_ratio=3.0, **small)
-    for found in (without, tiered):
-        for i in range(0, len(prompts()), 2):  # the greedy ones
-            assert found["together"][i]["tokens"] == found["alone"][i]["tokens"], i
+    without = run(demo_model, 8, **small)
+    tiered = run(
+        demo_model, 8, enable_hierarchical_cache=True, hicache_ratio=3.0, **small
+    )
     assert without["state"]["prefixes_restored"] == 0
     assert tiered["state"]["prefixes_restored"] > 0
-    assert (
-        "Host memory for KV of offloaded requests: 0.00 GB, 693 tokens."
-        in (tiered["log"])
-    )
+    assert same(without, "greedy", "tokens") and same(tiered, "greedy", "tokens")
+    asked = prompts()[::2]
     computed = [
-        sum(len(p) - one["cached"] for p, one in zip(prompts(), each, strict=True))
-        for each in (without["together"], tiered["together"])
+        sum(len(p) - one["cached"] for p, one in zip(asked, each, strict=True))
+        for each in (without["greedy"], tiered["greedy"])
     ]
-    once = sum(map(len, prompts())) - NUM_GROUPS * (GROUP - 1) * SHARED
-    assert computed[1] == once < computed[0]
+    once = sum(map(len, asked)) - NUM_GROUPS * (GROUP // 2 - 1) * SHARED
+    assert computed[1] <= once < computed[0]

@@ -45,6 +45,23 @@ def test_a_query_attends_the_same_in_a_prompt_and_alone(
         assert torch.equal(torch.cat([first, rest]), whole)
 
 
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_draft_attends_as_if_no_other_were_there(window: int | None) -> None:
+    torch.manual_seed(0)
+    queries, keys = torch.randn(4, 4, 16), torch.randn(24, 2, 16)
+    values = torch.randn(24, 2, 16)
+    # Two branches of two: 0 - 1, 2 - 3.
+    tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]).bool()
+    options = {"scale": 0.25, "window": window, "sinks": None}
+    found = attend_each(queries, keys, values, tree=tree, **options)
+    expected = attend(queries, keys, values, tree=tree, **options)
+    assert torch.allclose(found, expected, atol=1e-5)
+    for first in (0, 2):
+        at = [*range(20), 20 + first, 21 + first]
+        alone = attend_each(queries[first : first + 2], keys[at], values[at], **options)
+        assert torch.equal(found[first : first + 2], alone)
+
+
 def test_the_hash_is_murmur() -> None:
     """Against the algorithm on bytes, of which two hashes are well known."""
     assert _murmur3(b"") == 0

@@ -105,20 +105,26 @@ def attend_each(
     scale: float,
     window: int | None,
     sinks: torch.Tensor | None,
+    tree: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As :func:`.cpu_attention.attend`, query by query."""
-    heads, groups = queries.shape[1], keys.shape[1]
+    (num_queries, heads, _), groups = queries.shape, keys.shape[1]
+    if tree is None:
+        tree = torch.ones(num_queries, num_queries, dtype=torch.bool).tril()
+    before = torch.arange(len(keys) - num_queries)
     outputs = []
-    for i, query in enumerate(queries):
-        end = len(keys) - len(queries) + i + 1
-        begin = 0 if window is None or window < 0 else max(0, end - 1 - window)
-        seen = keys[begin:end].unsqueeze(2)
-        logits = (seen * query.view(1, groups, heads // groups, -1)).sum(-1) * scale
+    for query, drafts in zip(queries, tree, strict=True):
+        # The same tokens in the same order as if no other draft were there.
+        at = torch.cat([before, len(before) + drafts.nonzero().flatten()])
+        if window is not None and window >= 0:
+            at = at[-window - 1 :]
+        grouped = query.view(1, groups, heads // groups, -1)
+        logits = (keys[at].unsqueeze(2) * grouped).sum(-1) * scale
         if sinks is not None:
             column = sinks.to(logits.dtype).view(1, groups, -1)
             logits = torch.cat([logits, column])
-        weights = logits.softmax(0)[: end - begin].unsqueeze(-1)
-        outputs.append((weights * values[begin:end].unsqueeze(2)).sum(0).flatten(0, 1))
+        weights = logits.softmax(0)[: len(at)].unsqueeze(-1)
+        outputs.append((weights * values[at].unsqueeze(2)).sum(0).flatten(0, 1))
     return torch.stack(outputs) if outputs else queries.new_empty(0, heads, 0)
 
 

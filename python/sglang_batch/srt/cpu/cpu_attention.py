@@ -205,16 +205,16 @@ def make_backend(model_runner: Any) -> TorchNativeAttnBackend:
     model = model_runner.model_config
     if model_runner.use_mla_backend:
         _attend_latents()
-    if get_exec().deterministic.enable_deterministic_inference:
-        from .batch_invariance import BatchInvariantAttention
-
-        return BatchInvariantAttention(model_runner)
     if hybrid_gdn_config(model) is not None:
         linear_attention.use_pytorch()
     if hybrid_kda_config(model) is not None:
         kimi_attention.use_pytorch()
     if mamba2_config(model) is not None:
         state_space.use_pytorch()
+    if get_exec().deterministic.enable_deterministic_inference:
+        from .batch_invariance import BatchInvariantAttention
+
+        return BatchInvariantAttention(model_runner)
     speculates = not model_runner.spec_algorithm.is_none()
     if model_runner.is_hybrid_swa or model.has_attention_sinks or speculates:
         return CpuAttention(model_runner)

@@ -363,11 +363,7 @@ def test_kinds_of_models(tmp_path: Path) -> None:
             },
             "--enable-deterministic-inference with the offline scheduler does not work",
         ),
-        (
-            "plain",
-            {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
-            "--hicache-storage-backend file does not work",
-        ),
+        ("plain", {"enable_hierarchical_cache": True}, "fine"),
         ("no-hybrid-memory", {}, "fine"),
         ("images", {}, "fine"),
         ("encoder-decoder", {}, "WhisperForConditionalGeneration does not work"),

@@ -1,12 +1,14 @@
-"""Questions about images under the plan, on real SGLang with a tiny Qwen2.5-VL."""
+"""Questions about images under the plan, on real SGLang with tiny models of two families."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from image_runs import Line, run_images
-from tiny_vision import image_url, write_tiny_vision
+from tiny_vision import image_of, image_url, write_tiny_mistral3, write_tiny_vision
+from transformers import AutoProcessor, Mistral3ForConditionalGeneration
 
 from sglang_batch.srt.engine.media.media_sources import check_sources
 
@@ -66,6 +68,40 @@ def test_an_image_that_may_not_be_read_or_does_not_load_is_its_lines_error(
     file, broken = runs[0]["texts"][-2:]
     assert file.startswith("error: 'file:///etc/hostname' may not be read")
     assert broken.startswith("error: ") and "Could not decode image" in broken
+
+
+def test_answers_of_mistral_3_are_those_of_transformers(
+    job: list[Line], tmp_path: Path
+) -> None:
+    # Its images have several runs of placeholders, and tokens of text between them.
+    write_tiny_mistral3(tmp_path)
+    found = run_images(tmp_path, job, "--max-running-requests=8")
+    assert found["texts"] == by_transformers(tmp_path, job)
+    assert len(set(found["texts"])) > 10
+    assert found["encoded"] == NUM_IMAGES
+    assert found["cached"] >= 0.97 * found["ratio"] * found["input"]
+
+
+def by_transformers(path: Path, job: list[Line]) -> list[str]:
+    processor = AutoProcessor.from_pretrained(path)
+    model = Mistral3ForConditionalGeneration.from_pretrained(path, dtype="float32")
+    texts = []
+    for url, question, most in job:
+        parts = [
+            {"type": "image", "image": image_of(url)},
+            {"type": "text", "text": question},
+        ]
+        inputs = processor.apply_chat_template(
+            [{"role": "user", "content": parts}],
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            add_generation_prompt=True,
+        )
+        ids = model.generate(**inputs, max_new_tokens=most, do_sample=False)
+        answer = ids[0, inputs["input_ids"].shape[1] :]
+        texts.append(processor.decode(answer, skip_special_tokens=True))
+    return texts
 
 
 class Request:

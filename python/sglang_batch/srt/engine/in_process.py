@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
@@ -104,6 +105,10 @@ def engine(
     try:
         yield SGLangEngine(stock.tokenizer_manager, stock.template_manager), stock.loop
     finally:
+        # SGLang's processor for LLaVA and Mistral 3 wraps another and cannot be shut down.
+        manager: Any = stock.tokenizer_manager
+        processor = getattr(manager, "mm_processor", None)
+        manager.mm_processor = getattr(processor, "inner", processor)
         try:
             stock.shutdown()
         except KeyboardInterrupt:

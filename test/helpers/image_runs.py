@@ -13,8 +13,8 @@ from typing import Any
 from forked_children import command
 from servers import SERVER_ARGS
 
-Line = tuple[str, str, int]
-"""Where the image is, the question, and ``max_tokens``."""
+Line = tuple[str | dict[str, Any], str, int]
+"""Where the image is or a part of a message, the question, and ``max_tokens``."""
 
 
 def run_images(

@@ -1,6 +1,6 @@
-"""Questions about images on one engine; ``main`` prints answers and encoder runs.
+"""Questions about images and sounds on one engine; ``main`` prints answers and encoder runs.
 
-Encoder runs are counted where the model's vision tower gets images.
+Encoder runs are counted where the model's encoder gets them.
 """
 
 from __future__ import annotations
@@ -12,33 +12,50 @@ import sys
 import time
 from typing import Any
 
-from sglang.srt.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration as Model
+from sglang.srt.models.mistral import Mistral3ForConditionalGeneration
+from sglang.srt.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+from sglang.srt.models.qwen2_audio import Qwen2AudioForConditionalGeneration
 
+from sglang_batch.batch_api.protocol import TRANSCRIPTIONS_URL
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job.job import Job
 from sglang_batch.request import BatchRequestInput, RequestOutput
 from sglang_batch.srt.engine import in_process
 
 RUNS = "ENCODER_RUNS_FILE"
-_encode = Model.get_image_feature
 
 
-def _noted(model: Any, items: Any) -> Any:
-    with open(os.environ[RUNS], "a") as file:
-        for item in items:
-            file.write("image\n" * len(item.image_grid_thw))
-    return _encode(model, items)
+def _note_runs(model: type, sizes: str, method: str = "get_image_feature") -> None:
+    """Note each image that the model encodes. The engine's processes are forks of this.
+
+    sizes: the field of SGLang's items that has an entry per image.
+    """
+    encode = getattr(model, method)
+
+    def noted(self: Any, items: Any) -> Any:
+        with open(os.environ[RUNS], "a") as file:
+            for item in items:
+                file.write("image\n" * len(getattr(item, sizes)))
+        return encode(self, items)
+
+    setattr(model, method, noted)
 
 
-# The engine's processes are forks of this one.
-Model.get_image_feature = _noted
+_note_runs(Qwen2_5_VLForConditionalGeneration, "image_grid_thw")
+_note_runs(Mistral3ForConditionalGeneration, "image_sizes")
+_note_runs(Qwen2AudioForConditionalGeneration, "feature", "get_audio_feature")
 
 
-def request(index: int, url: str, question: str, most: int) -> BatchRequestInput:
-    parts = [
-        {"type": "image_url", "image_url": {"url": url}},
-        {"type": "text", "text": question},
-    ]
+def request(
+    index: int, media: str | dict[str, Any], question: str, most: int
+) -> BatchRequestInput:
+    """A line about an image, or a part of a message. One with a file is transcribed."""
+    if isinstance(media, str):
+        media = {"type": "image_url", "image_url": {"url": media}}
+    if "file_url" in media:
+        data = json.dumps({"model": "demo", **media}).encode()
+        return BatchRequestInput(index, f"r{index}", TRANSCRIPTIONS_URL, data)
+    parts = [media, {"type": "text", "text": question}]
     body = {
         "model": "demo",
         "messages": [{"role": "user", "content": parts}],
@@ -61,7 +78,7 @@ def main() -> None:
         usage["sent"] = max(usage["sent"], len(manager.rid_to_state))
         usage["input"] += output.usage.input_tokens
         texts[line.index] = (
-            body["choices"][0]["message"]["content"]
+            (body.get("text") or body["choices"][0]["message"]["content"])
             if output.ok
             else "error: " + body["error"]["message"]
         )

@@ -55,6 +55,8 @@ class Endpoint:
     required: tuple[str, ...]
 
 
+TRANSCRIPTIONS_URL = "/v1/audio/transcriptions"
+
 ENDPOINTS = {
     endpoint.url: endpoint
     for endpoint in (
@@ -66,6 +68,7 @@ ENDPOINTS = {
         Endpoint("/v1/score", "Score", ("items",)),
         Endpoint("/v1/rerank", "Rerank", ("query", "documents")),
         Endpoint("/v1/classify", "Classify", ("input",)),
+        Endpoint(TRANSCRIPTIONS_URL, "Transcriptions", ("file_url",)),
     )
 }
 

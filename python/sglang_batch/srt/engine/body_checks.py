@@ -20,10 +20,12 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from ...batch_api.lines import loads_lenient
+from ...batch_api.protocol import TRANSCRIPTIONS_URL
 from ..compat.server_types import JsonObject
 from .checks.endpoint_checks import check_parsed
 from .checks.request_fields import SAMPLING_FIELDS, Real, Whole
 from .checks.value_checks import OPENAI_NAMES, FieldError, check_text, check_value
+from .media.transcriptions import TranscriptionBody
 
 MESSAGES_URL = "/v1/messages"
 _OTHER_MAX_TOKENS = ("max_completion_tokens", "max_output_tokens")
@@ -55,6 +57,7 @@ def request_classes() -> dict[str, type[BaseModel]]:
         "/v1/score": ScoringRequest,
         "/v1/rerank": V1RerankReqInput,
         "/v1/classify": ClassifyRequest,
+        TRANSCRIPTIONS_URL: TranscriptionBody,
     }
 
 

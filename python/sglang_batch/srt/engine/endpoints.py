@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from pydantic import BaseModel, TypeAdapter
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from ...batch_api.protocol import TRANSCRIPTIONS_URL
 from ...engine import GENERATE_URL
 from ..compat.server_types import (
     EngineAnswer,
@@ -27,6 +28,7 @@ from ..compat.server_types import (
 from .body_checks import MESSAGES_URL, request_classes
 from .checks.endpoint_checks import check_parsed
 from .checks.value_checks import FieldError
+from .media import transcriptions
 
 REQUEST_CLASSES = request_classes()
 
@@ -139,6 +141,8 @@ def _serve_function(
 
         messages = AnthropicServing(manager.serving_chat_class(manager, templates))
         return partial(messages.handle_messages, raw_request=None)
+    if url == TRANSCRIPTIONS_URL:
+        return partial(_transcribe, transcriptions.serving_class(manager))
     return partial(_serve, _handler(url, manager, templates))
 
 
@@ -179,6 +183,11 @@ def _handler(
         "/v1/classify": OpenAIServingClassify,
     }[url]
     return handler_class(manager, templates)
+
+
+async def _transcribe(handler: ServingHandler, parsed: BaseModel) -> object:
+    assert isinstance(parsed, transcriptions.TranscriptionBody)
+    return await _serve(handler, transcriptions.request_of(parsed))
 
 
 async def _serve(

@@ -90,6 +90,7 @@ def output_of(
     counted = (
         sum((_native_usage(item) for item in engine_answers), Usage())
         if usage is None
+        or not hasattr(usage, "prompt_tokens")  # that of sounds: seconds
         else _openai_usage(usage)
     )
     return RequestOutput(200, rid, _json(answer), counted)

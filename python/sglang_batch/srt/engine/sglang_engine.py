@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, cast
 
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from ...batch_api.protocol import TRANSCRIPTIONS_URL
 from ...engine import KvUse
 from ...errors import EngineError
 from ...planner.machine_model import Machine
@@ -40,6 +41,7 @@ from .endpoints import Converted, ServingEndpoints
 from .machine import machine_of
 from .media.media_sources import check_sources
 from .media.media_tokens import media_token_ids
+from .media.transcriptions import with_duration
 from .responses import abort_reason, aborted, output_of, rejection
 from .serving_call import HoldingManager, ServingCall
 from .stored_request import load, store
@@ -296,6 +298,13 @@ class SGLangEngine:
         self, request: BatchRequestInput, rid: str, *, tokenize: bool
     ) -> Prepared | RequestOutput:
         await self._endpoints.open(request.url)
+        if request.url == TRANSCRIPTIONS_URL:
+            config = self._tokenizer_manager.server_args.offline_config
+            try:
+                body = parse_body(request.body)
+                request = await with_duration(request, body, config.media_sources)
+            except Exception as error:
+                return rejection(request.url, rid, error)
         if len(request.body) <= SHORT_BODY:
             await asyncio.sleep(0)  # let other tasks run between two requests
             prepared = self._prepare(request, rid, tokenize)

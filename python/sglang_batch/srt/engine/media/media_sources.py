@@ -24,12 +24,17 @@ def check_sources(request: Any, allowed: Sequence[str]) -> None:
         ValueError: names the place.
     """
     for name in _FIELDS:
-        for source in _sources(getattr(request, name, None)):
-            if not (source.startswith("data:") or _is_below(source, allowed)):
-                raise ValueError(
-                    f"{source[:100]!r} may not be read: media are data: URLs, or begin "
-                    "as the server's media_sources say."
-                )
+        check_places(getattr(request, name, None), allowed)
+
+
+def check_places(value: Any, allowed: Sequence[str]) -> None:
+    """:func:`check_sources` for one place, or several, however they are nested."""
+    for source in _sources(value):
+        if not (source.startswith("data:") or _is_below(source, allowed)):
+            raise ValueError(
+                f"{source[:100]!r} may not be read: media are data: URLs, or begin "
+                "as the server's media_sources say."
+            )
 
 
 def _is_below(source: str, allowed: Sequence[str]) -> bool:

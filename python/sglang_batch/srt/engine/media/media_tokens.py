@@ -35,7 +35,7 @@ async def media_token_ids(manager: TokenizerManager, request: Any) -> list[int]:
     processed = await manager.mm_processor.process_mm_data_async(
         image_data=own.image_data,
         audio_data=own.audio_data,
-        input_text=own.text or own.input_ids,
+        input_text=own.text or own.input_ids or "",
         request_obj=own,
         max_req_input_len=manager.max_req_input_len,
     )

@@ -495,7 +495,13 @@ def test_recurrent_layers_have_states_and_no_kv() -> None:
         ModelSpec.from_hf_config(MODELS["qwen3-next-80b-a3b"] | {"layer_types": types})
 
 
-@pytest.mark.parametrize("model_type", CHECKPOINTS)
+def test_kimi_delta_attention_is_not_counted() -> None:
+    config = tiny_model("kimi_linear", **CHECKPOINTS["kimi_linear"]).config.to_dict()
+    with pytest.raises(ConfigError, match=r"linear_attn_config.*give ModelSpec"):
+        ModelSpec.from_hf_config(config)
+
+
+@pytest.mark.parametrize("model_type", sorted(CHECKPOINTS.keys() - {"kimi_linear"}))
 def test_tiny_models_have_the_parameters_counted(model_type: str) -> None:
     fields = {"max_position_embeddings": 2048, **CHECKPOINTS[model_type]}
     model = tiny_model(model_type, **fields)

@@ -67,9 +67,9 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         # Imported where a model is: it imports torch.
         from sglang.srt import batch_invariant_ops
 
-        from . import batch_invariance, cpu_attention, no_accelerator, parallel_ranks
+        from . import batch_invariance, cpu_backends, no_accelerator, parallel_ranks
 
         parallel_ranks.use_pytorch()
-        cpu_attention.register()
+        cpu_backends.register()
         no_accelerator.do_without()
         batch_invariant_ops.enable_batch_invariant_mode = batch_invariance.use_rows

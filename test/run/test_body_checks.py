@@ -45,6 +45,11 @@ BODIES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "/v1/score": ({"query": "a", "items": ["b"]}, {"items": 1}, ["items"]),
     "/v1/rerank": ({"query": "a", "documents": ["b"]}, {"query": 1}, ["query"]),
     "/v1/classify": ({"input": "a"}, {"input": None}, ["input"]),
+    "/v1/audio/transcriptions": (
+        {"file_url": "https://sounds.example.com/1.wav", "language": "en"},
+        {"file_url": 1, "response_format": "srt", "stream": True},
+        ["file_url", "response_format", "stream"],
+    ),
 }
 CHECK = """
 import json, sys

@@ -98,7 +98,7 @@ def _other_than(*allowed: object) -> Callable[[object], bool]:
 
 _SECOND_TIER = "it moves KV to and from a second tier, which is not in the plan"
 _ADMISSION = "the plan and its KV forecast decide when a request is admitted"
-_PLAN_ORDER = """set the order with --offline-batch-config '{"policy": ...}'"""
+_PLAN_ORDER = """set the order with --offline-batch-config '{"policy": "dfs"}'"""
 
 REFUSALS = (
     # The prefix cache, which we replace.
@@ -175,7 +175,7 @@ REFUSALS = (
         ("max_queued_requests",),
         lambda value: value is not None,
         "batches need a queue without a limit",
-        """limit it with --offline-batch-config '{"max_inflight": ...}'""",
+        """limit it with --offline-batch-config '{"max_inflight": 4096}'""",
     ),
     # The shape of a step: prompts in chunks, mixed with decoding.
     Refusal(("enable_pdmux",), _given, "it runs prefill and decode in its own loop"),

@@ -211,7 +211,7 @@ REFUSALS = (
     Refusal(
         ("enable_lora_overlap_loading",),
         _given,
-        "adapters loaded beside the plan may displace those that it keeps",
+        "adapters loaded outside the plan may displace those that it keeps",
     ),
     Refusal(
         ("lora_drain_wait_threshold",),

@@ -103,7 +103,11 @@ class Native:
 
 
 def model_runner(
-    attention: str = "auto", device: str = "cuda", **arguments: str
+    attention: str = "auto",
+    device: str = "cuda",
+    *,
+    deterministic: bool = False,
+    **arguments: str,
 ) -> SimpleNamespace:
     """As much of SGLang's model runner as the choice looks at."""
     pool = object.__new__(MHATokenToKVPool)
@@ -128,6 +132,8 @@ def model_runner(
         server_args=SimpleNamespace(
             offline_config=OfflineBatchConfig(attention=attention),
             enable_torch_compile=False,
+            enable_deterministic_inference=deterministic,
+            rl_on_policy_target=None,
             **named,
         ),
     )
@@ -195,6 +201,11 @@ def test_unknown_devices_and_backends_and_models_are_left_alone(
     )
     attention_choice.share_by_default(model_runner())
     attention_choice.share_by_default(model_runner("stock"))
+    assert not shared
+
+
+def test_deterministic_inference_has_no_shared_reads(shared: list[Any]) -> None:
+    attention_choice.share_by_default(model_runner(deterministic=True))
     assert not shared
 
 

@@ -128,9 +128,12 @@ CALLS = [{"text": f"Call {i}", "sampling_params": GREEDY} for i in range(12)]
 def test_calls_of_programs_that_are_aborted_are_sent_again(
     offline_server: Server,
 ) -> None:
-    expected = wave(offline_server, CALLS)
+    # They run for seconds, so that they are seen to.
+    long = GREEDY | {"max_new_tokens": 400, "ignore_eos": True}
+    calls = [call | {"sampling_params": long} for call in CALLS]
+    expected = wave(offline_server, calls)
     found: dict[int, Any] = {}
-    thread = threading.Thread(target=lambda: found.update(wave(offline_server, CALLS)))
+    thread = threading.Thread(target=lambda: found.update(wave(offline_server, calls)))
     thread.start()
     until_busy(offline_server)
     abort_all(offline_server)

@@ -26,7 +26,16 @@ from parts_main import Parts, run_parts
 PARTS = Parts(
     __doc__.partition("\n")[0],
     package="dense_parts",
-    names=("steps", "small", "large", "sglang", "sharing", "memory", "models"),
+    names=(
+        "steps",
+        "small",
+        "large",
+        "sglang",
+        "sharing",
+        "memory",
+        "packed",
+        "models",
+    ),
     results="dense.json",
     repeats=3,
 )

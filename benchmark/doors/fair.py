@@ -21,7 +21,8 @@ from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.policies import POLICY_TABLE
-from sglang_batch.scheduling.admission import EngineNow, choose
+from sglang_batch.scheduling.admission.next_step import choose
+from sglang_batch.scheduling.admission.step_filling import EngineNow
 from sglang_batch.scheduling.job_plan import JobPlan, StepCost, unplanned
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.job_work import JobWork

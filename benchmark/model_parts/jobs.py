@@ -115,10 +115,12 @@ def run_all(model_type: str, quick: bool, *, ours: bool) -> list[Compared]:
 
 @cache
 def checkpoint(model_type: str) -> Path:
-    """A tiny checkpoint, as long as this process lives."""
+    """A tiny checkpoint, as long as this process lives. ``demo`` is the demo model."""
     folder = Path(tempfile.mkdtemp(prefix="sglang-batch-model-"))
     demo = folder / "demo"
     write_demo_model(demo)
+    if model_type == "demo":
+        return demo
     return write_checkpoint(model_type, folder / model_type, demo)
 
 

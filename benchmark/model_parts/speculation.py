@@ -7,16 +7,13 @@ model answers siblings unlike each other, so the second job sends each prompt se
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 from report import Figure, print_table
 from throughput_jobs import ThroughputJob, groups
 
-from sglang_batch.demo_model import write_demo_model
-
 from .engine import JobResult, run_jobs
+from .jobs import checkpoint
 
 ARGUMENTS = [
     "--mem-fraction-static=0.3",
@@ -46,13 +43,9 @@ def jobs(quick: bool) -> list[ThroughputJob]:
 
 def measure(quick: bool = False) -> list[Figure]:
     """The figures of this part. A quick run has fewer prompts, and the same targets."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder)
-        write_demo_model(model)
-        without = run_jobs(jobs(quick), model, ours=True, arguments=ARGUMENTS)
-        drafted = run_jobs(
-            jobs(quick), model, ours=True, arguments=[*ARGUMENTS, *NGRAM]
-        )
+    model = checkpoint("demo")
+    without = run_jobs(jobs(quick), model, ours=True, arguments=ARGUMENTS)
+    drafted = run_jobs(jobs(quick), model, ours=True, arguments=[*ARGUMENTS, *NGRAM])
     figures, rows = [], []
     for job, one, other in zip(jobs(quick), drafted, without, strict=True):
         pairs = zip(one.output_ids, other.output_ids, strict=True)

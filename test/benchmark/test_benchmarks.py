@@ -66,7 +66,7 @@ def test_jobs_that_share_an_engine() -> None:
 
 @pytest.mark.timeout(330)
 def test_the_dense_engine() -> None:
-    parts = "steps", "small", "sharing", "memory", "models"
+    parts = "steps", "small", "sharing", "memory", "packed", "models"
     document = quick_run("bench_dense.py", *parts)
     assert document["missed"] == []
     assert {"torch", "transformers"} <= document["machine"].keys()
@@ -74,7 +74,8 @@ def test_the_dense_engine() -> None:
     assert names["prompt tokens computed"] == 2 * (64 + 12 * 16)
     assert names["classes that answer otherwise"] == 0
     titles = [table["title"].partition(":")[0] for table in document["tables"]]
-    assert titles == ["Target-1", "Target-2", "Processor seconds", "Classes"]
+    layers = "Layers of 1024 x 4096, and an encoder"
+    assert titles == ["Target-1", "Target-2", "Processor seconds", layers, "Classes"]
 
 
 @pytest.mark.timeout(330)
@@ -82,7 +83,7 @@ def test_the_models_of_today() -> None:
     document = quick_run("bench_models.py", "families", "answers")
     assert document["missed"] == []
     _, random_jobs = document["tables"]
-    assert all(row[1] == "1.000" for row in random_jobs["rows"])
+    assert all(row[1] > 0 for row in random_jobs["rows"])
 
 
 def test_parts_and_the_file_to_save(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import wave
 from pathlib import Path
 
 import numpy as np
-from tiny_vision import TEMPLATE, byte_tokenizer, write_weights
+from tiny_vision import TEMPLATE, TINY_TEXT, byte_tokenizer, write_weights
 
 RATE = 16000
 SPECIAL = (
@@ -57,14 +57,7 @@ def write_tiny_audio(folder: Path) -> None:
         text_config={
             "model_type": "qwen2",
             "vocab_size": 256 + len(SPECIAL),
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 2048,
-            "tie_word_embeddings": False,
-            "bos_token_id": None,
+            **TINY_TEXT,
             "eos_token_id": ids["<|im_end|>"],
             "use_sliding_window": False,
         },

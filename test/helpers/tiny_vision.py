@@ -19,6 +19,17 @@ SPECIAL = (
 PIXTRAL_SPECIAL = (
     "<s>", "<|im_start|>", "<|im_end|>", "<pad>", "[IMG]", "[IMG_BREAK]", "[IMG_END]",
 )  # fmt: skip
+# Of the language models.
+TINY_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+}
 TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\\n' -}}
@@ -67,19 +78,12 @@ def write_tiny_vision(folder: Path) -> None:
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": 272,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 2048,
+            **TINY_TEXT,
             "rope_scaling": {
                 "type": "mrope",
                 "rope_type": "default",
                 "mrope_section": [2, 3, 3],
             },
-            "tie_word_embeddings": False,
-            "bos_token_id": None,
             "eos_token_id": ids["<|im_end|>"],
             "use_sliding_window": False,
         },
@@ -131,15 +135,8 @@ def write_tiny_mistral3(folder: Path) -> None:
         text_config={
             "model_type": "mistral",
             "vocab_size": 256 + len(PIXTRAL_SPECIAL),
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            **TINY_TEXT,
             "head_dim": 16,
-            "max_position_embeddings": 2048,
-            "tie_word_embeddings": False,
-            "bos_token_id": None,
             "eos_token_id": ids["<|im_end|>"],
             "sliding_window": None,
         },

@@ -9,7 +9,8 @@ import pytest
 from scheduling_jobs import arrive_all, plan_of
 
 from sglang_batch.planner.length_batches.batch_state import GROUPS, TREE
-from sglang_batch.scheduling.admission import EngineNow, choose, put_back
+from sglang_batch.scheduling.admission.next_step import choose, put_back
+from sglang_batch.scheduling.admission.step_filling import EngineNow
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.kv_accounting import KvAccounting
 from sglang_batch.scheduling.open_jobs import ScanPace

@@ -3,7 +3,7 @@
 KV is allocated in whole pages: of each request, its tokens behind the shared prefixes,
 which are whole pages themselves, take as many pages as hold them. Time is the *decode
 clock*, which ticks once for every token that the running requests decode: once a step, or
-with speculation as :mod:`.drafts.token_clock` has it. Changes update all sums, so that no step
+with speculation as :mod:`.decode_clock.token_clock` has it. Changes update all sums, so that no step
 iterates over the running requests.
 """
 

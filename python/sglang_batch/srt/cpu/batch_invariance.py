@@ -131,54 +131,15 @@ def attend_each(
 class BatchInvariantAttention(CpuAttention):
     """Attention of all layers, query by query."""
 
-    def forward_extend(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        layer: Any,
-        forward_batch: Any,
-        *args: Any,
-        **kw: Any,
-    ) -> torch.Tensor:
-        counts = forward_batch.extend_seq_lens.tolist()
-        return self._attend(q, k, v, layer, forward_batch, counts, *args, **kw)
-
-    def forward_decode(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        layer: Any,
-        forward_batch: Any,
-        *args: Any,
-        **kw: Any,
-    ) -> torch.Tensor:
-        counts = [1] * len(forward_batch.seq_lens)
-        return self._attend(q, k, v, layer, forward_batch, counts, *args, **kw)
-
-    def _attend_one(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
-        return attend_each(q, k, v, **options)
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        counts: list[int],
-        save_kv_cache: bool = True,
-        sinks: torch.Tensor | None = None,
-        **_: object,
-    ) -> torch.Tensor:
+    def _is_stock(self, layer: Any, sinks: torch.Tensor | None) -> bool:
         if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
             raise EngineError(
                 f"attention of type {layer.attn_type} has no deterministic form on a CPU; "
                 "drop --enable-deterministic-inference."
             )
-        return self._forward(
-            q, k, v, layer, forward_batch, save_kv_cache, sinks, counts
-        )
+        return False
+
+    def _attend_one(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        return attend_each(q, k, v, **options)

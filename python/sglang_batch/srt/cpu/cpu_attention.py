@@ -29,7 +29,7 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         **_: object,
     ) -> torch.Tensor:
         verifies = forward_batch.forward_mode.is_target_verify()
-        if sinks is None and not verifies and not self._has_own_pool(layer):
+        if not verifies and self._is_stock(layer, sinks):
             stock: torch.Tensor = super().forward_extend(
                 q, k, v, layer, forward_batch, save_kv_cache
             )
@@ -54,7 +54,7 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         sinks: torch.Tensor | None = None,
         **_: object,
     ) -> torch.Tensor:
-        if sinks is None and not self._has_own_pool(layer):
+        if self._is_stock(layer, sinks):
             stock: torch.Tensor = super().forward_decode(
                 q, k, v, layer, forward_batch, save_kv_cache
             )
@@ -63,6 +63,10 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         return self._forward(
             q, k, v, layer, forward_batch, save_kv_cache, sinks, counts
         )
+
+    def _is_stock(self, layer: Any, sinks: torch.Tensor | None) -> bool:
+        """Whether SGLang's attention is right for a layer."""
+        return sinks is None and not self._has_own_pool(layer)
 
     def _attend_one(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any

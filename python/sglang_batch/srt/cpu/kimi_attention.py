@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from .linear_attention import (
     attend_prompts,
+    attend_tokens,
     causal_conv1d_fn,
     causal_conv1d_update,
-    delta_step,
     rms_norm_gated,
     unit,
 )
@@ -107,17 +107,16 @@ def packed_decode(
     _, heads, value_dim, key_dim = initial_state.shape
     sizes = [heads * key_dim, heads * key_dim, heads * value_dim]
     q, k, v = (x.unflatten(1, (heads, -1)).float() for x in mixed_qkv.split(sizes, 1))
-    slots = ssm_state_indices.long()
-    state, output = delta_step(
-        initial_state[slots].float(),
+    attend_tokens(
         unit(q) * scale,
         unit(k),
         v,
         decays_of(a.unflatten(1, (heads, key_dim)), A_log, dt_bias, lower_bound),
-        b.float().sigmoid().unsqueeze(-1),
+        b.float().sigmoid(),
+        initial_state,
+        ssm_state_indices,
+        out,
     )
-    initial_state[slots] = state.to(initial_state.dtype)
-    out[:, 0] = output.to(out.dtype)
 
 
 _PLACES: dict[str, dict[str, Any]] = {

@@ -234,14 +234,43 @@ def packed_decode(
     if use_qk_l2norm_in_kernel:
         queries, keys = unit(queries), unit(keys)
     decay, strength = fused_gdn_gating(A_log, a, b, dt_bias)
-    slots = ssm_state_indices.long()
-    state, output = delta_step(
-        initial_state[slots].float(),
+    attend_tokens(
         queries * scale,
         keys,
         v.unflatten(1, (heads, value_dim)).float(),
         decay[0].exp().unsqueeze(-1),
-        strength[0].unsqueeze(-1),
+        strength[0],
+        initial_state,
+        ssm_state_indices,
+        out,
+    )
+
+
+def attend_tokens(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    decays: Tensor,
+    strengths: Tensor,
+    initial_state: Tensor,
+    slots: Tensor,
+    out: Tensor,
+) -> None:
+    """The recurrence over one token of each request.
+
+    As :func:`attend_prompts`, with a row for each request instead of each token, and:
+
+    slots: ``[num_requests]``, where the requests' states are.
+    out: ``[num_requests, 1, heads, value_dim]``, written.
+    """
+    slots = slots.long()
+    state, output = delta_step(
+        initial_state[slots].float(),
+        queries,
+        keys,
+        values,
+        decays,
+        strengths.unsqueeze(-1),
     )
     initial_state[slots] = state.to(initial_state.dtype)
     out[:, 0] = output.to(out.dtype)

@@ -24,7 +24,8 @@ from sglang.srt.disaggregation.utils import (
 from sglang.srt.managers.scheduler import Scheduler
 
 from ..compat.scheduler_types import PrefillPlan, Req, ScheduleBatch
-from ..scheduler.scheduler import MarkedScheduler, OfflineScheduler
+from ..scheduler.marked_scheduler import MarkedScheduler
+from ..scheduler.scheduler import OfflineScheduler
 
 # Seconds that a scheduler without a batch leaves to the threads that send and receive.
 PAUSE_S = 0.0005

@@ -87,7 +87,8 @@ def hook_scheduler() -> None:
 
 
 def _scheduler_class() -> type:
-    from ..scheduler.scheduler import MarkedScheduler, OfflineScheduler
+    from ..scheduler.marked_scheduler import MarkedScheduler
+    from ..scheduler.scheduler import OfflineScheduler
 
     planned = _offline_scheduler == "offline"
     if _mode == "null":

@@ -39,6 +39,12 @@ def can_mix(scheduler: MixingScheduler, running_batch: ScheduleBatch) -> bool:
     return all(req.beam_group is None for req in running_batch.reqs)
 
 
+def has_decodes(batch: ScheduleBatch) -> bool:
+    """Whether requests of a batch decode, also beside prompts."""
+    mode = batch.forward_mode
+    return mode.is_decode() or (mode.is_extend() and bool(batch.decoding_reqs))
+
+
 def with_decodes(scheduler: MixingScheduler, plan: PrefillPlan) -> PrefillPlan:
     """Mix a batch that SGLang left unmixed because of log probabilities."""
     batch, running = plan.batch_to_run, plan.running_batch
@@ -62,3 +68,18 @@ def with_decodes(scheduler: MixingScheduler, plan: PrefillPlan) -> PrefillPlan:
         batch_to_run=batch, running_batch=SGLangScheduleBatch(reqs=[])
     )
     return mixed
+
+
+class FastMembership(list[Req]):
+    """A list of requests that can tell in constant time whether it holds one.
+
+    SGLang asks this for each request of a mixed step, which would otherwise take time
+    quadratic in their number.
+    """
+
+    def __init__(self, reqs: list[Req]) -> None:
+        super().__init__(reqs)
+        self._ids = {id(req) for req in reqs}
+
+    def __contains__(self, req: object) -> bool:
+        return id(req) in self._ids

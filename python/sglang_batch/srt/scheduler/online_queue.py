@@ -9,9 +9,9 @@ from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req, ScheduleBatch, WaitingRequests
+from .kv.kv_manager import KvManager
 from .kv.offloading import drain_results
 from .kv.planned_cache import PinnedPrefixes
-from .kv_manager import KvManager
 from .mixed_batch import num_rows
 from .request_registry import RequestRegistry
 

@@ -10,7 +10,7 @@ A step:
    their followers can join. If the running requests have no room for their next tokens,
    the newest are offloaded. Otherwise offloaded requests resume.
 2. Choose. Online requests come first, and requests of jobs are offloaded for them. Then
-   the jobs' requests join, by ``scheduling.admission``.
+   the jobs' requests join, by ``scheduling.admission.next_step``.
 3. Build. SGLang builds a batch from exactly the chosen requests. Some of its fields are
    changed for the duration of the call.
 4. Confirm. The requests that SGLang admitted run. The others wait again.
@@ -27,11 +27,12 @@ from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from ...planner.admission_rules.followers import WORTH_A_STATE
 from ...scheduling.adapter_slots import AdapterSlots
-from ...scheduling.admission import Choice, EngineNow, always, choose, put_back
-from ...scheduling.drafts.token_clock import TokenClock
+from ...scheduling.admission.next_step import choose, put_back
+from ...scheduling.admission.step_filling import Choice, EngineNow, always
+from ...scheduling.decode_clock.micro_batches import MicroBatches
+from ...scheduling.decode_clock.token_clock import TokenClock
 from ...scheduling.job_state import JobState
 from ...scheduling.kv_accounting import KvAccounting
-from ...scheduling.micro_batches import MicroBatches
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import (
@@ -41,10 +42,10 @@ from ..compat.scheduler_types import (
     ScheduleBatch,
     StepScheduler,
 )
+from .kv.kv_manager import KvManager
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .kv.token_counts import count_retracted
-from .kv_manager import KvManager
-from .mixed_batch import can_mix, num_rows
+from .mixed_batch import FastMembership, can_mix, has_decodes, num_rows
 from .online_queue import OnlineQueue
 from .request_registry import RequestRegistry
 from .shared_prefixes import SharedPrefixes
@@ -211,7 +212,7 @@ class PlanScheduler:
         self._kv_manager.on_host.end_step()
         runs = batch is not None and bool(batch.reqs)
         decodes = self._micro_batches.end_step(
-            decodes=batch is not None and runs and _decodes(batch)
+            decodes=batch is not None and runs and has_decodes(batch)
         )
         if not runs and not decodes:
             return
@@ -523,12 +524,6 @@ class PlanScheduler:
             self._micro_batches.starting.append(request)
 
 
-def _decodes(batch: ScheduleBatch) -> bool:
-    """Whether requests of a batch decode, also beside prompts."""
-    mode = batch.forward_mode
-    return mode.is_decode() or (mode.is_extend() and bool(batch.decoding_reqs))
-
-
 def _step_ends(step: _Step) -> dict[str, int]:
     """Where the prompts of a step end by the plan, by the request's id."""
     ends = {
@@ -539,18 +534,3 @@ def _step_ends(step: _Step) -> dict[str, int]:
         chunked = step.chunked
         ends[chunked.rid] = chunked.extend_end + step.choice.chunk_tokens
     return ends
-
-
-class FastMembership(list[Req]):
-    """A list of requests that can tell in constant time whether it holds one.
-
-    SGLang asks this for each request of a mixed step, which would otherwise take time
-    quadratic in their number.
-    """
-
-    def __init__(self, reqs: list[Req]) -> None:
-        super().__init__(reqs)
-        self._ids = {id(req) for req in reqs}
-
-    def __contains__(self, req: object) -> bool:
-        return id(req) in self._ids

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ...request import parse_request_id
 from ...scheduling.common_prefixes import CommonPrefixes
-from ...scheduling.drafts.token_clock import TokenClock
+from ...scheduling.decode_clock.token_clock import TokenClock
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.job_state import JobState
 from ...scheduling.kv_accounting import KvAccounting

@@ -10,15 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from sglang.srt.arg_groups.model_override_base import resolved_view
-from sglang.srt.managers.scheduler import Scheduler, _make_abort_req
+from sglang.srt.managers.scheduler import _make_abort_req
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor,
 )
@@ -26,23 +25,20 @@ from sglang.srt.managers.scheduler_components.load_inquirer import (
     SchedulerLoadInquirer,
 )
 from sglang.srt.runtime_context import get_parallel
-from sglang.utils import TypeBasedDispatcher
 
 from ...engine import KvUse
 from ...scheduling.adapter_slots import AdapterSlots
 from ...scheduling.common_prefixes import CommonPrefixes
-from ...scheduling.drafts.token_clock import TokenClock
+from ...scheduling.decode_clock.micro_batches import MicroBatches
+from ...scheduling.decode_clock.token_clock import TokenClock
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.job_state import Joined
 from ...scheduling.kv_accounting import KvAccounting
-from ...scheduling.micro_batches import MicroBatches
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.reports.running_tree import running_tree
 from ...scheduling.reports.waiting_view import WaitingView
-from ..attention.attention_checks import check_attention_ranks
 from ..attention.attention_choice import share_by_default
 from ..attention.sharing import Sharing
-from ..compat.hook_targets import SCHEDULER_PROCESS_HOOKS, check_hooks_took
 from ..compat.job_control import (
     CHANGE,
     CLOSE,
@@ -50,30 +46,27 @@ from ..compat.job_control import (
     JobControl,
     JobControlOutput,
     JobJoined,
-    RunningQuery,
-    RunningQueryOutput,
     TreeQuery,
     TreeQueryOutput,
 )
 from ..compat.scheduler_types import (
     AbortRequest,
-    InternalState,
     PauseRequest,
     PrefillPlan,
     Req,
     ScheduleBatch,
 )
-from ..compat.server_types import OfflineArgs
-from ..compat.support import STATE_KEY, found_limits
+from ..compat.support import found_limits
 from ..compat.tiers import ModelTier, Tier, model_tier
 from .adapter_pool import unload_others
 from .host_requests import HostRequests
 from .kv.host_prefixes import HostPrefixes, Prompt
+from .kv.kv_manager import KvManager
 from .kv.offload_support import copies_kv, why_unsupported
 from .kv.offloading import make_offloader
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .kv.second_pool import draft_slots, leave_room_for_drafts, second_pool
-from .kv_manager import KvManager
+from .marked_scheduler import MarkedScheduler
 from .mixed_batch import with_decodes
 from .online_queue import OnlineQueue
 from .plan_scheduler import PlanScheduler
@@ -86,9 +79,6 @@ from .step_results import OfflineOutputStreamer, OfflineResultProcessor
 from .warm_up import compile_planner
 
 logger = logging.getLogger(__name__)
-
-# How long attention ranks without work sleep before they look for it.
-_IDLE_STEP_MS = 10
 
 
 def _replica() -> int:
@@ -103,77 +93,6 @@ def _is_first_rank() -> bool:
     """Whether this is the first of the schedulers that have the same requests."""
     parallel = get_parallel()
     return not (parallel.attn_tp_rank or parallel.attn_cp_rank or parallel.pp_rank)
-
-
-class MarkedScheduler(Scheduler):  # type: ignore[misc]
-    """SGLang's own scheduler, marked so that the main process can recognize it."""
-
-    server_args: OfflineArgs
-
-    def get_init_info(self) -> dict[str, object]:
-        """Log for each rank that its scheduler is ours.
-
-        Raises:
-            ConfigError: its attention ranks would mix up their requests.
-            EngineError: a hook of its process did not take effect.
-        """
-        check_hooks_took(SCHEDULER_PROCESS_HOOKS)
-        check_attention_ranks(self.tp_worker.model_runner)
-        logger.info(
-            "Offline batch scheduler ready: %s", self.server_args.offline_config
-        )
-        info: dict[str, object] = super().get_init_info()
-        return info
-
-    def init_request_dispatcher(self) -> None:
-        super().init_request_dispatcher()
-        self._answer(RunningQuery, self._running_s)
-
-    def _answer(self, message: type, handle: Callable[[Any], object]) -> None:
-        self._request_dispatcher += TypeBasedDispatcher([(message, handle)])
-
-    def _running_s(self, message: RunningQuery) -> RunningQueryOutput:
-        now = time.perf_counter()
-        started = {req.rid: req.time_stats.forward_entry_time for req in self._reqs()}
-        return RunningQueryOutput(
-            seconds={rid: now - at for rid, at in started.items() if at}
-        )
-
-    def _reqs(self) -> Iterable[Req]:
-        """Requests that may have begun to run."""
-        batches = [self.running_batch, self.last_batch]
-        if get_parallel().pp_size > 1:
-            batches = [*self.running_mbs, *self.mbs]
-        running = (req for batch in batches if batch is not None for req in batch.reqs)
-        return [*self.waiting_queue, *running]
-
-    def get_internal_state(self, recv_req: object) -> InternalState:
-        """Add the settings in force to ``/server_info``, for each DP rank."""
-        output: InternalState = super().get_internal_state(recv_req)
-        output.internal_state[STATE_KEY] = self._offline_state()
-        return output
-
-    def _record_scheduler_state_for_paused_engine(self) -> None:
-        """A paused engine waits for messages too, where an idle one does."""
-        super()._record_scheduler_state_for_paused_engine()
-        self.maybe_sleep_on_idle()
-
-    def maybe_sleep_on_idle(self) -> None:
-        """Attention ranks take each step together, and each has messages of its own: only
-        the first one sleeps, for a short time, and the others wait for it."""
-        if not get_parallel().attn_dp_enabled:
-            super().maybe_sleep_on_idle()
-        elif self.idle_sleeper is not None and get_parallel().attn_dp_rank == 0:
-            self.idle_sleeper.poller.poll(_IDLE_STEP_MS)
-
-    def _offline_state(self) -> dict[str, object]:
-        return {
-            "config": str(self.server_args.offline_config),
-            "step_tokens": self.chunked_prefill_size or self.max_prefill_tokens,
-            "mixed_chunk": bool(self.is_mixed_chunk),
-            "page_size": int(self.page_size),
-            "attention_ranks": int(get_parallel().attn_dp_size),
-        }
 
 
 class OfflineScheduler(MarkedScheduler):

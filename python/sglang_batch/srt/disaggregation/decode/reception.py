@@ -12,8 +12,8 @@ import numpy as np
 
 from ....errors import EngineError
 from ...compat.scheduler_types import Req
+from ...scheduler.kv.kv_manager import KvManager
 from ...scheduler.kv.offloading import KvOffloader, OffloadedRequest
-from ...scheduler.kv_manager import KvManager
 from ...scheduler.request_registry import RequestRegistry
 from ..tcp.page_buffers import Indices
 

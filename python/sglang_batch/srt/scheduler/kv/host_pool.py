@@ -23,7 +23,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
+from ...compat.scheduler_types import KvPool
 from .host_room import Run
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,13 @@ logger = logging.getLogger(__name__)
 BUFFER_BYTES = 128 << 20
 # The widest type that all rows consist of is copied fastest.
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+def kv_buffers(pool: KvPool) -> list[torch.Tensor]:
+    """The KV of each layer, ``[slots, ...]``. The pool is of a type that is supported."""
+    if isinstance(pool, MLATokenToKVPool):
+        return list(pool.kv_buffer)
+    return [*pool.k_buffer, *pool.v_buffer]  # type: ignore[attr-defined]
 
 
 def kv_rows(buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -27,10 +27,6 @@ from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.overlap_utils import RelayPayload
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
-from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
-from sglang.srt.mem_cache.memory_pool import (
-    MLATokenToKVPool,
-)
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -38,7 +34,6 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from ....config import OfflineBatchConfig
 from ....errors import EngineError
 from ...compat.scheduler_types import (
-    KvPool,
     OffloadingScheduler,
     PrefixMatch,
     Req,
@@ -46,20 +41,17 @@ from ...compat.scheduler_types import (
     ScheduleBatch,
     TreeNode,
 )
-from .host_pool import HostPool
+from .host_pool import HostPool, kv_buffers
 from .host_room import HostRoom, Run
+from .host_size import chosen_bytes, num_pages_of
 from .offload_support import can_offload, copies_kv, why_unsupported
 from .prefetch import HostKv, KvPrefetch
 from .token_counts import count_again, counts_tokens
 
 logger = logging.getLogger(__name__)
 
-# Share of the free host memory for the pools of all ranks, unless the user chose.
-_FREE_SHARE = 0.25
 # Requests and prefixes that are looked at to be prefetched.
 _MOST_UPCOMING = 64
-# Most KV on the host, over that of the device, unless the user chose.
-_MOST_KV = 4
 
 
 @dataclass(slots=True)
@@ -91,24 +83,10 @@ def make_offloader(scheduler: OffloadingScheduler) -> KvOffloader:
     if not copies_kv():
         return KvOffloader(scheduler, 0)
     config = scheduler.server_args.offline_config
-    offloader = KvOffloader(scheduler, _pool_bytes(scheduler))
+    offloader = KvOffloader(scheduler, chosen_bytes(scheduler))
     if config.prefetch_bytes:
         offloader.prefetch = _make_prefetch(offloader.pool, config)
     return offloader
-
-
-def _pool_bytes(scheduler: OffloadingScheduler) -> int | None:
-    """The size of the host pool that the user chose. None: it is left to us."""
-    args = scheduler.server_args
-    given: int | None = args.offline_config.offload_bytes
-    if given is not None or not args.enable_hierarchical_cache:
-        return given
-    if args.hicache_size:
-        return int(args.hicache_size * 1e9)
-    if args.hicache_ratio is None:
-        return None
-    buffers = _buffers(scheduler.token_to_kv_pool_allocator.get_kvcache())
-    return int(args.hicache_ratio * sum(each.nbytes for each in buffers))
 
 
 def _make_prefetch(pool: HostPool, config: OfflineBatchConfig) -> KvPrefetch:
@@ -174,11 +152,11 @@ class KvOffloader:
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._rows = scheduler.req_to_token_pool
         self._page_size: int = self._allocator.page_size
-        buffers = _buffers(self._allocator.get_kvcache())
+        buffers = kv_buffers(self._allocator.get_kvcache())
         page_bytes = self._page_size * sum(
             each[0].numel() * each.itemsize for each in buffers
         )
-        num_pages = _num_pages(scheduler, page_bytes, len(buffers[0]), pool_bytes)
+        num_pages = num_pages_of(scheduler, page_bytes, len(buffers[0]), pool_bytes)
         self.room = HostRoom(num_pages)
         self.pool = HostPool(buffers, num_pages, self._page_size)
         self.prefetch: KvPrefetch | None = None
@@ -493,43 +471,3 @@ def _key(offloaded: OffloadedRequest) -> RadixKey:
         limit=offloaded.end,
         cache_salt=req.cache_salt,
     )
-
-
-def _buffers(pool: KvPool) -> list[torch.Tensor]:
-    """The KV of each layer, ``[slots, ...]``. The pool is of a type that is supported."""
-    if isinstance(pool, MLATokenToKVPool):
-        return list(pool.kv_buffer)
-    return [*pool.k_buffer, *pool.v_buffer]  # type: ignore[attr-defined]
-
-
-def _num_pages(
-    scheduler: OffloadingScheduler,
-    page_bytes: int,
-    num_slots: int,
-    pool_bytes: int | None,
-) -> int:
-    """Pages of the host pool, the same on all TP ranks."""
-    page_size = scheduler.token_to_kv_pool_allocator.page_size
-    free = available_host_memory_bytes(allow_cgroup_fallback=True)
-    parallel = get_parallel()
-    if pool_bytes is None:
-        args = scheduler.server_args
-        ranks = max(1, args.tp_size * args.dp_size // args.nnodes)
-        pool_bytes = int(_FREE_SHARE * free / ranks)
-        pages = min(pool_bytes // page_bytes, _MOST_KV * num_slots // page_size)
-    elif pool_bytes > free:
-        raise EngineError(
-            f"offload_bytes={pool_bytes}, for each rank, is more than the {free} bytes of "
-            "host memory that are free; set less (with --enable-hierarchical-cache also "
-            "by --hicache-size), or 0 to compute requests again instead."
-        )
-    else:
-        pages = pool_bytes // page_bytes
-    if parallel.tp_size > 1:
-        # Free memory differs, and requests of all ranks must find room or none.
-        least = torch.tensor([pages])
-        torch.distributed.all_reduce(
-            least, op=torch.distributed.ReduceOp.MIN, group=scheduler.tp_cpu_group
-        )
-        pages = int(least)
-    return pages

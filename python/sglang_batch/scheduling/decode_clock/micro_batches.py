@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .scheduled_request import ScheduledRequest
+from ..scheduled_request import ScheduledRequest
 
 
 class MicroBatches:

@@ -1,0 +1,1 @@
+"""The requests that join the next step."""

@@ -1,0 +1,150 @@
+"""The dual scanner: requests from both ends of an order fill a step.
+
+They are taken so that every step has the compute density of the remaining work. The state
+machine, ``planner.admission_rules.dual_scanner``, is shared with the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...planner.admission_rules.dual_scanner import (
+    ScanBudgets,
+    ScanState,
+    budgets,
+    next_pace,
+)
+from ...planner.requests import LEFT, RIGHT
+from ..job_plan import StepCost
+from ..job_state import JobState
+from ..open_jobs import ScanPace
+from ..scheduled_request import ScheduledRequest
+from ..work_left import density_of
+from .step_filling import EngineNow, Filling
+
+# Factor by which a step may exceed its target while no request of the right side runs.
+_RAMP = 1.5
+
+
+def take_from_both_ends(filling: Filling, limit: int, scan: ScanPace) -> None:
+    """Fill a step by the dual scanner's budgets.
+
+    Args:
+        limit: most prompt tokens of the step.
+    """
+    kv_accounting, now = filling.kv_accounting, filling.now
+    min_step_tokens = filling.jobs[0].plan.min_step_tokens
+    if _catches_up(filling, limit, scan):
+        return
+    scan.pace = next_pace(scan.pace, scan.left_blocked)
+    allowed = _budgets(filling, scan)
+    tokens = allowed.prefill_tokens
+    if not now.mixed:
+        tokens = _saved_up(scan, now, tokens)
+        if not tokens and now.decode_rows:
+            return
+    right = min(limit, max(tokens, min_step_tokens))
+    # If the left side did not fit last time, it goes first. Otherwise the right side
+    # goes first: the more it reads, the more prompt tokens the left side may compute.
+    may_join = not scan.left_blocked
+    if now.chunk is not None:
+        more = may_join or now.chunk.side == RIGHT
+        filling.continue_chunk(right if more else min(limit, tokens))
+    if may_join:
+        filling.take(RIGHT, right, _left_kv(filling, allowed))
+    # While no request of the right side decodes, the left side need not hold back.
+    if kv_accounting.decoding[RIGHT] == 0 and filling.choice.tokens == 0:
+        tokens = max(int(tokens * _RAMP), min_step_tokens)
+        filling.continue_chunk(min(limit, tokens))
+    scan.left_blocked = filling.take(LEFT, min(limit, tokens), 0)
+    for side in (RIGHT, LEFT):
+        # A step must not be empty, whatever the budgets.
+        if filling.choice.tokens == 0 and now.decode_rows == 0 and now.chunk is None:
+            filling.take(side, limit, 0)
+
+
+def _catches_up(filling: Filling, limit: int, scan: ScanPace) -> bool:
+    """Let a job that is behind the others join at the full rate.
+
+    Returns:
+        Whether it found no room, so that nobody else may join.
+    """
+    if len(filling.jobs) == 1:
+        return False
+    turn = filling.in_turn()
+    if len(turn) > 1 or not any(
+        job.backlog.count for job in filling.jobs if job not in turn
+    ):
+        return False
+    (behind,) = turn
+    filling.continue_chunk(limit)
+    if behind.dual:
+        filling.take(RIGHT, limit, _left_kv(filling, _budgets(filling, scan)), behind)
+    return filling.take(LEFT, limit, 0, behind)
+
+
+def _left_kv(filling: Filling, allowed: ScanBudgets) -> int:
+    """KV that has to stay free for requests of the left side, in tokens."""
+    # Most shared prefixes are those of the left side.
+    left_kv = filling.kv_accounting.kv[LEFT] + filling.locked_tokens
+    return max(0, allowed.left_kv - left_kv)
+
+
+def _saved_up(scan: ScanPace, now: EngineNow, tokens: int) -> int:
+    """Prompt tokens of this step if a step has either prompts or decodes.
+
+    The tokens that each step may take are saved up until they fill a step.
+    """
+    scan.saved_tokens = min(scan.saved_tokens + tokens, now.prompt_tokens)
+    if scan.saved_tokens < now.prompt_tokens and now.decode_rows:
+        return 0
+    saved, scan.saved_tokens = scan.saved_tokens, 0
+    return saved
+
+
+def _budgets(filling: Filling, scan: ScanPace) -> ScanBudgets:
+    """The budgets of a step, for the jobs whose turn it is."""
+    kv_accounting, now = filling.kv_accounting, filling.now
+    jobs = filling.in_turn() or [*filling.jobs]
+    cost = jobs[0].plan.cost
+    left = _density(jobs, LEFT)
+    right = _density(jobs, RIGHT)
+    on_left = now.chunk if now.chunk is not None and now.chunk.side == LEFT else None
+    return budgets(
+        ScanState(
+            kv_accounting.capacity,
+            sum(kv_accounting.kv) + filling.locked_tokens,
+            1.0 if left is None else left,
+            1.0 if right is None else right,
+            left is not None,
+            right is not None,
+            density_of([job.work for job in jobs]),
+            now.decode_rows,
+            cost.kv_read_time_s * sum(kv_accounting.reads),
+            kv_accounting.reads[LEFT],
+            kv_accounting.reads[RIGHT],
+            cost.token_time_s,
+            _prompt_token_time(cost, on_left or jobs[0].backlog.first()),
+            scan.pace,
+        )
+    )
+
+
+def _density(jobs: Sequence[JobState], side: int) -> float | None:
+    """Mean density of the jobs' next requests on one side. None if there is none."""
+    nexts = [
+        job.density_at(request)
+        for job in jobs
+        if (request := job.backlog.first() if side == LEFT else job.backlog.last())
+    ]
+    return sum(nexts) / len(nexts) if nexts else None
+
+
+def _prompt_token_time(cost: StepCost, request: ScheduledRequest | None) -> float:
+    """Compute time of a prompt token in seconds, including its share of attention."""
+    if request is None:
+        return cost.token_time_s
+    # On average, its own tokens attend to half of themselves and to all tokens before
+    # them. A pair costs attention_time_s twice.
+    attended = 2 * request.input_len - request.own
+    return cost.token_time_s + cost.attention_time_s * attended

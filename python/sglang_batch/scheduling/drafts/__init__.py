@@ -1,1 +1,0 @@
-"""Steps that yield several tokens of a request."""

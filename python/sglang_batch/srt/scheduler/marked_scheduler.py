@@ -1,0 +1,101 @@
+"""SGLang's own scheduler, marked, and with what each server of batches needs of one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.runtime_context import get_parallel
+from sglang.utils import TypeBasedDispatcher
+
+from ..attention.attention_checks import check_attention_ranks
+from ..compat.hook_targets import SCHEDULER_PROCESS_HOOKS, check_hooks_took
+from ..compat.job_control import (
+    RunningQuery,
+    RunningQueryOutput,
+)
+from ..compat.scheduler_types import (
+    InternalState,
+    Req,
+)
+from ..compat.server_types import OfflineArgs
+from ..compat.support import STATE_KEY
+
+logger = logging.getLogger(__name__)
+
+# How long attention ranks without work sleep before they look for it.
+_IDLE_STEP_MS = 10
+
+
+class MarkedScheduler(Scheduler):  # type: ignore[misc]
+    """SGLang's own scheduler, marked so that the main process can recognize it."""
+
+    server_args: OfflineArgs
+
+    def get_init_info(self) -> dict[str, object]:
+        """Log for each rank that its scheduler is ours.
+
+        Raises:
+            ConfigError: its attention ranks would mix up their requests.
+            EngineError: a hook of its process did not take effect.
+        """
+        check_hooks_took(SCHEDULER_PROCESS_HOOKS)
+        check_attention_ranks(self.tp_worker.model_runner)
+        logger.info(
+            "Offline batch scheduler ready: %s", self.server_args.offline_config
+        )
+        info: dict[str, object] = super().get_init_info()
+        return info
+
+    def init_request_dispatcher(self) -> None:
+        super().init_request_dispatcher()
+        self._answer(RunningQuery, self._running_s)
+
+    def _answer(self, message: type, handle: Callable[[Any], object]) -> None:
+        self._request_dispatcher += TypeBasedDispatcher([(message, handle)])
+
+    def _running_s(self, message: RunningQuery) -> RunningQueryOutput:
+        now = time.perf_counter()
+        started = {req.rid: req.time_stats.forward_entry_time for req in self._reqs()}
+        return RunningQueryOutput(
+            seconds={rid: now - at for rid, at in started.items() if at}
+        )
+
+    def _reqs(self) -> Iterable[Req]:
+        """Requests that may have begun to run."""
+        batches = [self.running_batch, self.last_batch]
+        if get_parallel().pp_size > 1:
+            batches = [*self.running_mbs, *self.mbs]
+        running = (req for batch in batches if batch is not None for req in batch.reqs)
+        return [*self.waiting_queue, *running]
+
+    def get_internal_state(self, recv_req: object) -> InternalState:
+        """Add the settings in force to ``/server_info``, for each DP rank."""
+        output: InternalState = super().get_internal_state(recv_req)
+        output.internal_state[STATE_KEY] = self._offline_state()
+        return output
+
+    def _record_scheduler_state_for_paused_engine(self) -> None:
+        """A paused engine waits for messages too, where an idle one does."""
+        super()._record_scheduler_state_for_paused_engine()
+        self.maybe_sleep_on_idle()
+
+    def maybe_sleep_on_idle(self) -> None:
+        """Attention ranks take each step together, and each has messages of its own: only
+        the first one sleeps, for a short time, and the others wait for it."""
+        if not get_parallel().attn_dp_enabled:
+            super().maybe_sleep_on_idle()
+        elif self.idle_sleeper is not None and get_parallel().attn_dp_rank == 0:
+            self.idle_sleeper.poller.poll(_IDLE_STEP_MS)
+
+    def _offline_state(self) -> dict[str, object]:
+        return {
+            "config": str(self.server_args.offline_config),
+            "step_tokens": self.chunked_prefill_size or self.max_prefill_tokens,
+            "mixed_chunk": bool(self.is_mixed_chunk),
+            "page_size": int(self.page_size),
+            "attention_ranks": int(get_parallel().attn_dp_size),
+        }

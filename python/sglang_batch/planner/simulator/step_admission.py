@@ -31,14 +31,20 @@ _RAMP = 1.5
 
 @jit_in_place
 def fits(sim: Sim, i: int, reserved: int) -> bool:
-    """Whether a request fits now and, by the forecast, until it ends.
+    """Whether a row is free and the KV of a request fits, as :func:`_kv_fits` says."""
+    if sim.state[0].running >= sim.engine.max_running:
+        return False
+    return _kv_fits(sim, i, reserved)
+
+
+@jit_in_place
+def _kv_fits(sim: Sim, i: int, reserved: int) -> bool:
+    """Whether a request's KV fits now and, by the forecast, until it ends.
 
     Args:
         reserved: KV tokens to keep free.
     """
     state = sim.state[0]
-    if state.running >= sim.engine.max_running:
-        return False
     if state.running == 0:
         return True
     r = sim.requests[i]
@@ -66,7 +72,7 @@ def overtakes(sim: Sim, i: int) -> bool:
         or prefix.kept_depth(sim.cache, node) == sim.cache.nodes[node].depth
     ):
         return False
-    return not fits(sim, i, claimed)
+    return not _kv_fits(sim, i, claimed)
 
 
 @jit_in_place
@@ -357,6 +363,13 @@ def _prefill_right(
 
 
 @jit_in_place
+def _nobody_can_join(sim: Sim) -> bool:
+    """Whether no row is free. Then the scheduler does not look at the next requests."""
+    none_begun = sim.sides[LEFT].partial == NONE and sim.sides[RIGHT].partial == NONE
+    return bool(none_begun and sim.state[0].running >= sim.engine.max_running)
+
+
+@jit_in_place
 def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
     """Admit from both sides by the dual scanner's budgets.
 
@@ -364,6 +377,8 @@ def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
         Tokens computed, and seconds of attention over them.
     """
     state = sim.state[0]
+    if sim.engine.as_sglang and _nobody_can_join(sim):
+        return 0, 0.0
     left_blocked = sim.sides[LEFT].blocked != 0
     state.pace = next_pace(state.pace, left_blocked)
     allowed = _scan_budgets(sim, target)

@@ -55,6 +55,24 @@ def test_seconds_depend_on_the_overlap_and_on_the_costs(
     assert seconds("--tp", "2") < seconds()
 
 
+def test_quantised_weights_and_kv_are_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = (*GROUPS, "--policies", "dfs", "--hardware", "h100-sxm")
+    plain = simulate(capsys, *options)["machine"]
+    weights = simulate(capsys, *options, "--quantization", "fp8")["machine"]
+    both = (*options, "--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3")
+    kv = simulate(capsys, *both)["machine"]
+    # The embeddings keep their 16 bits.
+    assert 0.5 < weights["weight_read_time_s"] / plain["weight_read_time_s"] < 0.6
+    # This device's rate for 8 bits is twice that for 16, to 0.1 %.
+    halved = pytest.approx(plain["token_time_s"] / 2, rel=1e-3)
+    assert weights["token_time_s"] == kv["token_time_s"] == halved
+    assert weights["kv_read_time_s"] == plain["kv_read_time_s"]
+    assert kv["kv_read_time_s"] == pytest.approx(plain["kv_read_time_s"] / 2)
+    assert kv["kv_capacity_tokens"] > 2 * plain["kv_capacity_tokens"]
+
+
 def test_no_number_of_the_json_is_infinite(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -216,6 +234,8 @@ def test_one_policy_is_drawn_alone(tmp_path: Path) -> None:
         (["--blend", "9,0.9"], "density=9 with sharing=0.9 cannot be mixed"),
         (["--lengths", "no.csv"], "no.csv cannot be read"),
         (["--model-path", "nowhere"], "nowhere cannot be read"),
+        (["--quantization", "fp3"], "not known for quantization 'fp3'"),
+        (["--kv-cache-dtype", "fp3"], "dtype='fp3' is not known"),
         (["--hardware", "abacus"], "hardware='abacus' is not known"),
         (["--model", "llama-3.1-70b"], "raise tp or mem_fraction"),
         ([*GROUPS, "--kv-capacity-tokens", "9"], "No request fits"),

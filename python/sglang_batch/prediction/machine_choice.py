@@ -76,6 +76,7 @@ def make_machine(
         weight_reads=not paper_costs,
         shared_kv_read_once=options.shared_prefix_attention,
         interference_exponent=options.overlap,
+        fp8=model.in_8_bits and device.fp8_flops is not None,
         row_share=_row_share(options, model, device, paper_costs),
         padded=options.padded_attention,
     )

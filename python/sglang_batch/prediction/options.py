@@ -23,7 +23,8 @@ from .synthetic_jobs import (
 
 _PLAN_EPILOG = """\
 Every other option is passed to SGLang unchanged (--served-model-name,
---chat-template, --context-length, ...): see `sglang serve --help`.
+--chat-template, --context-length, ...): see `sglang serve --help`. Weights and KV are
+counted in the bits of --quantization and --kv-cache-dtype.
 
 Nothing runs and no weights are loaded. SGLang renders the prompts, and the engine is
 simulated. Output lengths that are not known are drawn from a distribution with the
@@ -129,6 +130,15 @@ def add_simulate(commands: Subparsers, run: Callable[..., int]) -> None:
     simulate.add_argument(
         "--model-path", type=Path, metavar="PATH",
         help="config.json of another model, or its directory",
+    )  # fmt: skip
+    simulate.add_argument(
+        "--quantization", metavar="METHOD",
+        help="how SGLang would quantise the weights, such as fp8 (default: as the "
+        "model's config.json says)",
+    )  # fmt: skip
+    simulate.add_argument(
+        "--kv-cache-dtype", default="auto", metavar="DTYPE",
+        help="dtype of KV, such as fp8_e4m3 (default: auto, that of the activations)",
     )  # fmt: skip
     simulate.add_argument(
         "--paper-costs", action="store_true",

@@ -91,7 +91,12 @@ def _plan_input(
             raise InputError(
                 f"no line of {local.title} can run; {first.name}: {first.reason}"
             )
-        return _report(options, title, rendered, device, note, len(file))
+        counted = machine.counted_model(
+            rendered.model_config,
+            kv_dtype=server_args.kv_cache_dtype,
+            quantization=server_args.quantization,
+        )
+        return _report(options, title, rendered, counted, device, note, len(file))
 
 
 def _invalid(file: BatchFile, local: LocalInput) -> list[LeftOut]:
@@ -108,11 +113,11 @@ def _report(
     options: argparse.Namespace,
     title: str,
     rendered: RenderedFile,
+    model: ModelSpec,
     device: HardwareSpec,
     note: str,
     num_lines: int,
 ) -> Report:
-    model = ModelSpec.from_hf_config(rendered.model_config)
     machine = make_machine(options, model, device)
     requests = rendered.requests
     auto = options.policy == AUTO

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from ..errors import InputError
 from ..planner.costs.model_spec import ModelSpec
@@ -56,7 +57,7 @@ def simulate(options: argparse.Namespace) -> int:
 
 def _model(options: argparse.Namespace) -> tuple[str, ModelSpec]:
     if options.model_path is None:
-        return options.model, ModelSpec.from_hf_config(MODELS[options.model])
+        return options.model, _counted(options, MODELS[options.model])
     path: Path = options.model_path
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -67,7 +68,13 @@ def _model(options: argparse.Namespace) -> tuple[str, ModelSpec]:
         ) from None
     if not isinstance(config, dict):
         raise InputError(f"--model-path {path}: {file} is not a JSON object.")
-    return str(path), ModelSpec.from_hf_config(config)
+    return str(path), _counted(options, config)
+
+
+def _counted(options: argparse.Namespace, config: dict[str, Any]) -> ModelSpec:
+    return ModelSpec.from_hf_config(
+        config, kv_dtype=options.kv_cache_dtype, quantization=options.quantization
+    )
 
 
 def _too_large(workload: Workload, indices: Int64s, machine: Machine) -> list[LeftOut]:

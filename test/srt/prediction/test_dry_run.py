@@ -56,6 +56,23 @@ def test_a_plan_of_a_table(
     assert "2  (of 2 lines)" in said
 
 
+def test_a_plan_counts_the_bits_of_weights_and_kv(
+    tmp_path: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*inputs(tmp_path), "--hardware", "cpu", "--policy", "dfs", "--json"]
+    options += ["--model-path", str(demo_model), "--served-model-name", MODEL]
+
+    def machine(*more: str) -> dict[str, Any]:
+        assert main(["plan", *options, *more]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)["machine"]
+        return found
+
+    plain = machine()
+    bits = machine("--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3")
+    assert bits["weight_read_time_s"] < plain["weight_read_time_s"]
+    assert bits["kv_read_time_s"] == pytest.approx(plain["kv_read_time_s"] / 2)
+
+
 def test_a_dry_run_refuses_the_same_inputs_as_a_run(
     tmp_path: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

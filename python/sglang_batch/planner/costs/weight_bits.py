@@ -120,8 +120,8 @@ def _quantised(method: str, stored: Config) -> tuple[float, float, bool]:
         return 8, 8, False
     if method not in _METHODS:
         raise UnknownQuantisation(
-            f"quantization_config with quant_method={method!r} does not say the bits of a "
-            "weight; give weight_dtype."
+            f"the bits of a weight are not known for quantization {method!r}, only for "
+            f"{', '.join(sorted(_METHODS.keys() | _BY_GROUPS))}; give weight_dtype."
         )
     attention, feed_forward, in_8_bits = _METHODS[method]
     if block := stored.get("weight_block_size"):

@@ -69,6 +69,7 @@ class ServerArgs(Protocol):
     tokenizer_worker_num: int
     tool_call_parser: str | None
     quantization: str | None
+    kv_cache_dtype: str
     attention_backend: str | None
     decode_attention_backend: str | None
     enable_metrics: bool

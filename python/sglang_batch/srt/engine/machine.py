@@ -139,19 +139,30 @@ def model_spec(
     """The model's size, or a typical one where it cannot be counted.
 
     Args:
-        kv_dtype, quantization: as of :meth:`ModelSpec.from_hf_config`. A quantisation
-            whose bits are not known is counted as none.
+        kv_dtype, quantization: as of :meth:`ModelSpec.from_hf_config`.
     """
-    config, count = hf_config.to_dict(), ModelSpec.from_hf_config
+    config = hf_config.to_dict()
     try:
-        try:
-            return count(config, kv_dtype=kv_dtype, quantization=quantization)
-        except UnknownQuantisation as error:
-            logger.warning("Planning with weights of 16 bits: %s", error)
-            return count(config, kv_dtype=kv_dtype, weight_dtype="bfloat16")
+        return counted_model(config, kv_dtype=kv_dtype, quantization=quantization)
     except ConfigError as error:
         logger.warning("Planning with the costs of a typical 8B model: %s", error)
         return TYPICAL_MODEL
+
+
+def counted_model(
+    config: dict[str, Any], *, kv_dtype: str | None, quantization: str | None
+) -> ModelSpec:
+    """:meth:`ModelSpec.from_hf_config`; weights of unknown bits have 16, with a warning.
+
+    Raises:
+        ConfigError: a key is missing, or the kind of model is unknown.
+    """
+    count = ModelSpec.from_hf_config
+    try:
+        return count(config, kv_dtype=kv_dtype, quantization=quantization)
+    except UnknownQuantisation as error:
+        logger.warning("Planning with weights of 16 bits: %s", error)
+        return count(config, kv_dtype=kv_dtype, weight_dtype="bfloat16")
 
 
 def device_name() -> str | None:

@@ -19,6 +19,7 @@ PAGES = ("--page-size=16",)
 # Models and SGLang's arguments besides those that a model always has.
 CASES: dict[str, tuple[tuple[str, ...], ...]] = {
     "demo": (("--enable-mixed-chunk",), PAGES),
+    "deepseek_v3": (("--enable-mixed-chunk",), PAGES),
     "gpt_oss": (("--enable-mixed-chunk", "--swa-full-tokens-ratio=0.3"), PAGES),
     "gemma3_text": ((), PAGES),
     "qwen3_next": ((), ("--max-mamba-cache-size=9",)),

@@ -23,6 +23,28 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,  # SGLang does so whatever this says
     },
     "qwen3_moe": {"num_hidden_layers": 4},
+    "deepseek_v3": {
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.0,  # without CUDA SGLang has none
+        "num_key_value_heads": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        # What its checkpoints have and the configuration of transformers has not.
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "rope_parameters": {  # on a CPU SGLang knows it with these only
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+    },
     "qwen3_next": {
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention", "full_attention"] * 2,
@@ -75,6 +97,7 @@ _STATES = ("--mamba-radix-cache-strategy=no_buffer", "--disable-overlap-schedule
 ARGUMENTS = {
     "gpt_oss": _EXPERTS,
     "qwen3_moe": _EXPERTS,
+    "deepseek_v3": _EXPERTS,
     "qwen3_next": (*_EXPERTS, *_STATES),
     "qwen3_5_text": _STATES,
     "kimi_linear": (*_EXPERTS, *_STATES),

@@ -27,19 +27,19 @@ def _a_core_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def experts(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("experts") / "qwen3_moe"
-    return write_checkpoint("qwen3_moe", path, demo_model)
+    path = tmp_path_factory.mktemp("experts") / "deepseek_v3"
+    return write_checkpoint("deepseek_v3", path, demo_model)
 
 
 def jobs(model: Path, what: str, *argv: str) -> Any:
-    return scenario(model, what, 5, 3, f"--port={free_port()}", *argv)
+    return scenario(model, what, 5, 2, f"--port={free_port()}", *argv)
 
 
 def test_attention_ranks_have_a_shard_each(experts: Path) -> None:
     found = jobs(
         experts,
         WHAT,
-        *ARGUMENTS["qwen3_moe"],
+        *ARGUMENTS["deepseek_v3"],
         *("--tp=2", "--attn-dp-size=2", "--max-running-requests=16"),
         *("--ep-size=2", "--enable-mixed-chunk"),
     )

@@ -23,8 +23,8 @@ from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job.job import Job
 from sglang_batch.request import BatchRequestInput, RequestOutput
 from sglang_batch.srt.engine import in_process
+from sglang_batch.srt.scheduler.kv.kv_manager import KvManager
 from sglang_batch.srt.scheduler.kv.offloading import drain_results
-from sglang_batch.srt.scheduler.kv_manager import KvManager
 
 _load = LoRAMemoryPool.load_lora_weight_to_buffer
 

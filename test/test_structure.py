@@ -405,6 +405,19 @@ def test_tests_that_import_an_engine_are_in_its_lane() -> None:
     assert not found, listing(found)
 
 
+def test_tests_and_benchmarks_import_modules_that_exist() -> None:
+    """A helper that only an engine's process imports is checked by nothing else."""
+    names = {each.name for each in PRODUCT}
+    found = [
+        f"{path.relative_to(ROOT)}:{each.line} imports {each.name}"
+        for folder in ("test", "benchmark")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for each in imports_of(path.read_text(), "")
+        if each.part and not {each.name, each.name.rpartition(".")[0]} & names
+    ]
+    assert not found, listing(found)
+
+
 def test_a_folder_has_at_most_15_modules() -> None:
     count = Counter(
         module.path.parent for module in PRODUCT if module.path.stem != "__init__"

@@ -422,7 +422,7 @@ def test_mxfp4_quantises_the_experts_only() -> None:
 
 def test_a_quantisation_without_bits_asks_for_a_dtype() -> None:
     config = LLAMA_8B | {"quantization_config": {"quant_method": "new"}}
-    with pytest.raises(ConfigError, match=r"quant_method='new'.*give weight_dtype"):
+    with pytest.raises(ConfigError, match=r"quantization 'new'.*give weight_dtype"):
         ModelSpec.from_hf_config(config)
     assert weight_gb(config, weight_dtype="int4") < weight_gb(LLAMA_8B)
 

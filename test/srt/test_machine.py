@@ -154,4 +154,4 @@ def test_an_unknown_quantisation_is_counted_as_none(
     manager.server_args.quantization = "gguf"
     assert machine_of(manager, state) == plain
     assert "Planning with weights of 16 bits: " in caplog.text
-    assert "quant_method='gguf'" in caplog.text
+    assert "quantization 'gguf'" in caplog.text

@@ -18,9 +18,11 @@ from sglang.srt.models.qwen2_audio import Qwen2AudioForConditionalGeneration
 
 from sglang_batch.batch_api.protocol import TRANSCRIPTIONS_URL
 from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.job import job_planner
 from sglang_batch.job.job import Job
 from sglang_batch.request import BatchRequestInput, RequestOutput
 from sglang_batch.srt.engine import in_process
+from sglang_batch.srt.scheduler import plan_scheduler
 
 RUNS = "ENCODER_RUNS_FILE"
 
@@ -44,6 +46,29 @@ def _note_runs(model: type, sizes: str, method: str = "get_image_feature") -> No
 _note_runs(Qwen2_5_VLForConditionalGeneration, "image_grid_thw")
 _note_runs(Mistral3ForConditionalGeneration, "image_sizes")
 _note_runs(Qwen2AudioForConditionalGeneration, "feature", "get_audio_feature")
+
+
+_num_placeholders = plan_scheduler.num_placeholders
+_build_tree = job_planner.build_prefix_tree
+_planned = [0]
+
+
+def _note_placeholders(*args: Any) -> int:
+    """Note how many placeholders the scheduler counts in a step."""
+    number = _num_placeholders(*args)
+    with open(os.environ[RUNS], "a") as file:
+        file.write("placeholder\n" * number)
+    return number
+
+
+def _note_plan(*args: Any) -> Any:
+    tree = _build_tree(*args)
+    _planned.append(0 if tree.media is None else tree.media.num_unique)
+    return tree
+
+
+plan_scheduler.num_placeholders = _note_placeholders
+job_planner.build_prefix_tree = _note_plan
 
 
 def request(
@@ -94,10 +119,12 @@ def main() -> None:
         job = Job(name, requests, range(len(requests)), engine, config, sink)
         loop.run_until_complete(job.run())
     with open(os.environ[RUNS]) as file:
-        runs = len(file.readlines())
+        noted = file.read().split()
     found = {
         "texts": [texts[i] for i in range(len(requests))],
-        "encoded": runs,
+        "encoded": noted.count("image"),
+        # Among the tokens that the scheduler computes, and in the plan.
+        "placeholders": (noted.count("placeholder"), max(_planned)),
         "ratio": job.prefix_sharing_ratio,
     }
     print(json.dumps(found | usage))

@@ -53,6 +53,9 @@ def test_an_image_is_encoded_and_computed_once(
     planned, _ = runs
     assert planned["encoded"] == NUM_IMAGES
     assert planned["cached"] >= 0.97 * planned["ratio"] * planned["input"]
+    # So the remaining work of the plan has the encoder's time as long as it is to come.
+    computed, in_plan = planned["placeholders"]
+    assert computed == in_plan > NUM_IMAGES
 
 
 def test_pixels_are_in_memory_for_a_bounded_number_of_requests(

@@ -13,6 +13,9 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 UNKNOWN = -1
+# Placeholders of images and sounds among the tokens of a plan, below this number and the next:
+# above all vocabularies, and below tokens that stand for anything else.
+FIRST_PLACEHOLDER, END_OF_PLACEHOLDERS = 1 << 29, 1 << 30
 
 # The side of a request: from the compute-intensive or from the memory-intensive end of
 # the order, or an online request, which is in no order.

@@ -36,6 +36,7 @@ class StepCost:
     weight_read_time_s: float
     row_share: float = 0.0
     padded: bool = False
+    encoder_token_time_s: float = 0.0
 
     @classmethod
     def of(cls, cost: CostModel) -> StepCost:
@@ -46,6 +47,7 @@ class StepCost:
             float(cost.weight_read_time_s),
             float(cost.row_share),
             cost.padded,
+            float(cost.encoder_token_time_s),
         )
 
 

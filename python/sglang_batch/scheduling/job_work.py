@@ -94,9 +94,16 @@ class JobWork:
         request.prompt_s = 0.0
         self.charged_s += request.charged_s
 
-    def prefilled(self, request: ScheduledRequest, tokens: int, before: int) -> None:
-        """``tokens`` of a prompt are computed in this step, after ``before`` others."""
+    def prefilled(
+        self, request: ScheduledRequest, tokens: int, before: int, media: int = 0
+    ) -> None:
+        """``tokens`` of a prompt are computed in this step, after ``before`` others.
+
+        Args:
+            media: how many of them are placeholders of images or sounds.
+        """
         seconds = self._prompt_s(tokens, before)
+        seconds += media * self.cost.encoder_token_time_s
         request.prompt_s += seconds
         self._step_compute_s += seconds
 

@@ -58,6 +58,8 @@ class CostModel:
         KV that take as long.
     window: tokens that sliding-window layers read at most.
     window_reads: one token's KV in these layers, over its KV in the others.
+    encoder_token_time_s: compute time of the encoder of images or sounds for each of
+        their placeholders in a prompt, besides ``token_time_s``.
 
     Raises:
         ConfigError: a time is negative or not finite, or the exponent is below 1, or
@@ -75,11 +77,13 @@ class CostModel:
     state_reads: float = 0.0
     window: int = 0
     window_reads: float = 0.0
+    encoder_token_time_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self)[:4]:
+        for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not (math.isfinite(value) and value >= 0):
+            is_time = field.name.endswith("_time_s")
+            if is_time and not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{field.name}={value!r} must be 0 or more seconds.")
         if not self.interference_exponent >= 1:
             raise ConfigError(
@@ -141,6 +145,7 @@ class CostModel:
             window=model.window,
             window_reads=model.window_kv_bytes_per_token
             / model.full_kv_bytes_per_token,
+            encoder_token_time_s=model.encoder_flops_per_token / devices.compute_flops,
         )
 
     def more_reads(self, input_len: Values) -> Floats:

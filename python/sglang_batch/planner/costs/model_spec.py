@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...errors import ConfigError
+from .encoder_work import encoder_flops_per_token
 from .layer_kinds import FULL, RECURRENT, WINDOW, RecurrentLayer, layer_kinds
 from .weight_bits import Config, dtype_bits, integer, weight_bits
 
@@ -56,6 +57,8 @@ class ModelSpec:
     own_window_pool: whether SGLang keeps it in a pool of its own.
     other_flops_per_token: compute of recurrences and windows, which does not grow with
         the prompt: 4 W H for each window layer, as if all windows were full.
+    encoder_flops_per_token: compute of the encoder of images or sounds for each of their
+        placeholders.
 
     Raises:
         ConfigError: a figure is not positive, or ``num_active_params`` is more than
@@ -75,6 +78,7 @@ class ModelSpec:
     window_kv_bytes_per_token: float = 0.0
     own_window_pool: bool = False
     other_flops_per_token: int = 0
+    encoder_flops_per_token: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -132,6 +136,7 @@ class ModelSpec:
         Raises:
             ConfigError: a key is missing, or the kind of model is unknown.
         """
+        encoder_flops = encoder_flops_per_token(config)
         config = _text_config(config)
         _refuse_uncounted(config)
         num_layers = integer(config, "num_hidden_layers")
@@ -175,6 +180,7 @@ class ModelSpec:
             own_window_pool=bool(num_windows) and family.startswith(_OWN_WINDOW_POOL),
             other_flops_per_token=recurrent.flops_per_token * num_recurrent
             + 4 * window * attention.width * num_windows,
+            encoder_flops_per_token=encoder_flops,
         )
 
 

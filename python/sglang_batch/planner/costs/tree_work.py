@@ -100,6 +100,7 @@ def planned_work(
     before = tree.lcp.astype(np.float64) ** 2
     attended = (tree.input_len.astype(np.float64) ** 2 - before).sum()
     compute = computed * cost.token_time_s + attended * cost.attention_time_s
+    compute += _encoder_s(tree, cost)
     reads = read_len(tree, cost)
     memory = cost.memory_time_s(reads, lengths, est_output_len_sq[tree.order])
     return float(compute), float(memory.sum())
@@ -115,6 +116,8 @@ def node_work(
     prefill = tree.unique_tokens_below() * float(cost.token_time_s)
     if cost.attention_time_s:
         prefill += cost.attention_time_s * _attended(tree)
+    if tree.media is not None:
+        prefill += cost.encoder_token_time_s * tree.unique_media_below()
     return prefill + tree.subtree_sums(work.decode_s), tree.subtree_sums(work.memory_s)
 
 
@@ -133,6 +136,7 @@ def root_density(tree: PrefixTree, cost: CostModel, work: LeafWork) -> float:
         squares = tree.input_len.astype(np.float64) ** 2
         shared = tree.lcp.astype(np.float64) ** 2
         compute += (squares - shared).sum() * cost.attention_time_s
+    compute += _encoder_s(tree, cost)
     return float(compute_density(compute, work.memory_s.sum()))
 
 
@@ -145,7 +149,17 @@ def leaf_compute(tree: PrefixTree, cost: CostModel, work: LeafWork) -> Floats:
     compute: Floats = _spread(tree, 1) * cost.token_time_s + work.decode_s
     if cost.attention_time_s:
         compute += _spread(tree, 2) * cost.attention_time_s
+    if tree.media is not None:
+        depth = tree.media.depth(tree.leaf_begin, tree.leaf_end)
+        media = _spread_of(tree, depth, tree.media.input_len)
+        compute += media * cost.encoder_token_time_s
     return compute
+
+
+def _encoder_s(tree: PrefixTree, cost: CostModel) -> float:
+    """Seconds to encode the images and sounds of all prompts, shared ones once."""
+    media = 0 if tree.media is None else tree.media.num_unique
+    return media * cost.encoder_token_time_s
 
 
 def leaf_densities(tree: PrefixTree, cost: CostModel, work: LeafWork) -> Floats:
@@ -159,11 +173,22 @@ def _spread(tree: PrefixTree, power: int) -> Floats:
     Prefixes are divided evenly among the leaves below them.
     """
     reached = tree.depth.astype(np.float64) ** power
+    return _spread_of(tree, reached, tree.input_len.astype(np.float64) ** power)
+
+
+def _spread_of(
+    tree: PrefixTree, reached: Floats | Int32s, whole: Floats | Int32s
+) -> Floats:
+    """Each leaf's share of what grows along the prompts, float64 ``[n]``.
+
+    Args:
+        reached: ``[m]``, up to the end of each node.
+        whole: ``[n]``, up to the end of each leaf's prompt.
+    """
     gained = reached - np.where(tree.parent >= 0, reached[tree.parent], 0.0)
     per_leaf = gained / np.maximum(tree.leaf_end - tree.leaf_begin, 1)
     above = _sum_over_path(tree.parent, per_leaf)
-    own = tree.input_len.astype(np.float64) ** power - reached[tree.leaf_parent]
-    spread: Floats = own + above[tree.leaf_parent]
+    spread: Floats = whole - reached[tree.leaf_parent] + above[tree.leaf_parent]
     return spread
 
 

@@ -8,13 +8,49 @@ prefix is shared by all leaves below it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from ...errors import InputError
 from ..compiled import jit
-from ..requests import Floats, Int32s, Int64s
+from ..requests import (
+    END_OF_PLACEHOLDERS,
+    FIRST_PLACEHOLDER,
+    Floats,
+    Int32s,
+    Int64s,
+)
 from .prefix_sort import sort_prompts
+
+
+class MediaTokens(NamedTuple):
+    """Placeholders among the tokens of a tree's prompts, each int32 ``[n]`` by leaf.
+
+    input_len: among those of the leaf's prompt.
+    lcp: among the tokens that it shares with the leaf before it.
+    """
+
+    input_len: Int32s
+    lcp: Int32s
+
+    @property
+    def num_unique(self) -> int:
+        """Those of all prompts, with every shared prefix counted once."""
+        return int((self.input_len - self.lcp).sum(dtype=np.int64))
+
+    def depth(self, leaf_begin: Int64s, leaf_end: Int64s) -> Int32s:
+        """Placeholders in the prefix of each node of a tree, int32 ``[m]``.
+
+        Args:
+            leaf_begin, leaf_end: int64 ``[m]``, as of the tree.
+        """
+        # What all leaves below a node share, two neighbours share and no more.
+        shared = np.append(self.lcp, np.int32(0))
+        bounds = np.stack([np.minimum(leaf_begin + 1, len(self.lcp)), leaf_end], 1)
+        found: Int32s = np.minimum.reduceat(shared, bounds.ravel())[::2]
+        found[0] = 0
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +68,7 @@ class PrefixTree:
     depth: int32 ``[m]``, tokens of a node's prefix from the root on. The root's is 0.
     leaf_begin, leaf_end: int64 ``[m]``. The leaves below a node are the positions
         ``leaf_begin:leaf_end``. Every node but the root has two or more.
+    media: of prompts that have placeholders of images or sounds.
     """
 
     order: Int64s
@@ -42,6 +79,7 @@ class PrefixTree:
     depth: Int32s
     leaf_begin: Int64s
     leaf_end: Int64s
+    media: MediaTokens | None = None
 
     @property
     def num_requests(self) -> int:
@@ -77,13 +115,22 @@ class PrefixTree:
 
         The node's prefix, from the root on, counts once.
         """
+        return self._unique_below(self.input_len, self.lcp)
+
+    def unique_media_below(self) -> Int64s:
+        """The same of placeholders of images and sounds alone."""
+        if self.media is None:
+            return np.zeros(self.num_nodes, np.int64)
+        return self._unique_below(*self.media)
+
+    def _unique_below(self, input_len: Int32s, lcp: Int32s) -> Int64s:
         if self.num_requests == 0:
             return np.zeros(self.num_nodes, np.int64)
         new = np.zeros(self.num_requests + 1, np.int64)
-        np.cumsum(self.input_len - self.lcp, out=new[1:])
+        np.cumsum(input_len - lcp, out=new[1:])
         # The first leaf shares lcp tokens with a leaf outside the node. They are not new
         # in the whole order, but they are new below this node.
-        return new[self.leaf_end] - new[self.leaf_begin] + self.lcp[self.leaf_begin]
+        return new[self.leaf_end] - new[self.leaf_begin] + lcp[self.leaf_begin]
 
     def subtree_sums(self, values: Floats) -> Floats:
         """Sum of ``values`` over the leaves below each node, float64 ``[m]``.
@@ -125,9 +172,20 @@ class PrefixTree:
             return _tree_of(self.order[:0], self.input_len[:0], self.lcp[:0])
         # Two leaves share the least that neighbours between them share.
         between = np.concatenate([leaves[:1], leaves[:-1] + 1])
-        lcp = np.minimum.reduceat(self.lcp[: leaves[-1] + 1], between)
-        lcp[0] = 0
-        return _tree_of(self.order[leaves], self.input_len[leaves], lcp)
+
+        def restricted(lcp: Int32s) -> Int32s:
+            least: Int32s = np.minimum.reduceat(lcp[: leaves[-1] + 1], between)
+            least[0] = 0
+            return least
+
+        tree = _tree_of(
+            self.order[leaves], self.input_len[leaves], restricted(self.lcp)
+        )
+        if self.media is None:
+            return tree
+        media = self.media
+        media = MediaTokens(media.input_len[leaves], restricted(media.lcp))
+        return replace(tree, media=media)
 
     def renumbered(self) -> PrefixTree:
         """The same tree with its requests renumbered 0..n-1 in ascending order."""
@@ -146,7 +204,23 @@ def build_prefix_tree(tokens: Int32s, offsets: Int64s) -> PrefixTree:
         offsets: int64 ``[n + 1]``. ``n`` may be 0 and prompts may be empty.
     """
     order, lcp = sort_prompts(tokens, offsets)
-    return _tree_of(order, np.diff(offsets)[order].astype(np.int32), lcp)
+    tree = _tree_of(order, np.diff(offsets)[order].astype(np.int32), lcp)
+    return replace(tree, media=_media_tokens(tokens, offsets, tree))
+
+
+def _media_tokens(
+    tokens: Int32s, offsets: Int64s, tree: PrefixTree
+) -> MediaTokens | None:
+    is_media = (tokens >= FIRST_PLACEHOLDER) & (tokens < END_OF_PLACEHOLDERS)
+    if not is_media.any():
+        return None
+    before = np.zeros(len(tokens) + 1, np.int64)
+    np.cumsum(is_media, out=before[1:])
+    begin = offsets[tree.order]
+    return MediaTokens(
+        (before[begin + tree.input_len] - before[begin]).astype(np.int32),
+        (before[begin + tree.lcp] - before[begin]).astype(np.int32),
+    )
 
 
 def _tree_of(order: Int64s, input_len: Int32s, lcp: Int32s) -> PrefixTree:

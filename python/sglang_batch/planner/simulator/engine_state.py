@@ -63,6 +63,7 @@ REQUEST = np.dtype(
             np.int32,
         ),  # of its states and windows in a step, as tokens of KV
         ("pool_share", np.int32),  # units of the second pool that it is charged
+        ("media", np.int32),  # placeholders of images and sounds in its prompt
         ("row_base", np.int64),  # length - step while it decodes
     ],
     align=True,
@@ -108,6 +109,7 @@ STATE = np.dtype(
             "pool_held",  # units of the second pool charged to running requests
             "cut",  # whether a prompt ends in this step where a state is kept
             "parked",  # rows that left in a switch of batches
+            "media",  # placeholders of the prompts that join in this step
         )
     ]
     + [
@@ -216,6 +218,7 @@ class SimEngine(NamedTuple):
     shared_kv_read_once: bool
     token_time_s: float
     attention_time_s: float
+    encoder_token_time_s: float
     kv_read_time_s: float
     weight_read_time_s: float
     interference_exponent: float

@@ -57,6 +57,7 @@ NODE = np.dtype(
         ("is_end", np.int32),
         ("is_stop", np.int32),
         ("has_state", np.int32),
+        ("media", np.int32),  # placeholders of images and sounds in its prefix
     ],
     align=True,
 )
@@ -100,6 +101,8 @@ def make_cache(
     nodes["next_use"] = _NONE
     nodes["leader"] = nodes["followers"] = _NONE
     nodes["resident"][0] = nodes["has_state"][0] = 1
+    if tree.media is not None:
+        nodes["media"] = tree.media.depth(tree.leaf_begin, tree.leaf_end)
     if keeps_states:
         ends = tree.leaf_parent[tree.input_len <= depth[tree.leaf_parent]]
         nodes["is_end"][ends[ends > 0]] = 1
@@ -139,6 +142,15 @@ def usable_depth(cache: SimCache, node: int) -> int:
     while at.resident == 0 or at.leader != _NONE or at.has_state == 0:
         at = cache.nodes[at.parent]
     return int(at.depth - at.is_end)
+
+
+@jit_in_place
+def media_in(cache: SimCache, node: int, depth: int) -> int:
+    """Placeholders of images and sounds in the first ``depth`` tokens of a prefix, which
+    end at a node."""
+    while cache.nodes[node].depth - cache.nodes[node].is_end > depth:
+        node = cache.nodes[node].parent
+    return int(cache.nodes[node].media)
 
 
 @jit_in_place

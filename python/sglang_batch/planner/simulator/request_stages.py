@@ -116,6 +116,8 @@ def admit(sim: Sim, i: int, side: int) -> None:
         make_room(sim)
     else:
         lead(sim.cache, i, r.node, cached)
+    # Its media are encoded in this step, though its prompt may be cut.
+    state.media += r.media - prefix.media_in(sim.cache, r.node, cached)
     extend = r.input_len + r.generated - cached
     known = extend == 0
     if known:  # the last prompt token is always computed, for its logits

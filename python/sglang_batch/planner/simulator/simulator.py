@@ -154,6 +154,8 @@ def simulate(
         _count_decode_steps(requests, overlapped=limits.overlapped)
     requests["read_len"] = read_len(tree, cost)
     requests["more_reads"] = cost.more_reads(tree.input_len)
+    if tree.media is not None:
+        requests["media"] = tree.media.input_len
     requests["est_decode_steps_mean"] = est_decode_steps[tree.order]
     requests["est_decode_steps_sq"] = est_decode_steps_sq[tree.order]
     requests["family"] = NONE
@@ -305,6 +307,7 @@ def _engine(
         # Integers would make numba compile all steps again.
         token_time_s=float(cost.token_time_s),
         attention_time_s=float(cost.attention_time_s),
+        encoder_token_time_s=float(cost.encoder_token_time_s),
         kv_read_time_s=float(cost.kv_read_time_s),
         weight_read_time_s=float(cost.weight_read_time_s),
         interference_exponent=float(cost.interference_exponent),

@@ -140,6 +140,8 @@ def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
             continue
         charged = -(-(tokens + state.decoding) // multiple) * multiple
         compute = charged * engine.token_time_s + attention
+        compute += state.media * engine.encoder_token_time_s
+        state.media = 0
         kv_read = kv_read_time(sim)
         memory = kv_read + engine.weight_read_time_s
         seconds = overlapped(compute, memory, engine.interference_exponent)

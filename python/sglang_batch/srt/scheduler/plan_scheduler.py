@@ -42,6 +42,7 @@ from ..compat.scheduler_types import (
     ScheduleBatch,
     StepScheduler,
 )
+from ..engine.media.media_tokens import num_placeholders
 from .kv.kv_manager import KvManager
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .kv.token_counts import count_retracted
@@ -500,11 +501,12 @@ class PlanScheduler:
     def _admitted(self, job: JobState | None, request: ScheduledRequest) -> None:
         req: Req = request.req
         cached = req.prefix_len
-        self._recorder.admitted(request, cached, req.extend_end - cached)
+        media = num_placeholders(req, cached, req.extend_end)
+        self._recorder.admitted(request, cached, req.extend_end - cached, media)
         if req is not self._scheduler.chunked_req:
             self._micro_batches.starting.append(request)
         if job is not None:
-            job.done.prefilled(request, req.extend_end - cached, cached)
+            job.done.prefilled(request, req.extend_end - cached, cached, media)
             if job.joined is not None:
                 job.joined.numbers.append(request.number)
             if request.leaf >= 0:
@@ -517,9 +519,10 @@ class PlanScheduler:
             return
         job, request = known
         tokens, before = chunked.extend_end - chunked.prefix_len, chunked.prefix_len
-        self._recorder.prefilled(request, tokens)
+        media = num_placeholders(chunked, before, chunked.extend_end)
+        self._recorder.prefilled(request, tokens, before, media)
         if job is not None:
-            job.done.prefilled(request, tokens, before)
+            job.done.prefilled(request, tokens, before, media)
         if self._scheduler.chunked_req is not chunked:
             self._micro_batches.starting.append(request)
 

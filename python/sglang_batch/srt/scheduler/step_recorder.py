@@ -55,23 +55,26 @@ class StepRecorder:
     def _reset(self) -> None:
         self._prefill = [0, 0, 0]
         self._attention = 0
+        self._media = 0
         self._cached = 0
         self.offloaded = self.resumed = self.retracted = 0
         self.prefetched = self.kv_waits = 0
 
-    def admitted(self, request: ScheduledRequest, cached: int, extend: int) -> None:
+    def admitted(
+        self, request: ScheduledRequest, cached: int, extend: int, media: int
+    ) -> None:
         """A request joined with ``cached`` tokens in the cache, ``extend`` computed."""
         if request.steps == 0:
             self._cached += cached
-        self.prefilled(request, extend, cached)
+        self.prefilled(request, extend, cached, media)
 
     def prefilled(
-        self, request: ScheduledRequest, tokens: int, before: int | None = None
+        self, request: ScheduledRequest, tokens: int, before: int, media: int
     ) -> None:
-        """``tokens`` of a prompt are computed, after ``before`` others."""
+        """``tokens`` of a prompt are computed, after ``before`` others, among them
+        ``media`` placeholders of images and sounds."""
         self._prefill[request.side] += tokens
-        if before is None:
-            before = request.req.prefix_len
+        self._media += media
         self._attention += tokens * (2 * before + tokens)
 
     def record(self, num_offloaded: int, *, decodes: bool) -> StepRecord:
@@ -113,7 +116,9 @@ class StepRecorder:
             self.retracted,
             waiting,
             self.kv_saved_bytes - self._saved_before,
-            tokens * cost.token_time_s + self._attention * cost.attention_time_s,
+            tokens * cost.token_time_s
+            + self._attention * cost.attention_time_s
+            + self._media * cost.encoder_token_time_s,
             kv_read_s + cost.weight_read_time_s,
         )
         # Same as StepRecord(*values), in half the time.

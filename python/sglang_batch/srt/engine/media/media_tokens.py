@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from ....planner.requests import END_OF_PLACEHOLDERS, FIRST_PLACEHOLDER
 from ...compat.server_types import TokenizerManager
 
-# Of placeholders: above all vocabularies, and below the other tokens of a plan.
-_FIRST, _MANY = 1 << 29, 1 << 29
+_MANY = END_OF_PLACEHOLDERS - FIRST_PLACEHOLDER
 
 
 async def media_token_ids(manager: TokenizerManager, request: Any) -> list[int]:
@@ -44,6 +44,17 @@ async def media_token_ids(manager: TokenizerManager, request: Any) -> list[int]:
     for item in processed.mm_items:
         item.set_pad_value()
         for begin, end in item.offsets or ():
-            token = _FIRST + int(item.hash) % _MANY
+            token = FIRST_PLACEHOLDER + int(item.hash) % _MANY
             ids[begin : end + 1] = [token] * (end + 1 - begin)
     return ids
+
+
+def num_placeholders(req: Any, begin: int, end: int) -> int:
+    """Placeholders among the tokens from ``begin`` up to ``end`` of SGLang's request."""
+    if req.multimodal_inputs is None:
+        return 0
+    return sum(
+        max(0, min(last + 1, end) - max(first, begin))
+        for item in req.multimodal_inputs.mm_items
+        for first, last in item.offsets or ()
+    )

@@ -147,6 +147,9 @@ def test_an_encoder_by_hand() -> None:
         2 * 2 * 32 * (4 * 1280**2 + 2 * 1280 * 5120)
     )
     assert encoder_flops_per_token({"hidden_size": 64, "num_hidden_layers": 2}) == 0
+    # Layers that differ are not counted.
+    stages = {"embed_dim": [128, 256], "depth": [2, 4], "patch_size": [4, 2]}
+    assert encoder_flops_per_token({"vision_config": stages}) == 0
 
 
 def test_its_time_on_a_device() -> None:

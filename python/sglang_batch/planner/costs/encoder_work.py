@@ -8,8 +8,6 @@ model are left out.
 
 from __future__ import annotations
 
-from typing import Any
-
 from .weight_bits import Config
 
 # By the name of a configuration's part, the names that models give to a number.
@@ -42,29 +40,33 @@ def encoder_flops_per_token(config: Config) -> float:
 
 
 def _params(part: Config) -> int:
-    """Parameters of all layers."""
+    """Parameters of all layers. 0 where they differ from layer to layer."""
     width, depth = _first(part, _WIDTH), _first(part, _DEPTH)
-    by_width = part.get("mlp_ratio") or _FEED_FORWARD_BY_WIDTH
-    inner = _first(part, _FEED_FORWARD) or int(width * by_width)
+    by_width = _first(part, ("mlp_ratio",)) or _FEED_FORWARD_BY_WIDTH
+    inner = _first(part, _FEED_FORWARD) or width * by_width
     gated = str(part.get("model_type", "")).startswith(_GATED)
-    return depth * (4 * width * width + (3 if gated else 2) * width * inner)
+    matrices = 3 if gated else 2
+    return int(depth * (4 * width * width + matrices * width * inner))
 
 
 def _patches_per_token(config: Config, vision: Config) -> float:
-    merge = vision.get("spatial_merge_size") or config.get("spatial_merge_size")
+    side = ("spatial_merge_size",)
+    merge = _first(vision, side) or _first(config, side)
     if merge:
-        return float(merge) ** 2
+        return float(merge**2)
     # InternVL and Llama 4 name the factor of each side, Gemma 3 the tokens of an image.
-    shrink = config.get("downsample_ratio") or vision.get("pixel_shuffle_ratio")
+    shrink = _first(config, ("downsample_ratio",))
+    shrink = shrink or _first(vision, ("pixel_shuffle_ratio",))
     if shrink:
-        return float(shrink) ** -2
-    tokens = config.get("mm_tokens_per_image")
-    size, patch = vision.get("image_size"), vision.get("patch_size")
+        return float(shrink**-2)
+    tokens = _first(config, ("mm_tokens_per_image",))
+    size, patch = _first(vision, ("image_size",)), _first(vision, ("patch_size",))
     if tokens and size and patch:
         return float((size // patch) ** 2 / tokens)
     return 1.0
 
 
-def _first(part: Config, names: tuple[str, ...]) -> int:
-    found: Any = next((part[name] for name in names if part.get(name)), 0)
-    return int(found)
+def _first(part: Config, names: tuple[str, ...]) -> float:
+    """The first of these numbers that a configuration has, or 0."""
+    values = (part.get(name) for name in names)
+    return next((x for x in values if isinstance(x, int | float) and x), 0)

@@ -495,13 +495,20 @@ def test_recurrent_layers_have_states_and_no_kv() -> None:
         ModelSpec.from_hf_config(MODELS["qwen3-next-80b-a3b"] | {"layer_types": types})
 
 
-def test_kimi_delta_attention_is_not_counted() -> None:
-    config = tiny_model("kimi_linear", **CHECKPOINTS["kimi_linear"]).config.to_dict()
+def test_kimi_delta_attention_has_a_decay_for_each_channel() -> None:
+    spec = ModelSpec.from_hf_config(MODELS["kimi-linear-48b-a3b"])
+    # 7 of 27 layers have latents of 512 and 64 in 2 bytes.
+    assert spec.kv_bytes_per_token == 7 * (512 + 64) * 2
+    # 20 have 32 matrices of 128 x 128 in 4 bytes, and 3 inputs of 3 x 4,096 channels in 2.
+    assert spec.state_bytes == 20 * (32 * 128 * 128 * 4 + 3 * 3 * 4096 * 2)
+    assert spec.other_flops_per_token == 20 * 32 * 128 * 128 * 7
+    assert spec.num_active_params == pytest.approx(3.5e9, rel=0.02)
+    other = MODELS["kimi-linear-48b-a3b"] | {"linear_attn_config": {"layers": [1]}}
     with pytest.raises(ConfigError, match=r"linear_attn_config.*give ModelSpec"):
-        ModelSpec.from_hf_config(config)
+        ModelSpec.from_hf_config(other)
 
 
-@pytest.mark.parametrize("model_type", sorted(CHECKPOINTS.keys() - {"kimi_linear"}))
+@pytest.mark.parametrize("model_type", sorted(CHECKPOINTS))
 def test_tiny_models_have_the_parameters_counted(model_type: str) -> None:
     fields = {"max_position_embeddings": 2048, **CHECKPOINTS[model_type]}
     model = tiny_model(model_type, **fields)

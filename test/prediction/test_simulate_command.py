@@ -137,6 +137,7 @@ def test_a_config_json_stands_for_its_model(
         ("qwen2.5-7b", 7.62e9),
         ("qwen3-30b-a3b", 30.5e9),
         ("qwen3-next-80b-a3b", 79.67e9),
+        ("kimi-linear-48b-a3b", 49.12e9),
     ],
 )
 def test_the_models_have_their_published_size(model: str, num_params: float) -> None:
@@ -145,7 +146,7 @@ def test_the_models_have_their_published_size(model: str, num_params: float) -> 
 
 
 def test_every_model_has_its_size_checked() -> None:
-    assert len(MODELS) == 5
+    assert len(MODELS) == 6
 
 
 def test_the_table_and_the_plot(

@@ -6,11 +6,12 @@ matrix ``S`` of ``d_k x d_v`` for each value head::
 
     S <- a S + b k (v - a S^T k)^T,   o = S^T q
 
-and Mamba-2 (Dao and Gu, "Transformers are SSMs", 2024, equation 1) one of ``d_state x d_head``::
+Kimi Delta Attention ("Kimi Linear", 2025, equation 1) has a decay ``a`` of its own for each channel of
+``k``. Mamba-2 (Dao and Gu, "Transformers are SSMs", 2024, equation 1) keeps one of ``d_state x d_head``::
 
     S <- a S + B x^T,                 y = S^T C
 
-Both pass their inputs through a short causal convolution, whose last ``kernel - 1`` inputs
+All pass their inputs through a short causal convolution, whose last ``kernel - 1`` inputs
 are part of the state.
 """
 
@@ -44,6 +45,11 @@ def layer_kinds(config: Config, num_layers: int) -> list[str]:
         ConfigError: one is unknown, or all keep states, so that there is no KV.
     """
     types = config.get("layer_types")
+    if delta := config.get("linear_attn_config"):  # numbers layers from 1
+        recurrent = delta["kda_layers"]
+        return [
+            RECURRENT if layer + 1 in recurrent else FULL for layer in range(num_layers)
+        ]
     if types is None and str(config.get("model_type")).startswith(_PERIODIC):
         period = config.get("full_attention_interval") or _PERIOD
         return [
@@ -86,6 +92,8 @@ class RecurrentLayer:
     def of(cls, config: Config) -> RecurrentLayer:
         if config.get("linear_num_value_heads"):
             return cls._gated_delta_net(config)
+        if config.get("linear_attn_config") or config.get("linear_num_heads"):
+            return cls._kimi_delta_attention(config)
         return cls._mamba2(config)
 
     @classmethod
@@ -104,6 +112,25 @@ class RecurrentLayer:
         return cls(
             params, _state_bytes(config, heads * d_k * d_v, channels, kernel), flops
         )
+
+    @classmethod
+    def _kimi_delta_attention(cls, config: Config) -> RecurrentLayer:
+        hidden = integer(config, "hidden_size")
+        if delta := config.get("linear_attn_config"):
+            heads, dim = integer(delta, "num_heads"), integer(delta, "head_dim")
+            kernel = integer(delta, "short_conv_kernel_size")
+        else:  # in transformers
+            heads = integer(config, "linear_num_heads")
+            dim = integer(config, "linear_head_dim")
+            kernel = integer(config, "linear_conv_kernel_dim")
+        inner = heads * dim
+        params = 4 * hidden * inner + 3 * inner * kernel
+        # The decay and the output's gate are of rank ``dim``; beta, biases, A and a norm.
+        params += 2 * dim * (hidden + inner)
+        params += hidden * heads + inner + heads + dim
+        # Decay, S^T k, the update and S^T q.
+        flops = inner * dim * (1 + 2 + 2 + 2)
+        return cls(params, _state_bytes(config, inner * dim, 3 * inner, kernel), flops)
 
     @classmethod
     def _mamba2(cls, config: Config) -> RecurrentLayer:

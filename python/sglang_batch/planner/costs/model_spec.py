@@ -20,9 +20,14 @@ _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 # encoder.
 _UNCOUNTED = (
     *("attn_layer_period", "ssm_cfg", "layers_block_type"),
-    *("hybrid_override_pattern", "linear_attn_config", "attn_layer_indices"),
+    *("hybrid_override_pattern", "attn_layer_indices"),
     *("num_kv_shared_layers", "index_topk", "hidden_size_per_layer_input"),
     *("global_head_dim", "is_encoder_decoder"),
+)
+# One of these a model with recurrent layers has that can be counted.
+_COUNTED_STATES = (
+    *("linear_num_value_heads", "linear_num_heads", "mamba_n_heads"),
+    "linear_attn_config",
 )
 # Families whose sliding-window layers SGLang gives a pool of their own.
 _OWN_WINDOW_POOL = ("gpt_oss", "llama4", "gemma4", "mimo_v2", "step3p5")
@@ -117,10 +122,11 @@ class ModelSpec:
         """Count a decoder-only model from its Hugging Face ``config.json``.
 
         Dense models and mixtures of experts with multi-head, grouped-query or latent
-        attention are supported, also between gated delta nets or Mamba-2 layers.
-        Matrices are counted exactly, norms and biases as in the common families. In a multimodal model the language model is counted, and
-        in a model with extra layers for multi-token prediction those for the next
-        token.
+        attention are supported, also between gated delta nets, Kimi Delta Attention or
+        Mamba-2 layers. Matrices are counted exactly, norms and biases as in the common
+        families. In a multimodal model the language model and the compute of its encoder
+        are counted, and in a model with extra layers for multi-token prediction those
+        for the next token.
 
         Args:
             config: the parsed ``config.json``, or ``PretrainedConfig.to_dict()``, which
@@ -279,7 +285,8 @@ class _FeedForward:
             if config.get("mlp_bias"):
                 params += dense * (2 * width + hidden)
         if sparse:
-            chosen = integer(config, "num_experts_per_tok")
+            chosen = _first(config, "num_experts_per_token")
+            chosen = chosen or integer(config, "num_experts_per_tok")
             width = config.get("moe_intermediate_size") or integer(
                 config, "intermediate_size"
             )
@@ -299,10 +306,17 @@ def _shared_expert(config: Config, hidden: int, width: int, matrices: int) -> in
         return matrices * hidden * width
     if own_width := _first(config, "shared_intermediate_size"):
         return matrices * hidden * own_width
-    return matrices * hidden * width * (_first(config, "n_shared_experts") or 0)
+    return (
+        matrices
+        * hidden
+        * width
+        * (_first(config, "n_shared_experts", "num_shared_experts") or 0)
+    )
 
 
 def _has_experts(config: Config, layer: int) -> bool:
+    if types := config.get("mlp_layer_types"):
+        return bool(types[layer] == "sparse")
     every = _first(config, "decoder_sparse_step", "interleave_moe_layer_step") or 1
     return (
         layer >= (config.get("first_k_dense_replace") or 0)
@@ -347,7 +361,9 @@ def _refuse_uncounted(config: Config) -> None:
     recurrent = "mamba" in types or "linear_attention" in types
     if config.get("mamba_d_state") and not recurrent:
         parts.append("mamba_d_state")
-    if recurrent and not _first(config, "linear_num_value_heads", "mamba_n_heads"):
+    if "kda_layers" not in (config.get("linear_attn_config") or {"kda_layers": ()}):
+        parts.append("linear_attn_config")
+    elif recurrent and not any(config.get(key) for key in _COUNTED_STATES):
         parts.append("layer_types")
     if parts:
         raise ConfigError(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...errors import InputError
-from ..compiled import jit
+from ..compiled import jit, jit_without_gil
 from ..requests import (
     END_OF_PLACEHOLDERS,
     FIRST_PLACEHOLDER,
@@ -211,16 +211,28 @@ def build_prefix_tree(tokens: Int32s, offsets: Int64s) -> PrefixTree:
 def _media_tokens(
     tokens: Int32s, offsets: Int64s, tree: PrefixTree
 ) -> MediaTokens | None:
-    is_media = (tokens >= FIRST_PLACEHOLDER) & (tokens < END_OF_PLACEHOLDERS)
-    if not is_media.any():
-        return None
-    before = np.zeros(len(tokens) + 1, np.int64)
-    np.cumsum(is_media, out=before[1:])
     begin = offsets[tree.order]
-    return MediaTokens(
-        (before[begin + tree.input_len] - before[begin]).astype(np.int32),
-        (before[begin + tree.lcp] - before[begin]).astype(np.int32),
-    )
+    media = MediaTokens(*_count_media(tokens, begin, tree.input_len, tree.lcp))
+    return media if media.input_len.any() else None
+
+
+@jit_without_gil
+def _count_media(
+    tokens: Int32s, begin: Int64s, input_len: Int32s, lcp: Int32s
+) -> tuple[Int32s, Int32s]:
+    """The fields of :class:`MediaTokens`, of prompts that begin at these tokens."""
+    in_prompt, in_lcp = np.zeros_like(input_len), np.zeros_like(lcp)
+    for leaf in range(len(begin)):
+        count = 0
+        for at in range(input_len[leaf]):
+            if at == lcp[leaf]:
+                in_lcp[leaf] = count
+            token = tokens[begin[leaf] + at]
+            count += FIRST_PLACEHOLDER <= token < END_OF_PLACEHOLDERS
+        if lcp[leaf] == input_len[leaf]:
+            in_lcp[leaf] = count
+        in_prompt[leaf] = count
+    return in_prompt, in_lcp
 
 
 def _tree_of(order: Int64s, input_len: Int32s, lcp: Int32s) -> PrefixTree:

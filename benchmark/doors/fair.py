@@ -211,7 +211,7 @@ class Engine:
         job = self._job_of[request.req.rid]
         some = min(extend, left)
         done = request.input_len - (extend - some)
-        job.done.prefilled(request, some, done - some)
+        job.done.prefilled(request, some, done - some, 0)
         if some < extend:
             self._chunk, self._chunk_left = request, extend - some
         else:

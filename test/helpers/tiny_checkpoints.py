@@ -30,7 +30,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "n_group": 1,
         "topk_group": 1,
-        # What its checkpoints have and the configuration of transformers has not.
+        # Its checkpoints name these, the configuration of transformers does not.
         "moe_layer_freq": 1,
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",

@@ -95,7 +95,7 @@ class JobWork:
         self.charged_s += request.charged_s
 
     def prefilled(
-        self, request: ScheduledRequest, tokens: int, before: int, media: int = 0
+        self, request: ScheduledRequest, tokens: int, before: int, media: int
     ) -> None:
         """``tokens`` of a prompt are computed in this step, after ``before`` others.
 

@@ -41,32 +41,30 @@ def encoder_flops_per_token(config: Config) -> float:
 
 def _params(part: Config) -> int:
     """Parameters of all layers. 0 where they differ from layer to layer."""
-    width, depth = _first(part, _WIDTH), _first(part, _DEPTH)
-    by_width = _first(part, ("mlp_ratio",)) or _FEED_FORWARD_BY_WIDTH
-    inner = _first(part, _FEED_FORWARD) or width * by_width
+    width, depth = _number(part, *_WIDTH), _number(part, *_DEPTH)
+    by_width = _number(part, "mlp_ratio") or _FEED_FORWARD_BY_WIDTH
+    inner = _number(part, *_FEED_FORWARD) or width * by_width
     gated = str(part.get("model_type", "")).startswith(_GATED)
     matrices = 3 if gated else 2
     return int(depth * (4 * width * width + matrices * width * inner))
 
 
 def _patches_per_token(config: Config, vision: Config) -> float:
-    side = ("spatial_merge_size",)
-    merge = _first(vision, side) or _first(config, side)
-    if merge:
-        return float(merge**2)
+    merge = "spatial_merge_size"
+    if side := _number(vision, merge) or _number(config, merge):
+        return float(side**2)
     # InternVL and Llama 4 name the factor of each side, Gemma 3 the tokens of an image.
-    shrink = _first(config, ("downsample_ratio",))
-    shrink = shrink or _first(vision, ("pixel_shuffle_ratio",))
-    if shrink:
+    shrink = _number(config, "downsample_ratio")
+    if shrink := shrink or _number(vision, "pixel_shuffle_ratio"):
         return float(shrink**-2)
-    tokens = _first(config, ("mm_tokens_per_image",))
-    size, patch = _first(vision, ("image_size",)), _first(vision, ("patch_size",))
+    tokens = _number(config, "mm_tokens_per_image")
+    size, patch = _number(vision, "image_size"), _number(vision, "patch_size")
     if tokens and size and patch:
         return float((size // patch) ** 2 / tokens)
     return 1.0
 
 
-def _first(part: Config, names: tuple[str, ...]) -> float:
-    """The first of these numbers that a configuration has, or 0."""
+def _number(part: Config, *names: str) -> float:
+    """The first of these that a configuration has as a number, or 0."""
     values = (part.get(name) for name in names)
     return next((x for x in values if isinstance(x, int | float) and x), 0)

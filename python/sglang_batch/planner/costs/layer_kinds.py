@@ -47,8 +47,9 @@ def layer_kinds(config: Config, num_layers: int) -> list[str]:
     types = config.get("layer_types")
     if delta := config.get("linear_attn_config"):  # numbers layers from 1
         recurrent = delta["kda_layers"]
-        return [
-            RECURRENT if layer + 1 in recurrent else FULL for layer in range(num_layers)
+        types = [
+            "linear_attention" if layer + 1 in recurrent else "full_attention"
+            for layer in range(num_layers)
         ]
     if types is None and str(config.get("model_type")).startswith(_PERIODIC):
         period = config.get("full_attention_interval") or _PERIOD

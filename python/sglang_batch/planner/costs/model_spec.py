@@ -24,7 +24,7 @@ _UNCOUNTED = (
     *("num_kv_shared_layers", "index_topk", "hidden_size_per_layer_input"),
     *("global_head_dim", "is_encoder_decoder"),
 )
-# One of these a model with recurrent layers has that can be counted.
+# A model has one of these if its recurrent layers can be counted.
 _COUNTED_STATES = (
     *("linear_num_value_heads", "linear_num_heads", "mamba_n_heads"),
     "linear_attn_config",
@@ -306,12 +306,8 @@ def _shared_expert(config: Config, hidden: int, width: int, matrices: int) -> in
         return matrices * hidden * width
     if own_width := _first(config, "shared_intermediate_size"):
         return matrices * hidden * own_width
-    return (
-        matrices
-        * hidden
-        * width
-        * (_first(config, "n_shared_experts", "num_shared_experts") or 0)
-    )
+    number = _first(config, "n_shared_experts", "num_shared_experts") or 0
+    return matrices * hidden * width * number
 
 
 def _has_experts(config: Config, layer: int) -> bool:
@@ -361,7 +357,8 @@ def _refuse_uncounted(config: Config) -> None:
     recurrent = "mamba" in types or "linear_attention" in types
     if config.get("mamba_d_state") and not recurrent:
         parts.append("mamba_d_state")
-    if "kda_layers" not in (config.get("linear_attn_config") or {"kda_layers": ()}):
+    delta = config.get("linear_attn_config")
+    if delta and "kda_layers" not in delta:
         parts.append("linear_attn_config")
     elif recurrent and not any(config.get(key) for key in _COUNTED_STATES):
         parts.append("layer_types")

@@ -116,8 +116,7 @@ def node_work(
     prefill = tree.unique_tokens_below() * float(cost.token_time_s)
     if cost.attention_time_s:
         prefill += cost.attention_time_s * _attended(tree)
-    if tree.media is not None:
-        prefill += cost.encoder_token_time_s * tree.unique_media_below()
+    prefill += cost.encoder_token_time_s * tree.unique_media_below()
     return prefill + tree.subtree_sums(work.decode_s), tree.subtree_sums(work.memory_s)
 
 
@@ -179,7 +178,7 @@ def _spread(tree: PrefixTree, power: int) -> Floats:
 def _spread_of(
     tree: PrefixTree, reached: Floats | Int32s, whole: Floats | Int32s
 ) -> Floats:
-    """Each leaf's share of what grows along the prompts, float64 ``[n]``.
+    """Each leaf's share of a count along the prompts, float64 ``[n]``.
 
     Args:
         reached: ``[m]``, up to the end of each node.

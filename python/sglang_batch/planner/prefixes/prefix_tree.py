@@ -45,7 +45,7 @@ class MediaTokens(NamedTuple):
         Args:
             leaf_begin, leaf_end: int64 ``[m]``, as of the tree.
         """
-        # What all leaves below a node share, two neighbours share and no more.
+        # All leaves below a node share as much as the two neighbours that share least.
         shared = np.append(self.lcp, np.int32(0))
         bounds = np.stack([np.minimum(leaf_begin + 1, len(self.lcp)), leaf_end], 1)
         found: Int32s = np.minimum.reduceat(shared, bounds.ravel())[::2]

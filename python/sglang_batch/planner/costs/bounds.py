@@ -9,6 +9,7 @@ sums, BlendServe 2.4: T_o) and no overlap (their sum) are the two limits of the 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,15 @@ from ..compiled import jit
 from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Floats, Int32s
 from .cost_model import CostModel
+from .step_table import (
+    COMPUTE,
+    HEAD_COMPUTE,
+    HEAD_MEMORY,
+    MEMORY,
+    OTHER,
+    seconds_at,
+    segment,
+)
 
 # Requests considered for the critical path: those with the longest outputs.
 _CRITICAL = 32
@@ -64,29 +74,58 @@ def lower_bounds(
     min_steps = max(int(np.ceil(held / kv_capacity_tokens)), int(d.max(initial=0.0)))
     read = held if cost.shared_kv_read_once else float((p * d + d * d / 2.0).sum())
     read += float((cost.more_reads(p) * d).sum())
-    weights = min_steps * cost.weight_read_time_s
-    memory = read * cost.kv_read_time_s + weights
+    least = smallest_step(cost)
+    weights = min_steps * least.memory_s
+    memory = read * cost.kv_read_time_s
+    # A product takes the longer of its arithmetic and its reads: a table has both already,
+    # and ``token_time_s`` is the least of either.
+    beside = memory if cost.table is not None else memory + weights
     return Bounds(
         compute_s=float(compute),
-        memory_s=float(memory),
-        law_s=float(cost.step_time_s(compute, memory)),
-        ideal_s=max(float(compute), float(memory)),
-        sum_s=float(compute + memory),
+        memory_s=float(memory + weights),
+        law_s=float(cost.step_time_s(compute, beside)),
+        ideal_s=max(float(compute), float(beside)),
+        sum_s=float(compute + beside),
         critical_path_s=_critical_path_s(cost, p, d),
-        kv_area_s=float(held * cost.kv_read_time_s + weights),
+        kv_area_s=float(
+            held * cost.kv_read_time_s + weights + min_steps * least.other_s
+        ),
         min_steps=min_steps,
+    )
+
+
+class SmallestStep(NamedTuple):
+    """Seconds of a step with one token, without its KV."""
+
+    compute_s: float
+    memory_s: float
+    other_s: float
+
+
+def smallest_step(cost: CostModel) -> SmallestStep:
+    """The shortest step of a machine."""
+    table = cost.step_table
+    column = segment(table, 1.0)
+    compute, memory, other = (
+        seconds_at(table, row, column, 1.0) for row in (COMPUTE, MEMORY, OTHER)
+    )
+    return SmallestStep(
+        compute + seconds_at(table, HEAD_COMPUTE, column, 1.0),
+        memory + seconds_at(table, HEAD_MEMORY, column, 1.0),
+        other + cost.extras.decode_s,
     )
 
 
 def _critical_path_s(cost: CostModel, input_len: Floats, output_len: Floats) -> float:
     """Seconds of the longest request alone: its prompt, then one step per decode."""
-    longest = 0.0
+    longest, least = 0.0, smallest_step(cost)
     for i in np.argsort(-output_len, kind="stable")[:_CRITICAL]:
         p, d = input_len[i], output_len[i]
         held = p + np.arange(1.0, d + 1.0) + cost.more_reads(p)
         steps = cost.step_time_s(
-            cost.token_time_s, held * cost.kv_read_time_s + cost.weight_read_time_s
+            least.compute_s, held * cost.kv_read_time_s + least.memory_s
         )
+        steps = steps + least.other_s
         prompt = p * cost.token_time_s + p * p * cost.attention_time_s
         longest = max(longest, float(prompt + steps.sum()))
     return longest

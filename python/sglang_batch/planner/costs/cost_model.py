@@ -22,6 +22,7 @@ from ..compiled import jit
 from ..requests import Floats, Int32s, Int64s
 from .hardware import HardwareSpec
 from .model_spec import ModelSpec
+from .step_table import NO_EXTRAS, StepExtras, linear_table
 
 # SGLang's defaults: ``--mamba-full-memory-ratio``, memory for states over memory for KV, and
 # ``--swa-full-tokens-ratio``, tokens in sliding-window layers over tokens in the others.
@@ -60,6 +61,11 @@ class CostModel:
     window_reads: one token's KV in these layers, over its KV in the others.
     encoder_token_time_s: compute time of the encoder of images or sounds for each of
         their placeholders in a prompt, besides ``token_time_s``.
+    table: seconds of a step's matrices by its tokens, float64 ``[6, columns]`` as
+        :func:`~.step_table.linear_table` has it. With it, ``token_time_s`` and
+        ``weight_read_time_s`` only order requests and share work out, and steps are timed by
+        the table. None: they take these times, the weights read in every step.
+    extras: seconds of a step besides its operators.
 
     Raises:
         ConfigError: a time is negative or not finite, or the exponent is below 1, or
@@ -78,6 +84,16 @@ class CostModel:
     window: int = 0
     window_reads: float = 0.0
     encoder_token_time_s: float = 0.0
+    table: Floats | None = dataclasses.field(default=None, compare=False)
+    extras: StepExtras = NO_EXTRAS
+
+    @property
+    def step_table(self) -> Floats:
+        """``table``, or the linear one."""
+        if self.table is not None:
+            return self.table
+        # Integers would make numba compile all steps again.
+        return linear_table(float(self.token_time_s), float(self.weight_read_time_s))
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

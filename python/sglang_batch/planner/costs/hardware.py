@@ -6,10 +6,27 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from ...errors import ConfigError
 
 GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """What engines reach of a datasheet's figures: four numbers for each device.
+
+    matrix_share: of the matrix rate, in large products whose tiles fill the device.
+    read_share: of the memory bandwidth.
+    kernel_s: seconds in which a kernel starts and ends and the device is not busy.
+    step_s: seconds of a step in which the device waits for the engine.
+    """
+
+    matrix_share: float = 0.7
+    read_share: float = 0.8
+    kernel_s: float = 3e-6
+    step_s: float = 2e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +38,11 @@ class HardwareSpec:
     memory_bytes: size of the device's memory.
     fp8_flops: dense fp8 matrix FLOP/s. None if the device has no fp8 units or no figure
         is published.
+    fp4_flops: the same for fp4.
+    num_cores: multiprocessors (SMs, CUs), each of which computes a tile of a product at a
+        time. None: products are not divided into tiles.
+    link_bytes_per_s: what a device sends to the others of its server, in one direction.
+    efficiency: what engines reach of these figures.
 
     Raises:
         ConfigError: a figure is not a positive finite number.
@@ -31,11 +53,15 @@ class HardwareSpec:
     bandwidth_bytes_per_s: float
     memory_bytes: int
     fp8_flops: float | None = None
+    fp4_flops: float | None = None
+    num_cores: int | None = None
+    link_bytes_per_s: float | None = None
+    efficiency: Efficiency = Efficiency()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[1:]:
             value = getattr(self, field.name)
-            if value is None and field.name == "fp8_flops":
+            if value is None or isinstance(value, Efficiency):
                 continue
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(
@@ -45,8 +71,8 @@ class HardwareSpec:
     def scaled(self, tp: int) -> HardwareSpec:
         """``tp`` of these devices under tensor parallelism, as one.
 
-        Communication is not counted, because it overlaps with other work (BlendServe,
-        section 6.1).
+        Communication is not counted (BlendServe, section 6.1): see
+        :mod:`..steps.operators` for costs that count it.
 
         Raises:
             ConfigError: ``tp`` is not a whole number of 1 or more.
@@ -55,17 +81,27 @@ class HardwareSpec:
             raise ConfigError(f"tp={tp!r} must be a whole number of 1 or more.")
         if tp == 1:
             return self
-        return HardwareSpec(
+        return dataclasses.replace(
+            self,
             name=f"{tp}x {self.name}",
             compute_flops=self.compute_flops * tp,
             bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * tp,
             memory_bytes=self.memory_bytes * tp,
             fp8_flops=None if self.fp8_flops is None else self.fp8_flops * tp,
+            fp4_flops=None if self.fp4_flops is None else self.fp4_flops * tp,
         )
 
 
 def _device(
-    name: str, tflops: float, gbytes_per_s: float, gib: int, fp8: float | None = None
+    name: str,
+    tflops: float,
+    gbytes_per_s: float,
+    gib: int,
+    fp8: float | None = None,
+    *,
+    cores: int | None = None,
+    link: float | None = None,
+    fp4: float | None = None,
 ) -> HardwareSpec:
     return HardwareSpec(
         name=name,
@@ -73,6 +109,9 @@ def _device(
         bandwidth_bytes_per_s=gbytes_per_s * 1e9,
         memory_bytes=gib * GIB,
         fp8_flops=None if fp8 is None else fp8 * 1e12,
+        fp4_flops=None if fp4 is None else fp4 * 1e12,
+        num_cores=cores,
+        link_bytes_per_s=None if link is None else link * 1e9,
     )
 
 
@@ -82,41 +121,41 @@ def _device(
 # `hardware` accepts them. The most common variant of a family comes first: a bare family
 # name refers to it.
 _DEVICES = (
-    #       name                TFLOP/s  GB/s  GiB  fp8 TFLOP/s
-    _device("a100-sxm-80gb", 312, 2039, 80),
-    _device("a100-sxm-40gb", 312, 1555, 40),
-    _device("a100-pcie-80gb", 312, 1935, 80),
-    _device("a100-pcie-40gb", 312, 1555, 40),
-    _device("h100-sxm", 989, 3350, 80, 1979),
-    _device("h100-pcie", 756, 2000, 80, 1513),
-    _device("h100-nvl", 835, 3900, 94, 1671),
-    _device("h200-sxm", 989, 4800, 141, 1979),
-    _device("h200-nvl", 835, 4800, 141, 1671),
+    #       name                TFLOP/s  GB/s  GiB  fp8 TFLOP/s  SMs  GB/s of links
+    _device("a100-sxm-80gb", 312, 2039, 80, cores=108, link=300),
+    _device("a100-sxm-40gb", 312, 1555, 40, cores=108, link=300),
+    _device("a100-pcie-80gb", 312, 1935, 80, cores=108, link=32),
+    _device("a100-pcie-40gb", 312, 1555, 40, cores=108, link=32),
+    _device("h100-sxm", 989, 3350, 80, 1979, cores=132, link=450),
+    _device("h100-pcie", 756, 2000, 80, 1513, cores=114, link=64),
+    _device("h100-nvl", 835, 3900, 94, 1671, cores=132, link=300),
+    _device("h200-sxm", 989, 4800, 141, 1979, cores=132, link=450),
+    _device("h200-nvl", 835, 4800, 141, 1671, cores=132, link=450),
     # No public datasheet. Press and cloud vendors agree on these figures.
-    _device("h20", 148, 4000, 96, 296),
+    _device("h20", 148, 4000, 96, 296, cores=78, link=450),
     # The driver's names: 480 GB is the CPU's memory, the GPU has 96.
-    _device("gh200-480gb", 989, 4000, 96, 1979),
-    _device("gh200-144gb", 989, 4900, 144, 1979),
+    _device("gh200-480gb", 989, 4000, 96, 1979, cores=132, link=450),
+    _device("gh200-144gb", 989, 4900, 144, 1979, cores=132, link=450),
     # Blackwell in an HGX board: 180 GB are usable in a B200, 268 GiB in a B300.
-    _device("b200-sxm", 2250, 8000, 180, 4500),
-    _device("b300-sxm", 2250, 8000, 268, 4500),
-    _device("gb200", 2500, 8000, 186, 5000),
-    _device("l4", 121, 300, 24, 242),
-    _device("l40", 181, 864, 48, 362),
-    _device("l40s", 362, 864, 48, 733),
-    _device("a10", 125, 600, 24),
-    _device("a10g", 70, 600, 24),
-    _device("a30", 165, 933, 24),
-    _device("a40", 150, 696, 48),
+    _device("b200-sxm", 2250, 8000, 180, 4500, cores=148, link=900, fp4=9000),
+    _device("b300-sxm", 2250, 8000, 268, 4500, cores=148, link=900, fp4=13500),
+    _device("gb200", 2500, 8000, 186, 5000, cores=152, link=900, fp4=10000),
+    _device("l4", 121, 300, 24, 242, cores=58, link=32),
+    _device("l40", 181, 864, 48, 362, cores=142, link=32),
+    _device("l40s", 362, 864, 48, 733, cores=142, link=32),
+    _device("a10", 125, 600, 24, cores=72, link=32),
+    _device("a10g", 70, 600, 24, cores=80, link=32),
+    _device("a30", 165, 933, 24, cores=56, link=100),
+    _device("a40", 150, 696, 48, cores=84, link=56),
     # From the architecture whitepapers (GA102, Ada).
-    _device("rtx-a6000", 155, 768, 48),
-    _device("rtx-4090", 165, 1008, 24, 330),
-    _device("mi210", 181, 1638, 64),
+    _device("rtx-a6000", 155, 768, 48, cores=84, link=56),
+    _device("rtx-4090", 165, 1008, 24, 330, cores=128, link=32),
+    _device("mi210", 181, 1638, 64, cores=104, link=150),
     # One of its two dies: the driver shows each as a device.
-    _device("mi250x", 191.5, 1638, 64),
-    _device("mi300x", 1307, 5300, 192, 2615),
-    _device("mi325x", 1307, 6000, 256, 2615),
-    _device("mi355x", 2516, 8000, 288, 5033),
+    _device("mi250x", 191.5, 1638, 64, cores=110, link=200),
+    _device("mi300x", 1307, 5300, 192, 2615, cores=304, link=448),
+    _device("mi325x", 1307, 6000, 256, 2615, cores=304, link=448),
+    _device("mi355x", 2516, 8000, 288, 5033, cores=256, link=537, fp4=10066),
     # No datasheet: a server CPU of 16 cores without matrix units, to plan jobs on machines
     # without an accelerator.
     _device("cpu", 1, 50, 16),
@@ -142,7 +181,8 @@ def hardware(
     """A device of the table by any common spelling, with measured figures if given.
 
     ``"h200"``, ``"NVIDIA H200"`` and ``"a100_sxm4_80gb"`` are understood. ``fp8_flops``
-    is scaled by the same factor as a measured ``compute_flops``.
+    is scaled by the same factor as a measured ``compute_flops``. A measured rate is
+    reached in full.
 
     Raises:
         ConfigError: the name is not in the table, or a figure is not positive.
@@ -154,18 +194,22 @@ def hardware(
             "the nearest of them with measured figures for compute_flops, "
             "bandwidth_bytes_per_s and memory_bytes if need be."
         )
-    fp8_flops = spec.fp8_flops
-    if compute_flops is None:
-        compute_flops = spec.compute_flops
-    elif fp8_flops is not None:
-        fp8_flops *= compute_flops / spec.compute_flops
-    if bandwidth_bytes_per_s is None:
-        bandwidth_bytes_per_s = spec.bandwidth_bytes_per_s
-    if memory_bytes is None:
-        memory_bytes = spec.memory_bytes
-    return HardwareSpec(
-        spec.name, compute_flops, bandwidth_bytes_per_s, memory_bytes, fp8_flops
-    )
+    changes: dict[str, Any] = {}
+    measured = dict[str, float]()
+    if compute_flops is not None:
+        factor = compute_flops / spec.compute_flops
+        changes["compute_flops"] = compute_flops
+        for name_of in ("fp8_flops", "fp4_flops"):
+            if (rate := getattr(spec, name_of)) is not None:
+                changes[name_of] = rate * factor
+        measured["matrix_share"] = 1.0
+    if bandwidth_bytes_per_s is not None:
+        changes["bandwidth_bytes_per_s"] = bandwidth_bytes_per_s
+        measured["read_share"] = 1.0
+    if memory_bytes is not None:
+        changes["memory_bytes"] = memory_bytes
+    efficiency = dataclasses.replace(spec.efficiency, **measured)
+    return dataclasses.replace(spec, **changes, efficiency=efficiency)
 
 
 def match_hardware(device_name: str) -> HardwareSpec | None:

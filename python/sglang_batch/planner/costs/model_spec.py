@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from ...errors import ConfigError
 from .encoder_work import encoder_flops_per_token
 from .layer_kinds import FULL, RECURRENT, WINDOW, RecurrentLayer, layer_kinds
-from .weight_bits import Config, dtype_bits, integer, weight_bits
+from .layer_matrices import AttentionLayer, FeedForward, Matrix, ModelShape, Split
+from .weight_bits import Config, WeightBits, dtype_bits, integer, weight_bits
 
 # Keys of a multimodal model's configuration that have its language model's.
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
@@ -31,9 +32,6 @@ _COUNTED_STATES = (
 )
 # Families whose sliding-window layers SGLang gives a pool of their own.
 _OWN_WINDOW_POOL = ("gpt_oss", "llama4", "gemma4", "mimo_v2", "step3p5")
-
-# Models whose feed-forward network has two matrices, without a gate.
-_UNGATED = {"phi", "gpt_neox", "starcoder2", "nemotron"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +62,7 @@ class ModelSpec:
         the prompt: 4 W H for each window layer, as if all windows were full.
     encoder_flops_per_token: compute of the encoder of images or sounds for each of their
         placeholders.
+    shape: the operators of a forward pass. None: not counted.
 
     Raises:
         ConfigError: a figure is not positive, or ``num_active_params`` is more than
@@ -84,11 +83,12 @@ class ModelSpec:
     own_window_pool: bool = False
     other_flops_per_token: int = 0
     encoder_flops_per_token: float = 0.0
+    shape: ModelShape | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value == field.default:
+            if value == field.default or field.name == "shape":
                 continue
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{field.name}={value!r} must be a positive number.")
@@ -147,23 +147,24 @@ class ModelSpec:
         _refuse_uncounted(config)
         num_layers = integer(config, "num_hidden_layers")
         kinds = layer_kinds(config, num_layers)
-        attention = _Attention.of(config)
-        recurrent = RecurrentLayer.of(config) if RECURRENT in kinds else _NO_STATES
-        num_recurrent, num_windows = kinds.count(RECURRENT), kinds.count(WINDOW)
-        num_attention = num_layers - num_recurrent
-        window = integer(config, "sliding_window") if num_windows else 0
-        feed_forward = _FeedForward.of(config, num_layers)
-        embedding = integer(config, "vocab_size") * integer(config, "hidden_size")
-        if not _tied(config):
-            embedding *= 2
-        norms = _layer_norms(config) * num_layers + integer(config, "hidden_size")
-        mixers = attention.params * num_attention + recurrent.params * num_recurrent
-        num_params = embedding + norms + mixers + feed_forward.params
-
         stored = dtype_bits(
             config.get("torch_dtype") or config.get("dtype") or "bfloat16"
         )
         bits = weight_bits(config, weight_dtype, min(stored, 16), quantization)
+        recurrent = RecurrentLayer.of(config) if RECURRENT in kinds else _NO_STATES
+        num_recurrent, num_windows = kinds.count(RECURRENT), kinds.count(WINDOW)
+        num_attention = num_layers - num_recurrent
+        attention = AttentionLayer.of(config, num_attention, bits)
+        window = integer(config, "sliding_window") if num_windows else 0
+        feed_forward = FeedForward.of(config, num_layers, bits)
+        hidden, vocab = integer(config, "hidden_size"), integer(config, "vocab_size")
+        embedding = vocab * hidden
+        if not _tied(config):
+            embedding *= 2
+        norms = _layer_norms(config) * num_layers + hidden
+        mixers = attention.params * num_attention + recurrent.params * num_recurrent
+        num_params = embedding + norms + mixers + feed_forward.params
+
         kv_bits = bits.plain if kv_dtype in (None, "auto") else dtype_bits(kv_dtype)
         stored_bits = (
             (embedding + norms) * bits.plain
@@ -187,6 +188,18 @@ class ModelSpec:
             other_flops_per_token=recurrent.flops_per_token * num_recurrent
             + 4 * window * attention.width * num_windows,
             encoder_flops_per_token=encoder_flops,
+            shape=ModelShape(
+                mixers=(
+                    *attention.matrices,
+                    *_recurrent_matrices(recurrent, num_recurrent, hidden, bits),
+                ),
+                feed_forward=feed_forward.matrices,
+                head=Matrix(hidden, vocab, 1, Split.COLUMNS, bits.plain),
+                residual=hidden,
+                num_layers=num_layers,
+                expert_layers=feed_forward.expert_layers,
+                decode_flops_per_kv_token=attention.decode_flops * kinds.count(FULL),
+            ),
         )
 
 
@@ -203,122 +216,15 @@ TYPICAL_MODEL = ModelSpec(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Attention:
-    """One layer's attention."""
-
-    params: int
-    width: int
-    kv_values: int
-    kv_shards: int
-
-    @classmethod
-    def of(cls, config: Config) -> _Attention:
-        if config.get("kv_lora_rank"):
-            return cls._latent(config)
-        hidden = integer(config, "hidden_size")
-        heads = integer(config, "num_attention_heads")
-        kv_heads = config.get("num_key_value_heads") or heads
-        head_dim = config.get("head_dim") or hidden // heads
-        q, kv = heads * head_dim, kv_heads * head_dim
-        params = hidden * (2 * q + 2 * kv)
-        if config.get("linear_num_value_heads"):  # its attention has a gate
-            params += hidden * q
-        family = str(config.get("model_type", ""))
-        if config.get("attention_bias"):
-            params += q + 2 * kv + hidden
-        elif config.get("qkv_bias", family.startswith("qwen2")):
-            params += q + 2 * kv
-        if family.startswith(("qwen3", "gemma3")):  # norms of queries and keys
-            params += 2 * head_dim
-        return cls(params, width=q, kv_values=2 * kv, kv_shards=kv_heads)
-
-    @classmethod
-    def _latent(cls, config: Config) -> _Attention:
-        """Multi-head latent attention (DeepSeek-V2, section 2.1)."""
-        hidden = integer(config, "hidden_size")
-        heads = integer(config, "num_attention_heads")
-        latent = integer(config, "kv_lora_rank")
-        rope = integer(config, "qk_rope_head_dim")
-        nope = integer(config, "qk_nope_head_dim")
-        value = integer(config, "v_head_dim")
-        q = heads * (nope + rope)
-        q_rank = config.get("q_lora_rank")
-        params = hidden * q if not q_rank else (hidden + 1 + q) * q_rank
-        params += hidden * (latent + rope) + latent
-        params += latent * heads * (nope + value)
-        params += heads * value * hidden
-        return cls(
-            params,
-            width=heads * (nope + rope + value) // 2,
-            kv_values=latent + rope,
-            kv_shards=1,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _FeedForward:
-    """All layers' feed-forward networks. A token leaves ``idle_params`` unused."""
-
-    params: int
-    idle_params: int
-
-    @classmethod
-    def of(cls, config: Config, num_layers: int) -> _FeedForward:
-        hidden = integer(config, "hidden_size")
-        family = str(config.get("model_type", ""))
-        matrices = 2 if family in _UNGATED else 3
-        experts = (
-            _first(config, "n_routed_experts", "num_local_experts", "num_experts") or 0
-        )
-        sparse = 0
-        if experts > 1:
-            sparse = sum(_has_experts(config, layer) for layer in range(num_layers))
-        dense = num_layers - sparse
-        params = idle = 0
-        if dense:
-            width = config.get("intermediate_size_mlp")  # Llama 4's dense layers
-            if not experts:  # Granite 4 calls it a shared expert
-                width = width or _first(config, "shared_intermediate_size")
-            width = width or integer(config, "intermediate_size")
-            params += dense * matrices * hidden * width
-            if config.get("mlp_bias"):
-                params += dense * (2 * width + hidden)
-        if sparse:
-            chosen = _first(config, "num_experts_per_token")
-            chosen = chosen or integer(config, "num_experts_per_tok")
-            width = config.get("moe_intermediate_size") or integer(
-                config, "intermediate_size"
-            )
-            expert = matrices * hidden * width
-            params += sparse * (experts * (expert + hidden))
-            params += sparse * _shared_expert(config, hidden, width, matrices)
-            idle = sparse * max(0, experts - chosen) * expert
-        return cls(params, idle)
-
-
-def _shared_expert(config: Config, hidden: int, width: int, matrices: int) -> int:
-    """Parameters that every token uses in addition to its experts."""
-    family = str(config.get("model_type", ""))
-    if own_width := _first(config, "shared_expert_intermediate_size"):
-        return matrices * hidden * own_width + hidden  # and a gate
-    if family.startswith("llama4"):
-        return matrices * hidden * width
-    if own_width := _first(config, "shared_intermediate_size"):
-        return matrices * hidden * own_width
-    number = _first(config, "n_shared_experts", "num_shared_experts") or 0
-    return matrices * hidden * width * number
-
-
-def _has_experts(config: Config, layer: int) -> bool:
-    if types := config.get("mlp_layer_types"):
-        return bool(types[layer] == "sparse")
-    every = _first(config, "decoder_sparse_step", "interleave_moe_layer_step") or 1
+def _recurrent_matrices(
+    layer: RecurrentLayer, count: int, hidden: int, bits: WeightBits
+) -> tuple[Matrix, ...]:
+    """Recurrent layers' projections as one matrix: they share the hidden state."""
+    if not count:
+        return ()
+    outputs = layer.params // hidden
     return (
-        layer >= (config.get("first_k_dense_replace") or 0)
-        and layer % (config.get("moe_layer_freq") or 1) == 0
-        and (layer + 1) % every == 0
-        and layer not in (config.get("mlp_only_layers") or ())
+        Matrix(hidden, outputs, count, Split.COLUMNS, bits.attention, bits.rate_bits),
     )
 
 
@@ -367,7 +273,3 @@ def _refuse_uncounted(config: Config) -> None:
             f"model_type={config.get('model_type')!r} has parts that cannot be counted "
             f"from its configuration ({', '.join(parts)}); give ModelSpec its numbers."
         )
-
-
-def _first(config: Config, *keys: str) -> int | None:
-    return next((int(config[key]) for key in keys if config.get(key)), None)

@@ -36,12 +36,21 @@ class WeightBits:
     attention, feed_forward: in the layers.
     in_8_bits: whether activations are quantised, too, so that matrices are multiplied
         at the rate of 8 bits.
+    in_4_bits: the same with 4 bits.
     """
 
     plain: float
     attention: float
     feed_forward: float
     in_8_bits: bool = False
+    in_4_bits: bool = False
+
+    @property
+    def rate_bits(self) -> int:
+        """Bits of the operands that are multiplied: 16, 8 or 4."""
+        if self.in_4_bits:
+            return 4
+        return 8 if self.in_8_bits else 16
 
 
 # Attention, feed-forward network, and whether activations have 8 bits, for methods whose
@@ -59,6 +68,8 @@ _METHODS: dict[str, tuple[float, float, bool]] = {
     "quark_int4fp8_moe": (8, 4, True),
     "bitsandbytes": (4.25, 4.25, False),
 }
+# Methods of 4-bit weights whose activations have 4 bits, too.
+_IN_4_BITS = ("modelopt_fp4", "nvfp4", "nvfp4_online")
 # Methods of which quantization_config has the bits and the size of a group.
 _BY_GROUPS = {"awq", "awq_marlin", "gptq", "gptq_marlin", "auto-round", "moe_wna16"}
 
@@ -101,14 +112,17 @@ def weight_bits(
     method = str(stored.get("quant_method") or quantization or "").lower()
     if method in ("", "unquant"):
         return WeightBits(plain, plain, plain)
+    if method == "modelopt" and str(stored.get("quant_algo", "")).lower() == "nvfp4":
+        method = "nvfp4"
     attention, feed_forward, in_8_bits = _quantised(method, stored)
-    return WeightBits(plain, min(attention, plain), feed_forward, in_8_bits)
+    return WeightBits(
+        plain, min(attention, plain), feed_forward, in_8_bits, method in _IN_4_BITS
+    )
 
 
 def _quantised(method: str, stored: Config) -> tuple[float, float, bool]:
-    algorithm = str(stored.get("quant_algo", "")).lower()
-    if method == "modelopt" and algorithm in ("fp8", "nvfp4"):
-        method = algorithm
+    if method == "modelopt" and str(stored.get("quant_algo", "")).lower() == "fp8":
+        method = "fp8"
     if method in _BY_GROUPS and stored.get("bits"):
         each = _in_groups(stored["bits"], stored.get("group_size"))
         return each, each, False
@@ -187,3 +201,8 @@ def integer(config: Config, key: str) -> int:
             "them all."
         )
     return value
+
+
+def first_number(config: Config, *keys: str) -> int | None:
+    """The first of these keys that a configuration has with a value other than 0."""
+    return next((int(config[key]) for key in keys if config.get(key)), None)

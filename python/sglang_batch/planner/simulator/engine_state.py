@@ -11,6 +11,7 @@ from ..admission_rules.kv_forecast import KvForecast
 from ..admission_rules.padded_forecast import PaddedForecast
 from ..compiled import jit_in_place
 from ..costs.pool_shares import PoolShares
+from ..costs.step_table import StepExtras
 from ..length_batches.batch_law import BatchLaw
 from ..length_batches.batch_state import LengthBatches
 from ..requests import Floats, Int64s
@@ -110,6 +111,7 @@ STATE = np.dtype(
             "cut",  # whether a prompt ends in this step where a state is kept
             "parked",  # rows that left in a switch of batches
             "media",  # placeholders of the prompts that join in this step
+            "prompts",  # requests of which a part of the prompt is computed in this step
         )
     ]
     + [
@@ -119,6 +121,7 @@ STATE = np.dtype(
             "pace",  # of the dual scanner
             "compute",
             "memory",
+            "work",  # compute time by ``token_time_s``, as planned
             "kv_read",  # memory time without weights
             "compute_planned",  # estimated times of the whole job
             "kv_read_planned",
@@ -204,6 +207,7 @@ class SimEngine(NamedTuple):
     """Limits and costs of the engine: those of ``EngineLimits`` and ``CostModel``.
 
     kv_capacity: tokens in whole pages.
+    table, extras: seconds of a step, see ``step_table``.
     max_waiting: most requests that wait in the engine, of which batches are formed.
     """
 
@@ -227,6 +231,8 @@ class SimEngine(NamedTuple):
     dense: bool
     max_waiting: int
     second: PoolShares
+    table: Floats
+    extras: StepExtras
 
 
 class Lists(NamedTuple):

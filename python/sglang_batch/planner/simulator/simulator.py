@@ -3,10 +3,8 @@
 Every step decodes all running requests by one token and computes prompt tokens in the
 same batch (continuous batching, chunked prefill, mixed batches). KV is counted in pages,
 shared prefixes once. A step takes the overlap of its compute and its memory time
-(:func:`~..costs.cost_model.overlapped`). True output lengths are hidden from admission,
-which uses estimates and learns a length when the request ends.
-
-Not simulated: time for kernel launches, sampling and scheduling.
+(:func:`~..costs.cost_model.overlapped`), and what neither takes. True output lengths are
+hidden from admission, which uses estimates and learns a length when the request ends.
 """
 
 from __future__ import annotations
@@ -316,6 +314,8 @@ def _engine(
         dense=limits.dense,
         max_waiting=limits.max_waiting or np.iinfo(np.int32).max,
         second=limits.second_pool,
+        table=cost.step_table,
+        extras=cost.extras,
     )
 
 

@@ -122,6 +122,7 @@ def compute(sim: Sim, side: int, tokens: int) -> tuple[int, float]:
         s.partial = NONE
         _prompt_done(sim, i)
     state.prefilled += some
+    state.prompts += some > 0
     return int(some), _attention_time(sim, begin, some)
 
 
@@ -165,6 +166,7 @@ def _join_whole(sim: Sim, i: int, side: int) -> tuple[int, float]:
     s.partial, s.partial_left = partial, partial_left
     _prompt_done(sim, i)
     sim.state[0].prefilled += some
+    sim.state[0].prompts += 1
     begin = r.input_len + r.generated - some
     return int(some), _attention_time(sim, begin, some)
 

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from ..compiled import jit_in_place
 from ..costs.cost_model import overlapped
+from ..costs.step_table import (
+    COMPUTE,
+    HEAD_COMPUTE,
+    HEAD_MEMORY,
+    MEMORY,
+    OTHER,
+    seconds_at,
+    segment,
+)
 from ..length_batches.batch_state import tick
 from ..requests import Floats
 from .batch_admission import batch_prefill, take_notes
@@ -34,7 +43,7 @@ def _remaining_density(sim: Sim) -> float:
     """Compute time over KV read time of the remaining work, by the estimates."""
     state = sim.state[0]
     reads = max(state.kv_read_planned - state.kv_read, 1e-9)
-    density = max(state.compute_planned - state.compute, 0.0) / reads
+    density = max(state.compute_planned - state.work, 0.0) / reads
     return float(min(max(density, 1.0 / _DENSITY_RANGE), _DENSITY_RANGE))
 
 
@@ -110,6 +119,33 @@ def _prompts(sim: Sim, lengths: RowLengths, target: float) -> tuple[int, float]:
 
 
 @jit_in_place
+def _step_seconds(
+    sim: Sim, tokens: int, attention: float, kv_read: float
+) -> tuple[float, float, float]:
+    """Seconds of a step that arithmetic takes, that reads take, and all others.
+
+    Args:
+        tokens: of prompts and answers.
+        attention: seconds of attention over prompts, and of encoders.
+        kv_read: seconds to read the KV of all answers.
+    """
+    table, extras, state = sim.engine.table, sim.engine.extras, sim.state[0]
+    column = segment(table, tokens)
+    compute = seconds_at(table, COMPUTE, column, tokens) + attention
+    memory = seconds_at(table, MEMORY, column, tokens) + kv_read
+    other = seconds_at(table, OTHER, column, tokens)
+    rows = state.decoding + state.prompts
+    column = segment(table, rows)
+    compute += seconds_at(table, HEAD_COMPUTE, column, rows)
+    memory += seconds_at(table, HEAD_MEMORY, column, rows)
+    decode_s = extras.decode_s
+    if state.prompts > 0:
+        other += extras.prompt_step_s + extras.prompt_s * state.prompts
+        decode_s = extras.mixed_decode_s
+    return compute, memory, other + decode_s * state.decoding
+
+
+@jit_in_place
 def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
     """Simulate steps until the job has ended.
 
@@ -139,16 +175,17 @@ def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
             state.step += 1
             continue
         charged = -(-(tokens + state.decoding) // multiple) * multiple
-        compute = charged * engine.token_time_s + attention
-        compute += state.media * engine.encoder_token_time_s
-        state.media = 0
+        attention += state.media * engine.encoder_token_time_s
         kv_read = kv_read_time(sim)
-        memory = kv_read + engine.weight_read_time_s
-        seconds = overlapped(compute, memory, engine.interference_exponent)
+        compute, memory, other = _step_seconds(sim, charged, attention, kv_read)
+        seconds = overlapped(compute, memory, engine.interference_exponent) + other
+        state.work += charged * engine.token_time_s + attention
         state.compute += compute
         state.memory += memory
         state.kv_read += kv_read
         state.seconds += seconds
+        state.media = 0
+        state.prompts = 0
         step = state.step - 1 - state.idle
         tokens_held = state.read_base + state.decoding * state.step
         stride = _sample(

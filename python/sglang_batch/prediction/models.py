@@ -10,6 +10,13 @@ _LLAMA: dict[str, Any] = {
     "num_key_value_heads": 8,
     "dtype": "bfloat16",
 }
+_LLAMA_8B = {
+    **_LLAMA,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "intermediate_size": 14336,
+}
 _LLAMA_70B = {
     **_LLAMA,
     "hidden_size": 8192,
@@ -17,15 +24,75 @@ _LLAMA_70B = {
     "num_attention_heads": 64,
     "intermediate_size": 28672,
 }
+_QWEN3_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "dtype": "bfloat16",
+}
+_GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "dtype": "bfloat16",
+}
+_DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "dtype": "bfloat16",
+}
+
+
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+    return {
+        **_GPT_OSS,
+        "num_hidden_layers": layers,
+        "num_local_experts": experts,
+        "layer_types": kinds,
+    }
+
+
 MODELS: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        **_LLAMA,
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "intermediate_size": 14336,
-    },
+    "llama-3-8b": _LLAMA_8B,
+    "llama-3.1-8b": _LLAMA_8B,
+    "llama-2-70b": {**_LLAMA_70B, "vocab_size": 32000},
+    "llama-3-70b": _LLAMA_70B,
     "llama-3.1-70b": _LLAMA_70B,
+    "llama-3.3-70b": _LLAMA_70B,
+    "llama-3.1-405b": {
+        **_LLAMA,
+        "hidden_size": 16384,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        "intermediate_size": 53248,
+    },
     "qwen2.5-7b": {
         "model_type": "qwen2",
         "vocab_size": 152064,
@@ -36,21 +103,59 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 18944,
         "dtype": "bfloat16",
     },
-    "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe",
+    "qwen2-72b": {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 29568,
+        "dtype": "bfloat16",
+    },
+    "qwen3-32b": {
+        "model_type": "qwen3",
         "vocab_size": 151936,
+        "hidden_size": 5120,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 25600,
+        "dtype": "bfloat16",
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "dtype": "bfloat16",
+    },
+    "qwen3-30b-a3b": {
+        **_QWEN3_MOE,
         "hidden_size": 2048,
         "num_hidden_layers": 48,
         "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
         "intermediate_size": 6144,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
-        "decoder_sparse_step": 1,
-        "dtype": "bfloat16",
     },
+    "qwen3-235b-a22b": {
+        **_QWEN3_MOE,
+        "hidden_size": 4096,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+    },
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+    "deepseek-v3": _DEEPSEEK_V3,
+    "deepseek-r1": _DEEPSEEK_V3,
     "qwen3-next-80b-a3b": {
         "model_type": "qwen3_next",
         "vocab_size": 151936,

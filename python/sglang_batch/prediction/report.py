@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -137,7 +137,8 @@ class Report:
             "bandwidth_bytes_per_s": self.machine.hardware.bandwidth_bytes_per_s,
             "kv_capacity_tokens": limits.kv_capacity_tokens,
             "step_tokens": limits.step_tokens,
-            **asdict(cost),
+            # A table has thousands of values.
+            **asdict(replace(cost, table=None)),
         }
 
     def policy_figures(self, run: Simulation) -> dict[str, Any]:

@@ -117,8 +117,11 @@ def _machine_rows(report: Report) -> list[Row]:
         ("reads KV of", _rate(cost.kv_read_time_s)),
     ]
     if cost.weight_read_time_s:
-        weights = f"{time_text(cost.weight_read_time_s)}, in every step"
-        rows.append(("reads all weights in", weights))
+        least = time_text(cost.weight_read_time_s)
+        if cost.table is None:
+            rows.append(("reads all weights in", f"{least}, in every step"))
+        else:
+            rows.append(("a small step takes", f"{least}, most of it to read weights"))
     if cost.padded:
         rows.append(("KV of a row", "read as far as the longest row's"))
     elif cost.row_share:

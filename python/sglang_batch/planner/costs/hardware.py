@@ -92,6 +92,27 @@ class HardwareSpec:
         )
 
 
+# Fitted to published throughputs by `benchmark/bench_costs.py published`, for variants with
+# points of their own and by family. Others have the typical values.
+_FITTED = {
+    "a100-pcie": Efficiency(0.674, 0.793, 3.0e-6, 2.1e-3),
+    "a100": Efficiency(0.636, 0.773, 3.1e-6, 2.3e-3),
+    "h100": Efficiency(0.596, 0.792, 3.6e-6, 3.7e-3),
+    "h200": Efficiency(0.610, 0.777, 3.5e-6, 3.0e-3),
+    "gh200": Efficiency(0.630, 0.763, 3.4e-6, 2.7e-3),
+    "b200": Efficiency(0.508, 0.573, 10e-6, 2.5e-3),
+    "b300": Efficiency(0.508, 0.573, 10e-6, 2.5e-3),
+    "gb200": Efficiency(0.543, 0.774, 10e-6, 8.7e-3),
+    "l40": Efficiency(0.724, 0.795, 3.0e-6, 2.0e-3),
+    "mi3": Efficiency(0.240, 0.790, 3.2e-6, 2.3e-3),
+}
+
+
+def _fitted(name: str) -> Efficiency:
+    found = (each for start, each in _FITTED.items() if name.startswith(start))
+    return next(found, Efficiency())
+
+
 def _device(
     name: str,
     tflops: float,
@@ -112,6 +133,7 @@ def _device(
         fp4_flops=None if fp4 is None else fp4 * 1e12,
         num_cores=cores,
         link_bytes_per_s=None if link is None else link * 1e9,
+        efficiency=_fitted(name),
     )
 
 
@@ -119,18 +141,19 @@ def _device(
 # dense (half of the figure printed "with sparsity"), fp32 accumulation. The gigabytes of
 # memory on a datasheet are close to GiB on the device. Measured figures are better, and
 # `hardware` accepts them. The most common variant of a family comes first: a bare family
-# name refers to it.
+# name refers to it. Links are NVLink's or Infinity Fabric's where they join all devices of a
+# server. Otherwise data pass through the host, at half the rate of its PCIe slot.
 _DEVICES = (
     #       name                TFLOP/s  GB/s  GiB  fp8 TFLOP/s  SMs  GB/s of links
     _device("a100-sxm-80gb", 312, 2039, 80, cores=108, link=300),
     _device("a100-sxm-40gb", 312, 1555, 40, cores=108, link=300),
-    _device("a100-pcie-80gb", 312, 1935, 80, cores=108, link=32),
-    _device("a100-pcie-40gb", 312, 1555, 40, cores=108, link=32),
+    _device("a100-pcie-80gb", 312, 1935, 80, cores=108, link=16),
+    _device("a100-pcie-40gb", 312, 1555, 40, cores=108, link=16),
     _device("h100-sxm", 989, 3350, 80, 1979, cores=132, link=450),
-    _device("h100-pcie", 756, 2000, 80, 1513, cores=114, link=64),
-    _device("h100-nvl", 835, 3900, 94, 1671, cores=132, link=300),
+    _device("h100-pcie", 756, 2000, 80, 1513, cores=114, link=32),
+    _device("h100-nvl", 835, 3900, 94, 1671, cores=132, link=32),
     _device("h200-sxm", 989, 4800, 141, 1979, cores=132, link=450),
-    _device("h200-nvl", 835, 4800, 141, 1671, cores=132, link=450),
+    _device("h200-nvl", 835, 4800, 141, 1671, cores=132, link=32),
     # No public datasheet. Press and cloud vendors agree on these figures.
     _device("h20", 148, 4000, 96, 296, cores=78, link=450),
     # The driver's names: 480 GB is the CPU's memory, the GPU has 96.
@@ -140,16 +163,16 @@ _DEVICES = (
     _device("b200-sxm", 2250, 8000, 180, 4500, cores=148, link=900, fp4=9000),
     _device("b300-sxm", 2250, 8000, 268, 4500, cores=148, link=900, fp4=13500),
     _device("gb200", 2500, 8000, 186, 5000, cores=152, link=900, fp4=10000),
-    _device("l4", 121, 300, 24, 242, cores=58, link=32),
-    _device("l40", 181, 864, 48, 362, cores=142, link=32),
-    _device("l40s", 362, 864, 48, 733, cores=142, link=32),
-    _device("a10", 125, 600, 24, cores=72, link=32),
-    _device("a10g", 70, 600, 24, cores=80, link=32),
-    _device("a30", 165, 933, 24, cores=56, link=100),
-    _device("a40", 150, 696, 48, cores=84, link=56),
+    _device("l4", 121, 300, 24, 242, cores=58, link=16),
+    _device("l40", 181, 864, 48, 362, cores=142, link=16),
+    _device("l40s", 362, 864, 48, 733, cores=142, link=16),
+    _device("a10", 125, 600, 24, cores=72, link=16),
+    _device("a10g", 70, 600, 24, cores=80, link=16),
+    _device("a30", 165, 933, 24, cores=56, link=16),
+    _device("a40", 150, 696, 48, cores=84, link=16),
     # From the architecture whitepapers (GA102, Ada).
-    _device("rtx-a6000", 155, 768, 48, cores=84, link=56),
-    _device("rtx-4090", 165, 1008, 24, 330, cores=128, link=32),
+    _device("rtx-a6000", 155, 768, 48, cores=84, link=16),
+    _device("rtx-4090", 165, 1008, 24, 330, cores=128, link=16),
     _device("mi210", 181, 1638, 64, cores=104, link=150),
     # One of its two dies: the driver shows each as a device.
     _device("mi250x", 191.5, 1638, 64, cores=110, link=200),

@@ -82,7 +82,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionLayer:
+class AttentionMatrices:
     """One layer's attention.
 
     params: all parameters, with biases and norms.
@@ -100,7 +100,7 @@ class AttentionLayer:
     decode_flops: int
 
     @classmethod
-    def of(cls, config: Config, count: int, bits: WeightBits) -> AttentionLayer:
+    def of(cls, config: Config, count: int, bits: WeightBits) -> AttentionMatrices:
         """The attention of ``count`` equal layers."""
         if config.get("kv_lora_rank"):
             return cls._latent(config, count, bits)
@@ -134,7 +134,7 @@ class AttentionLayer:
         )
 
     @classmethod
-    def _latent(cls, config: Config, count: int, bits: WeightBits) -> AttentionLayer:
+    def _latent(cls, config: Config, count: int, bits: WeightBits) -> AttentionMatrices:
         """Multi-head latent attention (DeepSeek-V2, section 2.1)."""
         hidden = integer(config, "hidden_size")
         heads = integer(config, "num_attention_heads")

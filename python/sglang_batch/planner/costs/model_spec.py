@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ...errors import ConfigError
 from .encoder_work import encoder_flops_per_token
 from .layer_kinds import FULL, RECURRENT, WINDOW, RecurrentLayer, layer_kinds
-from .layer_matrices import AttentionLayer, FeedForward, Matrix, ModelShape, Split
+from .layer_matrices import AttentionMatrices, FeedForward, Matrix, ModelShape, Split
 from .weight_bits import Config, WeightBits, dtype_bits, integer, weight_bits
 
 # Keys of a multimodal model's configuration that have its language model's.
@@ -154,7 +154,7 @@ class ModelSpec:
         recurrent = RecurrentLayer.of(config) if RECURRENT in kinds else _NO_STATES
         num_recurrent, num_windows = kinds.count(RECURRENT), kinds.count(WINDOW)
         num_attention = num_layers - num_recurrent
-        attention = AttentionLayer.of(config, num_attention, bits)
+        attention = AttentionMatrices.of(config, num_attention, bits)
         window = integer(config, "sliding_window") if num_windows else 0
         feed_forward = FeedForward.of(config, num_layers, bits)
         hidden, vocab = integer(config, "hidden_size"), integer(config, "vocab_size")
@@ -204,16 +204,6 @@ class ModelSpec:
 
 
 _NO_STATES = RecurrentLayer(0, 0, 0)
-
-# Stands for a model whose parameters cannot be counted: an 8B model, 8 KV heads.
-TYPICAL_MODEL = ModelSpec(
-    num_params=8_030_261_248,
-    num_active_params=8_030_261_248,
-    num_layers=32,
-    hidden=4096,
-    kv_bytes_per_token=131_072,
-    weight_bytes=16_060_522_496,
-)
 
 
 def _recurrent_matrices(
@@ -273,3 +263,18 @@ def _refuse_uncounted(config: Config) -> None:
             f"model_type={config.get('model_type')!r} has parts that cannot be counted "
             f"from its configuration ({', '.join(parts)}); give ModelSpec its numbers."
         )
+
+
+# Stands for a model whose parameters cannot be counted: an 8B model, 8 KV heads.
+TYPICAL_MODEL = ModelSpec.from_hf_config(
+    {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "dtype": "bfloat16",
+    }
+)

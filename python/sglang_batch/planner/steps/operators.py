@@ -236,8 +236,8 @@ def _product(
     inputs, outputs = _part(matrix, tp)
     once = np.ones_like(tokens)
     compute = device.product_s(tokens, inputs, outputs, matrix.rate_bits, once)
-    moved = inputs * outputs * matrix.bits / 8
-    moved = moved + tokens * (inputs + outputs) * _ACTIVATION_BYTES
+    moved: Floats = tokens * (inputs + outputs) * _ACTIVATION_BYTES
+    moved = moved + inputs * outputs * matrix.bits / 8
     return Operator(
         name,
         compute * matrix.count,

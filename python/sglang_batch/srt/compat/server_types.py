@@ -64,6 +64,8 @@ class ServerArgs(Protocol):
     model_path: str
     served_model_name: str | None
     tp_size: int
+    pp_size: int
+    ep_size: int
     dp_size: int
     nnodes: int
     tokenizer_worker_num: int

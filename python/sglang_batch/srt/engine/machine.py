@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 
 from ...errors import ConfigError
-from ...planner.costs.cost_model import CostModel
 from ...planner.costs.hardware import HardwareSpec, hardware, match_hardware
 from ...planner.costs.model_spec import TYPICAL_MODEL, ModelSpec
 from ...planner.costs.pool_shares import NO_POOL, PoolShares
 from ...planner.costs.weight_bits import UnknownQuantisation
 from ...planner.machine_model import EngineLimits, Machine
+from ...planner.steps.parallelism import Parallelism
+from ...planner.steps.step_costs import step_costs
 from ...store.row_share_file import UNMEASURED, RowShareKey, kept_row_share
 from ..compat.server_types import (
     HfConfig,
@@ -49,21 +49,20 @@ def machine_of(tokenizer_manager: TokenizerManager, state: SchedulerState) -> Ma
         kv_dtype=_kv_dtype(tokenizer_manager, state),
         quantization=tokenizer_manager.server_args.quantization,
     )
-    hardware_spec = device()
-    # Each attention rank has a part of the devices, and reads a part of the weights.
-    ranks = ours.get("attention_ranks", 1)
-    cost = CostModel.of(
+    server_args = tokenizer_manager.server_args
+    cost = step_costs(
         spec,
-        hardware_spec,
-        tp=max(1, tokenizer_manager.server_args.tp_size // ranks),
-        attention_flops=True,
-        weight_reads=True,
+        device(),
+        Parallelism(
+            tp=server_args.tp_size,
+            pp=server_args.pp_size,
+            attention_ranks=ours.get("attention_ranks", 1),
+            ep=server_args.ep_size,
+        ),
         shared_kv_read_once=bool(ours.get("shares_prefixes")),
-        fp8=spec.in_8_bits and hardware_spec.fp8_flops is not None,
         interference_exponent=NO_OVERLAP,
         row_share=measured_row_share(row_share_key(tokenizer_manager, state, spec)),
     )
-    cost = replace(cost, weight_read_time_s=cost.weight_read_time_s / ranks)
     # From the scheduler: SGLang has filled in the arguments that the user left out.
     step_tokens = int(ours["step_tokens"])
     second: Any = ours.get("second_pool")

@@ -47,7 +47,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("sharding", "admission_rules"),
         ("simulator",),
         ("candidates",),
-        ("plan",),
+        ("plan", "choosing"),
     ),
     "sglang_batch.srt": (
         ("compat", "cpu"),

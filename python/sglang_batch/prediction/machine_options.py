@@ -9,15 +9,17 @@ from ..option_types import at_least_0, count, exponent, positive, positive_share
 # Both commands presume SGLang's engine, which runs matrix products and attention one
 # after the other.
 OVERLAP = 1.0
+# Of simulate.
+DEFAULT_HARDWARE = "a100-sxm-80gb"
 
 
-def add_machine(parser: argparse.ArgumentParser, *, hardware: str | None) -> None:
-    """Add the options, with this default of ``--hardware``."""
+def add_machine(parser: argparse.ArgumentParser, *, hardware: str) -> None:
+    """Add the options. ``hardware`` is the default of ``--hardware``, in words."""
     group = parser.add_argument_group("machine")
     group.add_argument(
-        "--hardware", default=hardware, metavar="NAME",
-        help="device, such as a100-sxm-80gb, h100-sxm or cpu (default: "
-        f"{hardware or 'the GPU of this machine, otherwise cpu'})",
+        "--hardware", metavar="NAME",
+        help="device, such as a100-sxm-80gb, h100-sxm or cpu, with --choose several of "
+        f"them, such as 8xh200-sxm (default: {hardware})",
     )  # fmt: skip
     group.add_argument(
         "--compute-tflops", type=positive, metavar="X",

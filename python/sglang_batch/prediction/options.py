@@ -10,7 +10,8 @@ from typing import Any
 from ..option_types import count, seed, share
 from ..policies import AUTO, ORDERS, POLICIES, POLICY_HELP
 from ..run.run_options import add_inputs
-from .machine_options import add_machine
+from .machine_options import DEFAULT_HARDWARE, add_machine
+from .machine_search.choice_options import add_choice
 from .models import MODELS
 from .synthetic_jobs import (
     DEFAULT_NUM_REQUESTS,
@@ -43,6 +44,8 @@ examples:
   sglang-batch plan -i requests.jsonl --model-path meta-llama/Llama-3.1-8B-Instruct \\
       --hardware h100-sxm --tp 2 --plot plan.png
   sglang-batch plan --steps steps.csv --plot steps.png
+  sglang-batch plan -i requests.jsonl --model-path meta-llama/Llama-3.3-70B-Instruct \\
+      --choose --hardware 8xh200-sxm --price-per-gpu-hour 3.5
 """
 
 _SIMULATE_EPILOG = """\
@@ -55,6 +58,8 @@ examples:
   sglang-batch simulate --groups 2000,200,16,256 --num-requests 3200 --model qwen2.5-7b
   sglang-batch simulate --lengths azure_llm_2023_conv.csv sharegpt_lengths.csv \\
       --num-requests 10000 --hardware h100-sxm --policies dual-scan dfs --plot sim.png
+  sglang-batch simulate --groups 1000,200,8,500 --model llama-3.1-70b --choose \\
+      --fleet 8xh200-sxm=3.5 8xh100-sxm=2.2 --allow-quantization fp8 --deadline 1h
 """
 
 Subparsers = Any
@@ -95,7 +100,8 @@ def add_plan(commands: Subparsers, run: Callable[..., int]) -> None:
         "--steps", type=Path, metavar="FILE",
         help="steps of a run, a .csv file that a server logged",
     )  # fmt: skip
-    add_machine(plan, hardware=None)
+    add_machine(plan, hardware="the GPU of this machine, otherwise cpu")
+    add_choice(plan)
     _add_output(plan)
     plan.set_defaults(run=run)
 
@@ -145,7 +151,8 @@ def add_simulate(commands: Subparsers, run: Callable[..., int]) -> None:
         help="ignore the arithmetic of attention and the reading of weights, as "
         "BlendServe's analysis does",
     )  # fmt: skip
-    add_machine(simulate, hardware="a100-sxm-80gb")
+    add_machine(simulate, hardware=DEFAULT_HARDWARE)
+    add_choice(simulate)
     _add_output(simulate)
     simulate.set_defaults(run=run, job=TraceJob(1))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,8 +26,10 @@ from ..store.token_spool import TokenSpool
 from .console import check_plot, progress, read_measured, show, show_measured
 from .forecast import Lengths, forecast
 from .machine_choice import chosen_device, make_machine
+from .machine_search.choice_options import boxes, check_choice
+from .machine_search.choice_report import choose
 from .rendered_file import RenderedFile, render_file
-from .report import LeftOut, MachineInfo, Report
+from .report import LeftOut, MachineInfo, Measured, Report
 
 
 def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
@@ -37,6 +40,7 @@ def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
         ConfigError: an option cannot be used.
     """
     check_plot(options.plot)
+    check_choice(options)
     steps = None if options.steps is None else read_measured(options.steps)
     if options.input_file is None and options.model_path is None and steps is not None:
         if server_argv:
@@ -51,8 +55,9 @@ def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
     inputs.check()
     with TemporaryDirectory(prefix="sglang-batch-") as directory:
         local = Staging(Path(directory)).stage(inputs)
-        report = _plan_input(options, server_argv, inputs.title, local, Path(directory))
-    return show(replace(report, measured=steps), options)
+        return _plan_input(
+            options, server_argv, inputs.title, local, Path(directory), steps
+        )
 
 
 def _plan_input(
@@ -61,7 +66,8 @@ def _plan_input(
     title: str,
     local: LocalInput,
     directory: Path,
-) -> Report:
+    steps: Measured | None,
+) -> int:
     from ..srt.compat.command_line import check_arguments
 
     # Check all that can be checked first: the import of SGLang takes seconds.
@@ -69,7 +75,8 @@ def _plan_input(
     check_model(check_arguments(server_argv))
     named, skip = named_model(server_argv), options.skip_invalid
     file = checked_requests(local, named, skip_invalid=skip)
-    device, note = chosen_device(options)
+    servers = boxes(options, "cpu") if options.choose else []
+    device, note = (servers[0].hardware, "") if servers else chosen_device(options)
     from ..srt.engine import in_process, machine, render
 
     server_args = in_process.parse_server_args(server_argv)
@@ -91,12 +98,32 @@ def _plan_input(
             raise InputError(
                 f"no line of {local.title} can run; {first.name}: {first.reason}"
             )
-        counted = machine.counted_model(
-            rendered.model_config,
-            kv_dtype=server_args.kv_cache_dtype,
-            quantization=server_args.quantization,
-        )
-        return _report(options, title, rendered, counted, device, note, len(file))
+
+        def count(quantization: str | None, kv_dtype: str | None) -> ModelSpec:
+            return machine.counted_model(
+                rendered.model_config,
+                kv_dtype=kv_dtype or server_args.kv_cache_dtype,
+                quantization=quantization or server_args.quantization,
+            )
+
+        if servers:
+            n = len(rendered.requests)
+            known = int((rendered.requests.known_output_len != UNKNOWN).sum())
+            origin = _origin_of_lengths(known, n, options.default_output_len)
+            named_input = shlex.join(map(str, options.input_file))
+            model_path = shlex.quote(options.model_path)
+            return choose(
+                options,
+                job=f"{title}, {n:,} requests; output lengths: {origin}",
+                command=f"sglang-batch run -i {named_input} --model-path {model_path}",
+                requests=rendered.requests,
+                config=rendered.model_config,
+                count=count,
+                boxes=servers,
+            )
+        counted = count(None, None)
+        report = _report(options, title, rendered, counted, device, note, len(file))
+    return show(replace(report, measured=steps), options)
 
 
 def _invalid(file: BatchFile, local: LocalInput) -> list[LeftOut]:

@@ -12,10 +12,15 @@ from ..planner.costs.model_spec import ModelSpec
 from ..planner.machine_model import Machine
 from ..planner.ordering.order import OrderSettings
 from ..planner.requests import Int64s
+from ..planner.steps.parallelism import Parallelism
+from ..planner.steps.step_costs import step_costs
 from ..workloads.mix import Workload
 from .console import check_plot, progress, show
 from .forecast import Lengths, forecast
 from .machine_choice import make_machine, named_device
+from .machine_options import DEFAULT_HARDWARE
+from .machine_search.choice_options import boxes, check_choice
+from .machine_search.choice_report import choose
 from .models import MODELS
 from .report import LeftOut, MachineInfo, Report
 from .synthetic_jobs import SyntheticJob
@@ -29,8 +34,12 @@ def simulate(options: argparse.Namespace) -> int:
         ConfigError: an option cannot be used.
     """
     check_plot(options.plot)
-    name, model = _model(options)
-    device = named_device(options, options.hardware)
+    check_choice(options)
+    if options.choose:
+        return _choose(options)
+    name, config = _config(options)
+    model = _counted(options, config)
+    device = named_device(options, options.hardware or DEFAULT_HARDWARE)
     machine = make_machine(options, model, device, paper_costs=options.paper_costs)
     policies = progress(options.policies)
     job: SyntheticJob = options.job
@@ -55,9 +64,37 @@ def simulate(options: argparse.Namespace) -> int:
     return show(report, options)
 
 
-def _model(options: argparse.Namespace) -> tuple[str, ModelSpec]:
+def _choose(options: argparse.Namespace) -> int:
+    name, config = _config(options)
+    servers = boxes(options, DEFAULT_HARDWARE)
+
+    def count(quantization: str | None, kv_dtype: str | None) -> ModelSpec:
+        return ModelSpec.from_hf_config(
+            config,
+            kv_dtype=kv_dtype or options.kv_cache_dtype,
+            quantization=quantization or options.quantization,
+        )
+
+    # Densities of synthetic jobs are those of one device.
+    one = step_costs(count(None, None), servers[0].hardware, Parallelism())
+    job: SyntheticJob = options.job
+    workload = job.make(options.num_requests, options.seed, one)
+    return choose(
+        options,
+        job=f"{job.title}, {len(workload.requests):,} requests, {name}",
+        command=f"sglang-batch run -i INPUT --model-path {options.model_path or 'MODEL'}",
+        requests=workload.requests,
+        config=config,
+        count=count,
+        boxes=servers,
+        output_len=workload.output_len,
+    )
+
+
+def _config(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """The model's name and its ``config.json``."""
     if options.model_path is None:
-        return options.model, _counted(options, MODELS[options.model])
+        return options.model, MODELS[options.model]
     path: Path = options.model_path
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -68,7 +105,7 @@ def _model(options: argparse.Namespace) -> tuple[str, ModelSpec]:
         ) from None
     if not isinstance(config, dict):
         raise InputError(f"--model-path {path}: {file} is not a JSON object.")
-    return str(path), _counted(options, config)
+    return str(path), config
 
 
 def _counted(options: argparse.Namespace, config: dict[str, Any]) -> ModelSpec:

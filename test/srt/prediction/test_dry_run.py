@@ -59,7 +59,7 @@ def test_a_plan_of_a_table(
 def test_a_plan_counts_the_bits_of_weights_and_kv(
     tmp_path: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = [*inputs(tmp_path), "--hardware", "cpu", "--policy", "dfs", "--json"]
+    options = [*inputs(tmp_path), "--hardware", "h100", "--policy", "dfs", "--json"]
     options += ["--model-path", str(demo_model), "--served-model-name", MODEL]
 
     def machine(*more: str) -> dict[str, Any]:

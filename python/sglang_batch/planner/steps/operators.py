@@ -33,6 +33,7 @@ from ..costs.model_spec import ModelSpec
 from ..requests import Floats
 from .parallelism import Parallelism
 
+ATTENTION_OF_ANSWERS, STATES = "attention of answers", "states"
 # Tiles of products, by the share of the rate that they reach. The best of them is taken.
 _TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.75), (64, 64, 0.5))
 # Kernels of a layer besides its matrices: two norms, rotary embedding, writing KV, attention
@@ -116,12 +117,33 @@ class StepSeconds:
 
     compute_s: operators whose arithmetic takes longer than their reads.
     memory_s: operators whose reads take longer.
-    other_s: links, starts of kernels, and the time that the device waits for the engine.
+    kv_s: of these the reading of KV and states.
+    link_s: sending to other devices.
+    idle_s: starts of kernels, and the time that the device waits for the engine.
     """
 
     compute_s: Floats
     memory_s: Floats
-    other_s: Floats
+    kv_s: Floats
+    link_s: Floats
+    idle_s: Floats
+
+    @property
+    def other_s(self) -> Floats:
+        """Neither arithmetic nor reads."""
+        other: Floats = self.link_s + self.idle_s
+        return other
+
+    @property
+    def by_limit(self) -> dict[str, Floats]:
+        """The same in words that people read."""
+        return {
+            "arithmetic": self.compute_s,
+            "reading weights": self.memory_s - self.kv_s,
+            "reading KV": self.kv_s,
+            "links between devices": self.link_s,
+            "kernel starts and waiting": self.idle_s,
+        }
 
     @property
     def total_s(self) -> Floats:
@@ -141,17 +163,20 @@ def step_seconds(
     Raises:
         ConfigError: the model's operators are not known.
     """
-    compute, memory = np.zeros_like(work.tokens), np.zeros_like(work.tokens)
-    other, kernels = np.zeros_like(work.tokens), _STEP_KERNELS
+    compute, memory, kv, link = (np.zeros_like(work.tokens) for _ in range(4))
+    kernels = _STEP_KERNELS
     for each in operators(model, hardware, parallel, work):
         by_compute = each.compute_s > each.memory_s
         compute += np.where(by_compute, each.compute_s, 0.0)
-        memory += np.where(by_compute, 0.0, each.memory_s)
-        other += each.link_s
+        reads = np.where(by_compute, 0.0, each.memory_s)
+        memory += reads
+        if each.name in (ATTENTION_OF_ANSWERS, STATES):
+            kv += reads
+        link += each.link_s
         kernels += each.kernels
     efficiency = hardware.efficiency
-    other += kernels * efficiency.kernel_s + efficiency.step_s * parallel.pp
-    return StepSeconds(compute, memory, other)
+    idle = kernels * efficiency.kernel_s + efficiency.step_s * parallel.pp
+    return StepSeconds(compute, memory, kv, link, np.full_like(link, idle))
 
 
 def operators(
@@ -303,7 +328,7 @@ def _attention(
     read = read + model.window_kv_bytes_per_token * work.window_kv_tokens
     arithmetic = shape.decode_flops_per_kv_token * work.kv_tokens / tp / rate
     yield Operator(
-        "attention of answers",
+        ATTENTION_OF_ANSWERS,
         arithmetic,
         read * copies / device.bandwidth,
         nothing,
@@ -311,7 +336,7 @@ def _attention(
     )
     if model.state_bytes:
         states = 2.0 * model.state_bytes * work.decodes / tp
-        yield Operator("states", nothing, states / device.bandwidth, nothing, 0)
+        yield Operator(STATES, nothing, states / device.bandwidth, nothing, 0)
 
 
 def _reductions(

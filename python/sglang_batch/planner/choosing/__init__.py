@@ -1,0 +1,1 @@
+"""The best way to run a job on given devices."""

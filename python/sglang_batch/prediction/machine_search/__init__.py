@@ -1,0 +1,1 @@
+"""The search of ``--choose``: its options and its report."""

@@ -80,6 +80,7 @@ _FITS: dict[str, tuple[_Fits, str]] = {
     "render_lookahead": _FROM_1,
     "mixed_chunk": (lambda v: isinstance(v, bool), "true or false"),
     "step_log": _PATH,
+    "learn_costs": (lambda v: isinstance(v, bool), "true or false"),
     "offload_bytes": _FROM_0,
     "max_wait_steps": _FROM_1,
     "prefill_ahead_tokens": _FROM_0,
@@ -229,6 +230,8 @@ class OfflineBatchConfig:
     prefetch_device: the device that has this memory, such as ``cuda:1``, which the GPU can
         read directly. With several TP ranks it is that of the first rank, and the
         devices behind it are those of the others. None is the GPU itself.
+    learn_costs: whether schedulers time their steps, so that later jobs on this machine
+        are planned with measured costs.
     step_log: CSV file to which the offline scheduler appends a line for each step,
         for ``sglang-batch plan --steps``.
 
@@ -277,6 +280,7 @@ class OfflineBatchConfig:
     max_inflight: int | None = None
     render_lookahead: int = 8
     scheduler: str = "offline"
+    learn_costs: bool = True
     step_log: str | None = None
     offload_bytes: int | None = None
     max_wait_steps: int | None = None

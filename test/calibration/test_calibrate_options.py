@@ -10,7 +10,7 @@ from sglang_batch.calibration.calibrate_command import Measurement, as_table
 from sglang_batch.calibration.decode_shapes import Sizes, shapes, step_point
 from sglang_batch.cli import main
 from sglang_batch.planner.costs.row_share import fit_row_share
-from sglang_batch.store.row_share_file import RowShareKey
+from sglang_batch.store.measured.row_share_file import RowShareKey
 
 
 @pytest.mark.parametrize(

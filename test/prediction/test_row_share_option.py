@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_batch.cli import main
-from sglang_batch.store.row_share_file import (
+from sglang_batch.store.measured.row_share_file import (
     KeptRowShare,
     RowShareKey,
     keep_row_share,

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from transformers import LlamaConfig
 
+from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.prediction.machine_options import OVERLAP
 from sglang_batch.srt.engine import machine as machine_module
 from sglang_batch.srt.engine.machine import (
@@ -19,7 +20,7 @@ from sglang_batch.srt.engine.machine import (
     model_spec,
     row_share_key,
 )
-from sglang_batch.store.row_share_file import KeptRowShare, keep_row_share
+from sglang_batch.store.measured.row_share_file import KeptRowShare, keep_row_share
 
 
 def test_plan_and_simulate_presume_the_overlap_of_the_engine() -> None:
@@ -35,6 +36,7 @@ def test_settings_that_the_user_left_out(mixed: bool, shares: bool) -> None:
             tp_size=1,
             pp_size=1,
             ep_size=1,
+            offline_config=OfflineBatchConfig(learn_costs=False),
             quantization=None,
             chunked_prefill_size=None,
             enable_mixed_chunk=False,
@@ -67,7 +69,13 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     machine_module._say_unmeasured.cache_clear()
     config = LlamaConfig(num_hidden_layers=2, num_key_value_heads=4)
     manager = SimpleNamespace(
-        server_args=SimpleNamespace(tp_size=2, pp_size=1, ep_size=1, quantization=None),
+        server_args=SimpleNamespace(
+            tp_size=2,
+            pp_size=1,
+            ep_size=1,
+            quantization=None,
+            offline_config=OfflineBatchConfig(),
+        ),
         model_config=SimpleNamespace(
             hf_config=config, head_dim=128, dtype="torch.bfloat16"
         ),

@@ -26,7 +26,7 @@ from ..run.engine_log import EngineLog
 from ..run.model_place import check_model
 from ..run.progress import Display
 from ..run.stop_signals import StopSignals
-from ..store.row_share_file import (
+from ..store.measured.row_share_file import (
     KeptRowShare,
     MeasuredStep,
     RowShareKey,
@@ -44,7 +44,7 @@ from .decode_shapes import (
 )
 
 if TYPE_CHECKING:
-    from ..srt.engine.decode_timing import DecodeTimer
+    from ..srt.engine.measuring.decode_timing import DecodeTimer
 
 # Each round measures all batches once. No round starts that would end later than this.
 MOST_ROUNDS = 5
@@ -185,7 +185,8 @@ class _Calibration:
         return found
 
     def _measured(self, server_argv: list[str]) -> Measurement:
-        from ..srt.engine import decode_timing, in_process
+        from ..srt.engine import in_process
+        from ..srt.engine.measuring import decode_timing
         from ..srt.plugin import engine_death
 
         # SGLang's processes inherit it.

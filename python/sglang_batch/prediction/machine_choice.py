@@ -12,7 +12,7 @@ from ..planner.costs.model_spec import ModelSpec
 from ..planner.machine_model import EngineLimits, Machine, second_pool
 from ..planner.steps.parallelism import Parallelism
 from ..planner.steps.step_costs import step_costs
-from ..store.row_share_file import UNMEASURED, kept_row_shares
+from ..store.measured.row_share_file import UNMEASURED, kept_row_shares
 
 logger = logging.getLogger(__name__)
 

@@ -70,7 +70,7 @@ def step_costs(
 
     kv_read_s = of_one(kv_tokens=1.0)
     return CostModel(
-        token_time_s=_least_token_s(table, interference_exponent),
+        token_time_s=least_token_s(table, interference_exponent),
         kv_read_time_s=kv_read_s,
         # Tokens attend to half of the square of a prompt.
         attention_time_s=of_one(prompt_pairs=0.5),
@@ -92,7 +92,7 @@ def step_costs(
     )
 
 
-def _least_token_s(table: Floats, exponent: float) -> float:
+def least_token_s(table: Floats, exponent: float) -> float:
     """Seconds of a token in the step that takes least for each of its tokens."""
     seconds = [
         overlapped(compute, memory, exponent) + other

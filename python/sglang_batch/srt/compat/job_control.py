@@ -84,9 +84,23 @@ class RunningQueryOutput(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
     seconds: dict[str, float]
 
 
+class StepsQuery(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
+    """Asks for the seconds of steps."""
+
+
+class StepsQueryOutput(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
+    """The answer of one DP rank: the last steps of each kind since the last question.
+
+    samples: the fields of :class:`~sglang_batch.planner.steps.step_sample.StepSample`, one
+        after the other.
+    """
+
+    samples: list[float]
+
+
 hook_custom_types(
     *(JobControl, JobControlOutput, TreeQuery, TreeQueryOutput),
-    *(RunningQuery, RunningQueryOutput, JobJoined),
+    *(RunningQuery, RunningQueryOutput, JobJoined, StepsQuery, StepsQueryOutput),
 )
 
 

@@ -16,7 +16,8 @@ from ...planner.costs.weight_bits import UnknownQuantisation
 from ...planner.machine_model import EngineLimits, Machine
 from ...planner.steps.parallelism import Parallelism
 from ...planner.steps.step_costs import step_costs
-from ...store.row_share_file import UNMEASURED, RowShareKey, kept_row_share
+from ...store.measured.row_share_file import UNMEASURED, RowShareKey, kept_row_share
+from ...store.measured.timed_steps_file import TimedStepsKey
 from ..compat.server_types import (
     HfConfig,
     SchedulerState,
@@ -24,6 +25,7 @@ from ..compat.server_types import (
     TokenizerManager,
 )
 from ..compat.support import ATTENTION_BACKEND, STATE_KEY
+from .measuring.timed_costs import timed_cost, timed_steps_key
 
 logger = logging.getLogger(__name__)
 
@@ -44,25 +46,17 @@ def machine_of(tokenizer_manager: TokenizerManager, state: SchedulerState) -> Ma
             capacity and the same attention.
     """
     ours = state[STATE_KEY]
-    spec = model_spec(
-        tokenizer_manager.model_config.hf_config,
-        kv_dtype=_kv_dtype(tokenizer_manager, state),
-        quantization=tokenizer_manager.server_args.quantization,
-    )
-    server_args = tokenizer_manager.server_args
+    spec = _spec(tokenizer_manager, state)
     cost = step_costs(
         spec,
         device(),
-        Parallelism(
-            tp=server_args.tp_size,
-            pp=server_args.pp_size,
-            attention_ranks=ours.get("attention_ranks", 1),
-            ep=server_args.ep_size,
-        ),
+        parallelism(tokenizer_manager, state),
         shared_kv_read_once=bool(ours.get("shares_prefixes")),
         interference_exponent=NO_OVERLAP,
         row_share=measured_row_share(row_share_key(tokenizer_manager, state, spec)),
     )
+    if tokenizer_manager.server_args.offline_config.learn_costs:
+        cost = timed_cost(cost, engine_key(tokenizer_manager, state))
     # From the scheduler: SGLang has filled in the arguments that the user left out.
     step_tokens = int(ours["step_tokens"])
     second: Any = ours.get("second_pool")
@@ -80,6 +74,39 @@ def machine_of(tokenizer_manager: TokenizerManager, state: SchedulerState) -> Ma
             overlapped=bool(ours.get("overlapped", True)),
             second_pool=PoolShares(*second) if second else NO_POOL,
         ),
+    )
+
+
+def _spec(tokenizer_manager: TokenizerManager, state: SchedulerState) -> ModelSpec:
+    return model_spec(
+        tokenizer_manager.model_config.hf_config,
+        kv_dtype=_kv_dtype(tokenizer_manager, state),
+        quantization=tokenizer_manager.server_args.quantization,
+    )
+
+
+def parallelism(
+    tokenizer_manager: TokenizerManager, state: SchedulerState
+) -> Parallelism:
+    """How one replica of an engine is spread."""
+    server_args = tokenizer_manager.server_args
+    return Parallelism(
+        tp=server_args.tp_size,
+        pp=server_args.pp_size,
+        attention_ranks=state[STATE_KEY].get("attention_ranks", 1),
+        ep=server_args.ep_size,
+    )
+
+
+def engine_key(
+    tokenizer_manager: TokenizerManager, state: SchedulerState
+) -> TimedStepsKey:
+    """What the timed steps of this engine hold for."""
+    return timed_steps_key(
+        device_name(),
+        state,
+        _spec(tokenizer_manager, state),
+        parallelism(tokenizer_manager, state),
     )
 
 

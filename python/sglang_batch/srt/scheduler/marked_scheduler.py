@@ -16,6 +16,8 @@ from ..compat.hook_targets import SCHEDULER_PROCESS_HOOKS, check_hooks_took
 from ..compat.job_control import (
     RunningQuery,
     RunningQueryOutput,
+    StepsQuery,
+    StepsQueryOutput,
 )
 from ..compat.scheduler_types import (
     InternalState,
@@ -53,6 +55,7 @@ class MarkedScheduler(Scheduler):  # type: ignore[misc]
     def init_request_dispatcher(self) -> None:
         super().init_request_dispatcher()
         self._answer(RunningQuery, self._running_s)
+        self._answer(StepsQuery, self._timed_steps)
 
     def _answer(self, message: type, handle: Callable[[Any], object]) -> None:
         self._request_dispatcher += TypeBasedDispatcher([(message, handle)])
@@ -63,6 +66,10 @@ class MarkedScheduler(Scheduler):  # type: ignore[misc]
         return RunningQueryOutput(
             seconds={rid: now - at for rid, at in started.items() if at}
         )
+
+    def _timed_steps(self, message: StepsQuery) -> StepsQueryOutput:
+        """SGLang's own scheduler times no steps."""
+        return StepsQueryOutput(samples=[])
 
     def _reqs(self) -> Iterable[Req]:
         """Requests that may have begun to run."""

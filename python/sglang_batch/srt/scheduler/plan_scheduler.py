@@ -216,6 +216,7 @@ class PlanScheduler:
             decodes=batch is not None and runs and has_decodes(batch)
         )
         if not runs and not decodes:
+            self._recorder.idle()
             return
         done = self._recorder.record(
             len(self._kv_manager.on_host.first), decodes=decodes

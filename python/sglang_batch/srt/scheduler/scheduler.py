@@ -36,6 +36,7 @@ from ...scheduling.job_state import Joined
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.reports.running_tree import running_tree
+from ...scheduling.reports.step_samples import StepSamples
 from ...scheduling.reports.waiting_view import WaitingView
 from ..attention.attention_choice import share_by_default
 from ..attention.sharing import Sharing
@@ -46,6 +47,8 @@ from ..compat.job_control import (
     JobControl,
     JobControlOutput,
     JobJoined,
+    StepsQuery,
+    StepsQueryOutput,
     TreeQuery,
     TreeQueryOutput,
 )
@@ -305,7 +308,21 @@ class OfflineScheduler(MarkedScheduler):
                 log = log.with_name(f"{log.name}.dp{replica}")
             # The KV manager is made after the recorder.
             metrics = step_metrics(self, lambda: self.kv_manager.on_host.use)
-        return StepRecorder(self.jobs, self.kv_accounting, cache, log, metrics)
+        return StepRecorder(
+            self.jobs, self.kv_accounting, cache, log, metrics, self._make_samples()
+        )
+
+    def _make_samples(self) -> StepSamples | None:
+        """None where a step's time is not that of its tokens: micro-batches alternate, and
+        of drafts nobody knows how many are accepted."""
+        if not _is_first_rank() or get_parallel().pp_size > 1 or draft_slots():
+            return None
+        return StepSamples(late=bool(self.enable_overlap))
+
+    def _timed_steps(self, message: StepsQuery) -> StepsQueryOutput:
+        samples = self.recorder.samples
+        found = [] if samples is None else samples.take()
+        return StepsQueryOutput(samples=[x for sample in found for x in sample])
 
     def _offline_state(self) -> dict[str, object]:
         """The settings, the current state and the totals, for ``/server_info``."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+from ...planner.steps.step_sample import StepSample
 from ...scheduling.job_plan import StepCost
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.reports.step_record import StepLog, StepRecord
+from ...scheduling.reports.step_samples import StepSamples
 from ...scheduling.scheduled_request import ScheduledRequest
 from .kv.planned_cache import PlannedRadixCache
 from .step_metrics import StepMetrics
@@ -27,6 +30,7 @@ class StepRecorder:
 
     Args:
         log: the CSV file, if any.
+        samples: steps with their seconds, if they are to be kept.
 
     Attributes:
         offloaded, resumed, prefetched, retracted: requests, in the current step.
@@ -42,18 +46,21 @@ class StepRecorder:
         cache: PlannedRadixCache,
         log: Path | None,
         metrics: StepMetrics | None,
+        samples: StepSamples | None = None,
     ) -> None:
         self._jobs = jobs
         self._kv_accounting = kv_accounting
         self._cache = cache
         self._log = StepLog(log) if log is not None else None
         self._metrics = metrics
+        self.samples = samples
         self.kv_saved_bytes = self._saved_before = 0
         self.totals = dict.fromkeys(_TOTALS, 0)
         self._reset()
 
     def _reset(self) -> None:
         self._prefill = [0, 0, 0]
+        self._prompts = 0
         self._attention = 0
         self._media = 0
         self._cached = 0
@@ -74,6 +81,7 @@ class StepRecorder:
         """``tokens`` of a prompt are computed, after ``before`` others, among them
         ``media`` placeholders of images and sounds."""
         self._prefill[request.side] += tokens
+        self._prompts += 1
         self._media += media
         self._attention += tokens * (2 * before + tokens)
 
@@ -137,8 +145,30 @@ class StepRecorder:
             self._log.append(record)
         if self._metrics is not None:
             self._metrics.observe(record)
+        if self.samples is not None:
+            self._time(prefill_tokens, decode_tokens, reads)
         self._reset()
         return record
+
+    def _time(self, prefill_tokens: int, decode_tokens: int, reads: int) -> None:
+        """Time the step, unless copies to and from the host or an encoder are part of it."""
+        assert self.samples is not None
+        step = None
+        if not (self.offloaded or self.resumed or self.retracted or self._media):
+            step = StepSample(
+                0.0,
+                prefill_tokens,
+                self._prompts,
+                decode_tokens,
+                self._attention,
+                reads,
+            )
+        self.samples.begin(time.perf_counter(), step)
+
+    def idle(self) -> None:
+        """Nothing runs in this step."""
+        if self.samples is not None:
+            self.samples.idle()
 
     def flush(self) -> None:
         """Write and publish buffered records. Called when the scheduler is idle."""

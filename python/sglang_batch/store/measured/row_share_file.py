@@ -7,24 +7,20 @@ nothing is known.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import platformdirs
 
-from ..errors import StoreWriteError
-from .files import atomic_write
+from .kept_entries import VERSION, data_path, read_document, write_document
 
-logger = logging.getLogger(__name__)
-
-VERSION = 1
 NAME = "row_shares.json"
 UNMEASURED = (
     "row_share unmeasured: planning with 0; `sglang-batch calibrate` measures it"
 )
+
+_LOST = "No row_share is known until `sglang-batch calibrate` writes a new one."
 
 
 class RowShareKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,34 +91,15 @@ class _File(msgspec.Struct):
     row_shares: list[KeptRowShare]
 
 
-class _Version(msgspec.Struct):
-    version: int
-
-
 def row_share_path() -> Path:
     """The file, in ``$XDG_DATA_HOME/sglang-batch`` or where this system has it."""
-    return platformdirs.user_data_path("sglang-batch") / NAME
+    return data_path(NAME)
 
 
 def kept_row_shares(path: Path | None = None) -> list[KeptRowShare]:
     """All entries, oldest first. Empty, with a warning, if the file is unusable."""
-    path = path or row_share_path()
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        _warn(path, str(error))
-        return []
-    try:
-        version = msgspec.json.decode(data, type=_Version).version
-        if version != VERSION:
-            _warn(path, f"its version is {version}, not {VERSION}")
-            return []
-        return msgspec.json.decode(data, type=_File).row_shares
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        _warn(path, str(error))
-        return []
+    document = read_document(path or row_share_path(), _File, _LOST)
+    return [] if document is None else document.row_shares
 
 
 def kept_row_share(
@@ -136,8 +113,6 @@ def kept_row_share(
 def keep_row_share(entry: KeptRowShare, path: Path | None = None) -> Path:
     """Write a measurement, in place of an earlier one with its key.
 
-    A file that cannot be used gets the ending ``.unusable``.
-
     Returns:
         The file.
 
@@ -146,23 +121,6 @@ def keep_row_share(entry: KeptRowShare, path: Path | None = None) -> Path:
     """
     path = path or row_share_path()
     entries = kept_row_shares(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not entries and path.exists():
-            path.replace(path.with_name(f"{path.name}.unusable"))
-        entries = [each for each in entries if each.key != entry.key]
-        data = msgspec.json.encode(_File(VERSION, [*entries, entry]))
-        with atomic_write(path) as file:
-            file.write(msgspec.json.format(data, indent=1))
-    except OSError as error:
-        raise StoreWriteError(f"cannot write {path}: {error}") from None
+    kept = [each for each in entries if each.key != entry.key]
+    write_document(path, _File(VERSION, [*kept, entry]), replaces=bool(entries))
     return path
-
-
-def _warn(path: Path, reason: str) -> None:
-    logger.warning(
-        "%s cannot be used: %s. No row_share is known until `sglang-batch calibrate` "
-        "writes a new one.",
-        path,
-        reason,
-    )

@@ -11,13 +11,13 @@ import json
 import random
 from collections.abc import Sequence
 
-from ...engine import GENERATE_URL
-from ...errors import ConfigError, EngineError
-from ...request import BatchRequestInput, RequestOutput
-from ...store.row_share_file import RowShareKey
-from ..compat.server_types import SchedulerState
-from .machine import model_spec, row_share_key
-from .sglang_engine import Prepared, SGLangEngine
+from ....engine import GENERATE_URL
+from ....errors import ConfigError, EngineError
+from ....request import BatchRequestInput, RequestOutput
+from ....store.measured.row_share_file import RowShareKey
+from ...compat.server_types import SchedulerState
+from ..machine import model_spec, row_share_key
+from ..sglang_engine import Prepared, SGLangEngine
 
 # Without these in its environment and arguments, an engine keeps no times of steps.
 ENVIRONMENT = {"SGLANG_RECORD_STEP_TIME": "1"}

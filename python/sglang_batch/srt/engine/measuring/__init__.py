@@ -1,0 +1,1 @@
+"""What engines measure of themselves, for planning."""

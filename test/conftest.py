@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
 import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -33,6 +36,13 @@ settings.load_profile("fixed")
 # The demo model's layers are so small that a second OpenMP thread only spins.
 # Servers started by tests inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# What engines measure is kept where no other run of the tests, and no user, finds it.
+if "SGLANG_BATCH_TEST_DATA" not in os.environ:  # else xdist's workers have their parent's
+    _data = tempfile.mkdtemp(prefix="sglang-batch-test-data-")
+    os.environ["SGLANG_BATCH_TEST_DATA"] = os.environ["XDG_DATA_HOME"] = _data
+    atexit.register(shutil.rmtree, _data, ignore_errors=True)
 
 
 # Processes of tests import the same helpers, and start as sitecustomize.py says.

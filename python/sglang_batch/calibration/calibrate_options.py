@@ -10,21 +10,24 @@ from ..option_types import count, whole
 from .decode_shapes import MIN_ROWS
 
 _DESCRIPTION = """\
-Measure how much of a decode step the longest row decides (row_share). The engine starts
-in this process and decodes batches with one sum of lengths and different longest rows.
+Measure what planning must know of this device: the seconds of steps of all sizes, and how
+much of a decode step the longest row decides (row_share). The engine starts in this process
+and runs batches of random prompts, for about two minutes.
 """
 
 _EPILOG = """\
 Every other option is passed to SGLang unchanged, as in `sglang-batch run`: give those of
 the runs that are to be planned.
 
-The result is kept for the device, the attention backend, the shape of the KV, the page
-size and --tp, in row_shares.json of sglang-batch in the user's data directory
-($XDG_DATA_HOME). Runs, servers, plan and simulate on that device use it from then on.
+Results are kept in the user's data directory ($XDG_DATA_HOME): timed steps for the model, the
+device and the way to run it, in timed_steps.json, and row_share for the device, the attention
+backend, the shape of the KV, the page size and --tp, in row_shares.json. Runs, servers, plan
+and simulate on that device use them from then on. Runs and servers add the steps of their
+own jobs.
 
 exit status:
-  0  row_share, or a bound on it, was measured and kept
-  1  the engine failed, or attention is below the noise: nothing was kept
+  0  costs or row_share were measured and kept
+  1  the engine failed, or nothing could be measured: nothing was kept
   2  the model or an option cannot be used
   130  interrupted
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError
+from ...planner.costs.cost_model import CostModel
 from ...planner.costs.hardware import HardwareSpec, hardware, match_hardware
 from ...planner.costs.model_spec import TYPICAL_MODEL, ModelSpec
 from ...planner.costs.pool_shares import NO_POOL, PoolShares
@@ -46,15 +47,7 @@ def machine_of(tokenizer_manager: TokenizerManager, state: SchedulerState) -> Ma
             capacity and the same attention.
     """
     ours = state[STATE_KEY]
-    spec = _spec(tokenizer_manager, state)
-    cost = step_costs(
-        spec,
-        device(),
-        parallelism(tokenizer_manager, state),
-        shared_kv_read_once=bool(ours.get("shares_prefixes")),
-        interference_exponent=NO_OVERLAP,
-        row_share=measured_row_share(row_share_key(tokenizer_manager, state, spec)),
-    )
+    cost = datasheet_cost(tokenizer_manager, state)
     if tokenizer_manager.server_args.offline_config.learn_costs:
         cost = timed_cost(cost, engine_key(tokenizer_manager, state))
     # From the scheduler: SGLang has filled in the arguments that the user left out.
@@ -74,6 +67,21 @@ def machine_of(tokenizer_manager: TokenizerManager, state: SchedulerState) -> Ma
             overlapped=bool(ours.get("overlapped", True)),
             second_pool=PoolShares(*second) if second else NO_POOL,
         ),
+    )
+
+
+def datasheet_cost(
+    tokenizer_manager: TokenizerManager, state: SchedulerState
+) -> CostModel:
+    """The costs of an engine by the datasheet of its device."""
+    spec = _spec(tokenizer_manager, state)
+    return step_costs(
+        spec,
+        device(),
+        parallelism(tokenizer_manager, state),
+        shared_kv_read_once=bool(state[STATE_KEY].get("shares_prefixes")),
+        interference_exponent=NO_OVERLAP,
+        row_share=measured_row_share(row_share_key(tokenizer_manager, state, spec)),
     )
 
 

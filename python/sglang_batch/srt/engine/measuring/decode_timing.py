@@ -13,11 +13,13 @@ from collections.abc import Sequence
 
 from ....engine import GENERATE_URL
 from ....errors import ConfigError, EngineError
+from ....planner.steps.step_law import StepLaw
 from ....request import BatchRequestInput, RequestOutput
 from ....store.measured.row_share_file import RowShareKey
 from ...compat.server_types import SchedulerState
-from ..machine import model_spec, row_share_key
+from ..machine import datasheet_cost, engine_key, model_spec, row_share_key
 from ..sglang_engine import Prepared, SGLangEngine
+from .timed_costs import kept_law
 
 # Without these in its environment and arguments, an engine keeps no times of steps.
 ENVIRONMENT = {"SGLANG_RECORD_STEP_TIME": "1"}
@@ -61,13 +63,27 @@ class DecodeTimer:
             EngineError: a request failed, or the engine keeps no times.
         """
         before = len(await self._times(len(lengths)))
+        await self.run(lengths, [new_tokens] * len(lengths))
+        return (await self._times(len(lengths)))[before:]
+
+    async def run(self, lengths: Sequence[int], outputs: Sequence[int]) -> None:
+        """Run a batch.
+
+        Args:
+            lengths, outputs: tokens of each row's prompt and of its answer.
+
+        Raises:
+            EngineError: a request failed.
+        """
         prompts = random_prompts(
             lengths, self._manager.model_config.vocab_size, seed=self._num_batches
         )
         answers = await asyncio.gather(
             *(
-                self._answer(row, prompt, new_tokens)
-                for row, prompt in enumerate(prompts)
+                self._answer(row, prompt, output)
+                for row, (prompt, output) in enumerate(
+                    zip(prompts, outputs, strict=True)
+                )
             )
         )
         self._num_batches += 1
@@ -76,7 +92,15 @@ class DecodeTimer:
                 raise EngineError(
                     f"a measured request failed: {answer.body.decode(errors='replace')}"
                 )
-        return (await self._times(len(lengths)))[before:]
+
+    async def learn_costs(self) -> StepLaw | None:
+        """Keep the steps that were timed so far, and the law that they and earlier ones show.
+
+        None if there are too few of them.
+        """
+        await self._engine.learn_costs()
+        manager, state = self._manager, await self._state()
+        return kept_law(datasheet_cost(manager, state), engine_key(manager, state))
 
     async def _answer(
         self, row: int, prompt: list[int], new_tokens: int

@@ -13,7 +13,7 @@ from ....errors import StoreWriteError
 from ....planner.costs.cost_model import CostModel
 from ....planner.costs.model_spec import ModelSpec
 from ....planner.steps.parallelism import Parallelism
-from ....planner.steps.step_law import fit_step_law, samples_array
+from ....planner.steps.step_law import StepLaw, fit_step_law, samples_array
 from ....planner.steps.step_sample import StepSample
 from ....scheduling.reports.step_samples import KeptSamples
 from ....store.measured.timed_steps_file import (
@@ -52,21 +52,28 @@ def timed_steps_key(
 
 def timed_cost(cost: CostModel, key: TimedStepsKey) -> CostModel:
     """The costs by the steps that were kept for this engine, or as they are."""
-    kept = kept_steps(key)
-    if kept is None:
-        return cost
-    samples = [StepSample(*each) for each in kept.samples if len(each) == _WIDTH]
-    law = fit_step_law(samples_array(samples), cost)
+    law = kept_law(cost, key)
     if law is None:
         return cost
     logger.info(
-        "Costs of %d timed steps, the last at %s: half of the steps are within %.0f %% "
-        "of them",
+        "Planning with the costs of %d timed steps, half of which are within %.0f %%",
         law.num_samples,
-        kept.measured_at,
         100 * law.noise,
     )
     return law.applied(cost)
+
+
+def kept_law(cost: CostModel, key: TimedStepsKey) -> StepLaw | None:
+    """The law of the steps that were kept for this engine. None if they are too few.
+
+    Args:
+        cost: of the engine by its datasheet.
+    """
+    kept = kept_steps(key)
+    if kept is None:
+        return None
+    samples = [StepSample(*each) for each in kept.samples if len(each) == _WIDTH]
+    return fit_step_law(samples_array(samples), cost)
 
 
 async def keep_timed_steps(manager: TokenizerManager, key: TimedStepsKey) -> int:

@@ -1,0 +1,37 @@
+"""The requests whose steps are timed."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_batch.calibration.decode_shapes import DecodeLimits
+from sglang_batch.calibration.step_mixes import OUTPUTS, mixes
+
+LARGE = DecodeLimits(500_000, 1024, 131_072, 1, 8192)
+SMALL = DecodeLimits(600, 8, 300, 1, 128, on_cpu=True)
+TINY = DecodeLimits(100, 8, 64, 1, 16)
+
+
+@pytest.mark.parametrize("limits", [LARGE, SMALL, TINY])
+def test_every_mix_fits_into_the_engine(limits: DecodeLimits) -> None:
+    found = mixes(limits)
+    assert found
+    for mix in found:
+        assert len(mix.lengths) == len(mix.outputs) <= limits.max_running
+        longest = max(map(sum, zip(mix.lengths, mix.outputs, strict=True)))
+        assert longest < limits.context_len
+        total = sum(mix.lengths) + sum(mix.outputs)
+        assert total <= limits.kv_capacity_tokens
+        assert min(mix.lengths) > 0
+
+
+def test_steps_of_all_kinds_occur() -> None:
+    found = mixes(LARGE)
+    lengths = {mix.lengths[0] for mix in found}
+    assert min(lengths) < LARGE.step_tokens / 32
+    assert max(lengths) > 2 * LARGE.step_tokens
+    rows = {len(mix.lengths) for mix in found}
+    assert min(rows) == 2
+    assert max(rows) == 512
+    # Some requests only have a prompt, and others decode while new prompts join.
+    assert any(set(mix.outputs) == set(OUTPUTS) for mix in found)

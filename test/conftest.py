@@ -39,7 +39,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 # What engines measure is kept where no other run of the tests, and no user, finds it.
-if "SGLANG_BATCH_TEST_DATA" not in os.environ:  # else xdist's workers have their parent's
+if (
+    "SGLANG_BATCH_TEST_DATA" not in os.environ
+):  # else xdist's workers have their parent's
     _data = tempfile.mkdtemp(prefix="sglang-batch-test-data-")
     os.environ["SGLANG_BATCH_TEST_DATA"] = os.environ["XDG_DATA_HOME"] = _data
     atexit.register(shutil.rmtree, _data, ignore_errors=True)

@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from sglang_batch.calibration.calibrate_command import Measurement, as_table
+from sglang_batch.calibration.calibrate_command import (
+    Measurement,
+    as_table,
+    law_text,
+)
 from sglang_batch.calibration.decode_shapes import Sizes, shapes, step_point
 from sglang_batch.cli import main
 from sglang_batch.planner.costs.row_share import fit_row_share
+from sglang_batch.planner.costs.step_table import StepExtras
+from sglang_batch.planner.steps.step_law import StepLaw
 from sglang_batch.store.measured.row_share_file import RowShareKey
 
 
@@ -67,7 +73,7 @@ def test_the_table_has_a_row_for_each_batch_and_the_law() -> None:
         decides = max(point.total, 4 * point.longest)
         points.append(point._replace(seconds=1e-3 + 1e-6 * decides))
     lines = as_table(
-        Measurement(key, sizes, points), fit_row_share(points)
+        Measurement(key, sizes, points, None), fit_row_share(points)
     ).splitlines()
     assert lines[0].startswith("cpu, attention torch_native, KV of 2 heads of 16")
     assert "10 rows, in 2 rounds" in lines[1]
@@ -77,3 +83,20 @@ def test_the_table_has_a_row_for_each_batch_and_the_law() -> None:
         assert step == law
     assert lines[-2].startswith("weights 1.000 ms, 1e+03 ns per token of KV")
     assert lines[-1].startswith("row_share 4 (from ")
+
+
+def test_the_costs_of_timed_steps_are_told_by_their_parts() -> None:
+    law = StepLaw(
+        factors=(1.5, 1.25, 2.0, 1.125),
+        fixed_s=4e-3,
+        extras=StepExtras(1e-3, 2e-3, 3e-3, 5e-3),
+        exponent=1.0,
+        noise=0.04,
+        num_samples=300,
+    )
+    said = law_text(law)
+    assert said.startswith("Costs of 300 timed steps, half of them within 4%:")
+    assert "1.5 times the datasheet's seconds" in said
+    assert "timed_steps.json" in said
+    assert said.count(" ms") == 6
+    assert "datasheet" in law_text(None)

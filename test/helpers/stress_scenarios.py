@@ -10,6 +10,7 @@ import json
 import random
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from stress_engine import (
 from stress_runs import KV, STATES
 
 from sglang_batch.job import live_plan
+from sglang_batch.planner.costs.step_table import StepExtras
 
 ROWS, CHUNK = 8, 64
 ARGS = (f"--max-running-requests={ROWS}", f"--chunked-prefill-size={CHUNK}")
@@ -349,6 +351,20 @@ def unmixed(s: Stress) -> Any:
     return counts | {"lengths": sorted(lengths)}
 
 
+def apart(s: Stress) -> Any:
+    """By its plan's costs a mixed step takes longer than two: none is mixed."""
+    machine = s.engine.machine
+    slow = StepExtras(mixed_decode_s=machine.cost.extras.decode_s + 10.0)
+    s.engine._machine = replace(machine, cost=replace(machine.cost, extras=slow))
+    cases = [*_cases(90, 40, 30, 16), *_cases(91, 6, 3 * CHUNK, 8)]
+    job = s.job("apart", cases, "dfs")
+    s.run(s.finish(job))
+    s.check_job(job)
+    counts = s.run(s.idle())
+    s.engine._machine = machine
+    return counts
+
+
 def prompt_logprobs(s: Stress) -> Any:
     """Lines that want log probabilities of their prompts share only what is before."""
     cases = _cases(70, 18, 12, 8, shared=48)
@@ -429,6 +445,7 @@ FOCUSED = {
     "kinds": kinds,
     "between": between,
     "unmixed": unmixed,
+    "apart": apart,
     "prompt_logprobs": prompt_logprobs,
 }
 

@@ -78,5 +78,5 @@ def job_runs(
 @shared
 def stress_run(demo_model: Path) -> dict[str, Any]:
     """The results of each focused scenario, and of jobs at random, in one engine."""
-    what = "too_long,aborts,online,kinds,between,unmixed,prompt_logprobs,random"
+    what = "too_long,aborts,online,kinds,between,unmixed,apart,prompt_logprobs,random"
     return scenario(demo_model, what, 1, 9, "--enable-mixed-chunk")

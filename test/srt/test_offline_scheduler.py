@@ -78,6 +78,12 @@ def test_log_probabilities_and_beams_leave_steps_mixed(found: Any) -> None:
     assert found["unmixed"]["lengths"] == [24]
 
 
+def test_steps_are_apart_where_the_plans_costs_say_so(found: Any) -> None:
+    # That answers are right is asserted in there.
+    assert found["apart"].get("mixed", 0) == 0
+    assert found["apart"]["unmixed"] > 10
+
+
 def test_prompts_with_log_probabilities_share_what_the_plan_says(found: Any) -> None:
     shared = found["prompt_logprobs"]
     # The first line computes 48 tokens that 17 would share, six of them 20, six none.

@@ -126,6 +126,7 @@ def law_text(law: StepLaw | None) -> str:
         "a prompt": extras.prompt_s,
         "a row that decodes": extras.decode_s,
         "such a row, with prompts": extras.mixed_decode_s,
+        "1,000 of its KV tokens": 1e3 * extras.mixed_kv_token_s,
     }
     others = "\n".join(
         f"  {name:<24}{x * 1e3:>10.3g} ms" for name, x in seconds.items()

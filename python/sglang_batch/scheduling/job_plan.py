@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..planner.costs.cost_model import CostModel
+from ..planner.costs.mixing import MixingCost
 from ..planner.costs.tree_work import planned_work, read_len
 from ..planner.lengths.output_length import OutputEstimates
 from ..planner.machine_model import Machine
@@ -28,7 +29,10 @@ Float32s = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """The times that add up to a step, in seconds; see ``planner.costs.cost_model``."""
+    """The times that add up to a step, in seconds; see ``planner.costs.cost_model``.
+
+    mixing: when prompts and decodes have steps of their own. None: never.
+    """
 
     token_time_s: float
     attention_time_s: float
@@ -37,6 +41,7 @@ class StepCost:
     row_share: float = 0.0
     padded: bool = False
     encoder_token_time_s: float = 0.0
+    mixing: MixingCost | None = None
 
     @classmethod
     def of(cls, cost: CostModel) -> StepCost:
@@ -48,6 +53,7 @@ class StepCost:
             float(cost.row_share),
             cost.padded,
             float(cost.encoder_token_time_s),
+            MixingCost.of(cost),
         )
 
 

@@ -20,12 +20,14 @@ class StepExtras(NamedTuple):
     prompt_s: for each request of which a part of the prompt is computed.
     decode_s: for each request that decodes.
     mixed_decode_s: the same in a step with prompts.
+    mixed_kv_token_s: for each token of KV that these read, besides its time in other steps.
     """
 
     prompt_step_s: float = 0.0
     prompt_s: float = 0.0
     decode_s: float = 0.0
     mixed_decode_s: float = 0.0
+    mixed_kv_token_s: float = 0.0
 
 
 NO_EXTRAS = StepExtras()

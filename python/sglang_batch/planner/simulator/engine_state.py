@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from ..admission_rules.kv_forecast import KvForecast
 from ..admission_rules.padded_forecast import PaddedForecast
 from ..compiled import jit_in_place
+from ..costs.mixing import MixingCost
 from ..costs.pool_shares import PoolShares
 from ..costs.step_table import StepExtras
 from ..length_batches.batch_law import BatchLaw
@@ -208,6 +209,7 @@ class SimEngine(NamedTuple):
 
     kv_capacity: tokens in whole pages.
     table, extras: seconds of a step, see ``step_table``.
+    mixing: when prompts and decodes have steps of their own.
     max_waiting: most requests that wait in the engine, of which batches are formed.
     """
 
@@ -233,6 +235,7 @@ class SimEngine(NamedTuple):
     second: PoolShares
     table: Floats
     extras: StepExtras
+    mixing: MixingCost
 
 
 class Lists(NamedTuple):

@@ -19,6 +19,7 @@ from ...errors import ConfigError
 from ..admission_rules.kv_forecast import make_forecast
 from ..admission_rules.padded_forecast import make_padded_forecast
 from ..costs.cost_model import CostModel
+from ..costs.mixing import ALWAYS_MIXED, MixingCost
 from ..costs.tree_work import decode_step_moments, planned_work, read_len
 from ..length_batches.batch_law import BatchLaw, parking_pays
 from ..length_batches.batch_state import LengthBatches, make_batches
@@ -316,6 +317,7 @@ def _engine(
         second=limits.second_pool,
         table=cost.step_table,
         extras=cost.extras,
+        mixing=MixingCost.of(cost) or ALWAYS_MIXED,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..compiled import jit_in_place
 from ..costs.cost_model import overlapped
+from ..costs.mixing import mixing_loss_s
 from ..costs.step_table import (
     COMPUTE,
     HEAD_COMPUTE,
@@ -142,6 +143,14 @@ def _step_seconds(
     if state.prompts > 0:
         other += extras.prompt_step_s + extras.prompt_s * state.prompts
         decode_s = extras.mixed_decode_s
+        if state.decoding > 0:
+            reads = kv_read / sim.engine.kv_read_time_s
+            other += extras.mixed_kv_token_s * reads
+            # Else the engine would compute the prompts first, and decode in a second step.
+            prompts = max(0, tokens - state.decoding)
+            other -= max(
+                0.0, mixing_loss_s(sim.engine.mixing, prompts, state.decoding, reads)
+            )
     return compute, memory, other + decode_s * state.decoding
 
 

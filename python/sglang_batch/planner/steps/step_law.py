@@ -2,7 +2,8 @@
 
 The law is that of :mod:`.step_costs`, with factors that measured steps decide::
 
-    seconds = fixed + prompt step + prompts * a + decodes * (b, or b' in a step with prompts)
+    seconds = fixed + prompt step + prompts * a
+              + decodes * (b, or b' in a step with prompts) + KV in a step with prompts * c
               + overlapped(f_c compute(tokens) + f_p pairs, f_m reads(tokens) + f_k KV)
 
 ``compute``, ``reads``, ``pairs`` and ``KV`` are the seconds of the machine's datasheet. All
@@ -125,7 +126,7 @@ def fit_step_law(samples: Floats, cost: CostModel) -> StepLaw | None:
 
 
 class _StepColumns(NamedTuple):
-    """Seconds by datasheet and counts of each step, all float64 ``[n]`` or ``[n, 5]``."""
+    """Seconds by datasheet and counts of each step, all float64 ``[n]`` or ``[n, 6]``."""
 
     seconds: Floats
     compute: Floats
@@ -160,6 +161,7 @@ class _StepColumns(NamedTuple):
                     prompts,
                     np.where(mixed, 0.0, decodes),
                     np.where(mixed, decodes, 0.0),
+                    np.where(mixed, kv_tokens, 0.0),
                 ],
                 axis=1,
             ),
@@ -167,7 +169,7 @@ class _StepColumns(NamedTuple):
 
 
 class _LawFit(NamedTuple):
-    """Coefficients ``[9]``, predicted seconds ``[n]``, and the squares that they leave."""
+    """Coefficients ``[10]``, predicted seconds ``[n]``, and the squares that they leave."""
 
     coefficients: Floats
     predicted: Floats
@@ -185,13 +187,13 @@ def _fit(columns: _StepColumns, k: float) -> _LawFit:
     scaled = operators * common
     importance = np.ones(len(seconds))
     slopes = np.ones_like(operators)
-    found, predicted = np.zeros(9), seconds
+    found, predicted = np.zeros(4 + columns.counts.shape[1]), seconds
     for _ in range(_ROUNDS):
         # Errors count relative to the root of the time: long steps decide a job's time,
         # and short ones are many.
         weight = np.sqrt(importance / seconds)
         design = np.concatenate([scaled * slopes, columns.counts], axis=1)
-        pull = np.zeros((4, 9))
+        pull = np.zeros((4, len(found)))
         np.fill_diagonal(pull, prior * math.sqrt(seconds.mean()))
         found = nnls(
             np.concatenate([design * weight[:, None], pull]),

@@ -322,6 +322,7 @@ class MixingScheduler(Protocol):
     """The part that lets running requests decode in a batch of prompts."""
 
     is_mixed_chunk: bool
+    chunked_req: Req | None
     beam_coordinator: BeamCoordinator
 
     def _reqs_finishing_inflight(self, batch: ScheduleBatch) -> list[Req]: ...

@@ -14,9 +14,15 @@ cache.)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from sglang.srt.managers.schedule_batch import ScheduleBatch as SGLangScheduleBatch
 from sglang.srt.managers.scheduler import NextBatchPlan
 
+from ...planner.costs.mixing import mixing_loss_s
+from ...scheduling.kv_accounting import KvAccounting
+from ...scheduling.open_jobs import OpenJobs
 from ..compat.scheduler_types import (
     MixingScheduler,
     PrefillPlan,
@@ -68,6 +74,62 @@ def with_decodes(scheduler: MixingScheduler, plan: PrefillPlan) -> PrefillPlan:
         batch_to_run=batch, running_batch=SGLangScheduleBatch(reqs=[])
     )
     return mixed
+
+
+class StepsApart:
+    """Gives prompts and decodes steps of their own where a mixed step would take longer.
+
+    By the costs of the open jobs' plan, which all ranks have: see
+    :func:`~sglang_batch.planner.costs.mixing.mixing_loss_s`. After prompts alone, the next step
+    decodes alone, unless a prompt is only partly computed.
+
+    Attributes:
+        num_apart: steps of prompts alone so far, for this reason.
+    """
+
+    def __init__(
+        self, scheduler: MixingScheduler, jobs: OpenJobs, kv_accounting: KvAccounting
+    ) -> None:
+        self._scheduler = scheduler
+        self._jobs = jobs
+        self._kv_accounting = kv_accounting
+        self._decodes_owed = False
+        self.num_apart = 0
+
+    def decodes_now(self, running_batch: ScheduleBatch) -> bool:
+        """Whether this step decodes alone, since the last one left that out."""
+        if not self._decodes_owed or self._scheduler.chunked_req is not None:
+            return False
+        self._decodes_owed = False
+        return bool(running_batch.reqs)
+
+    @contextmanager
+    def building(
+        self, prompt_tokens: int, running_batch: ScheduleBatch
+    ) -> Iterator[None]:
+        """SGLang builds a step with so many tokens of prompts meanwhile."""
+        scheduler = self._scheduler
+        if not scheduler.is_mixed_chunk or not self._mixing_loses(
+            prompt_tokens, len(running_batch.reqs)
+        ):
+            yield
+            return
+        scheduler.is_mixed_chunk = False
+        try:
+            yield
+        finally:
+            scheduler.is_mixed_chunk = True
+        self._decodes_owed = True
+        self.num_apart += 1
+
+    def _mixing_loses(self, prompt_tokens: int, rows: int) -> bool:
+        costs = (job.plan.cost.mixing for job in self._jobs.each)
+        cost = next((cost for cost in costs if cost is not None), None)
+        if cost is None or not rows or not prompt_tokens:
+            return False
+        reads = sum(self._kv_accounting.reads)
+        loss = mixing_loss_s(cost, float(prompt_tokens), float(rows), float(reads))
+        return bool(loss > 0)
 
 
 class FastMembership(list[Req]):

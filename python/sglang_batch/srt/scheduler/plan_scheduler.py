@@ -46,7 +46,7 @@ from ..engine.media.media_tokens import num_placeholders
 from .kv.kv_manager import KvManager
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .kv.token_counts import count_retracted
-from .mixed_batch import FastMembership, can_mix, has_decodes, num_rows
+from .mixed_batch import FastMembership, StepsApart, can_mix, has_decodes, num_rows
 from .online_queue import OnlineQueue
 from .request_registry import RequestRegistry
 from .shared_prefixes import SharedPrefixes
@@ -119,6 +119,7 @@ class PlanScheduler:
         self._pinned = pinned
         self._prefixes = prefixes
         self._recorder = recorder
+        self._apart = StepsApart(scheduler, jobs, kv_accounting)
         self._adapters = adapters
         self._micro_batches = micro_batches
         self._tokens = tokens
@@ -182,7 +183,8 @@ class PlanScheduler:
         self._kv_manager.make_room_for_decodes(running_batch)
         running_batch = self._kv_manager.resume(running_batch)
         self._kv_manager.park(running_batch)
-        step = self._choose(running_batch)
+        now_decodes = self._apart.decodes_now(running_batch)
+        step = None if now_decodes else self._choose(running_batch)
         if step is not None and step.choice.from_host:
             running_batch = self._kv_manager.join(running_batch, step.choice.from_host)
         if step is None or step.is_empty:
@@ -436,7 +438,10 @@ class PlanScheduler:
         rows = len(running_batch.reqs) if self._scheduler.is_mixed_chunk else 0
         limit = self._online.chunk_limit(step.online, running_batch)
         step_tokens = max(tokens, self._page_size) + rows
-        with self._offered(step, step_tokens=step_tokens, chunk_limit=limit):
+        with (
+            self._apart.building(step.choice.tokens, running_batch),
+            self._offered(step, step_tokens=step_tokens, chunk_limit=limit),
+        ):
             running_batch.batch_is_full = False
             plan = build(running_batch)
             plan.running_batch.batch_is_full = False  # it was full for this step only

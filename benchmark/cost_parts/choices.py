@@ -158,7 +158,8 @@ def _requests(setup: SetUp) -> PlanRequests:
         drawn = np.full(setup.lines, mean)
         if setup.lengths_vary:
             drawn = rng.exponential(mean, setup.lines)
-        return np.maximum(4, drawn).astype(np.int64)
+        lengths: NDArray[np.int64] = np.maximum(4, drawn).astype(np.int64)
+        return lengths
 
     inputs = lengths_of(setup.input_len)
     outputs = lengths_of(setup.output_len)

@@ -24,6 +24,8 @@ from sglang_batch.job.shard_plan import ShardPlan
 from sglang_batch.policies import POLICIES
 from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
 from sglang_batch.srt.engine import in_process
+from sglang_batch.srt.engine.machine import datasheet_cost, engine_key
+from sglang_batch.srt.engine.measuring.timed_costs import kept_law
 
 NUM_REQUESTS = 240
 GATHERED = 38
@@ -417,6 +419,7 @@ def main() -> None:
     with in_process.engine(args) as (engine, loop):
         loop.run_until_complete(engine.connect())
         manager = engine._tokenizer_manager
+        before = engine.machine.cost
         # The planner is compiled here, and not while a job waits for a plan.
         run(loop, engine, "batch_first", list(known_lengths()), policy="auto")
         rids: list[str] = []
@@ -456,6 +459,17 @@ def main() -> None:
                 len(json.loads(answers[i].body).get("choices", ())) for i in range(3)
             ],
             "states_left": len(manager.rid_to_state),
+        }
+        law = kept_law(
+            datasheet_cost(manager, engine._first_state),
+            engine_key(manager, engine._first_state),
+        )
+        found["costs"] = {
+            "before": before.token_time_s,
+            "after": engine.machine.cost.token_time_s,
+            "samples": 0 if law is None else law.num_samples,
+            "noise": None if law is None else law.noise,
+            "extras": list(engine.machine.cost.extras),
         }
         found["policies"] = by_every_policy(loop, engine)
         found["gathered"] = gathered(loop, manager)

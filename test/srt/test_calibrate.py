@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -37,6 +38,14 @@ def test_the_command_prints_and_keeps_a_row_share(
     )
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
     assert "decode steps with 8 rows" in done.stdout, done.stderr[-3000:]
+    assert "Costs of " in done.stdout
+    timed = json.loads((tmp_path / "sglang-batch" / "timed_steps.json").read_text())
+    (steps,) = timed["engines"]
+    assert steps["key"]["attention_backend"] == "torch_native"
+    assert len(steps["samples"]) > 40
+    prompts = [sample for sample in steps["samples"] if sample[2]]
+    assert any(sample[3] == 0 for sample in prompts)
+    assert len(prompts) < len(steps["samples"])
     kept = kept_row_shares(tmp_path / "sglang-batch" / "row_shares.json")
     if "not measurable" in done.stdout:
         # Other processes disturb this machine: honest, and nothing to keep.

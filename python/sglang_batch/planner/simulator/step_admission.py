@@ -228,13 +228,12 @@ def compute_begun(sim: Sim, tokens: int) -> tuple[int, float]:
 
 
 @jit_in_place
-def kv_read_time(sim: Sim) -> float:
-    """Seconds to read the KV of all requests that decode in this step."""
+def kv_reads(sim: Sim) -> float:
+    """Tokens of KV whose reading takes as long as that of all requests that decode."""
     state = sim.state[0]
     tokens = float(state.read_base + state.decoding * state.step + state.shared_read)
     longest, rows, engine = float(state.longest), float(state.decoding), sim.engine
-    tokens = tokens_read(tokens, longest, rows, engine.row_share, engine.padded)
-    return float(tokens * sim.engine.kv_read_time_s)
+    return float(tokens_read(tokens, longest, rows, engine.row_share, engine.padded))
 
 
 @jit_in_place
@@ -305,7 +304,7 @@ def _scan_budgets(sim: Sim, target: float) -> ScanBudgets:
             right_open,
             target,
             state.decoding,
-            kv_read_time(sim),
+            kv_reads(sim) * sim.engine.kv_read_time_s,
             side_reads(sim, LEFT),
             side_reads(sim, RIGHT),
             sim.engine.token_time_s,

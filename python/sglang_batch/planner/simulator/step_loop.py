@@ -29,7 +29,7 @@ from .request_stages import (
     retract_newest,
     start_decoding,
 )
-from .step_admission import compute_begun, dual_prefill, kv_read_time, static_prefill
+from .step_admission import compute_begun, dual_prefill, kv_reads, static_prefill
 
 # Limits of the density of the remaining work, as a factor both ways.
 _DENSITY_RANGE = 1e6
@@ -121,19 +121,20 @@ def _prompts(sim: Sim, lengths: RowLengths, target: float) -> tuple[int, float]:
 
 @jit_in_place
 def _step_seconds(
-    sim: Sim, tokens: int, attention: float, kv_read: float
+    sim: Sim, tokens: int, attention: float, reads: float
 ) -> tuple[float, float, float]:
     """Seconds of a step that arithmetic takes, that reads take, and all others.
 
     Args:
         tokens: of prompts and answers.
         attention: seconds of attention over prompts, and of encoders.
-        kv_read: seconds to read the KV of all answers.
+        reads: tokens of KV that all answers read.
     """
     table, extras, state = sim.engine.table, sim.engine.extras, sim.state[0]
     column = segment(table, tokens)
     compute = seconds_at(table, COMPUTE, column, tokens) + attention
-    memory = seconds_at(table, MEMORY, column, tokens) + kv_read
+    memory = seconds_at(table, MEMORY, column, tokens)
+    memory += reads * sim.engine.kv_read_time_s
     other = seconds_at(table, OTHER, column, tokens)
     rows = state.decoding + state.prompts
     column = segment(table, rows)
@@ -144,7 +145,6 @@ def _step_seconds(
         other += extras.prompt_step_s + extras.prompt_s * state.prompts
         decode_s = extras.mixed_decode_s
         if state.decoding > 0:
-            reads = kv_read / sim.engine.kv_read_time_s
             other += extras.mixed_kv_token_s * reads
             # Else the engine would compute the prompts first, and decode in a second step.
             prompts = max(0, tokens - state.decoding)
@@ -185,8 +185,9 @@ def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
             continue
         charged = -(-(tokens + state.decoding) // multiple) * multiple
         attention += state.media * engine.encoder_token_time_s
-        kv_read = kv_read_time(sim)
-        compute, memory, other = _step_seconds(sim, charged, attention, kv_read)
+        reads = kv_reads(sim)
+        kv_read = reads * engine.kv_read_time_s
+        compute, memory, other = _step_seconds(sim, charged, attention, reads)
         seconds = overlapped(compute, memory, engine.interference_exponent) + other
         state.work += charged * engine.token_time_s + attention
         state.compute += compute

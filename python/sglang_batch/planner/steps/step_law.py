@@ -48,6 +48,8 @@ _BETTER = 0.05
 _PRIOR = 0.03
 _OUTLIER = 2.0
 _ROUNDS = 8
+# Least factor, as a share of that of all operators: nothing takes no time at all.
+_LEAST = 0.02
 # Of a step that took longer than so many times the law, the rest is not its own.
 _DISTURBED = 1.5
 
@@ -214,7 +216,7 @@ def _fit(columns: _StepColumns, k: float) -> _LawFit:
         scale = max(1.4826 * float(np.median(distance)), 1e-12)
         importance = np.minimum(1.0, _OUTLIER * scale / np.maximum(distance, 1e-12))
     squares = float(importance @ ((predicted - seconds) ** 2 / seconds))
-    found[:4] *= common
+    found[:4] = np.maximum(found[:4], _LEAST) * common
     return _LawFit(found, predicted, squares)
 
 

@@ -1,0 +1,89 @@
+"""When prompts and decodes have steps of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from sim_jobs import build
+
+from sglang_batch.planner.costs.cost_model import CostModel
+from sglang_batch.planner.costs.hardware import hardware
+from sglang_batch.planner.costs.mixing import ALWAYS_MIXED, MixingCost, mixing_loss_s
+from sglang_batch.planner.costs.model_spec import ModelSpec
+from sglang_batch.planner.costs.step_table import (
+    COMPUTE,
+    MEMORY,
+    OTHER,
+    TOKENS,
+    StepExtras,
+)
+from sglang_batch.planner.machine_model import EngineLimits
+from sglang_batch.planner.simulator.simulator import Simulation, simulate
+from sglang_batch.planner.steps.parallelism import Parallelism
+from sglang_batch.planner.steps.step_costs import step_costs
+from sglang_batch.prediction.models import MODELS
+
+LLAMA = step_costs(
+    ModelSpec.from_hf_config(MODELS["llama-3.1-8b"]), hardware("h100"), Parallelism()
+)
+# A row takes 1 ms more in a step with prompts.
+SLOW = replace(LLAMA, extras=StepExtras(decode_s=1e-4, mixed_decode_s=1.1e-3))
+
+
+def mixing(cost: CostModel) -> MixingCost:
+    found = MixingCost.of(cost)
+    assert found is not None
+    return found
+
+
+def seconds(cost: CostModel, tokens: float) -> float:
+    table = cost.step_table
+    return float(np.interp(tokens, table[TOKENS], table[COMPUTE] + table[MEMORY]))
+
+
+def test_by_datasheet_mixing_never_loses() -> None:
+    assert MixingCost.of(LLAMA) is None
+    assert mixing_loss_s(ALWAYS_MIXED, 1000.0, 100.0, 1e5) == 0
+
+
+@pytest.mark.parametrize(("prompt", "decodes"), [(512, 4), (4096, 256), (1, 1)])
+def test_it_saves_a_step_and_a_pass_over_the_weights(prompt: int, decodes: int) -> None:
+    apart = seconds(LLAMA, prompt) + seconds(LLAMA, decodes)
+    saved = apart - seconds(LLAMA, prompt + decodes)
+    step_s = float(np.interp(1.0, LLAMA.step_table[TOKENS], LLAMA.step_table[OTHER]))
+    loss = mixing_loss_s(mixing(SLOW), prompt, decodes, 0.0)
+    assert loss == pytest.approx(decodes * 1e-3 - step_s - saved, rel=0.1, abs=3e-4)
+
+
+def test_few_decodes_are_mixed_and_many_are_not() -> None:
+    cost = mixing(SLOW)
+    assert mixing_loss_s(cost, 512.0, 2.0, 2000.0) < 0
+    assert mixing_loss_s(cost, 512.0, 200.0, 2e5) > 0
+
+
+def test_slow_reads_of_kv_count_as_well() -> None:
+    extras = StepExtras(mixed_kv_token_s=1e-6)
+    cost = mixing(replace(LLAMA, extras=extras))
+    assert mixing_loss_s(cost, 512.0, 8.0, 1000.0) < 0
+    assert mixing_loss_s(cost, 512.0, 8.0, 1e6) > 0
+
+
+def test_a_simulated_step_takes_the_smaller_of_both() -> None:
+    """However slow rows are in mixed steps, a job never takes longer than apart."""
+
+    def run(extra_s: float) -> Simulation:
+        extras = StepExtras(mixed_decode_s=extra_s)
+        return simulate(
+            build([(i, 2, 3, 4, 5, 6) for i in range(12)]),
+            replace(LLAMA, extras=extras),
+            EngineLimits(60, step_tokens=12, as_sglang=True),
+            order=np.arange(12),
+            output_len=np.full(12, 6, np.int32),
+        )
+
+    plain, slow, slower = (run(extra).seconds for extra in (0.0, 0.1, 10.0))
+    assert plain < slow == pytest.approx(slower)
+    # At most one more step for each.
+    assert slow < 2 * plain

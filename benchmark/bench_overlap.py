@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -69,6 +70,7 @@ class Way:
         )
 
 
+TIMES = ("fused_s", "split_s", "prompts_s", "decodes_s")
 WAYS = (
     Way("prompts and decodes apart", 1, False),
     Way("prompts and decodes apart", 2, False),
@@ -101,16 +103,15 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     runs: dict[Way, list[Run]] = {way: [] for way in ways}
     differing = dict.fromkeys(ways, 0)
     expected: list[list[int]] = []
-    for number in range(options.repeats):
-        first = number % len(ways)
-        order = [*range(first, len(ways)), *range(first)]
-        results = run_tasks([tasks[i] for i in order])
-        progress = tqdm(results, f"round {number + 1}", len(ways), unit="run")
-        for i, done in zip(order, progress, strict=True):
-            expected = expected or done.output_ids
-            pairs = zip(done.output_ids, expected, strict=True)
-            differing[ways[i]] += sum(one != other for one, other in pairs)
-            runs[ways[i]].append(Run.of(job, done))
+    # Each engine starts once, and they take turns.
+    tasks = [replace(task, repeats=options.repeats) for task in tasks]
+    number = options.repeats * len(ways)
+    progress = tqdm(run_tasks(tasks), "runs", number, unit="run")
+    for way, done in zip(ways * options.repeats, progress, strict=True):
+        expected = expected or done.output_ids
+        pairs = zip(done.output_ids, expected, strict=True)
+        differing[way] += sum(one != other for one, other in pairs)
+        runs[way].append(Run.of(job, done))
     print_ways(job, runs, differing)
     return {
         "job": job.name,
@@ -153,15 +154,51 @@ def print_ways(
     )  # fmt: skip
 
 
+def try_out(model_path: str, arguments: list[str]) -> dict[str, Any]:
+    """The trial of a server with a GPU, as its scheduler reports it."""
+    from sglang_batch.srt.engine import in_process
+
+    server_args = in_process.parse_server_args(["--model-path", model_path, *arguments])
+    with in_process.engine(server_args) as (engine, loop):
+        loop.run_until_complete(engine.connect())
+        manager: Any = engine._tokenizer_manager
+        state = loop.run_until_complete(manager.get_internal_state())
+    found: dict[str, Any] = state[0]["offline_batch"]
+    if "split_trial" not in found:
+        raise SystemExit("There was no trial; the log above has the reason.")
+    cells = found["split_trial"]
+    print_table(
+        f"{model_path}: mixed steps as one forward and split; exponent "
+        f"{found['split_exponent'] or math.inf:.2f}",
+        [
+            "prompt tokens", "rows", "context", "SMs for prompts", "one forward, ms",
+            "split, ms", "prompts alone", "decodes alone", "gain",
+        ],
+        [
+            [
+                cell["prompt_tokens"], cell["rows"], cell["context"],
+                cell["sm_share"] or "all",
+                *(f"{1e3 * cell[name]:.2f}" for name in TIMES),
+                f"{cell['fused_s'] / cell['split_s'] - 1:+.1%}",
+            ]
+            for cell in cells
+        ],
+    )  # fmt: skip
+    return {"model": model_path, "cells": cells, "exponent": found["split_exponent"]}
+
+
 def _seconds(runs: Sequence[Run]) -> float:
     return median(run.seconds for run in runs)
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model-path", help="on a GPU: the model of the trial")
+    parser.add_argument(
+        "--model-path",
+        help="on a GPU: the model of the trial; other options are the server's",
+    )
     parser.add_argument("--hidden", type=int, default=1024, help="default: 1024")
     parser.add_argument("--layers", type=int, default=2, help="default: 2")
     parser.add_argument(
@@ -172,11 +209,17 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", metavar="NAME", help="only these rows")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument("--save", metavar="NAME", help="also write results/NAME.json")
-    return parser.parse_args()
+    options, others = parser.parse_known_args()
+    if others and not options.model_path:
+        parser.error(f"unknown options: {' '.join(others)}")
+    return options, others
 
 
 def main() -> int:
-    options = parse_options()
+    options, others = parse_options()
+    if options.model_path:
+        finish(try_out(options.model_path, others))
+        return 0
     with tempfile.TemporaryDirectory(prefix="sglang-batch-bench-") as scratch:
         found = measure(options, Path(scratch))
     finish(found, RESULTS / f"{options.save}.json" if options.save else None)

@@ -190,9 +190,3 @@ def join(
     if first is None or last is None or first.dtype != last.dtype:
         raise ValueError("the halves have logits of different types")
     return LogitsProcessorOutput(next_token_logits=torch.cat([first, last]))
-
-
-def tensors_of(batch: ForwardBatch) -> list[torch.Tensor]:
-    """The tensors on the device that a forward of a batch may read."""
-    values = (getattr(batch, field.name) for field in dataclasses.fields(batch))
-    return [value for value in values if isinstance(value, torch.Tensor)]

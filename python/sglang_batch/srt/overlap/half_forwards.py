@@ -19,7 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.runtime_context import get_model
 
-from .batch_halves import BatchHalves, tensors_of
+from .batch_halves import BatchHalves
 from .step_lanes import StepLanes, run_in_lanes
 
 
@@ -42,6 +42,12 @@ class HalfForwards(Protocol):
         Args:
             stock_forward: SGLang's ``ModelRunner.forward`` of a batch.
         """
+        ...
+
+    def alone(
+        self, stock_forward: Callable[[ForwardBatch], Any], half: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        """The output of one half, without the other beside it."""
         ...
 
 
@@ -127,6 +133,13 @@ class ThreadedHalves:
                 waiting.exception()
             return waiting.result(), prompts
 
+    def alone(
+        self, stock_forward: Callable[[ForwardBatch], Any], half: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        forward = self._decodes if half.forward_mode.is_decode() else self._prompts
+        with _published(self._runner, self._both):
+            return forward(half)
+
     def _decode(
         self, half: ForwardBatch, num_threads: int, inference: bool
     ) -> LogitsProcessorOutput:
@@ -172,18 +185,21 @@ class StreamedHalves:
         halves: BatchHalves,
         sm_share: int | None,
     ) -> tuple[LogitsProcessorOutput, LogitsProcessorOutput]:
-        def prompts() -> LogitsProcessorOutput:
-            with _published(self._runner, self._prompts.backend):
-                return self._prompts(halves.prompts)
-
         done = run_in_lanes(
             self._lanes[sm_share],
-            (*tensors_of(halves.decodes), *tensors_of(halves.prompts)),
-            lambda: stock_forward(halves.decodes).logits_output,
-            prompts,
+            lambda: self.alone(stock_forward, halves.decodes),
+            lambda: self.alone(stock_forward, halves.prompts),
             lambda output: (output.next_token_logits,),
         )
         # SGLang may have noted that the decodes no longer read the page table, and would
         # change it while the prompts still do. Without a note it waits for the step.
         self._runner.shared_read_done_event = None
         return done
+
+    def alone(
+        self, stock_forward: Callable[[ForwardBatch], Any], half: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        if half.forward_mode.is_decode():
+            return stock_forward(half).logits_output
+        with _published(self._runner, self._prompts.backend):
+            return self._prompts(half)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from ...planner.costs.overlap_table import OverlapTable
 from .half_forwards import HalfForwards, StreamedHalves, ThreadedHalves
 from .overlap_limits import why_never
+from .overlap_trial import OverlapTrial
 from .overlapped_steps import OverlappedSteps
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,18 @@ def _set_up(scheduler: Any, *, trial: bool) -> OverlappedSteps | None:
     if not trial:
         logger.info("Mixed steps run as two forwards at the same time.")
         return steps
-    return None
+    try:
+        table = OverlapTrial(scheduler, steps).run()
+    except Exception:
+        steps.follow(OverlapTable([]))
+        raise
+    steps.follow(table)
+    on, tried = len(table.on), len({(c.prompt_tokens, c.rows) for c in table.cells})
+    logger.info(
+        "Trial of mixed steps as two forwards at the same time: %d of %d shapes are "
+        "faster; exponent %.2f.", on, tried, table.exponent,
+    )  # fmt: skip
+    return steps
 
 
 def halves_of(model_runner: Any, sm_shares: tuple[int, ...] = ()) -> HalfForwards:

@@ -10,6 +10,9 @@ from sglang.srt.runtime_context import get_parallel
 from ..compat.support import is_deterministic
 from ..compat.tiers import keeps_states
 
+# Names of the number of experts in configurations of models.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
 
 def why_never(model_runner: Any) -> str | None:
     """Why no step of a server is split, or None if steps may be.
@@ -66,8 +69,11 @@ def _is_unquantised_mixture(model_runner: Any) -> bool:
         return False
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
+    config = model_runner.model_config.hf_text_config
     modules = model_runner.model.modules()
-    return any(isinstance(module, FusedMoE) for module in modules)
+    return any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS) or any(
+        isinstance(module, FusedMoE) for module in modules
+    )
 
 
 def _has_workspaces(model: Any) -> bool:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 
-from ...planner.costs.overlap_table import MixedStep, OverlapChoice
+from ...planner.costs.overlap_table import MixedStep, OverlapChoice, OverlapTable
 from ..compat.scheduler_types import ScheduleBatch
 from .batch_halves import join, split, wants_prompt_logprobs, why_whole
 from .half_forwards import HalfForwards
@@ -53,13 +54,20 @@ class OverlappedSteps:
         on_whole: Callable[[], None] = lambda: None,
     ) -> None:
         self._runner = model_runner
-        self._halves = halves
+        self.halves = halves
         self.policy = policy
         self.on_whole = on_whole
         self._next: tuple[int, OverlapChoice] | None = None
         self.counts: Counter[str] = Counter()
         self.fault: str | None = None
+        self.table: OverlapTable | None = None
         setattr(model_runner, ATTRIBUTE, self)
+
+    def follow(self, table: OverlapTable) -> None:
+        """Split the steps that a trial's table says, and none if it has no such shape."""
+        self.table, self.policy = table, table.choose
+        if not table.on:
+            delattr(self._runner, ATTRIBUTE)
 
     def announce(self, batch: ScheduleBatch) -> int:
         """Decide about the next forward.
@@ -130,7 +138,7 @@ class OverlappedSteps:
             sm_share: the SMs that prompts are limited to, of ``HalfForwards.shares``.
         """
         halves = split(batch, rows, self._runner.kv_index_translator)
-        decodes, prompts = self._halves.run(stock, halves, sm_share)
+        decodes, prompts = self.halves.run(stock, halves, sm_share)
         return ModelRunnerOutput(
             logits_output=join(decodes, prompts), can_run_graph=False
         )
@@ -138,7 +146,7 @@ class OverlappedSteps:
     @property
     def shares(self) -> tuple[int | None, ...]:
         """The limits of SMs for prompts that steps can be split with."""
-        return self._halves.shares
+        return self.halves.shares
 
     def _say_whole(self, reason: str) -> None:
         if not self.counts["refused"]:
@@ -148,12 +156,17 @@ class OverlappedSteps:
 
     @property
     def totals(self) -> dict[str, object]:
-        """Counters for ``/server_info``: mixed steps, those split, and the fault."""
-        return {
+        """For ``/server_info``: mixed steps, those split, the fault, and the trial."""
+        totals: dict[str, object] = {
             "mixed_steps": self.counts["mixed"],
             "split_steps": self.counts["split"],
             "split_fault": self.fault,
         }
+        if self.table is not None:
+            totals["split_trial"] = [asdict(cell) for cell in self.table.cells]
+            totals["split_exponent"] = self.table.exponent
+            totals["split_weight_reads"] = self.table.weight_reads
+        return totals
 
 
 def overlap_forward(

@@ -42,21 +42,24 @@ class StepLanes(Protocol):
         ...
 
     def keep(self, tensor: torch.Tensor, lane: Lane) -> None:
-        """Do not reuse a tensor's memory before the lane's work so far is complete."""
+        """Once a tensor is freed, do not reuse its memory before the lane's work until
+        then is complete."""
         ...
 
 
 def run_in_lanes(
     lanes: StepLanes,
-    inputs: Iterable[torch.Tensor],
     decodes: Callable[[], _Output],
     prompts: Callable[[], _Output],
     outputs_of: Callable[[_Output], Iterable[torch.Tensor]],
 ) -> tuple[_Output, _Output]:
     """Run both halves, each on its lane. Work that follows on the step's lane waits.
 
+    What the step's lane has made may be read by the halves, if it is not given back
+    before this returns. What a half has made is read on the step's lane, and its memory
+    belongs to the lane of the half, so that it is kept for the reader.
+
     Args:
-        inputs: tensors that the step's lane has made and a half may read.
         decodes: launches the decodes, usually one CUDA graph, so they go first.
         prompts: launches the prompts.
         outputs_of: the tensors of an output, which the step's lane reads.
@@ -68,7 +71,6 @@ def run_in_lanes(
         Exception: that of a half. The step's lane then waits for what was launched.
     """
     begin = lanes.record(Lane.STEP)
-    kept = list(inputs)
     ends = []
     outputs = []
     try:
@@ -78,8 +80,6 @@ def run_in_lanes(
                 with lanes.current(lane):
                     output = launch()
             finally:
-                for tensor in kept:
-                    lanes.keep(tensor, lane)
                 ends.append(lanes.record(lane))
             outputs.append(output)
     finally:

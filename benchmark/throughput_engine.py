@@ -47,7 +47,9 @@ class Task:
         has all requests before its first step.
     callers: how many tasks send the prompts of stock's engine one by one, each the next
         of the list when it has its answer. None sends all in one call.
-    repeats: how often stock's engine runs the job, each time with an empty cache.
+    repeats: how often the engine runs the job, each time with an empty cache.
+    threads: OpenMP threads of the engine's processes.
+    in_turn: whether a mixed step that is split runs its halves one after the other.
     """
 
     ours: bool
@@ -59,6 +61,8 @@ class Task:
     stop_after: int | None = None
     callers: int | None = None
     repeats: int = 1
+    threads: int = 1
+    in_turn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,7 @@ class Engine:
                 [sys.executable, __file__, str(scratch)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": str(task.threads)},
                 start_new_session=True,
             )
 
@@ -375,10 +379,15 @@ def run_ours(task: Task, scratch: Path, started: float) -> Iterator[dict[str, An
             return answers
 
         run(WARM_UP_PROMPTS, [_short()] * len(WARM_UP_PROMPTS))
-        wait_for_go(scratch, 1)
-        begin = time.perf_counter()
-        answers = run(task.prompts, task.sampling_params, task.stop_after)
-        yield _summary(answers, started, begin)
+        for number in range(1, task.repeats + 1):
+            if number > 1:
+                manager: Any = engine._tokenizer_manager
+                if not loop.run_until_complete(manager.flush_cache()).success:
+                    raise RuntimeError("the cache was not emptied")
+            wait_for_go(scratch, number)
+            begin = time.perf_counter()
+            answers = run(task.prompts, task.sampling_params, task.stop_after)
+            yield _summary(answers, started, begin)
 
 
 async def answer_all(
@@ -458,7 +467,7 @@ def main() -> None:
     if task.stop_after is not None:
         warm_up = len(WARM_UP_PROMPTS)
         hold = (warm_up, warm_up + len(task.prompts))
-    throughput_probe.install(scratch / STEPS_FILE, hold)
+    throughput_probe.install(scratch / STEPS_FILE, hold, in_turn=task.in_turn)
     run = run_ours if task.ours else run_stock
     for number, found in enumerate(run(task, scratch, started), 1):
         written = scratch / ANSWERS_FILE

@@ -64,3 +64,11 @@ def test_unknown_settings_list_current_names_only() -> None:
 def test_hours_of_other_digits_are_refused(hours: str) -> None:
     with pytest.raises(ConfigError, match="batch_hours"):
         OfflineBatchConfig(batch_hours=hours)
+
+
+def test_overlap_is_one_of_its_three_values() -> None:
+    assert OfflineBatchConfig().overlap == "auto"
+    for value in ("auto", "on", "off"):
+        assert OfflineBatchConfig(overlap=value).overlap == value
+    with pytest.raises(ConfigError, match="overlap=True is not known; choose one of"):
+        OfflineBatchConfig.from_json('{"overlap": true}')

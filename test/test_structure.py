@@ -53,7 +53,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("compat", "cpu"),
         ("engine",),
         ("calls",),
-        ("attention",),
+        ("attention", "overlap"),
         ("scheduler",),
         ("disaggregation",),
         ("plugin",),

@@ -22,10 +22,17 @@ from .policies import POLICIES
 SCHEDULERS = ("offline", "stock")
 # Kernels that read shared prefixes once. "stock" is SGLang's own attention.
 ATTENTIONS = ("auto", "triton", "flashinfer", "torch", "stock")
+# Whether mixed steps run as two forwards at the same time.
+OVERLAPS = ("auto", "on", "off")
 # Earlier names of settings, which work for one release.
 RENAMED_SETTINGS = {"max_line_tries": "max_line_attempts"}
 
-_CHOICES = {"policy": POLICIES, "scheduler": SCHEDULERS, "attention": ATTENTIONS}
+_CHOICES = {
+    "policy": POLICIES,
+    "scheduler": SCHEDULERS,
+    "attention": ATTENTIONS,
+    "overlap": OVERLAPS,
+}
 
 
 def _hours(value: object) -> tuple[int, int] | None:
@@ -206,13 +213,18 @@ class OfflineBatchConfig:
         prefix cache with versions that follow the plan. ``stock`` keeps SGLang's own,
         and the plan is only the order in which requests are sent.
     mixed_chunk: whether a step computes prompts and decodes together, as with SGLang's
-        ``--enable-mixed-chunk``. None turns it on where there is an accelerator:
-        SGLang's attention for machines without one is far slower at it.
+        ``--enable-mixed-chunk``. None turns it on where there is an accelerator, or with
+        ``overlap`` "on": SGLang's attention for machines without one is far slower at
+        it, unless its steps are split.
     attention: one of ``ATTENTIONS``, the kernel for decodes that share a prefix: our
         Triton kernel, FlashInfer's cascade (without CUDA graphs) or PyTorch, used
         together with the backend that SGLang chooses. ``stock`` leaves all attention
         to SGLang. ``auto`` uses Triton on GPUs that its kernel has settings for, if no
         attention backend is named, the model is supported and a trial run succeeds.
+    overlap: one of ``OVERLAPS``. Whether a step with prompts and decodes runs as two
+        forwards at the same time, decodes beside prompts. ``auto`` tries it out when a
+        server with a GPU starts, and splits the steps that this makes faster by 5 % or
+        more. ``on`` splits all steps that can be split.
     sleep_on_idle: whether an engine without work waits for messages, as with SGLang's
         ``--sleep-on-idle``, instead of using a CPU core to look for them.
     offload_bytes: host memory of each TP rank for KV that makes room for other KV: of
@@ -289,6 +301,7 @@ class OfflineBatchConfig:
     prefetch_device: str | None = None
     mixed_chunk: bool | None = None
     attention: str = "auto"
+    overlap: str = "auto"
     sleep_on_idle: bool = True
     max_line_attempts: int = 3
     line_timeout_s: float | None = None

@@ -32,6 +32,7 @@ BATCH_SEND_HOOK = (
 )
 ABORT_HOOK = "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request"
 MODEL_CONFIG_HOOK = "sglang.srt.configs.model_config.ModelConfig.__init__"
+FORWARD_HOOK = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 LOAD_MODEL_HOOK = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 SCHEDULER_HOOK = "sglang.srt.managers.scheduler.Scheduler"
 GRAMMAR_HOOK = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.fill_vocab_mask"
@@ -73,6 +74,7 @@ SCHEDULER_PROCESS_HOOKS = (
     SCHEDULER_HOOK,
     GRAMMAR_HOOK,
     GRAPH_VARIANTS_HOOK,
+    FORWARD_HOOK,
     TRANSFER_BACKENDS_HOOK,
     KV_CLASS_HOOK,
 )

@@ -395,6 +395,32 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "__init__": ("send, fan_out, mode", "the channel of control messages"),
         "handle_recv": ("recv_obj", "their answers"),
     },
+    # Mixed steps that are split.
+    "sglang.srt.model_executor.model_runner:ModelRunner": {
+        "forward": (
+            "forward_batch, skip_attn_backend_init, pp_proxy_tensors, "
+            "reinit_attn_backend, split_forward_count",
+            "splits a mixed batch, and runs its decodes",
+        ),
+        "_get_attention_backend": ("init_new_workspace", "a backend for prompts"),
+        "_extend_forward_kwargs": (
+            "forward_batch, pp_proxy_tensors",
+            "options of the model for prompts",
+        ),
+        "_pp_kwargs": ("pp_proxy_tensors", "options of the model for decodes"),
+    },
+    "sglang.srt.model_executor.forward_context": {
+        "forward_context": ("ctx, *, forward_batch", "shows the model that backend"),
+    },
+    "sglang.srt.layers.attention.hybrid_attn_backend:HybridAttnBackend": {
+        "__init__": (
+            "model_runner, prefill_backend, decode_backend",
+            "two backends in one, on a CPU",
+        ),
+    },
+    "sglang.srt.mem_cache.kv_index_translator:KVIndexTranslator": {
+        "own_plan": ("forward_batch, *, runner_slots", "KV slots of a half"),
+    },
     "sglang.srt.managers.io_struct": {
         "hook_custom_types": ("*new_types", "makes our messages known"),
     },

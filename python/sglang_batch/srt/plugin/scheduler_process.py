@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..compat.hook_targets import (
     DP_CONTROLLER_HOOK,
+    FORWARD_HOOK,
     GRAMMAR_HOOK,
     GRAPH_VARIANTS_HOOK,
     PREALLOC_QUEUE_HOOK,
@@ -54,6 +55,7 @@ def hook_scheduler() -> None:
     from ..compat import support
     from ..disaggregation import backend
     from ..engine import pooling
+    from ..overlap import overlapped_steps
     from ..scheduler import dead_grammars
     from ..scheduler.kv import planned_cache
     from . import quiet_log
@@ -76,6 +78,9 @@ def hook_scheduler() -> None:
     HookRegistry.register(GRAMMAR_HOOK, dead_grammars.allow_one, HookType.AFTER)
     HookRegistry.register(
         GRAPH_VARIANTS_HOOK, graph_variants.variants_for, HookType.AROUND
+    )
+    HookRegistry.register(
+        FORWARD_HOOK, overlapped_steps.overlap_forward, HookType.AROUND
     )
     # Imported only in the process that spreads requests over replicas.
     if "sglang.srt.managers.data_parallel_controller" in sys.modules:

@@ -61,6 +61,7 @@ from ..compat.scheduler_types import (
 )
 from ..compat.support import found_limits
 from ..compat.tiers import ModelTier, Tier, model_tier
+from ..overlap.overlap_choice import overlap_by_default
 from .adapter_pool import unload_others
 from .host_requests import HostRequests
 from .kv.host_prefixes import HostPrefixes, Prompt
@@ -265,6 +266,9 @@ class OfflineScheduler(MarkedScheduler):
             page_size=page_size,
         )
         self.sharing = Sharing(self.tp_worker.model_runner, self.registry)
+        self.overlap = overlap_by_default(self)
+        if self.overlap is not None:
+            self.overlap.on_whole = self.sharing.show_nothing
         self.load_inquirer = dataclasses.replace(
             self.load_inquirer,
             get_waiting_queue=lambda: WaitingView(
@@ -338,6 +342,7 @@ class OfflineScheduler(MarkedScheduler):
             "second_pool": None if second is None else [*second.shares],
             **self.recorder.totals,
             **self.sharing.totals,
+            **(self.overlap.totals if self.overlap is not None else {}),
         }
         return state | {old: state[new] for old, new in _OLD_STATE_KEYS.items()}
 
@@ -418,9 +423,10 @@ class OfflineScheduler(MarkedScheduler):
     def run_batch(
         self, batch: ScheduleBatch, *args: object, **kwargs: object
     ) -> object:
+        apart = self.overlap.announce(batch) if self.overlap is not None else 0
         if not self.sharing.backends:
             return super().run_batch(batch, *args, **kwargs)
-        self.sharing.show(batch)
+        self.sharing.show(batch, apart)
         result = super().run_batch(batch, *args, **kwargs)
         self.recorder.kv_saved_bytes = self.sharing.saved_bytes
         return result

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_batch.errors import ConfigError
-from sglang_batch.planner.costs.cost_model import overlapped
+from sglang_batch.planner.costs.bounds import lower_bounds
+from sglang_batch.planner.costs.cost_model import CostModel, overlapped
+from sglang_batch.planner.costs.hardware import hardware
+from sglang_batch.planner.costs.model_spec import ModelSpec
 from sglang_batch.planner.costs.overlap_table import (
     LEAST_GAIN,
     MixedStep,
     OverlapTable,
     TrialCell,
 )
+from sglang_batch.planner.machine_model import EngineLimits
+from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
+from sglang_batch.planner.simulator.simulator import simulate
+from sglang_batch.planner.steps.parallelism import Parallelism
+from sglang_batch.planner.steps.step_costs import step_costs
+from sglang_batch.prediction.models import MODELS
 
 
 def cell(
@@ -142,3 +153,28 @@ def test_times_that_are_none_are_refused(value: float) -> None:
             prompt_tokens=1, rows=1, context=1,
             fused_s=value, split_s=1.0, prompts_s=1.0, decodes_s=1.0,
         )  # fmt: skip
+
+
+def test_a_simulated_engine_splits_the_steps_that_gain() -> None:
+    """With the trial's exponent a job of mixed steps is faster, and never below its bounds."""
+    spec = ModelSpec.from_hf_config(MODELS["llama-3.1-8b"])
+    whole = step_costs(spec, hardware("h100"), Parallelism())
+    n = 300
+    tree = build_prefix_tree(
+        np.arange(n * 1500, dtype=np.int32), np.arange(n + 1, dtype=np.int64) * 1500
+    )
+    output_len = np.random.default_rng(0).integers(50, 400, n).astype(np.int32)
+
+    def seconds(cost: CostModel) -> float:
+        limits = EngineLimits(200_000, step_tokens=2048, as_sglang=True)
+        run = simulate(tree, cost, limits, order=np.arange(n), output_len=output_len)
+        bounds = lower_bounds(tree, cost, output_len, 200_000)
+        assert run.seconds >= bounds.tightest_s
+        return run.seconds
+
+    none, some, perfect = (
+        seconds(replace(whole, split_exponent=k)) for k in (1.0, 1.5, math.inf)
+    )
+    assert perfect < some < none == seconds(whole)
+    # Too small a gain splits nothing: the weights are read twice.
+    assert seconds(replace(whole, split_exponent=1.01)) == none

@@ -65,6 +65,7 @@ def lower_bounds(
     tree: PrefixTree, cost: CostModel, output_len: Int32s, kv_capacity_tokens: int
 ) -> Bounds:
     """Bounds for a job with true output lengths ``output_len``, int32 ``[n]``."""
+    cost = with_law(cost, max(cost.interference_exponent, cost.split_exponent))
     d = output_len[tree.order].astype(np.float64)
     p = tree.input_len.astype(np.float64)
     attended = p**2 - tree.lcp.astype(np.float64) ** 2

@@ -66,6 +66,8 @@ class CostModel:
         ``weight_read_time_s`` only order requests and share work out, and steps are timed by
         the table. None: they take these times, the weights read in every step.
     extras: seconds of a step besides its operators.
+    split_exponent: k of :func:`overlapped` for prompts and decodes of a step that runs as two
+        forwards at the same time (``overlap_table``), where that is faster. 1: none does.
 
     Raises:
         ConfigError: a time is negative or not finite, or the exponent is below 1, or
@@ -86,6 +88,7 @@ class CostModel:
     encoder_token_time_s: float = 0.0
     table: Floats | None = dataclasses.field(default=None, compare=False)
     extras: StepExtras = NO_EXTRAS
+    split_exponent: float = 1.0
 
     @property
     def step_table(self) -> Floats:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..compiled import jit_in_place
 from ..costs.cost_model import overlapped
 from ..costs.mixing import mixing_loss_s
+from ..costs.overlap_table import LEAST_GAIN
 from ..costs.step_table import (
     COMPUTE,
     HEAD_COMPUTE,
@@ -155,6 +156,31 @@ def _step_seconds(
 
 
 @jit_in_place
+def _split_seconds(sim: Sim, tokens: int, attention: float, reads: float) -> float:
+    """Seconds of a mixed step as two forwards at the same time, which both read the weights.
+
+    The arguments are those of :func:`_step_seconds`.
+    """
+    state = sim.state[0]
+    prompts = attention + _matrices(sim, tokens - state.decoding, state.prompts)
+    decodes = reads * sim.engine.kv_read_time_s
+    decodes += _matrices(sim, state.decoding, state.decoding)
+    return float(overlapped(prompts, decodes, sim.engine.split_exponent))
+
+
+@jit_in_place
+def _matrices(sim: Sim, tokens: int, rows: int) -> float:
+    """Seconds of the matrices of so many tokens and rows of logits."""
+    table = sim.engine.table
+    column = segment(table, tokens)
+    seconds = seconds_at(table, COMPUTE, column, tokens)
+    seconds += seconds_at(table, MEMORY, column, tokens)
+    column = segment(table, rows)
+    seconds += seconds_at(table, HEAD_COMPUTE, column, rows)
+    return float(seconds + seconds_at(table, HEAD_MEMORY, column, rows))
+
+
+@jit_in_place
 def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
     """Simulate steps until the job has ended.
 
@@ -189,6 +215,10 @@ def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
         kv_read = reads * engine.kv_read_time_s
         compute, memory, other = _step_seconds(sim, charged, attention, reads)
         seconds = overlapped(compute, memory, engine.interference_exponent) + other
+        if engine.split_exponent > 1.0 and state.prompts > 0 and state.decoding > 0:
+            split = _split_seconds(sim, charged, attention, reads) + other
+            if seconds >= (1.0 + LEAST_GAIN) * split:
+                seconds = split
         state.work += charged * engine.token_time_s + attention
         state.compute += compute
         state.memory += memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -75,14 +76,18 @@ def datasheet_cost(
 ) -> CostModel:
     """The costs of an engine by the datasheet of its device."""
     spec = _spec(tokenizer_manager, state)
-    return step_costs(
+    ours = state[STATE_KEY]
+    cost = step_costs(
         spec,
         device(),
         parallelism(tokenizer_manager, state),
-        shared_kv_read_once=bool(state[STATE_KEY].get("shares_prefixes")),
+        shared_kv_read_once=bool(ours.get("shares_prefixes")),
         interference_exponent=NO_OVERLAP,
         row_share=measured_row_share(row_share_key(tokenizer_manager, state, spec)),
     )
+    # From the trial at start, on a GPU.
+    split_exponent: Any = ours.get("split_exponent", NO_OVERLAP)
+    return replace(cost, split_exponent=float(split_exponent))
 
 
 def _spec(tokenizer_manager: TokenizerManager, state: SchedulerState) -> ModelSpec:

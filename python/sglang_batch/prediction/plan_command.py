@@ -28,6 +28,7 @@ from .forecast import Lengths, forecast
 from .machine_choice import chosen_device, make_machine
 from .machine_search.choice_options import boxes, check_choice
 from .machine_search.choice_report import choose
+from .planned_engine import kept_kv_dtype, timed_machine
 from .rendered_file import RenderedFile, render_file
 from .report import LeftOut, MachineInfo, Measured, Report
 
@@ -102,7 +103,7 @@ def _plan_input(
         def count(quantization: str | None, kv_dtype: str | None) -> ModelSpec:
             return machine.counted_model(
                 rendered.model_config,
-                kv_dtype=kv_dtype or server_args.kv_cache_dtype,
+                kv_dtype=kv_dtype or kept_kv_dtype(server_args),
                 quantization=quantization or server_args.quantization,
             )
 
@@ -122,7 +123,12 @@ def _plan_input(
                 boxes=servers,
             )
         counted = count(None, None)
-        report = _report(options, title, rendered, counted, device, note, len(file))
+        planned = make_machine(options, counted, device)
+        planned, timed = timed_machine(
+            planned, counted, server_args, device, options.tp
+        )
+        note = "; ".join(filter(None, (note, timed)))
+        report = _report(options, title, rendered, planned, device, note, len(file))
     return show(replace(report, measured=steps), options)
 
 
@@ -140,12 +146,11 @@ def _report(
     options: argparse.Namespace,
     title: str,
     rendered: RenderedFile,
-    model: ModelSpec,
+    machine: Machine,
     device: HardwareSpec,
     note: str,
     num_lines: int,
 ) -> Report:
-    machine = make_machine(options, model, device)
     requests = rendered.requests
     auto = options.policy == AUTO
     orders = PAGED_ORDERS if auto else (options.policy,)

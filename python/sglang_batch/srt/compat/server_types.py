@@ -72,6 +72,9 @@ class ServerArgs(Protocol):
     tool_call_parser: str | None
     quantization: str | None
     kv_cache_dtype: str
+    dtype: str
+    max_total_tokens: int | None
+    max_running_requests: int | None
     attention_backend: str | None
     decode_attention_backend: str | None
     enable_metrics: bool

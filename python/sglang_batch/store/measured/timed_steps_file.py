@@ -65,6 +65,23 @@ def kept_steps(key: TimedStepsKey, path: Path | None = None) -> TimedSteps | Non
     return next((entry for entry in entries if entry.key == key), None)
 
 
+def newest_steps(
+    device: str, model: str, parallelism: str, path: Path | None = None
+) -> TimedSteps | None:
+    """The last steps of such an engine, whatever its attention and its mixing."""
+    document = read_document(path or timed_steps_path(), _StepsFile, _LOST)
+    entries = [] if document is None else document.engines
+    wanted = (device, model, parallelism)
+    return next(
+        (
+            entry
+            for entry in reversed(entries)
+            if (entry.key.device, entry.key.model, entry.key.parallelism) == wanted
+        ),
+        None,
+    )
+
+
 def keep_steps(entry: TimedSteps, path: Path | None = None) -> Path:
     """Write an engine's steps, in place of earlier ones with its key.
 

@@ -12,6 +12,7 @@ import torch
 from ....errors import StoreWriteError
 from ....planner.costs.cost_model import CostModel
 from ....planner.costs.model_spec import ModelSpec
+from ....planner.requests import Floats
 from ....planner.steps.parallelism import Parallelism
 from ....planner.steps.step_law import StepLaw, fit_step_law, samples_array
 from ....planner.steps.step_sample import StepSample
@@ -21,6 +22,7 @@ from ....store.measured.timed_steps_file import (
     TimedStepsKey,
     keep_steps,
     kept_steps,
+    newest_steps,
 )
 from ...compat.job_control import StepsQuery, StepsQueryOutput, channel_of
 from ...compat.server_types import SchedulerState, TokenizerManager
@@ -40,14 +42,44 @@ def timed_steps_key(
         device: the driver's name, None for a CPU.
     """
     backend = state.get("decode_attention_backend") or state.get("attention_backend")
-    spread = f"TP{parallel.tp} ranks{parallel.attention_ranks} EP{parallel.ep}"
     return TimedStepsKey(
-        device=device or f"cpu, {torch.get_num_threads()} threads",
-        model=hashlib.sha256(repr(spec).encode()).hexdigest()[:16],
+        device=_device(device),
+        model=_digest(spec),
         attention_backend=backend or "unknown",
-        parallelism=spread,
+        parallelism=_spread(parallel),
         mixed=bool(state[STATE_KEY]["mixed_chunk"]),
     )
+
+
+def _device(name: str | None) -> str:
+    return name or f"cpu, {torch.get_num_threads()} threads"
+
+
+def _digest(spec: ModelSpec) -> str:
+    return hashlib.sha256(repr(spec).encode()).hexdigest()[:16]
+
+
+def _spread(parallel: Parallelism) -> str:
+    return f"TP{parallel.tp} ranks{parallel.attention_ranks} EP{parallel.ep}"
+
+
+def planned_law(
+    cost: CostModel, device: str | None, spec: ModelSpec, parallel: Parallelism
+) -> tuple[StepLaw, bool] | None:
+    """The law of the last steps of such an engine on this machine, and whether it mixes.
+
+    For plans that start no engine. None if none has timed its steps.
+    """
+    kept = newest_steps(_device(device), _digest(spec), _spread(parallel))
+    if kept is None:
+        return None
+    law = fit_step_law(_samples(kept), cost)
+    return None if law is None else (law, kept.key.mixed)
+
+
+def _samples(kept: TimedSteps) -> Floats:
+    samples = [StepSample(*each) for each in kept.samples if len(each) == _WIDTH]
+    return samples_array(samples)
 
 
 def timed_cost(cost: CostModel, key: TimedStepsKey) -> CostModel:
@@ -72,8 +104,7 @@ def kept_law(cost: CostModel, key: TimedStepsKey) -> StepLaw | None:
     kept = kept_steps(key)
     if kept is None:
         return None
-    samples = [StepSample(*each) for each in kept.samples if len(each) == _WIDTH]
-    return fit_step_law(samples_array(samples), cost)
+    return fit_step_law(_samples(kept), cost)
 
 
 async def keep_timed_steps(manager: TokenizerManager, key: TimedStepsKey) -> int:

@@ -61,6 +61,7 @@ def batch(**changes: Any) -> ForwardBatch:
         extend_prefix_lens_cpu=prefixes,
         extend_logprob_start_lens_cpu=NEW,
         capture_hidden_mode=CaptureHiddenMode.NULL,
+        global_num_token_non_padded_cpu=sum(NEW),
         rids=["a", "b", "c", "d"],
         lora_ids=[None] * 4,
         mm_inputs=[None] * 4,
@@ -86,6 +87,8 @@ def test_rows_that_decode_are_the_last_ones_not_those_of_one_token() -> None:
     assert decodes.extend_seq_lens is decodes.extend_seq_lens_cpu is None
     assert decodes.extend_num_tokens is None
     assert prompts.extend_num_tokens == 4
+    assert decodes.global_num_token_non_padded_cpu == 2
+    assert prompts.global_num_token_non_padded_cpu == 4
     assert prompts.extend_seq_lens_cpu == [3, 1]
     assert prompts.extend_prefix_lens.tolist() == [2, 0]
 

@@ -75,7 +75,7 @@ def test_timed_steps_of_this_machine_are_used(
     keep_slow_steps(demo_model, "float32", 0.5)
     after = report(capsys, job, demo_model, "--dtype", "float32")["policies"][0]
     assert after["seconds"] > 20 * before["seconds"]
-    assert after["seconds"] == pytest.approx(0.5 * after["steps"], rel=0.25)
+    assert after["seconds"] == pytest.approx(0.5 * after["steps"], rel=0.5)
     assert plan(job, demo_model, "--policy", "dfs", "--dtype", "float32") == 0
     assert "costs of 200 timed steps" in capsys.readouterr().out
     # Of other bits nothing was measured, nor of other devices.

@@ -33,6 +33,7 @@ _OF_EXTENDS = (
 _MADE = (
     "forward_mode", "batch_size", "seq_lens_sum", "extend_num_tokens",
     "kv_loc_plan", "kv_loc_cols", "out_cache_loc_is_physical", "mrope_positions",
+    "global_num_token_non_padded_cpu",
 )  # fmt: skip
 # Read only where tokens are sampled, which SGLang does for the whole batch.
 _OF_SAMPLING = (
@@ -46,7 +47,6 @@ _SHARED = (
     "can_run_dp_prefill_cuda_graph", "dp_prefill_cuda_graph_max_prefix_len",
     "global_forward_mode", "contains_last_prefill_chunk", "capture_hidden_mode",
     "split_index", "reuse_dsa_topk_indices", "attn_tp_sequence_sharded",
-    "global_num_token_non_padded_cpu",
 )  # fmt: skip
 _KNOWN = frozenset(
     (*_OF_TOKENS, *_OF_ROWS, *_OF_EXTENDS, *_MADE, *_OF_SAMPLING, *_SHARED)
@@ -148,6 +148,8 @@ def split(batch: ForwardBatch, num_decodes: int, translator: Any) -> BatchHalves
         parts |= {
             name: None if decodes else _part(batch, name, rows) for name in _OF_EXTENDS
         }
+        if batch.global_num_token_non_padded_cpu is not None:
+            parts["global_num_token_non_padded_cpu"] = tokens.stop - tokens.start
         if batch.mrope_positions is not None:
             parts["mrope_positions"] = batch.mrope_positions[:, tokens]
         half = dataclasses.replace(

@@ -37,6 +37,7 @@ class StepCost:
     row_share: float = 0.0
     padded: bool = False
     encoder_token_time_s: float = 0.0
+    interference_exponent: float = 1.0
 
     @classmethod
     def of(cls, cost: CostModel) -> StepCost:
@@ -48,6 +49,7 @@ class StepCost:
             float(cost.row_share),
             cost.padded,
             float(cost.encoder_token_time_s),
+            float(cost.interference_exponent),
         )
 
 

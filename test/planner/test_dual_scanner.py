@@ -13,6 +13,7 @@ from sglang_batch.planner.admission_rules.dual_scanner import (
     ScanBudgets,
     ScanState,
     budgets,
+    full_step,
     split_kv,
     steady_prefill_tokens,
 )
@@ -27,6 +28,9 @@ STATE = ScanState(
     target_density=1.27,
     decode_tokens=100,
     kv_read_time_s=0.02,
+    full_read_time_s=0.03,
+    weight_read_time_s=0.0,
+    interference_exponent=1.47,
     left_reads=0,
     right_reads=0,
     token_time_s=5e-5,
@@ -127,8 +131,58 @@ def test_attention_counts_with_the_prompt_tokens_and_not_with_the_decodes() -> N
 def test_half_empty_kv_is_filled_where_there_is_nothing_to_blend(
     changes: dict[str, Any], fills: bool
 ) -> None:
-    assert (scan(kv_used=20_000, **changes).prefill_tokens == 10**9) == fills
-    assert scan(kv_used=40_000, **changes).prefill_tokens < 10**9
+    # Nothing is read, so that no prompts would be computed for the blend.
+    empty = {"kv_read_time_s": 0.0, "decode_tokens": 0, **changes}
+    found = scan(kv_used=20_000, **empty)
+    assert (found.prefill_tokens > 0) == fills == (found.right_reads == 10**18)
+    assert scan(kv_used=40_000, **empty).prefill_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "weights_s", "k", "expected"),
+    [
+        # Nothing is lost by more steps: only the density counts.
+        (1.0, 0.0, 1.47, 1.6),
+        (5.0, 0.0, 1.47, 0.4),
+        (5.0, 0.0, 1.0, 0.4),
+        (0.5, 0.0, 1.47, 5.35),
+        (math.inf, 0.0, 1.47, 0.35),
+        # One after the other: uneven steps take no longer, and every step reads weights.
+        (5.0, 0.01, 1.0, 1e9),
+        # Reads of weights are hidden behind compute.
+        (5.0, 0.01, math.inf, 0.4),
+        # Compute is hidden behind reads.
+        (0.5, 0.03, math.inf, math.sqrt(1 / (0.025 * 0.5))),
+    ],
+)
+def test_the_size_to_which_steps_grow(
+    target: float, weights_s: float, k: float, expected: float
+) -> None:
+    assert full_step(target, 0.03, weights_s, k) == pytest.approx(expected)
+
+
+def test_steps_grow_more_the_longer_weights_take() -> None:
+    shares = [full_step(3.0, 0.03, w, 1.47) for w in (0.0, 1e-4, 1e-3, 0.01, 0.1)]
+    assert shares[0] == shares[1] < shares[2] < shares[3] < shares[4]
+    # Weights over the share, and unevenness times the share, are equal at the best one.
+    felt = (1 + 3**1.47) ** -(0.47 / 1.47)
+    uneven = 0.025 * (1 - 1 / 1.47) * 3
+    assert shares[3] == pytest.approx(math.sqrt(felt * 0.01 / 0.03 / uneven))
+
+
+def test_prompt_tokens_do_not_grow_with_reads_beyond_a_full_step() -> None:
+    # 0.4 of 0.03 s of reads ask for 0.06 s of compute: 1,200 tokens, 100 of them decodes.
+    share_s = 0.4 * 0.03
+    for read_time_s in (share_s, 0.02, 1.0):
+        found = scan(kv_read_time_s=read_time_s, target_density=5.0)
+        assert found.prefill_tokens == pytest.approx(1100, abs=1)
+        # Half of that step is always allowed, however little is read.
+        assert found.least_tokens == pytest.approx(600, abs=1)
+    fewer = scan(kv_read_time_s=0.9 * share_s, target_density=5.0)
+    assert fewer.prefill_tokens == pytest.approx(0.9 * 1200 - 100, abs=1)
+    # With weights to read, as much as a full KV cache asks for.
+    heavy = scan(weight_read_time_s=0.01)
+    assert heavy.least_tokens == pytest.approx(1.27 * 0.03 / 5e-5, abs=1)
 
 
 def test_a_side_that_has_nothing_waiting_leaves_all_to_the_other() -> None:

@@ -86,6 +86,47 @@ def test_the_sample_is_evenly_spaced_inside_a_task() -> None:
     assert len(sample) == 100
 
 
+def test_neighbours_are_chosen_where_prefixes_are_dear_to_compute_again() -> None:
+    def documents(own: int) -> Job:
+        """100 documents with 20 questions each, of ``own`` tokens or one more."""
+        return job_of(
+            [[d] * 50 + [200 + q] * own + [q] for d in range(100) for q in range(20)]
+        )
+
+    few, many = (choose_sample(*documents(n), share=0.02, seed=0) for n in (600, 10))
+    assert len(few) == len(many) == 40
+    assert len(set(few // 20)) == 40
+    assert np.ptp(np.diff(few)) <= 1
+    # Eight in a row, and the rows evenly spaced.
+    rows = np.split(many, np.flatnonzero(np.diff(many) > 1) + 1)
+    assert [len(row) for row in rows] == [8] * 5
+    assert np.ptp(np.diff([row[0] for row in rows])) <= 1
+
+
+def test_a_small_sample_is_not_from_one_document_alone() -> None:
+    job = job_of([[d] * 99 + [q] for d in range(20) for q in range(20)])
+    sample = choose_sample(*job, share=0.01, seed=0)
+    assert len(sample) == len(set(sample // 20)) == 5
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    st.integers(1, 50),
+    st.floats(0.01, 1.0),
+    st.integers(0, 99),
+)
+def test_rows_of_neighbours_do_not_overlap(
+    sizes: list[int], prefix: int, share: float, seed: int
+) -> None:
+    job = job_of(
+        [[d] * prefix + [99 + q] for d, n in enumerate(sizes) for q in range(n)]
+    )
+    sample = choose_sample(*job, share=share, seed=seed)
+    assert len(set(sample.tolist())) == len(sample) >= min(5, sum(sizes))
+    assert (np.diff(sample) > 0).all()
+
+
 def test_requests_of_known_length_are_not_sampled() -> None:
     known = [UNKNOWN if i % 10 == 0 else 64 for i in range(1000)]
     job = job_of([[i] for i in range(1000)], known=known)

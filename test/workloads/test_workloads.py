@@ -19,6 +19,11 @@ from sglang_batch.workloads.blend import (
     blend,
     blend_counts,
 )
+from sglang_batch.workloads.documents import (
+    LONGEST,
+    SHORTEST,
+    documents,
+)
 from sglang_batch.workloads.mix import (
     Workload,
     combine,
@@ -382,6 +387,62 @@ def test_industry_has_its_published_statistics() -> None:
 def test_industry_without_requests_is_refused() -> None:
     with pytest.raises(ConfigError, match="num_requests=0"):
         industry(0)
+
+
+@pytest.mark.parametrize(
+    ("density", "sharing", "groups"),
+    [(3.2, 0.5, (8, 100)), (4.0, 0.65, (40,)), (5.0, 0.6, (3, 20, 150))],
+)
+def test_documents_meet_density_and_sharing(
+    density: float, sharing: float, groups: tuple[int, ...]
+) -> None:
+    workload = documents(
+        1000, 1, density=density, sharing=sharing, groups=groups, input_mean=25_000,
+        token_time_s=TOKEN_TIME_S, kv_read_time_s=KV_READ_TIME_S,
+    )  # fmt: skip
+    requests = workload.requests
+    assert_well_formed(workload)
+    assert (requests.known_output_len == UNKNOWN).all()
+    input_len = requests.input_len
+    assert SHORTEST <= input_len.min() <= input_len.max() <= LONGEST
+    assert input_len.mean() == pytest.approx(25_000, rel=0.1)
+    tree = build_prefix_tree(requests.tokens, requests.offsets)
+    assert tree.prefix_sharing_ratio == pytest.approx(sharing, abs=0.05)
+    # As many levels of shared prefixes as asked for, besides chance.
+    assert len(np.unique(tree.depth[tree.depth > 10])) <= sum(groups)
+    found = density_and_sharing(workload)[0]
+    assert found == pytest.approx(density, rel=0.02)
+
+
+def test_documents_depend_on_their_seed_alone() -> None:
+    def of(seed: int) -> Workload:
+        return documents(
+            50, seed, density=3.0, sharing=0.5, groups=(2, 5), input_mean=20_000,
+            token_time_s=TOKEN_TIME_S, kv_read_time_s=KV_READ_TIME_S,
+        )  # fmt: skip
+
+    assert equal(of(1), of(1))
+    assert not equal(of(1), of(2))
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "groups", "sharing", "message"),
+    [
+        (0, (2,), 0.5, "0 requests"),
+        (5, (), 0.5, "in \\[\\] groups"),
+        (5, (2, 0), 0.5, "must be 1 or more"),
+        (10, (10,), 0.9, "use fewer groups"),
+    ],
+)
+def test_documents_that_are_not_possible(
+    num_requests: int, groups: tuple[int, ...], sharing: float, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        documents(
+            num_requests, 0, density=3.0, sharing=sharing, groups=groups,
+            input_mean=20_000, token_time_s=TOKEN_TIME_S,
+            kv_read_time_s=KV_READ_TIME_S,
+        )  # fmt: skip
 
 
 def test_combining_shuffles_all_requests_with_what_belongs_to_them() -> None:

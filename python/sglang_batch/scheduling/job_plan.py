@@ -32,6 +32,7 @@ class StepCost:
     """The times that add up to a step, in seconds; see ``planner.costs.cost_model``.
 
     mixing: when prompts and decodes have steps of their own. None: never.
+    interference_exponent: k of the overlap, of whole steps or of two forwards at once.
     """
 
     token_time_s: float
@@ -42,6 +43,7 @@ class StepCost:
     padded: bool = False
     encoder_token_time_s: float = 0.0
     mixing: MixingCost | None = None
+    interference_exponent: float = 1.0
 
     @classmethod
     def of(cls, cost: CostModel) -> StepCost:
@@ -54,6 +56,7 @@ class StepCost:
             cost.padded,
             float(cost.encoder_token_time_s),
             MixingCost.of(cost),
+            float(max(cost.interference_exponent, cost.split_exponent)),
         )
 
 

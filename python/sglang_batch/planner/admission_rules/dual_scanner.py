@@ -16,15 +16,26 @@ holds, that is the root's density, as in the paper.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ..compiled import jit
+from ..costs.cost_model import overlapped
 
 # A step without KV for the left side lowers the pace by this share of it. Any other step
 # raises it by this much.
 _PACE_DOWN = 0.02
 _PACE_UP = 0.001
 MIN_PACE = 0.3
+# Share of the KV cache that steps read at most if compute is nearly all of the work, and how
+# much more they may read at a density of 1.
+_LEAST_FULL = 0.35
+_MORE_FULL = 1.25
+# Share of the job's compute time that is lost for each KV cache that steps read, if compute
+# and reads overlap completely. Fitted to simulated jobs with prompts of 10,000 to 100,000
+# tokens (``benchmark/bench_order.py``).
+_UNEVEN = 0.025
+_NO_LIMIT = 1e9
 # With densities that differ by less than this factor, there is nothing to blend.
 _SIMILAR = 1.25
 
@@ -39,6 +50,9 @@ class ScanState(NamedTuple):
     target_density: compute density that the step should have.
     decode_tokens: requests that decode in this step.
     kv_read_time_s: seconds to read the KV of this step's decodes.
+    full_read_time_s: seconds to read ``kv_capacity`` tokens of KV.
+    weight_read_time_s: seconds to read the weights, once a step.
+    interference_exponent: k of the overlap law, see ``cost_model.overlapped``.
     left_reads, right_reads: KV tokens that a side's decodes read, shared ones once per
         request.
     token_time_s: compute time of one token, in seconds.
@@ -56,6 +70,9 @@ class ScanState(NamedTuple):
     target_density: float
     decode_tokens: int
     kv_read_time_s: float
+    full_read_time_s: float
+    weight_read_time_s: float
+    interference_exponent: float
     left_reads: int
     right_reads: int
     token_time_s: float
@@ -71,12 +88,15 @@ class ScanBudgets(NamedTuple):
         share memory time as they share KV, because a long prefix with many readers
         takes little KV and much time.
     prefill_tokens: prompt tokens to compute in this step.
+    least_tokens: prompt tokens that the right side may always compute in a step, and
+        either side while nobody decodes on the right.
     """
 
     left_kv: int
     right_kv: int
     right_reads: int
     prefill_tokens: int
+    least_tokens: int
 
 
 @jit
@@ -122,6 +142,32 @@ def next_pace(pace: float, left_blocked: bool) -> float:
 
 
 @jit
+def full_step(
+    target: float, full_read_time_s: float, weight_read_time_s: float, k: float
+) -> float:
+    """Memory time to which steps grow, as a share of ``full_read_time_s``.
+
+    Steps of any size have the target density, if prompts are in proportion to reads. If
+    nothing limits them, the requests of a side grow in number until the KV is full, and
+    then no prompt fits for many steps. Where decodes hold the KV for long, that is rare,
+    and the KV is best filled. Where most of the work is compute, requests leave soon
+    after their prompt, a few long prompts fill the KV, and half of it is best left free.
+
+    Smaller steps are more, and each reads the weights. That is worth it if reading is
+    hidden behind compute, and not without overlap.
+    """
+    share = _LEAST_FULL + _MORE_FULL / max(target * target, 1e-9)
+    # Seconds by which the job takes longer for each second of reading.
+    felt = (1.0 / max(1.0, overlapped(target, 1.0, k))) ** (k - 1.0)
+    weights = felt * weight_read_time_s / max(full_read_time_s, 1e-30)
+    uneven = _UNEVEN * (1.0 - 1.0 / k) * target
+    # The share at which weights / share + uneven * share is least.
+    if weights > uneven * share * share:
+        return math.sqrt(weights / uneven) if uneven > 0.0 else _NO_LIMIT
+    return share
+
+
+@jit
 def _only_to_fill(state: ScanState) -> bool:
     """Whether there is nothing to blend while the KV cache is half empty.
 
@@ -154,16 +200,31 @@ def budgets(state: ScanState) -> ScanBudgets:
         left, right = 0.0, capacity
     amplified = max(1.0, state.left_reads / max(1.0, left))
     tokens = 1e9
+    least_tokens = 0.0
     right_reads = right * amplified
+    full = full_step(
+        state.target_density,
+        state.full_read_time_s,
+        state.weight_read_time_s,
+        state.interference_exponent,
+    )
+    most_read_time_s = full * state.full_read_time_s
+    pace = state.pace
+    read_time_s = min(state.kv_read_time_s, most_read_time_s)
     if _only_to_fill(state):
-        right_reads = 1e18
-    elif state.token_time_s > 0.0:
-        compute_s = state.target_density * state.kv_read_time_s
+        right_reads, pace, read_time_s = 1e18, 1.0, most_read_time_s
+    if state.token_time_s > 0.0:
+        compute_s = state.target_density * read_time_s
         compute_s -= state.decode_tokens * state.token_time_s
-        tokens = compute_s / state.prompt_token_time_s * state.pace
+        tokens = compute_s / state.prompt_token_time_s * pace
+        least_s = state.target_density * min(
+            most_read_time_s / 2.0, state.full_read_time_s
+        )
+        least_tokens = least_s / state.prompt_token_time_s
     return ScanBudgets(
         int(left),
         int(right),
         int(min(right_reads, 1e18)),
         int(max(0.0, min(tokens, 1e9))),
+        int(max(0.0, min(least_tokens, 1e9))),
     )

@@ -305,6 +305,9 @@ def _scan_budgets(sim: Sim, target: float) -> ScanBudgets:
             target,
             state.decoding,
             kv_reads(sim) * sim.engine.kv_read_time_s,
+            sim.engine.kv_capacity * sim.engine.kv_read_time_s,
+            sim.engine.weight_read_time_s,
+            max(sim.engine.interference_exponent, sim.engine.split_exponent),
             side_reads(sim, LEFT),
             side_reads(sim, RIGHT),
             sim.engine.token_time_s,
@@ -321,6 +324,13 @@ def _prefill_tokens(sim: Sim, allowed: ScanBudgets) -> int:
         return allowed.prefill_tokens
     left_tokens = _steady_tokens(sim, LEFT, allowed.left_kv)
     return int(left_tokens + _steady_tokens(sim, RIGHT, allowed.right_kv))
+
+
+@jit_in_place
+def _least_tokens(sim: Sim, allowed: ScanBudgets) -> int:
+    """Prompt tokens that may be computed whatever the density of the step."""
+    least = int(sim.engine.min_step_tokens)
+    return max(least, allowed.least_tokens) if sim.engine.closed_loop else least
 
 
 @jit_in_place
@@ -341,7 +351,7 @@ def _prefill_right(
     may_join = not left_blocked
     if not sim.engine.as_sglang:
         may_join = may_join and side_reads(sim, RIGHT) < allowed.right_reads
-    right = min(limit, max(tokens, sim.engine.min_step_tokens))
+    right = min(limit, max(tokens, _least_tokens(sim, allowed)))
     left_kv = sim.sides[LEFT].kv
     if sim.engine.as_sglang:
         left_kv += sim.cache.totals[LOCKED]
@@ -388,7 +398,7 @@ def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
     done, attention = _prefill_right(sim, allowed, tokens, limit, left_blocked)
     alone = sim.sides[RIGHT].decoding == 0
     if alone and done == 0:
-        tokens = max(int(tokens * _RAMP), sim.engine.min_step_tokens)
+        tokens = max(int(tokens * _RAMP), _least_tokens(sim, allowed))
         if sim.engine.as_sglang:
             done, attention = compute_begun(sim, min(limit, tokens))
     tokens = min(limit, tokens) - done

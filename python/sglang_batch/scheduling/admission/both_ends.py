@@ -33,17 +33,17 @@ def take_from_both_ends(filling: Filling, limit: int, scan: ScanPace) -> None:
         limit: most prompt tokens of the step.
     """
     kv_accounting, now = filling.kv_accounting, filling.now
-    min_step_tokens = filling.jobs[0].plan.min_step_tokens
     if _catches_up(filling, limit, scan):
         return
     scan.pace = next_pace(scan.pace, scan.left_blocked)
     allowed = _budgets(filling, scan)
     tokens = allowed.prefill_tokens
+    least = max(filling.jobs[0].plan.min_step_tokens, allowed.least_tokens)
     if not now.mixed:
         tokens = _saved_up(scan, now, tokens)
         if not tokens and now.decode_rows:
             return
-    right = min(limit, max(tokens, min_step_tokens))
+    right = min(limit, max(tokens, least))
     # If the left side did not fit last time, it goes first. Otherwise the right side
     # goes first: the more it reads, the more prompt tokens the left side may compute.
     may_join = not scan.left_blocked
@@ -54,7 +54,7 @@ def take_from_both_ends(filling: Filling, limit: int, scan: ScanPace) -> None:
         filling.take(RIGHT, right, _left_kv(filling, allowed))
     # While no request of the right side decodes, the left side need not hold back.
     if kv_accounting.decoding[RIGHT] == 0 and filling.choice.tokens == 0:
-        tokens = max(int(tokens * _RAMP), min_step_tokens)
+        tokens = max(int(tokens * _RAMP), least)
         filling.continue_chunk(min(limit, tokens))
     scan.left_blocked = filling.take(LEFT, min(limit, tokens), 0)
     for side in (RIGHT, LEFT):
@@ -121,6 +121,9 @@ def _budgets(filling: Filling, scan: ScanPace) -> ScanBudgets:
             density_of([job.work for job in jobs]),
             now.decode_rows,
             cost.kv_read_time_s * sum(kv_accounting.reads),
+            cost.kv_read_time_s * kv_accounting.capacity,
+            cost.weight_read_time_s,
+            cost.interference_exponent,
             kv_accounting.reads[LEFT],
             kv_accounting.reads[RIGHT],
             cost.token_time_s,

@@ -13,4 +13,5 @@ def compile_planner() -> None:
     kv_forecast.peak(forecast, 0, 1, 1)
     kv_forecast.remove(forecast, bucket, 1, 2)
     next_pace(1.0, False)
-    budgets(ScanState(1, 0, 1.0, 1.0, True, True, 1.0, 0, 0.0, 0, 0, 1.0, 1.0, 1.0))
+    times = 0.0, 1.0, 0.0, 1.0
+    budgets(ScanState(1, 0, 1.0, 1.0, True, True, 1.0, 0, *times, 0, 0, 1.0, 1.0, 1.0))

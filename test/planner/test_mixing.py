@@ -70,6 +70,14 @@ def test_slow_reads_of_kv_count_as_well() -> None:
     assert mixing_loss_s(cost, 512.0, 8.0, 1e6) > 0
 
 
+def test_squares_of_kv_count_where_attention_is_computed_anew() -> None:
+    cost = mixing(replace(LLAMA, extras=StepExtras(mixed_square_s=1e-8)))
+    few = mixing_loss_s(cost, 512.0, 8.0, 8 * 100.0)
+    long = mixing_loss_s(cost, 512.0, 8.0, 8 * 4000.0)
+    assert few < 0 < long
+    assert long - few == pytest.approx(8 * 1e-8 * (4000.0**2 - 100.0**2))
+
+
 def test_a_simulated_step_takes_the_smaller_of_both() -> None:
     """However slow rows are in mixed steps, a job never takes longer than apart."""
 

@@ -33,15 +33,17 @@ TRUE = StepLaw(
 
 
 def steps(n: int = 400, seed: int = 0) -> Floats:
-    """Steps of all kinds without their seconds, float64 ``[n, 6]``."""
+    """Steps of all kinds without their seconds, float64 ``[n, 7]``."""
     rng = np.random.default_rng(seed)
     prompts = np.where(rng.random(n) < 0.6, rng.integers(1, 9, n), 0)
     tokens = np.where(prompts, rng.integers(1, 500, n) * prompts, 0)
     decodes = np.where(rng.random(n) < 0.85, rng.integers(1, 300, n), 0)
     decodes = np.where(tokens + decodes == 0, 5, decodes)
-    attended = tokens * (2 * rng.integers(0, 4000, n) + tokens)
+    before = np.where(prompts, rng.integers(0, 4000, n), 0)
+    attended = tokens * (2 * before + tokens)
+    squares = (before + tokens) ** 2
     kv = decodes * rng.integers(100, 3000, n)
-    columns = [np.zeros(n), tokens, prompts, decodes, attended, kv]
+    columns = [np.zeros(n), tokens, prompts, decodes, attended, squares, kv]
     return np.stack(columns, axis=1).astype(np.float64)
 
 
@@ -55,10 +57,14 @@ def timed(found: Floats, cost: CostModel) -> Floats:
     compute = compute + np.interp(rows, table[0], table[4])
     memory = memory + np.interp(rows, table[0], table[5])
     compute = compute + found[:, 4] * cost.attention_time_s
-    memory = memory + found[:, 5] * cost.kv_read_time_s
+    memory = memory + found[:, 6] * cost.kv_read_time_s
     extras, prompts, decodes = cost.extras, found[:, 2], found[:, 3]
+    kv = np.where(prompts > 0, found[:, 6], 0.0)
     other = other + np.where(prompts > 0, extras.prompt_step_s, 0.0)
     other = other + prompts * extras.prompt_s
+    other = other + found[:, 5] * extras.prompt_square_s
+    other = other + kv * extras.mixed_kv_token_s
+    other = other + kv**2 / np.maximum(decodes, 1.0) * extras.mixed_square_s
     per_decode = np.where(prompts > 0, extras.mixed_decode_s, extras.decode_s)
     seconds = cost.step_time_s(compute, memory) + other + decodes * per_decode
     return np.concatenate([seconds[:, None], found[:, 1:]], axis=1)
@@ -80,6 +86,20 @@ def test_a_machine_is_found_from_its_steps() -> None:
     # A dense model reads the same weights in each step: that is a fixed time as well.
     assert law.factors[0] == pytest.approx(TRUE.factors[0], rel=0.15)
     assert law.factors[3] == pytest.approx(TRUE.factors[3], rel=0.15)
+
+
+def test_engines_that_compute_attention_anew_are_found() -> None:
+    """As SGLang's on a CPU: of the whole prompt for each chunk, and for each mixed row."""
+    extras = StepExtras(prompt_square_s=2e-9, mixed_square_s=1e-9)
+    law = replace(TRUE, extras=extras)
+    found = timed(steps(), law.applied(NOMINAL))
+    fitted = fit_step_law(found, NOMINAL)
+    assert fitted is not None
+    assert fitted.extras.mixed_square_s == pytest.approx(1e-9, rel=0.15)
+    other = timed(steps(seed=1), law.applied(NOMINAL))
+    errors = abs(predicted(fitted, other) / other[:, 0] - 1)
+    assert np.median(errors) < 0.05
+    assert np.quantile(errors, 0.98) < 0.15
 
 
 def test_disturbed_steps_count_less_and_the_sum_is_kept() -> None:
@@ -113,7 +133,7 @@ def test_an_engine_without_overlap_has_none() -> None:
 
 def test_what_steps_say_nothing_about_is_as_slow_as_the_rest() -> None:
     found = steps()
-    found[:, 1] = found[:, 2] = found[:, 4] = 0
+    found[:, 1] = found[:, 2] = found[:, 4] = found[:, 5] = 0
     found[:, 3] = np.maximum(found[:, 3], 1)
     slow = StepLaw((3.0,) * 4, 0.0, StepExtras(), 1.0, 0.0, 0)
     law = fit_step_law(timed(found, slow.applied(NOMINAL)), NOMINAL)
@@ -127,7 +147,7 @@ def test_too_few_or_unusable_steps_give_no_law() -> None:
     assert fit_step_law(found[1:], NOMINAL) is None
     found[0, 0] = np.nan
     assert fit_step_law(found, NOMINAL) is None
-    assert fit_step_law(np.zeros((0, 6)), NOMINAL) is None
+    assert fit_step_law(np.zeros((0, 7)), NOMINAL) is None
 
 
 def test_the_same_steps_give_the_same_law() -> None:

@@ -127,6 +127,8 @@ def law_text(law: StepLaw | None) -> str:
         "a row that decodes": extras.decode_s,
         "such a row, with prompts": extras.mixed_decode_s,
         "1,000 of its KV tokens": 1e3 * extras.mixed_kv_token_s,
+        "1,000 of them, squared": 1e6 * extras.mixed_square_s,
+        "1,000 prompt tokens, sq.": 1e6 * extras.prompt_square_s,
     }
     others = "\n".join(
         f"  {name:<24}{x * 1e3:>10.3g} ms" for name, x in seconds.items()
@@ -334,7 +336,7 @@ class _Calibration:
             self._status = (
                 f"Timing steps: mix {number + 1}, {len(mix.lengths)} requests"
             )
-            await timer.run(mix.lengths, mix.outputs)
+            await timer.run(mix.lengths, mix.outputs, mix.shared)
 
     def _shown(self) -> str:
         return f"{self._status} ({time.monotonic() - self._begun:.0f} s)"

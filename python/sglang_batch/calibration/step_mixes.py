@@ -2,7 +2,7 @@
 
 Prompts from a few tokens to several steps, in small and in large numbers, with answers of
 different lengths: so steps compute prompts alone, decode alone, and mix both, with few rows and
-with many.
+with many. Each also with a prefix that is in the cache for all but the first.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ _PROMPTS = (1 / 64, 1 / 16, 1 / 4, 1.0, 2.5)
 _STEPS = 12
 _NUMBERS = (2, 8, 32, 128, 512)
 _KV_SHARE = 0.7
+# Shorter prompts share nothing.
+_LEAST_SHARED = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +28,12 @@ class Mix:
     """Requests that are sent at the same time.
 
     lengths, outputs: tokens of each prompt and of each answer.
+    shared: tokens that all prompts begin with, which the first one leaves in the cache.
     """
 
     lengths: list[int]
     outputs: list[int]
+    shared: int = 0
 
 
 def mixes(limits: DecodeLimits) -> list[Mix]:
@@ -49,4 +53,7 @@ def mixes(limits: DecodeLimits) -> list[Mix]:
             mix = Mix([length] * rows, [OUTPUTS[i % len(OUTPUTS)] for i in range(rows)])
             if rows > 0 and length > 0 and mix not in found:
                 found.append(mix)
+                if rows > 2 and length >= _LEAST_SHARED:
+                    shared = length - max(2, length // 8)
+                    found.append(Mix(mix.lengths, mix.outputs, shared))
     return found

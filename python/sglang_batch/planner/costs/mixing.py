@@ -4,10 +4,11 @@ Together they pass the matrices once and share what a step costs besides. Engine
 attention of such a step with the kernels of prompts, which may take longer for rows that decode.
 By a machine's timed steps, the seconds that mixing loses are ::
 
-    decodes * a + KV * b - step - (m(prompt tokens) + m(decodes) - m(both))
+    decodes * a + KV * b + KV^2 / decodes * c - step
+        - (m(prompt tokens) + m(decodes) - m(both))
 
-with ``m`` the seconds of the matrices. Datasheets have no ``a`` and ``b``: without timed steps,
-prompts and decodes are always mixed.
+with ``m`` the seconds of the matrices. Datasheets have no ``a``, ``b`` and ``c``: without timed
+steps, prompts and decodes are always mixed.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ _POWERS = 16
 class MixingCost(NamedTuple):
     """What mixing costs and saves on a machine, in seconds.
 
-    decode_s, kv_token_s: a and b, of a row that decodes and a token of KV that it reads.
+    decode_s, kv_token_s, kv_square_s: a, b and c, of a row that decodes, a token of KV that it
+        reads, and the square of these.
     step_s: of a step besides its tokens.
     matrices_s: m at 0, 1, 2, 4, ... tokens.
     """
 
     decode_s: float
     kv_token_s: float
+    kv_square_s: float
     step_s: float
     matrices_s: tuple[float, ...]
 
@@ -42,7 +45,7 @@ class MixingCost(NamedTuple):
         """None where mixing loses nothing."""
         extras = cost.extras
         decode_s = extras.mixed_decode_s - extras.decode_s
-        if decode_s <= 0 and extras.mixed_kv_token_s <= 0:
+        if max(decode_s, extras.mixed_kv_token_s, extras.mixed_square_s) <= 0:
             return None
         table = cost.step_table
         tokens = [0.0, *(2.0**power for power in range(_POWERS))]
@@ -50,13 +53,14 @@ class MixingCost(NamedTuple):
         return cls(
             float(decode_s),
             float(extras.mixed_kv_token_s),
+            float(extras.mixed_square_s),
             float(np.interp(1.0, table[TOKENS], table[OTHER])),
             tuple(seconds.tolist()),
         )
 
 
 # For compiled code, which needs one of the same type.
-ALWAYS_MIXED = MixingCost(0.0, 0.0, 0.0, (0.0,) * (_POWERS + 1))
+ALWAYS_MIXED = MixingCost(0.0, 0.0, 0.0, 0.0, (0.0,) * (_POWERS + 1))
 
 
 @jit_in_place
@@ -71,6 +75,7 @@ def mixing_loss_s(
         kv_tokens: tokens of KV that they read.
     """
     loss = decodes * cost.decode_s + kv_tokens * cost.kv_token_s - cost.step_s
+    loss += cost.kv_square_s * kv_tokens * kv_tokens / max(decodes, 1.0)
     apart = _matrices(cost, prompt_tokens) + _matrices(cost, decodes)
     return float(loss - (apart - _matrices(cost, prompt_tokens + decodes)))
 

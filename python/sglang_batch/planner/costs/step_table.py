@@ -21,6 +21,8 @@ class StepExtras(NamedTuple):
     decode_s: for each request that decodes.
     mixed_decode_s: the same in a step with prompts.
     mixed_kv_token_s: for each token of KV that these read, besides its time in other steps.
+    prompt_square_s: for each square of a prompt's tokens, those in the cache included.
+    mixed_square_s: for each square of the KV of a row that decodes in a step with prompts.
     """
 
     prompt_step_s: float = 0.0
@@ -28,6 +30,8 @@ class StepExtras(NamedTuple):
     decode_s: float = 0.0
     mixed_decode_s: float = 0.0
     mixed_kv_token_s: float = 0.0
+    prompt_square_s: float = 0.0
+    mixed_square_s: float = 0.0
 
 
 NO_EXTRAS = StepExtras()

@@ -123,6 +123,7 @@ STATE = np.dtype(
             "compute",
             "memory",
             "work",  # compute time by ``token_time_s``, as planned
+            "squares",  # of the prompts computed in this step, with their cached tokens
             "kv_read",  # memory time without weights
             "compute_planned",  # estimated times of the whole job
             "kv_read_planned",

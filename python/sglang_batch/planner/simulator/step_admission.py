@@ -123,6 +123,7 @@ def compute(sim: Sim, side: int, tokens: int) -> tuple[int, float]:
         _prompt_done(sim, i)
     state.prefilled += some
     state.prompts += some > 0
+    state.squares += float(begin + some) ** 2 if some > 0 else 0.0
     return int(some), _attention_time(sim, begin, some)
 
 
@@ -168,6 +169,7 @@ def _join_whole(sim: Sim, i: int, side: int) -> tuple[int, float]:
     sim.state[0].prefilled += some
     sim.state[0].prompts += 1
     begin = r.input_len + r.generated - some
+    sim.state[0].squares += float(begin + some) ** 2
     return int(some), _attention_time(sim, begin, some)
 
 

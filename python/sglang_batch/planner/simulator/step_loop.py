@@ -144,9 +144,11 @@ def _step_seconds(
     decode_s = extras.decode_s
     if state.prompts > 0:
         other += extras.prompt_step_s + extras.prompt_s * state.prompts
+        other += extras.prompt_square_s * state.squares
         decode_s = extras.mixed_decode_s
         if state.decoding > 0:
             other += extras.mixed_kv_token_s * reads
+            other += extras.mixed_square_s * reads * reads / state.decoding
             # Else the engine would compute the prompts first, and decode in a second step.
             prompts = max(0, tokens - state.decoding)
             other -= max(
@@ -226,6 +228,7 @@ def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
         state.seconds += seconds
         state.media = 0
         state.prompts = 0
+        state.squares = 0.0
         step = state.step - 1 - state.idle
         tokens_held = state.read_base + state.decoding * state.step
         stride = _sample(

@@ -3,7 +3,8 @@
 The law is that of :mod:`.step_costs`, with factors that measured steps decide::
 
     seconds = fixed + prompt step + prompts * a
-              + decodes * (b, or b' in a step with prompts) + KV in a step with prompts * c
+              + squares of prompts * c + decodes * (b, or in a step with prompts b')
+              + (KV, KV^2 / decodes) in a step with prompts * (d, e)
               + overlapped(f_c compute(tokens) + f_p pairs, f_m reads(tokens) + f_k KV)
 
 ``compute``, ``reads``, ``pairs`` and ``KV`` are the seconds of the machine's datasheet. All
@@ -102,7 +103,7 @@ class StepLaw:
 
 
 def samples_array(samples: list[StepSample]) -> Floats:
-    """float64 ``[n, 6]``."""
+    """float64 ``[n, 7]``."""
     return np.array(samples, dtype=np.float64).reshape(-1, len(StepSample._fields))
 
 
@@ -110,7 +111,7 @@ def fit_step_law(samples: Floats, cost: CostModel) -> StepLaw | None:
     """The law of measured steps.
 
     Args:
-        samples: float64 ``[n, 6]``, the fields of :class:`StepSample`.
+        samples: float64 ``[n, 7]``, the fields of :class:`StepSample`.
         cost: of the machine by its datasheet.
 
     Returns:
@@ -130,7 +131,7 @@ def fit_step_law(samples: Floats, cost: CostModel) -> StepLaw | None:
 
 
 class _StepColumns(NamedTuple):
-    """Seconds by datasheet and counts of each step, all float64 ``[n]`` or ``[n, 6]``."""
+    """Seconds by datasheet and counts of each step, all float64 ``[n]`` or ``[n, 8]``."""
 
     seconds: Floats
     compute: Floats
@@ -141,7 +142,7 @@ class _StepColumns(NamedTuple):
 
     @classmethod
     def of(cls, samples: Floats, cost: CostModel) -> _StepColumns:
-        seconds, prompt_tokens, prompts, decodes, attended, kv_tokens = samples.T
+        seconds, prompt_tokens, prompts, decodes, attended, squares, kv = samples.T
         table = cost.step_table
         tokens, rows = prompt_tokens + decodes, prompts + decodes
         mixed = prompts > 0
@@ -157,7 +158,7 @@ class _StepColumns(NamedTuple):
             at(COMPUTE, tokens) + at(HEAD_COMPUTE, rows),
             at(MEMORY, tokens) + at(HEAD_MEMORY, rows),
             attended * cost.attention_time_s,
-            kv_tokens * cost.kv_read_time_s,
+            kv * cost.kv_read_time_s,
             np.stack(
                 [
                     np.ones_like(seconds),
@@ -165,7 +166,9 @@ class _StepColumns(NamedTuple):
                     prompts,
                     np.where(mixed, 0.0, decodes),
                     np.where(mixed, decodes, 0.0),
-                    np.where(mixed, kv_tokens, 0.0),
+                    np.where(mixed, kv, 0.0),
+                    squares,
+                    np.where(mixed, kv * kv / np.maximum(decodes, 1.0), 0.0),
                 ],
                 axis=1,
             ),
@@ -173,7 +176,7 @@ class _StepColumns(NamedTuple):
 
 
 class _LawFit(NamedTuple):
-    """Coefficients ``[10]``, predicted seconds ``[n]``, and the squares that they leave."""
+    """Coefficients ``[12]``, predicted seconds ``[n]``, and the squares that they leave."""
 
     coefficients: Floats
     predicted: Floats

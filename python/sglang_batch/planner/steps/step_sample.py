@@ -13,6 +13,8 @@ class StepSample(NamedTuple):
     decodes: requests that decoded, a token each.
     attended: sum of ``(before + new)^2 - before^2`` over the prompts, twice the pairs of
         tokens that attention computed.
+    squares: sum of ``(before + new)^2``. Some engines compute a prompt's attention anew, with
+        the tokens that are in the cache.
     kv_tokens: tokens of KV that the decodes read.
     """
 
@@ -21,4 +23,5 @@ class StepSample(NamedTuple):
     prompts: float
     decodes: float
     attended: float
+    squares: float
     kv_tokens: float

@@ -61,6 +61,7 @@ class StepRecorder:
     def _reset(self) -> None:
         self._prefill = [0, 0, 0]
         self._prompts = 0
+        self._squares = 0
         self._attention = 0
         self._media = 0
         self._cached = 0
@@ -82,6 +83,7 @@ class StepRecorder:
         ``media`` placeholders of images and sounds."""
         self._prefill[request.side] += tokens
         self._prompts += 1
+        self._squares += (before + tokens) ** 2
         self._media += media
         self._attention += tokens * (2 * before + tokens)
 
@@ -161,6 +163,7 @@ class StepRecorder:
                 self._prompts,
                 decode_tokens,
                 self._attention,
+                self._squares,
                 reads,
             )
         self.samples.begin(time.perf_counter(), step)

@@ -66,11 +66,14 @@ class DecodeTimer:
         await self.run(lengths, [new_tokens] * len(lengths))
         return (await self._times(len(lengths)))[before:]
 
-    async def run(self, lengths: Sequence[int], outputs: Sequence[int]) -> None:
+    async def run(
+        self, lengths: Sequence[int], outputs: Sequence[int], shared: int = 0
+    ) -> None:
         """Run a batch.
 
         Args:
             lengths, outputs: tokens of each row's prompt and of its answer.
+            shared: tokens that all prompts begin with. They are computed before the batch.
 
         Raises:
             EngineError: a request failed.
@@ -78,6 +81,10 @@ class DecodeTimer:
         prompts = random_prompts(
             lengths, self._manager.model_config.vocab_size, seed=self._num_batches
         )
+        if shared:
+            prefix = prompts[0][:shared]
+            prompts = [prefix + prompt[: len(prompt) - shared] for prompt in prompts]
+            await self._answer(len(prompts), prefix, 1)
         answers = await asyncio.gather(
             *(
                 self._answer(row, prompt, output)

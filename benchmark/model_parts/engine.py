@@ -83,6 +83,9 @@ def _with_plans(jobs: list[Any], arguments: list[str]) -> list[Any]:
     from sglang_batch.srt.engine import in_process
 
     results: list[Any] = []
+    if not any(each.startswith("--offline-batch-config") for each in arguments):
+        # Steps are counted, which must not depend on how long they take here.
+        arguments = [*arguments, '--offline-batch-config={"learn_costs": false}']
     with in_process.engine(in_process.parse_server_args(arguments)) as (engine, loop):
         loop.run_until_complete(engine.connect())
         manager: Any = engine._tokenizer_manager

@@ -34,6 +34,8 @@ def request(index: int, prompt: list[int], length: int) -> BatchRequestInput:
 
 
 # Of which the simulator knows the first four.
+# What the simulator is compared with must not depend on how fast steps are here.
+ARGUMENTS = ["--offline-batch-config", '{"learn_costs": false}']
 COUNTS = (
     "steps", "cached_tokens", "decode_tokens", "offloaded",
     "offload_recomputed", "resumed", "prefetched", "kv_waits",
@@ -88,7 +90,7 @@ def simulated(machine: Machine, rows: Any, policy: str) -> dict[str, int]:
 def main() -> None:
     policies, row_share, jobs = json.loads(sys.argv[1])
     found = {}
-    with in_process.engine(in_process.parse_server_args(sys.argv[2:])) as (
+    with in_process.engine(in_process.parse_server_args(ARGUMENTS + sys.argv[2:])) as (
         engine,
         loop,
     ):

@@ -112,6 +112,7 @@ STATE = np.dtype(
             "cut",  # whether a prompt ends in this step where a state is kept
             "parked",  # rows that left in a switch of batches
             "media",  # placeholders of the prompts that join in this step
+            "apart",  # steps whose prompts and decodes had steps of their own
             "prompts",  # requests of which a part of the prompt is computed in this step
         )
     ]

@@ -336,7 +336,7 @@ def _result(
     held = state["kv_steps"] / max(1, num_steps)
     return Simulation(
         seconds=float(state["seconds"]),
-        num_steps=num_steps,
+        num_steps=num_steps + int(state["apart"]),
         compute_s=float(state["compute"]),
         memory_s=float(state["memory"]),
         prompt_tokens=tree.num_tokens,

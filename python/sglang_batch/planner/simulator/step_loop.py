@@ -151,9 +151,10 @@ def _step_seconds(
             other += extras.mixed_square_s * reads * reads / state.decoding
             # Else the engine would compute the prompts first, and decode in a second step.
             prompts = max(0, tokens - state.decoding)
-            other -= max(
-                0.0, mixing_loss_s(sim.engine.mixing, prompts, state.decoding, reads)
-            )
+            loss = mixing_loss_s(sim.engine.mixing, prompts, state.decoding, reads)
+            if loss > 0.0:
+                other -= loss
+                state.apart += 1
     return compute, memory, other + decode_s * state.decoding
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from ...errors import ConfigError, InputError
 from ...option_types import number, positive
 from ...planner.choosing.ways import Box
-from ..machine_choice import named_device
 
 _BOX = re.compile(r"(?:(\d+)x)?([^=]+)(?:=(.+))?")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -100,6 +99,8 @@ def _box(text: str, options: argparse.Namespace, prices: dict[str, float]) -> Bo
     found = _BOX.fullmatch(text)
     if found is None or found[1] == "0":
         raise ConfigError(f"{text!r} must be like 8xh200-sxm, or 8xh200-sxm=3.5.")
+    from ..machine_choice import named_device  # it loads the planner
+
     hardware = named_device(options, found[2])
     price = options.price_per_gpu_hour
     price = prices.get(hardware.name, price)

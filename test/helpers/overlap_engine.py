@@ -283,7 +283,7 @@ def main() -> None:
         "--model-path", sys.argv[1], "--dtype=float32", "--mem-fraction-static=0.3",
         f"--max-total-tokens={KV_TOKENS}", f"--chunked-prefill-size={CHUNK}",
         "--max-running-requests=12", "--log-level=info",
-        '--offline-batch-config={"overlap": "on", "attention": "torch"}',
+        '--offline-batch-config={"overlap": "on", "attention": "torch", "learn_costs": false}',
     ]  # fmt: skip
     with in_process.engine(in_process.parse_server_args(arguments)) as (engine, loop):
         loop.run_until_complete(engine.connect())

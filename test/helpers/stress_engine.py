@@ -284,6 +284,8 @@ def stress(model: Path, *argv: str) -> Iterator[Stress]:
             "--dtype=float32",
             "--mem-fraction-static=0.3",
             "--random-seed=1",
+            # Whether steps are mixed must not depend on how fast they are here.
+            '--offline-batch-config={"learn_costs": false}',
             *argv,
         ]
     )

@@ -222,7 +222,7 @@ class OfflineBatchConfig:
         to SGLang. ``auto`` uses Triton on GPUs that its kernel has settings for, if no
         attention backend is named, the model is supported and a trial run succeeds.
     overlap: one of ``OVERLAPS``. Whether a step with prompts and decodes runs as two
-        forwards at the same time, decodes beside prompts. ``auto`` tries it out when a
+        forwards at the same time, decodes and prompts. ``auto`` tries it out when a
         server with a GPU starts, and splits the steps that this makes faster by 5 % or
         more. ``on`` splits all steps that can be split.
     sleep_on_idle: whether an engine without work waits for messages, as with SGLang's

@@ -13,15 +13,12 @@ from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.costs.hardware import hardware
 from sglang_batch.planner.costs.model_spec import ModelSpec
 from sglang_batch.planner.costs.step_table import (
-    COMPUTE,
-    HEAD_COMPUTE,
     HEAD_MEMORY,
     MEMORY,
     OTHER,
     StepExtras,
     linear_table,
-    seconds_at,
-    segment,
+    matrix_seconds,
 )
 from sglang_batch.planner.machine_model import EngineLimits
 from sglang_batch.planner.simulator.simulator import Simulation, simulate
@@ -32,14 +29,10 @@ from sglang_batch.prediction.models import MODELS
 
 LLAMA = ModelSpec.from_hf_config(MODELS["llama-3.1-8b"])
 H100 = hardware("h100")
-ALL = (COMPUTE, MEMORY, OTHER, HEAD_COMPUTE, HEAD_MEMORY)
 
 
 def looked_up(cost: CostModel, tokens: int, rows: int) -> float:
-    table = cost.step_table
-    at, of_rows = segment(table, tokens), segment(table, rows)
-    total = sum(seconds_at(table, row, at, tokens) for row in ALL[:3])
-    return total + sum(seconds_at(table, row, of_rows, rows) for row in ALL[3:])
+    return sum(matrix_seconds(cost.step_table, tokens, rows))
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b", "deepseek-r1"])

@@ -14,6 +14,14 @@ from .costs.pool_shares import NO_POOL, PoolShares, of_states, of_windows
 STATES_PER_ROW = 3
 WINDOW_EVICTION_STEPS = 128
 
+# Where steps are small, the requests that start the right side must not fill them.
+_MIN_STEP_TOKENS = 512
+
+
+def min_step_tokens(step_tokens: int) -> int:
+    """``EngineLimits.min_step_tokens`` of SGLang, for so many tokens in a step."""
+    return min(_MIN_STEP_TOKENS, max(1, step_tokens // 8))
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:

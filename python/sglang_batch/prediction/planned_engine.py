@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..planner.costs.hardware import HardwareSpec, match_hardware
 from ..planner.costs.model_spec import ModelSpec
-from ..planner.machine_model import Machine
+from ..planner.machine_model import Machine, min_step_tokens
 from ..planner.steps.parallelism import Parallelism
 
 if TYPE_CHECKING:
@@ -58,13 +58,7 @@ def timed_machine(
         return machine, ""
     law, mixed = found
     limits = replace(
-        limits, as_sglang=mixed, min_step_tokens=_least(limits.step_tokens)
+        limits, as_sglang=mixed, min_step_tokens=min_step_tokens(limits.step_tokens)
     )
     note = f"costs of {law.num_samples} timed steps"
     return Machine(law.applied(machine.cost), limits), note
-
-
-def _least(step_tokens: int) -> int:
-    from ..srt.engine.machine import MIN_STEP_TOKENS
-
-    return min(MIN_STEP_TOKENS, max(1, step_tokens // 8))

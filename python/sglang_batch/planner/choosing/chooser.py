@@ -321,8 +321,7 @@ _ANY_MACHINE = Machine(
 def time_by_limit(outlook: Outlook) -> dict[str, float]:
     """Device seconds of a request in the closed form, by what limits its steps."""
     steady, parallel = outlook.steady, outlook.way.parallel
-    if steady is None:
-        return {}
+    assert steady is not None, "an impossible way takes no time"
     device_s = parallel.devices / steady.requests_per_s / float(steady.step.total_s)
     parts = steady.step.by_limit
     return {name: float(seconds) * device_s for name, seconds in parts.items()}

@@ -17,15 +17,7 @@ from ..compiled import jit
 from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Floats, Int32s
 from .cost_model import CostModel
-from .step_table import (
-    COMPUTE,
-    HEAD_COMPUTE,
-    HEAD_MEMORY,
-    MEMORY,
-    OTHER,
-    seconds_at,
-    segment,
-)
+from .step_table import matrix_seconds
 
 # Requests considered for the critical path: those with the longest outputs.
 _CRITICAL = 32
@@ -80,13 +72,13 @@ def lower_bounds(
     memory = read * cost.kv_read_time_s
     # A product takes the longer of its arithmetic and its reads: a table has both already,
     # and ``token_time_s`` is the least of either.
-    beside = memory if cost.table is not None else memory + weights
+    read_s = memory if cost.table is not None else memory + weights
     return Bounds(
         compute_s=float(compute),
         memory_s=float(memory + weights),
-        law_s=float(cost.step_time_s(compute, beside)),
-        ideal_s=max(float(compute), float(beside)),
-        sum_s=float(compute + beside),
+        law_s=float(cost.step_time_s(compute, read_s)),
+        ideal_s=max(float(compute), float(read_s)),
+        sum_s=float(compute + read_s),
         critical_path_s=_critical_path_s(cost, p, d),
         kv_area_s=float(
             held * cost.kv_read_time_s + weights + min_steps * least.other_s
@@ -105,16 +97,10 @@ class SmallestStep(NamedTuple):
 
 def smallest_step(cost: CostModel) -> SmallestStep:
     """The shortest step of a machine."""
-    table = cost.step_table
-    column = segment(table, 1.0)
-    compute, memory, other = (
-        seconds_at(table, row, column, 1.0) for row in (COMPUTE, MEMORY, OTHER)
-    )
-    return SmallestStep(
-        compute + seconds_at(table, HEAD_COMPUTE, column, 1.0),
-        memory + seconds_at(table, HEAD_MEMORY, column, 1.0),
-        other + cost.extras.decode_s,
-    )
+    compute, memory, other = matrix_seconds(cost.step_table, 1.0, 1.0)
+    # Measured machines may decode faster in steps with prompts.
+    decode_s = min(cost.extras.decode_s, cost.extras.mixed_decode_s)
+    return SmallestStep(compute, memory, other + decode_s)
 
 
 def _critical_path_s(cost: CostModel, input_len: Floats, output_len: Floats) -> float:

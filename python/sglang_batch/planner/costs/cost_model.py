@@ -308,10 +308,7 @@ def kv_capacity_tokens(
         raise ConfigError(f"reserve_bytes={reserve_bytes!r} must be 0 or more.")
     devices = hardware.scaled(tp)
     usable = devices.memory_bytes * mem_fraction - reserve_bytes * tp
-    left = usable - model.weight_bytes
-    if model.state_bytes:
-        left /= 1.0 + STATES_TO_KV
-    tokens = math.floor(left / (_held_bytes(model) * model.kv_replicas(tp)))
+    tokens = kv_tokens_in(model, usable - model.weight_bytes, tp)
     if tokens < 1:
         raise ConfigError(
             f"The weights take {model.weight_bytes / 1e9:.1f} GB and leave no room for KV "
@@ -320,6 +317,16 @@ def kv_capacity_tokens(
             "or quantise the weights."
         )
     return tokens
+
+
+def kv_tokens_in(model: ModelSpec, num_bytes: float, tp: int = 1) -> int:
+    """Tokens of KV that fit into so much memory of ``tp`` devices, all together.
+
+    States and windows have the shares of memory that SGLang gives them by default.
+    """
+    if model.state_bytes:
+        num_bytes /= 1.0 + STATES_TO_KV
+    return math.floor(num_bytes / (_held_bytes(model) * model.kv_replicas(tp)))
 
 
 def num_states(model: ModelSpec, kv_tokens: int, tp: int = 1) -> int:

@@ -1,8 +1,8 @@
 """When a mixed step is faster as two forwards at the same time, by a table of trials.
 
 A mixed step computes prompts and decodes. As one forward it reads the weights once. As
-two at the same time, decodes beside prompts, it reads them twice, and memory reads of the
-one run beside the arithmetic of the other. Which is faster depends on the step's shape.
+two at the same time, decodes and prompts, it reads them twice, and memory reads of the
+one run during the arithmetic of the other. Which is faster depends on the step's shape.
 A trial measures some shapes (:class:`TrialCell`), and :class:`OverlapTable` decides for
 each step from the nearest of them.
 """

@@ -53,7 +53,28 @@ def linear_table(token_time_s: float, weight_read_time_s: float) -> Floats:
 
 
 @jit_in_place
-def segment(table: Floats, tokens: float) -> int:
+def matrix_seconds(
+    table: Floats, tokens: float, rows: float
+) -> tuple[float, float, float]:
+    """Seconds of a step without attention: of arithmetic, of reads, and of neither.
+
+    Args:
+        table: as :func:`linear_table` has it.
+        tokens: of prompts and answers.
+        rows: those whose logits are needed.
+    """
+    column = _segment(table, tokens)
+    compute = _at(table, COMPUTE, column, tokens)
+    memory = _at(table, MEMORY, column, tokens)
+    other = _at(table, OTHER, column, tokens)
+    column = _segment(table, rows)
+    compute += _at(table, HEAD_COMPUTE, column, rows)
+    memory += _at(table, HEAD_MEMORY, column, rows)
+    return compute, memory, other
+
+
+@jit_in_place
+def _segment(table: Floats, tokens: float) -> int:
     """The column of a table that begins the interval of this number of tokens."""
     low, high = 0, table.shape[1] - 1
     while high - low > 1:
@@ -66,7 +87,7 @@ def segment(table: Floats, tokens: float) -> int:
 
 
 @jit_in_place
-def seconds_at(table: Floats, row: int, column: int, tokens: float) -> float:
+def _at(table: Floats, row: int, column: int, tokens: float) -> float:
     """A row's value at this number of tokens, on the line through two columns."""
     begin, end = table[TOKENS, column], table[TOKENS, column + 1]
     low, high = table[row, column], table[row, column + 1]

@@ -112,8 +112,9 @@ def weight_bits(
     method = str(stored.get("quant_method") or quantization or "").lower()
     if method in ("", "unquant"):
         return WeightBits(plain, plain, plain)
-    if method == "modelopt" and str(stored.get("quant_algo", "")).lower() == "nvfp4":
-        method = "nvfp4"
+    algorithm = str(stored.get("quant_algo", "")).lower()
+    if method == "modelopt" and algorithm in ("fp8", "nvfp4"):
+        method = algorithm
     attention, feed_forward, in_8_bits = _quantised(method, stored)
     return WeightBits(
         plain, min(attention, plain), feed_forward, in_8_bits, method in _IN_4_BITS
@@ -121,8 +122,6 @@ def weight_bits(
 
 
 def _quantised(method: str, stored: Config) -> tuple[float, float, bool]:
-    if method == "modelopt" and str(stored.get("quant_algo", "")).lower() == "fp8":
-        method = "fp8"
     if method in _BY_GROUPS and stored.get("bits"):
         each = _in_groups(stored["bits"], stored.get("group_size"))
         return each, each, False

@@ -6,15 +6,7 @@ from ..compiled import jit_in_place
 from ..costs.cost_model import overlapped
 from ..costs.mixing import mixing_loss_s
 from ..costs.overlap_table import LEAST_GAIN
-from ..costs.step_table import (
-    COMPUTE,
-    HEAD_COMPUTE,
-    HEAD_MEMORY,
-    MEMORY,
-    OTHER,
-    seconds_at,
-    segment,
-)
+from ..costs.step_table import matrix_seconds
 from ..length_batches.batch_state import tick
 from ..requests import Floats
 from .batch_admission import batch_prefill, take_notes
@@ -132,15 +124,10 @@ def _step_seconds(
         reads: tokens of KV that all answers read.
     """
     table, extras, state = sim.engine.table, sim.engine.extras, sim.state[0]
-    column = segment(table, tokens)
-    compute = seconds_at(table, COMPUTE, column, tokens) + attention
-    memory = seconds_at(table, MEMORY, column, tokens)
-    memory += reads * sim.engine.kv_read_time_s
-    other = seconds_at(table, OTHER, column, tokens)
     rows = state.decoding + state.prompts
-    column = segment(table, rows)
-    compute += seconds_at(table, HEAD_COMPUTE, column, rows)
-    memory += seconds_at(table, HEAD_MEMORY, column, rows)
+    compute, memory, other = matrix_seconds(table, tokens, rows)
+    compute += attention
+    memory += reads * sim.engine.kv_read_time_s
     decode_s = extras.decode_s
     if state.prompts > 0:
         other += extras.prompt_step_s + extras.prompt_s * state.prompts
@@ -164,23 +151,12 @@ def _split_seconds(sim: Sim, tokens: int, attention: float, reads: float) -> flo
 
     The arguments are those of :func:`_step_seconds`.
     """
-    state = sim.state[0]
-    prompts = attention + _matrices(sim, tokens - state.decoding, state.prompts)
-    decodes = reads * sim.engine.kv_read_time_s
-    decodes += _matrices(sim, state.decoding, state.decoding)
+    state, table = sim.state[0], sim.engine.table
+    compute, memory, _ = matrix_seconds(table, tokens - state.decoding, state.prompts)
+    prompts = compute + memory + attention
+    compute, memory, _ = matrix_seconds(table, state.decoding, state.decoding)
+    decodes = compute + memory + reads * sim.engine.kv_read_time_s
     return float(overlapped(prompts, decodes, sim.engine.split_exponent))
-
-
-@jit_in_place
-def _matrices(sim: Sim, tokens: int, rows: int) -> float:
-    """Seconds of the matrices of so many tokens and rows of logits."""
-    table = sim.engine.table
-    column = segment(table, tokens)
-    seconds = seconds_at(table, COMPUTE, column, tokens)
-    seconds += seconds_at(table, MEMORY, column, tokens)
-    column = segment(table, rows)
-    seconds += seconds_at(table, HEAD_COMPUTE, column, rows)
-    return float(seconds + seconds_at(table, HEAD_MEMORY, column, rows))
 
 
 @jit_in_place

@@ -1,11 +1,9 @@
-"""Memory of a device under any parallelism: its part of the weights, and what is left for KV."""
+"""Memory of a device under any parallelism: its part of the weights, and the rest for KV."""
 
 from __future__ import annotations
 
-import math
-
 from ...errors import ConfigError
-from ..costs.cost_model import STATES_TO_KV, WINDOWS_TO_KV
+from ..costs.cost_model import kv_tokens_in
 from ..costs.hardware import HardwareSpec
 from ..costs.layer_matrices import Matrix, Split
 from ..costs.model_spec import ModelSpec
@@ -34,7 +32,6 @@ def rank_kv_tokens(
     hardware: HardwareSpec,
     parallel: Parallelism,
     mem_fraction: float = 0.9,
-    reserve_bytes: int = 0,
 ) -> int:
     """Tokens of KV that fit on the devices of one attention rank, in all stages.
 
@@ -42,23 +39,14 @@ def rank_kv_tokens(
 
     Args:
         mem_fraction: share of each device's memory for weights and KV, 0 to 1.
-        reserve_bytes: bytes of that share to leave free on each device.
 
     Raises:
         ConfigError: the weights leave no memory for KV.
     """
     weights = device_weight_bytes(model, parallel)
-    usable = hardware.memory_bytes * mem_fraction - reserve_bytes
-    left = usable - weights
-    if model.state_bytes:
-        left /= 1.0 + STATES_TO_KV
+    usable = hardware.memory_bytes * mem_fraction
     tp = parallel.attention_tp
-    windows = model.window_kv_bytes_per_token
-    if model.own_window_pool:
-        windows *= WINDOWS_TO_KV
-    per_token = model.full_kv_bytes_per_token + windows
-    per_token *= model.kv_replicas(tp) / (tp * parallel.pp)
-    tokens = math.floor(left / per_token)
+    tokens = kv_tokens_in(model, (usable - weights) * tp * parallel.pp, tp)
     if tokens < 1:
         raise ConfigError(
             f"the weights take {weights / 1e9:.1f} GB of the {usable / 1e9:.1f} GB usable "

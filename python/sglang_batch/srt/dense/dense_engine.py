@@ -13,14 +13,14 @@ from ...engine import KvUse
 from ...errors import ConfigError, EngineError
 from ...planner.costs.cost_model import CostModel
 from ...planner.costs.model_spec import ModelSpec
-from ...planner.machine_model import EngineLimits, Machine
+from ...planner.machine_model import EngineLimits, Machine, min_step_tokens
 from ...planner.requests import Int32s
 from ...request import RequestOutput, line_request_id, parse_request_id
 from ...scheduling.dense_batches.length_rows import MAX_TICKS, ByLength
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.reports.running_tree import TreeNow
 from ..compat.server_types import OfflineArgs, TemplateManager
-from ..engine.machine import MIN_STEP_TOKENS, NO_OVERLAP, device
+from ..engine.machine import NO_OVERLAP, device
 from ..engine.sglang_engine import MIN_INFLIGHT, Prepared, SGLangEngine
 from .manager import DenseTokenizerManager, PlannedPlace, RowWorker
 
@@ -261,7 +261,7 @@ def dense_machine(loaded: LoadedModel, settings: DenseSettings) -> Machine:
             kv_capacity_tokens=settings.max_cells
             or settings.max_rows * loaded.context_len,
             step_tokens=step_tokens,
-            min_step_tokens=min(MIN_STEP_TOKENS, max(1, step_tokens // 8)),
+            min_step_tokens=min_step_tokens(step_tokens),
             max_running=settings.max_rows,
             dense=True,
         ),

@@ -15,7 +15,7 @@ from ...planner.costs.hardware import HardwareSpec, hardware, match_hardware
 from ...planner.costs.model_spec import TYPICAL_MODEL, ModelSpec
 from ...planner.costs.pool_shares import NO_POOL, PoolShares
 from ...planner.costs.weight_bits import UnknownQuantisation
-from ...planner.machine_model import EngineLimits, Machine
+from ...planner.machine_model import EngineLimits, Machine, min_step_tokens
 from ...planner.steps.parallelism import Parallelism
 from ...planner.steps.step_costs import step_costs
 from ...store.measured.row_share_file import UNMEASURED, RowShareKey, kept_row_share
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 # SGLang runs matrix products and attention one after the other.
 NO_OVERLAP = 1.0
-# Where steps are small, the requests that start the right side must not fill them.
-MIN_STEP_TOKENS = 512
 # Stands for a device that is not in the table. Orders depend only on the ratio of a
 # device's rates, and that ratio differs little between data-centre devices.
 TYPICAL_DEVICE = "h100"
@@ -59,7 +57,7 @@ def machine_of(tokenizer_manager: TokenizerManager, state: SchedulerState) -> Ma
         EngineLimits(
             kv_capacity_tokens=int(state["memory_usage"]["token_capacity"]),
             step_tokens=step_tokens,
-            min_step_tokens=min(MIN_STEP_TOKENS, max(1, step_tokens // 8)),
+            min_step_tokens=min_step_tokens(step_tokens),
             page_size=int(ours["page_size"]),
             max_running=int(state["effective_max_running_requests_per_dp"]),
             # The simulator's SGLang steps are those that mix decodes and prompts.

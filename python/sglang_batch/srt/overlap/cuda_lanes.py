@@ -21,7 +21,7 @@ class CudaLanes:
     """The lanes of one share of the GPU: the step's stream is the current one.
 
     Decodes have a stream of high priority on the whole GPU. Where they leave room,
-    prompts run beside them, on a stream of low priority.
+    prompts run at the same time, on a stream of low priority.
 
     Args:
         decodes: the stream of the decodes, the same for all shares.

@@ -47,7 +47,7 @@ class HalfForwards(Protocol):
     def alone(
         self, stock_forward: Callable[[ForwardBatch], Any], half: ForwardBatch
     ) -> LogitsProcessorOutput:
-        """The output of one half, without the other beside it."""
+        """The output of one half, without the other."""
         ...
 
 
@@ -84,7 +84,7 @@ def _published(model_runner: Any, backend: Any) -> Iterator[None]:
 
 
 class ThreadedHalves:
-    """On a CPU: decodes in one thread, prompts in the other, beside each other.
+    """On a CPU: decodes in one thread, prompts in the other.
 
     PyTorch's operators release Python's lock, and each thread computes with half of the
     cores that PyTorch uses otherwise.
@@ -117,16 +117,16 @@ class ThreadedHalves:
             if not self.at_once:
                 return self._decodes(halves.decodes), self._prompts(halves.prompts)
             cores = torch.get_num_threads()
-            beside = max(1, cores // 2)
+            half = max(1, cores // 2)
             waiting = self._threads.submit(
                 contextvars.copy_context().run,
                 self._decode,
                 halves.decodes,
-                beside,
+                half,
                 torch.is_inference_mode_enabled(),
             )
             try:
-                with _intra_op_threads(max(1, cores - beside)):
+                with _intra_op_threads(max(1, cores - half)):
                     prompts = self._prompts(halves.prompts)
             finally:
                 # Also after a fault: nothing may run on when the step is run again.
@@ -164,7 +164,7 @@ def _intra_op_threads(number: int) -> Iterator[None]:
 
 
 class StreamedHalves:
-    """On a GPU: decodes as SGLang runs them, usually a CUDA graph, beside prompts.
+    """On a GPU: decodes as SGLang runs them, usually a CUDA graph, and prompts at the same time.
 
     Args:
         lanes: the streams, by the SMs that prompts are limited to.

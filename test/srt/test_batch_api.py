@@ -98,6 +98,8 @@ def test_a_bad_line_is_answered_with_an_error_and_the_rest_is_not_lost(
         "bad schema": {**SHORT, "response_format": {"type": "json_schema"}},
         # No token may ever follow: of that, SGLang's sampler dies.
         "dead grammar": {**SHORT, "temperature": 1, "ebnf": "root ::= root"},
+        # The only token is the last: SGLang would end the request for its length.
+        "dead at once": {**SHORT, "max_tokens": 1, "ebnf": "root ::= root"},
         "same rid": {**SHORT, "rid": "mine"},
         "same rid again": {**SHORT, "rid": "mine"},
     }
@@ -110,8 +112,9 @@ def test_a_bad_line_is_answered_with_an_error_and_the_rest_is_not_lost(
     # Ids inside a body are not ours to trust: they collide, and do no harm.
     assert good == {f"good {i}" for i in range(8)} | {"same rid", "same rid again"}
     assert set(errors) == set(bad) - good
-    dead = errors["dead grammar"]["response"]["body"]["error"]
-    assert "allows no complete text" in dead["message"]
+    for name in ("dead grammar", "dead at once"):
+        dead = errors[name]["response"]["body"]["error"]
+        assert "allows no complete text" in dead["message"]
     for item in errors.values():
         assert item["error"] is None
         assert item["response"]["status_code"] == 400

@@ -36,6 +36,11 @@ FORWARD_HOOK = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 LOAD_MODEL_HOOK = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 SCHEDULER_HOOK = "sglang.srt.managers.scheduler.Scheduler"
 GRAMMAR_HOOK = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.fill_vocab_mask"
+_RESULTS = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor"
+    ".SchedulerBatchResultProcessor.process_batch_result_"
+)
+RESULT_HOOKS = (f"{_RESULTS}prefill", f"{_RESULTS}decode")
 GRAPH_VARIANTS_HOOK = (
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
     ".create_dsv41_candidate_graph_variants"
@@ -73,6 +78,7 @@ MAIN_PROCESS_HOOKS = (
 SCHEDULER_PROCESS_HOOKS = (
     SCHEDULER_HOOK,
     GRAMMAR_HOOK,
+    *RESULT_HOOKS,
     GRAPH_VARIANTS_HOOK,
     FORWARD_HOOK,
     TRANSFER_BACKENDS_HOOK,

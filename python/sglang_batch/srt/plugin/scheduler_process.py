@@ -11,6 +11,7 @@ from ..compat.hook_targets import (
     GRAMMAR_HOOK,
     GRAPH_VARIANTS_HOOK,
     PREALLOC_QUEUE_HOOK,
+    RESULT_HOOKS,
     SCHEDULER_HOOK,
     TRANSFER_QUEUE_HOOK,
 )
@@ -76,6 +77,8 @@ def hook_scheduler() -> None:
         ):
             HookRegistry.register(target, queue, HookType.REPLACE)
     HookRegistry.register(GRAMMAR_HOOK, dead_grammars.allow_one, HookType.AFTER)
+    for target in RESULT_HOOKS:
+        HookRegistry.register(target, dead_grammars.abort_marked, HookType.BEFORE)
     HookRegistry.register(
         GRAPH_VARIANTS_HOOK, graph_variants.variants_for, HookType.AROUND
     )

@@ -17,13 +17,12 @@ from typing import Any
 
 import numpy as np
 from throughput_engine import WARM_UP_PROMPTS, answer_all
-from throughput_jobs import tree_of
 
 from sglang_batch.planner.machine_model import Machine
 from sglang_batch.planner.ordering.order import OrderSettings
-from sglang_batch.planner.ordering.order_functions import make_order
-from sglang_batch.planner.requests import PlanRequests
-from sglang_batch.planner.simulator.simulator import Simulation, simulate
+from sglang_batch.planner.requests import UNKNOWN, PlanRequests
+from sglang_batch.planner.simulator.simulator import Simulation
+from sglang_batch.prediction.forecast import Lengths, forecast
 
 
 def main() -> None:
@@ -61,39 +60,24 @@ def main() -> None:
 
 
 def predict(task: dict[str, Any], machine: Machine) -> Simulation:
-    """The simulated run of the job, with its real output lengths."""
+    """The simulated run of the job: its order by what the engine may know of the answers'
+    lengths, its steps by the true ones."""
     prompts = task["prompts"]
     output_len = np.array(task["output_lens"], np.int32)
-    offsets = np.cumsum([0, *map(len, prompts)], dtype=np.int64)
-    most = [params["max_new_tokens"] for params in task["sampling_params"]]
+    known = [bool(params.get("ignore_eos")) for params in task["sampling_params"]]
     requests = PlanRequests(
         np.concatenate(prompts).astype(np.int32),
-        offsets,
-        np.array(most, np.int32),
-        output_len,
+        np.cumsum([0, *map(len, prompts)], dtype=np.int64),
+        np.array(
+            [params["max_new_tokens"] for params in task["sampling_params"]], np.int32
+        ),
+        np.where(known, output_len, UNKNOWN).astype(np.int32),
     )
-    tree = tree_of(prompts)
-    lengths = output_len.astype(np.float64)
-    order = make_order(
-        task["policy"],
-        tree,
-        requests,
-        machine.cost,
-        lengths,
-        lengths**2,
-        OrderSettings(),
-        machine.limits.kv_capacity_tokens,
-    )
-    return simulate(
-        tree,
-        machine.cost,
-        machine.limits,
-        order=order.requests,
-        output_len=output_len,
-        max_new_tokens=requests.max_new_tokens,
-        density=order.density,
-        num_left=order.num_left,
-    )
+    policy = task["policy"]
+    # As many as choose_sample takes for a job.
+    lengths = Lengths(true=output_len, sample_share=0.0 if all(known) else 0.01)
+    found = forecast(requests, machine, [policy], lengths, OrderSettings())
+    return found.runs[policy].simulation
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 ``sglang-batch calibrate`` times steps of random prompts for the demo model. Then each of the
 jobs of ``throughput_jobs.py`` is predicted with these costs alone, and run: prompts and decodes
-mixed, greedy, one thread. The predictions know the lengths of the answers.
+mixed where that pays, greedy, one thread. A prediction knows the answers' lengths, but for the
+order, which is made with what the engine may know.
 """
 
 from __future__ import annotations

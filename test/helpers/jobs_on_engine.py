@@ -24,8 +24,6 @@ from sglang_batch.job.shard_plan import ShardPlan
 from sglang_batch.policies import POLICIES
 from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
 from sglang_batch.srt.engine import in_process
-from sglang_batch.srt.engine.machine import datasheet_cost, engine_key
-from sglang_batch.srt.engine.measuring.timed_costs import kept_law
 
 NUM_REQUESTS = 240
 GATHERED = 38
@@ -460,10 +458,7 @@ def main() -> None:
             ],
             "states_left": len(manager.rid_to_state),
         }
-        law = kept_law(
-            datasheet_cost(manager, engine._first_state),
-            engine_key(manager, engine._first_state),
-        )
+        law = loop.run_until_complete(engine.learnt.law())
         found["costs"] = {
             "before": before.token_time_s,
             "after": engine.machine.cost.token_time_s,

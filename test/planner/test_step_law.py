@@ -25,7 +25,7 @@ NOMINAL = step_costs(LLAMA, hardware("h100"), Parallelism())
 TRUE = StepLaw(
     factors=(1.6, 1.2, 2.0, 1.4),
     fixed_s=4e-3,
-    extras=StepExtras(1e-3, 2e-4, 1e-5, 3e-5),
+    extras=StepExtras(1e-3, 2e-4, 1e-5, 3e-5, request_s=4e-4, after_prompts_s=5e-4),
     exponent=1.0,
     noise=0.0,
     num_samples=0,
@@ -33,7 +33,7 @@ TRUE = StepLaw(
 
 
 def steps(n: int = 400, seed: int = 0) -> Floats:
-    """Steps of all kinds without their seconds, float64 ``[n, 7]``."""
+    """Steps of all kinds without their seconds, float64 ``[n, 10]``."""
     rng = np.random.default_rng(seed)
     prompts = np.where(rng.random(n) < 0.6, rng.integers(1, 9, n), 0)
     tokens = np.where(prompts, rng.integers(1, 500, n) * prompts, 0)
@@ -41,9 +41,12 @@ def steps(n: int = 400, seed: int = 0) -> Floats:
     decodes = np.where(tokens + decodes == 0, 5, decodes)
     before = np.where(prompts, rng.integers(0, 4000, n), 0)
     attended = tokens * (2 * before + tokens)
-    squares = (before + tokens) ** 2
+    context = np.where(prompts, before + tokens, 0)
     kv = decodes * rng.integers(100, 3000, n)
-    columns = [np.zeros(n), tokens, prompts, decodes, attended, squares, kv]
+    requests = rng.integers(0, 5, n) / 2
+    after_prompts = rng.integers(0, 2, n)
+    columns = [np.zeros(n), tokens, prompts, decodes, attended, context, context**2]
+    columns += [kv, requests, after_prompts]
     return np.stack(columns, axis=1).astype(np.float64)
 
 
@@ -57,14 +60,17 @@ def timed(found: Floats, cost: CostModel) -> Floats:
     compute = compute + np.interp(rows, table[0], table[4])
     memory = memory + np.interp(rows, table[0], table[5])
     compute = compute + found[:, 4] * cost.attention_time_s
-    memory = memory + found[:, 6] * cost.kv_read_time_s
+    memory = memory + found[:, 7] * cost.kv_read_time_s
     extras, prompts, decodes = cost.extras, found[:, 2], found[:, 3]
-    kv = np.where(prompts > 0, found[:, 6], 0.0)
+    kv = np.where(prompts > 0, found[:, 7], 0.0)
     other = other + np.where(prompts > 0, extras.prompt_step_s, 0.0)
     other = other + prompts * extras.prompt_s
-    other = other + found[:, 5] * extras.prompt_square_s
+    other = other + found[:, 5] * extras.prompt_context_s
+    other = other + found[:, 6] * extras.prompt_square_s
     other = other + kv * extras.mixed_kv_token_s
     other = other + kv**2 / np.maximum(decodes, 1.0) * extras.mixed_square_s
+    other = other + found[:, 8] * extras.request_s
+    other = other + np.where(prompts > 0, 0.0, found[:, 9] * extras.after_prompts_s)
     per_decode = np.where(prompts > 0, extras.mixed_decode_s, extras.decode_s)
     seconds = cost.step_time_s(compute, memory) + other + decodes * per_decode
     return np.concatenate([seconds[:, None], found[:, 1:]], axis=1)
@@ -83,6 +89,9 @@ def test_a_machine_is_found_from_its_steps() -> None:
     assert law.num_samples == 400
     other = timed(steps(seed=1), TRUE.applied(NOMINAL))
     np.testing.assert_allclose(predicted(law, other), other[:, 0], rtol=0.08)
+    assert law.extras.request_s == pytest.approx(TRUE.extras.request_s, rel=0.1)
+    after = law.extras.after_prompts_s
+    assert after == pytest.approx(TRUE.extras.after_prompts_s, rel=0.2)
     # A dense model reads the same weights in each step: that is a fixed time as well.
     assert law.factors[0] == pytest.approx(TRUE.factors[0], rel=0.15)
     assert law.factors[3] == pytest.approx(TRUE.factors[3], rel=0.15)

@@ -13,7 +13,7 @@ from sglang_batch.scheduling.reports.step_samples import (
 
 
 def step(tokens: int, rows: int = 0) -> StepSample:
-    return StepSample(0.0, tokens, int(tokens > 0), rows, 0, 0, 10 * rows)
+    return StepSample(0.0, tokens, int(tokens > 0), rows, 0, 0, 0, 10 * rows)
 
 
 def seconds(found: list[StepSample]) -> dict[float, float]:
@@ -54,11 +54,20 @@ def test_times_around_other_steps_and_idle_times_are_nobodys(late: bool) -> None
     assert 8 in found
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_arrivals_and_ends_count_in_the_time_that_they_take(late: bool) -> None:
+    samples = StepSamples(late=late)
+    for now, tokens, changes in ((0.0, 1, 9.0), (1.0, 2, 0.0), (3.0, 4, 1.5)):
+        samples.begin(now, step(tokens), changes)
+    found = {sample.seconds: sample.requests for sample in samples.take()}
+    assert found == ({2.0: 1.5} if late else {1.0: 0.0, 2.0: 1.5})
+
+
 def test_the_last_steps_of_a_kind_are_kept() -> None:
     kept = KeptSamples(
-        StepSample(float(i), 100, 1, 0, 0, 0, 0) for i in range(3 * PER_KIND)
+        StepSample(float(i), 100, 1, 0, 0, 0, 0, 0) for i in range(3 * PER_KIND)
     )
-    kept.add(StepSample(1.0, 0, 0, 5, 0, 0, 50))
+    kept.add(StepSample(1.0, 0, 0, 5, 0, 0, 0, 50))
     found = kept.samples
     assert len(found) == PER_KIND + 1
     times = [sample.seconds for sample in found if sample.prompts]

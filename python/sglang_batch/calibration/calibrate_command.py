@@ -45,18 +45,20 @@ from .decode_shapes import (
     shapes,
     step_point,
 )
+from .mix_job import run_mix
 from .step_mixes import Mix, mixes
 
 if TYPE_CHECKING:
     from ..srt.engine.measuring.decode_timing import DecodeTimer
+    from ..srt.engine.sglang_engine import SGLangEngine
 
 # Each round measures all batches once. No round starts that would end later than this.
 MOST_ROUNDS = 5
 LEAST_ROUNDS = 2
 ROUNDS_S = 45.0
 ROUNDS_ON_CPU_S = 15.0
-# No mix is run twice after this.
-MIXES_S = 40.0
+# No further round of mixes starts after this.
+MIXES_S = 30.0
 # Relative noise that other processes make, and not the device.
 LOUD = 0.1
 _PACKAGES = ("sglang-batch", "sglang", "torch")
@@ -128,7 +130,10 @@ def law_text(law: StepLaw | None) -> str:
         "such a row, with prompts": extras.mixed_decode_s,
         "1,000 of its KV tokens": 1e3 * extras.mixed_kv_token_s,
         "1,000 of them, squared": 1e6 * extras.mixed_square_s,
-        "1,000 prompt tokens, sq.": 1e6 * extras.prompt_square_s,
+        "1,000 of a prompt so far": 1e3 * extras.prompt_context_s,
+        "1,000 of it, squared": 1e6 * extras.prompt_square_s,
+        "a request's start and end": extras.request_s,
+        "decodes after prompts": extras.after_prompts_s,
     }
     others = "\n".join(
         f"  {name:<24}{x * 1e3:>10.3g} ms" for name, x in seconds.items()
@@ -256,7 +261,7 @@ class _Calibration:
             )
             sizes = chosen_sizes(room, self._rows, self._tokens)
             measured = loop.run_until_complete(
-                self._until_stopped(timer, key, sizes, mixes(room))
+                self._until_stopped(engine, timer, key, sizes, mixes(room))
             )
         if measured is None:
             raise KeyboardInterrupt
@@ -264,6 +269,7 @@ class _Calibration:
 
     async def _until_stopped(
         self,
+        engine: SGLangEngine,
         timer: DecodeTimer,
         key: RowShareKey,
         sizes: Sizes,
@@ -272,7 +278,9 @@ class _Calibration:
         """The measurement, or None if a signal came."""
         stop = asyncio.Event()
         with self._signals.setting(stop, lambda: None):
-            measuring = asyncio.create_task(self._measure(timer, key, sizes, mixed))
+            measuring = asyncio.create_task(
+                self._measure(engine, timer, key, sizes, mixed)
+            )
             stopping = asyncio.create_task(stop.wait())
             await asyncio.wait(
                 (measuring, stopping), return_when=asyncio.FIRST_COMPLETED
@@ -287,6 +295,7 @@ class _Calibration:
 
     async def _measure(
         self,
+        engine: SGLangEngine,
         timer: DecodeTimer,
         key: RowShareKey,
         sizes: Sizes,
@@ -318,25 +327,40 @@ class _Calibration:
                 seconds = await _median_step(timer, batches[i], sizes.new_tokens)
                 points[i] = step_point(batches[i], seconds)
             rounds.append([points[i] for i in range(len(batches))])
-        await self._run_mixes(timer, mixed)
+        learnt = engine.learnt
+        assert learnt is not None  # it is connected
+        begun = time.monotonic()
+        # Mixed steps first. Then as jobs will run: mixed only where that pays.
+        with learnt.by_datasheet():
+            await self._run_mixes(engine, timer, mixed, 1)
+        await learnt.after_jobs()
+        number = 2
+        while number <= MOST_ROUNDS and time.monotonic() - begun < MIXES_S:
+            await self._run_mixes(engine, timer, mixed, number)
+            number += 1
         return Measurement(
             key,
             sizes,
             [point for each in rounds for point in each],
-            await timer.learn_costs(),
+            await learnt.law(),
         )
 
-    async def _run_mixes(self, timer: DecodeTimer, mixed: Sequence[Mix]) -> None:
-        """Run the mixes, again and again, until their time is over."""
-        begun = time.monotonic()
-        for number in range(MOST_ROUNDS * len(mixed)):
-            if number >= len(mixed) and time.monotonic() - begun > MIXES_S:
-                break
-            mix = mixed[number % len(mixed)]
+    async def _run_mixes(
+        self,
+        engine: SGLangEngine,
+        timer: DecodeTimer,
+        mixed: Sequence[Mix],
+        turn: int,
+    ) -> None:
+        for number, mix in enumerate(mixed, 1):
             self._status = (
-                f"Timing steps: mix {number + 1}, {len(mix.lengths)} requests"
+                f"Timing steps, round {turn}: mix {number} of {len(mixed)}, "
+                f"{len(mix.lengths)} requests"
             )
-            await timer.run(mix.lengths, mix.outputs, mix.shared)
+            # Attention over KV in scattered places takes longer on some devices.
+            await timer.empty_cache()
+            seed = turn * len(mixed) + number
+            await run_mix(engine, mix, seed, timer.vocab_size)
 
     def _shown(self) -> str:
         return f"{self._status} ({time.monotonic() - self._begun:.0f} s)"

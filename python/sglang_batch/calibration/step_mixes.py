@@ -12,20 +12,22 @@ from dataclasses import dataclass
 from .decode_shapes import DecodeLimits
 
 # Answers of the requests of a mix, in turn.
-OUTPUTS = (1, 40, 6, 24, 12, 40)
+OUTPUTS = (1, 80, 6, 48, 16, 80)
 # Prompts, as shares of the tokens of a step.
 _PROMPTS = (1 / 64, 1 / 16, 1 / 4, 1.0, 2.5)
 # Prompt tokens of a mix, in steps, and its numbers of requests.
 _STEPS = 12
 _NUMBERS = (2, 8, 32, 128, 512)
 _KV_SHARE = 0.7
+# Requests for each that runs at a time: the others join while some decode.
+_TURNS = 2
 # Shorter prompts share nothing.
 _LEAST_SHARED = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Requests that are sent at the same time.
+    """Requests of a job, some of which join as others end.
 
     lengths, outputs: tokens of each prompt and of each answer.
     shared: tokens that all prompts begin with, which the first one leaves in the cache.
@@ -44,16 +46,24 @@ def mixes(limits: DecodeLimits) -> list[Mix]:
     for number in _NUMBERS:
         for share in _PROMPTS:
             length = min(longest, max(4, int(share * limits.step_tokens)))
-            most_tokens = min(
-                limits.kv_capacity_tokens * _KV_SHARE, _STEPS * limits.step_tokens
-            )
-            rows = min(
-                number, limits.max_running, int(most_tokens // (length + max(OUTPUTS)))
-            )
-            mix = Mix([length] * rows, [OUTPUTS[i % len(OUTPUTS)] for i in range(rows)])
-            if rows > 0 and length > 0 and mix not in found:
-                found.append(mix)
-                if rows > 2 and length >= _LEAST_SHARED:
-                    shared = length - max(2, length // 8)
-                    found.append(Mix(mix.lengths, mix.outputs, shared))
+            if length <= 0:
+                continue
+            own = max(2, length // 8)
+            for shared in (0, length - own):
+                rows = min(number, _most_rows(limits, length, shared))
+                if rows <= 0 or (shared and (rows <= 2 or length < _LEAST_SHARED)):
+                    continue
+                total = _TURNS * rows
+                outputs = [OUTPUTS[i % len(OUTPUTS)] for i in range(total)]
+                mix = Mix([length] * total, outputs, shared)
+                if mix not in found:
+                    found.append(mix)
     return found
+
+
+def _most_rows(limits: DecodeLimits, length: int, shared: int) -> int:
+    """Requests that run at the same time. What they share is there once, so that they
+    may read more KV than there is room for."""
+    tokens = min(limits.kv_capacity_tokens * _KV_SHARE, _STEPS * limits.step_tokens)
+    rows = int((tokens - shared) // (length - shared + max(OUTPUTS)))
+    return min(limits.max_running, rows)

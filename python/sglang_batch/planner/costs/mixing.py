@@ -30,7 +30,7 @@ class MixingCost(NamedTuple):
 
     decode_s, kv_token_s, kv_square_s: a, b and c, of a row that decodes, a token of KV that it
         reads, and the square of these.
-    step_s: of a step besides its tokens.
+    step_s: of a step besides its tokens, and of the change from prompts to decodes.
     matrices_s: m at 0, 1, 2, 4, ... tokens.
     """
 
@@ -54,7 +54,7 @@ class MixingCost(NamedTuple):
             float(decode_s),
             float(extras.mixed_kv_token_s),
             float(extras.mixed_square_s),
-            float(np.interp(1.0, table[TOKENS], table[OTHER])),
+            float(np.interp(1.0, table[TOKENS], table[OTHER])) + extras.after_prompts_s,
             tuple(seconds.tolist()),
         )
 

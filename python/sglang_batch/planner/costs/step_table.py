@@ -21,8 +21,11 @@ class StepExtras(NamedTuple):
     decode_s: for each request that decodes.
     mixed_decode_s: the same in a step with prompts.
     mixed_kv_token_s: for each token of KV that these read, besides its time in other steps.
+    prompt_context_s: for each token of a prompt up to here, those in the cache included.
     prompt_square_s: for each square of a prompt's tokens, those in the cache included.
     mixed_square_s: for each square of the KV of a row that decodes in a step with prompts.
+    request_s: for the arrival and the end of each request.
+    after_prompts_s: of a step that only decodes, after one with prompts.
     """
 
     prompt_step_s: float = 0.0
@@ -30,8 +33,11 @@ class StepExtras(NamedTuple):
     decode_s: float = 0.0
     mixed_decode_s: float = 0.0
     mixed_kv_token_s: float = 0.0
+    prompt_context_s: float = 0.0
     prompt_square_s: float = 0.0
     mixed_square_s: float = 0.0
+    request_s: float = 0.0
+    after_prompts_s: float = 0.0
 
 
 NO_EXTRAS = StepExtras()

@@ -114,6 +114,7 @@ STATE = np.dtype(
             "media",  # placeholders of the prompts that join in this step
             "apart",  # steps whose prompts and decodes had steps of their own
             "prompts",  # requests of which a part of the prompt is computed in this step
+            "after_prompts",  # prompts of the step before, if it ended with them
         )
     ]
     + [
@@ -124,7 +125,8 @@ STATE = np.dtype(
             "compute",
             "memory",
             "work",  # compute time by ``token_time_s``, as planned
-            "squares",  # of the prompts computed in this step, with their cached tokens
+            "context",  # of the prompts computed in this step, with their cached tokens
+            "squares",  # of these
             "kv_read",  # memory time without weights
             "compute_planned",  # estimated times of the whole job
             "kv_read_planned",

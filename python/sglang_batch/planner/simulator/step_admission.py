@@ -94,6 +94,15 @@ def _waits(sim: Sim, side: int) -> bool:
 
 
 @jit_in_place
+def _count_prompt(sim: Sim, tokens: int) -> None:
+    """A prompt is computed in this step, up to so many of its tokens."""
+    state = sim.state[0]
+    state.prompts += 1
+    state.context += tokens
+    state.squares += float(tokens) ** 2
+
+
+@jit_in_place
 def compute(sim: Sim, side: int, tokens: int) -> tuple[int, float]:
     """Compute up to ``tokens`` tokens of a side's partly computed prompt.
 
@@ -122,8 +131,8 @@ def compute(sim: Sim, side: int, tokens: int) -> tuple[int, float]:
         s.partial = NONE
         _prompt_done(sim, i)
     state.prefilled += some
-    state.prompts += some > 0
-    state.squares += float(begin + some) ** 2 if some > 0 else 0.0
+    if some > 0:
+        _count_prompt(sim, begin + some)
     return int(some), _attention_time(sim, begin, some)
 
 
@@ -167,9 +176,8 @@ def _join_whole(sim: Sim, i: int, side: int) -> tuple[int, float]:
     s.partial, s.partial_left = partial, partial_left
     _prompt_done(sim, i)
     sim.state[0].prefilled += some
-    sim.state[0].prompts += 1
     begin = r.input_len + r.generated - some
-    sim.state[0].squares += float(begin + some) ** 2
+    _count_prompt(sim, begin + some)
     return int(some), _attention_time(sim, begin, some)
 
 

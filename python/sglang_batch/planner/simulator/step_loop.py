@@ -8,9 +8,9 @@ from ..costs.mixing import mixing_loss_s
 from ..costs.overlap_table import LEAST_GAIN
 from ..costs.step_table import matrix_seconds
 from ..length_batches.batch_state import tick
-from ..requests import Floats
+from ..requests import LEFT, RIGHT, Floats
 from .batch_admission import batch_prefill, take_notes
-from .engine_state import KV_MARGIN, RowLengths, Sim
+from .engine_state import KV_MARGIN, NONE, RowLengths, Sim
 from .host_offloading import offload_for_decodes, resume
 from .prefix_cache import GARBAGE, IDLE
 from .request_stages import (
@@ -114,35 +114,57 @@ def _prompts(sim: Sim, lengths: RowLengths, target: float) -> tuple[int, float]:
 
 @jit_in_place
 def _step_seconds(
-    sim: Sim, tokens: int, attention: float, reads: float
+    sim: Sim, tokens: int, decoding: int, attention: float, reads: float
 ) -> tuple[float, float, float]:
     """Seconds of a step that arithmetic takes, that reads take, and all others.
 
     Args:
         tokens: of prompts and answers.
+        decoding: rows that decode in it.
         attention: seconds of attention over prompts, and of encoders.
         reads: tokens of KV that all answers read.
     """
     table, extras, state = sim.engine.table, sim.engine.extras, sim.state[0]
-    rows = state.decoding + state.prompts
+    rows = decoding + state.prompts
     compute, memory, other = matrix_seconds(table, tokens, rows)
     compute += attention
     memory += reads * sim.engine.kv_read_time_s
     decode_s = extras.decode_s
+    if state.prompts == 0 and state.after_prompts > 0:
+        other += extras.after_prompts_s
+    state.after_prompts = state.prompts
     if state.prompts > 0:
         other += extras.prompt_step_s + extras.prompt_s * state.prompts
+        other += extras.prompt_context_s * state.context
         other += extras.prompt_square_s * state.squares
         decode_s = extras.mixed_decode_s
-        if state.decoding > 0:
+        if decoding > 0:
             other += extras.mixed_kv_token_s * reads
-            other += extras.mixed_square_s * reads * reads / state.decoding
+            other += extras.mixed_square_s * reads * reads / decoding
             # Else the engine would compute the prompts first, and decode in a second step.
-            prompts = max(0, tokens - state.decoding)
-            loss = mixing_loss_s(sim.engine.mixing, prompts, state.decoding, reads)
+            loss = mixing_loss_s(sim.engine.mixing, tokens - decoding, decoding, reads)
             if loss > 0.0:
                 other -= loss
                 state.apart += 1
-    return compute, memory, other + decode_s * state.decoding
+                state.after_prompts = 0
+    return compute, memory, other + decode_s * decoding
+
+
+@jit_in_place
+def _prompts_alone(sim: Sim, tokens: int) -> bool:
+    """Whether SGLang would compute a step's prompts alone, and go on with one of them in the
+    next step, before rows decode again.
+
+    Args:
+        tokens: of the prompts.
+    """
+    state = sim.state[0]
+    if not sim.engine.as_sglang or state.decoding == 0 or tokens == 0:
+        return False
+    if sim.sides[LEFT].partial == NONE and sim.sides[RIGHT].partial == NONE:
+        return False
+    reads = kv_reads(sim)
+    return bool(mixing_loss_s(sim.engine.mixing, tokens, state.decoding, reads) > 0.0)
 
 
 @jit_in_place
@@ -176,25 +198,31 @@ def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
     multiple = engine.batch_multiple
     stride = 1
     target = 1.0
+    counted = 0
     while state.done < len(sim.requests):
         if sim.queue.dual and (engine.as_sglang or state.step % _RETARGET_STEPS == 1):
             target = _remaining_density(sim)
         take_notes(sim, lengths)
         tokens, attention = _prompts(sim, lengths, target)
-        _grow(sim, lengths)
+        alone = _prompts_alone(sim, tokens)
+        if not alone:
+            _grow(sim, lengths)
         if engine.as_sglang and tokens + state.decoding == 0:
             # Nothing runs: only free the KV of ended requests.
             state.idle += 1
             end_of_step(sim)
             state.step += 1
             continue
-        charged = -(-(tokens + state.decoding) // multiple) * multiple
+        decoding = 0 if alone else state.decoding
+        charged = -(-(tokens + decoding) // multiple) * multiple
         attention += state.media * engine.encoder_token_time_s
-        reads = kv_reads(sim)
+        reads = 0.0 if alone else kv_reads(sim)
         kv_read = reads * engine.kv_read_time_s
-        compute, memory, other = _step_seconds(sim, charged, attention, reads)
+        compute, memory, other = _step_seconds(sim, charged, decoding, attention, reads)
+        other += (state.done - counted) * engine.extras.request_s
+        counted = state.done
         seconds = overlapped(compute, memory, engine.interference_exponent) + other
-        if engine.split_exponent > 1.0 and state.prompts > 0 and state.decoding > 0:
+        if engine.split_exponent > 1.0 and state.prompts > 0 and decoding > 0:
             split = _split_seconds(sim, charged, attention, reads) + other
             if seconds >= (1.0 + LEAST_GAIN) * split:
                 seconds = split
@@ -205,13 +233,17 @@ def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
         state.seconds += seconds
         state.media = 0
         state.prompts = 0
-        state.squares = 0.0
+        state.context = state.squares = 0.0
+        if alone:
+            state.apart += 1
         step = state.step - 1 - state.idle
-        tokens_held = state.read_base + state.decoding * state.step
+        held = 0 if alone else state.read_base + decoding * state.step
         stride = _sample(
             samples, stride, step, seconds, compute, memory,
-            state.decoding, tokens_held, state.longest,
+            decoding, held, 0 if alone else state.longest,
         )  # fmt: skip
+        if alone:
+            continue
         if sim.queue.rule > 0 and state.decoding > 0:
             tick(lengths.batches)
         if engine.as_sglang and state.decoding > 0:
@@ -222,4 +254,5 @@ def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
             state.clock += 1
         state.margin = max(KV_MARGIN, state.margin * _MARGIN_DOWN)
         state.step += 1
+    state.seconds += (state.done - counted) * engine.extras.request_s
     return stride

@@ -3,8 +3,10 @@
 The law is that of :mod:`.step_costs`, with factors that measured steps decide::
 
     seconds = fixed + prompt step + prompts * a
-              + squares of prompts * c + decodes * (b, or in a step with prompts b')
+              + tokens of prompts up to here * t + their squares * c
+              + decodes * (b, or in a step with prompts b')
               + (KV, KV^2 / decodes) in a step with prompts * (d, e)
+              + requests that arrive and end * r + decodes alone after prompts * s
               + overlapped(f_c compute(tokens) + f_p pairs, f_m reads(tokens) + f_k KV)
 
 ``compute``, ``reads``, ``pairs`` and ``KV`` are the seconds of the machine's datasheet. All
@@ -103,7 +105,7 @@ class StepLaw:
 
 
 def samples_array(samples: list[StepSample]) -> Floats:
-    """float64 ``[n, 7]``."""
+    """float64 ``[n, 10]``."""
     return np.array(samples, dtype=np.float64).reshape(-1, len(StepSample._fields))
 
 
@@ -111,7 +113,7 @@ def fit_step_law(samples: Floats, cost: CostModel) -> StepLaw | None:
     """The law of measured steps.
 
     Args:
-        samples: float64 ``[n, 7]``, the fields of :class:`StepSample`.
+        samples: float64 ``[n, 10]``, the fields of :class:`StepSample`.
         cost: of the machine by its datasheet.
 
     Returns:
@@ -131,7 +133,7 @@ def fit_step_law(samples: Floats, cost: CostModel) -> StepLaw | None:
 
 
 class _StepColumns(NamedTuple):
-    """Seconds by datasheet and counts of each step, all float64 ``[n]`` or ``[n, 8]``."""
+    """Seconds by datasheet and counts of each step, all float64 ``[n]`` or ``[n, 11]``."""
 
     seconds: Floats
     compute: Floats
@@ -142,7 +144,8 @@ class _StepColumns(NamedTuple):
 
     @classmethod
     def of(cls, samples: Floats, cost: CostModel) -> _StepColumns:
-        seconds, prompt_tokens, prompts, decodes, attended, squares, kv = samples.T
+        seconds, prompt_tokens, prompts, decodes = samples.T[:4]
+        attended, context, squares, kv, requests, after_prompts = samples.T[4:]
         table = cost.step_table
         tokens, rows = prompt_tokens + decodes, prompts + decodes
         mixed = prompts > 0
@@ -167,8 +170,11 @@ class _StepColumns(NamedTuple):
                     np.where(mixed, 0.0, decodes),
                     np.where(mixed, decodes, 0.0),
                     np.where(mixed, kv, 0.0),
+                    context,
                     squares,
                     np.where(mixed, kv * kv / np.maximum(decodes, 1.0), 0.0),
+                    requests,
+                    np.where(mixed, 0.0, after_prompts),
                 ],
                 axis=1,
             ),
@@ -176,7 +182,7 @@ class _StepColumns(NamedTuple):
 
 
 class _LawFit(NamedTuple):
-    """Coefficients ``[12]``, predicted seconds ``[n]``, and the squares that they leave."""
+    """Coefficients ``[15]``, predicted seconds ``[n]``, and the squares that they leave."""
 
     coefficients: Floats
     predicted: Floats

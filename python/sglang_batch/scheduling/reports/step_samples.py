@@ -16,7 +16,8 @@ PER_KIND = 6
 
 
 class KeptSamples:
-    """The last :data:`PER_KIND` steps of each kind: of about as many tokens, rows and KV."""
+    """The last :data:`PER_KIND` steps of each kind: of about as many tokens, rows and KV, with
+    and without requests that arrive or end, after prompts and not."""
 
     def __init__(self, samples: Iterable[StepSample] = ()) -> None:
         self._kinds: dict[tuple[int, ...], deque[StepSample]] = {}
@@ -30,6 +31,8 @@ class KeptSamples:
             int(sample.prompts).bit_length(),
             int(sample.decodes).bit_length(),
             int(sample.kv_tokens).bit_length() // 2,
+            int(sample.requests > 0),
+            int(sample.after_prompts),
         )
         self._kinds.setdefault(kind, deque(maxlen=PER_KIND)).append(sample)
 
@@ -54,13 +57,14 @@ class StepSamples:
         # The steps whose time runs: the last one, and with ``late`` the one before.
         self._steps: list[StepSample | None] = []
 
-    def begin(self, now: float, step: StepSample | None) -> None:
+    def begin(self, now: float, step: StepSample | None, requests: float = 0.0) -> None:
         """A step begins, and the time of one before it ends.
 
         Args:
             now: a clock's seconds.
             step: what it computes, its seconds 0. None for a step that is not like others,
                 and times around it are not kept.
+            requests: half of those that arrived or ended in that time.
         """
         self._steps.append(step)
         if len(self._steps) <= 1 + self._late:
@@ -68,7 +72,8 @@ class StepSamples:
             return
         timed, *self._steps = self._steps
         if timed is not None and None not in self._steps:
-            self._kept.add(timed._replace(seconds=now - self._begun))
+            seconds = now - self._begun
+            self._kept.add(timed._replace(seconds=seconds, requests=requests))
         self._begun = now
 
     def idle(self) -> None:

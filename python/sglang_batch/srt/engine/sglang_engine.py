@@ -30,7 +30,6 @@ from ..compat.job_control import (
 )
 from ..compat.server_types import (
     EngineRequest,
-    SchedulerState,
     TemplateManager,
     Tokenizer,
     TokenizerManager,
@@ -39,8 +38,7 @@ from ..compat.support import STATE_KEY
 from .body_checks import parse_body
 from .checks.request_checks import check_line
 from .endpoints import Converted, ServingEndpoints
-from .machine import engine_key, machine_of
-from .measuring.timed_costs import keep_timed_steps
+from .measuring.learnt_machine import LearntMachine
 from .media.media_sources import check_sources
 from .media.media_tokens import media_token_ids
 from .media.transcriptions import with_duration
@@ -138,8 +136,7 @@ class SGLangEngine:
         self._default_max_inflight = MIN_INFLIGHT
         self._max_running_requests = 0
         self._media_room = asyncio.Semaphore(MEDIA_AHEAD)
-        self._machine: Machine | None = None
-        self._first_state: SchedulerState | None = None
+        self.learnt: LearntMachine | None = None
         self._job_control: Callable[[JobControl], Awaitable[object]] | None = None
         self._num_replicas = 1
         self._running_query: asyncio.Future[dict[str, float]] | None = None
@@ -165,13 +162,13 @@ class SGLangEngine:
 
     @property
     def machine(self) -> Machine:
-        if self._machine is None:
+        if self.learnt is None:
             raise EngineError("The engine is not connected; await connect() first.")
-        return self._machine
+        return self.learnt.machine
 
     @property
     def is_connected(self) -> bool:
-        return self._machine is not None
+        return self.learnt is not None
 
     @property
     def closing(self) -> bool:
@@ -200,8 +197,7 @@ class SGLangEngine:
         self._max_running_requests = running
         self._media_room = asyncio.Semaphore(running + MEDIA_AHEAD)
         self._default_max_inflight = max(MIN_INFLIGHT, 2 * running)
-        self._first_state = states[0]
-        self._machine = machine_of(self._tokenizer_manager, states[0])
+        self.learnt = LearntMachine(self._tokenizer_manager, states[0])
         self._num_replicas = len(states)
         if "jobs" in states[0][STATE_KEY]:  # not with SGLang's own scheduler
             self._job_control = channel_of(self._tokenizer_manager, JobControlOutput)
@@ -297,30 +293,8 @@ class SGLangEngine:
         if self._job_control is not None:
             job_control.watchers(self._tokenizer_manager).pop(job_id, None)
             await self._job_control(JobControl(job_id=job_id, action=job_control.CLOSE))
-            if not self._last_plans:
-                await self.learn_costs()
-
-    async def learn_costs(self) -> int:
-        """Keep the steps that the schedulers have timed, and plan with them from now on.
-
-        Only while no job is open: the work of open jobs is counted in seconds by the costs
-        of their plans.
-
-        Returns:
-            Timed steps that are kept in all.
-        """
-        manager = self._tokenizer_manager
-        if (
-            self._first_state is None
-            or not manager.server_args.offline_config.learn_costs
-        ):
-            return 0
-        kept = await keep_timed_steps(manager, engine_key(manager, self._first_state))
-        if kept and not self._last_plans:
-            self._machine = await asyncio.to_thread(
-                machine_of, manager, self._first_state
-            )
-        return kept
+            if self.learnt is not None and not self._last_plans:
+                await self.learnt.after_jobs()
 
     async def prepare(
         self, request: BatchRequestInput, rid: str, *, tokenize: bool

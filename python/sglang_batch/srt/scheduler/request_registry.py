@@ -188,6 +188,7 @@ class RequestRegistry:
         if job is None:
             return False
         self._jobs.arrives(job)
+        self._recorder.changes += 1
         request = job.add(
             req,
             number,
@@ -328,6 +329,7 @@ class RequestRegistry:
 
     def forget(self, job: JobState | None, request: ScheduledRequest) -> None:
         """A request is over."""
+        self._recorder.changes += 1
         self._known.pop(request.req.rid, None)
         if job is not None:
             job.forget(request)

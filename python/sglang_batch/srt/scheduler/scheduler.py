@@ -321,7 +321,8 @@ class OfflineScheduler(MarkedScheduler):
         of drafts nobody knows how many are accepted."""
         if not _is_first_rank() or get_parallel().pp_size > 1 or draft_slots():
             return None
-        return StepSamples(late=bool(self.enable_overlap))
+        # On a CPU a forward is over when SGLang's call returns, overlap or not.
+        return StepSamples(late=bool(self.enable_overlap) and self.device != "cpu")
 
     def _timed_steps(self, message: StepsQuery) -> StepsQueryOutput:
         samples = self.recorder.samples

@@ -35,6 +35,7 @@ class StepRecorder:
     Attributes:
         offloaded, resumed, prefetched, retracted: requests, in the current step.
         kv_waits: copies from the host that the current step waits for.
+        changes: requests that arrived, and that ended, since the last step began.
         totals: sums over all steps, for ``/server_info``.
         kv_saved_bytes: KV that attention did not read twice, up to the last step.
     """
@@ -56,11 +57,14 @@ class StepRecorder:
         self.samples = samples
         self.kv_saved_bytes = self._saved_before = 0
         self.totals = dict.fromkeys(_TOTALS, 0)
+        self.changes = 0
+        self._after_prompts = False
         self._reset()
 
     def _reset(self) -> None:
         self._prefill = [0, 0, 0]
         self._prompts = 0
+        self._context = 0
         self._squares = 0
         self._attention = 0
         self._media = 0
@@ -83,6 +87,7 @@ class StepRecorder:
         ``media`` placeholders of images and sounds."""
         self._prefill[request.side] += tokens
         self._prompts += 1
+        self._context += before + tokens
         self._squares += (before + tokens) ** 2
         self._media += media
         self._attention += tokens * (2 * before + tokens)
@@ -163,15 +168,21 @@ class StepRecorder:
                 self._prompts,
                 decode_tokens,
                 self._attention,
+                self._context,
                 self._squares,
                 reads,
+                after_prompts=self._after_prompts,
             )
-        self.samples.begin(time.perf_counter(), step)
+        self.samples.begin(time.perf_counter(), step, self.changes / 2)
+        self.changes = 0
+        self._after_prompts = self._prompts > 0
 
     def idle(self) -> None:
         """Nothing runs in this step."""
         if self.samples is not None:
             self.samples.idle()
+        self.changes = 0
+        self._after_prompts = False
 
     def flush(self) -> None:
         """Write and publish buffered records. Called when the scheduler is idle."""

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import Sequence
 
+from ....calibration.random_prompts import random_prompts
 from ....engine import GENERATE_URL
-from ....errors import ConfigError, EngineError
-from ....planner.steps.step_law import StepLaw
+from ....errors import EngineError
 from ....request import BatchRequestInput, RequestOutput
 from ....store.measured.row_share_file import RowShareKey
 from ...compat.server_types import SchedulerState
-from ..machine import datasheet_cost, engine_key, model_spec, row_share_key
+from ..machine import model_spec, row_share_key
 from ..sglang_engine import Prepared, SGLangEngine
-from .timed_costs import kept_law
 
 # Without these in its environment and arguments, an engine keeps no times of steps.
 ENVIRONMENT = {"SGLANG_RECORD_STEP_TIME": "1"}
@@ -42,10 +40,18 @@ class DecodeTimer:
         """Most tokens of a request, with its answer."""
         return self._manager.context_len
 
+    @property
+    def vocab_size(self) -> int:
+        return self._manager.model_config.vocab_size
+
     async def key(self) -> RowShareKey:
         """What a measurement on this engine holds for."""
         spec = model_spec(self._manager.model_config.hf_config)
         return row_share_key(self._manager, await self._state(), spec)
+
+    async def empty_cache(self) -> None:
+        """Forget all KV, so that free places are in a row again."""
+        await self._manager.flush_cache()
 
     async def step_seconds(
         self, lengths: Sequence[int], new_tokens: int
@@ -63,34 +69,11 @@ class DecodeTimer:
             EngineError: a request failed, or the engine keeps no times.
         """
         before = len(await self._times(len(lengths)))
-        await self.run(lengths, [new_tokens] * len(lengths))
-        return (await self._times(len(lengths)))[before:]
-
-    async def run(
-        self, lengths: Sequence[int], outputs: Sequence[int], shared: int = 0
-    ) -> None:
-        """Run a batch.
-
-        Args:
-            lengths, outputs: tokens of each row's prompt and of its answer.
-            shared: tokens that all prompts begin with. They are computed before the batch.
-
-        Raises:
-            EngineError: a request failed.
-        """
-        prompts = random_prompts(
-            lengths, self._manager.model_config.vocab_size, seed=self._num_batches
-        )
-        if shared:
-            prefix = prompts[0][:shared]
-            prompts = [prefix + prompt[: len(prompt) - shared] for prompt in prompts]
-            await self._answer(len(prompts), prefix, 1)
+        prompts = random_prompts(lengths, self.vocab_size, seed=self._num_batches)
         answers = await asyncio.gather(
             *(
-                self._answer(row, prompt, output)
-                for row, (prompt, output) in enumerate(
-                    zip(prompts, outputs, strict=True)
-                )
+                self._answer(row, prompt, new_tokens)
+                for row, prompt in enumerate(prompts)
             )
         )
         self._num_batches += 1
@@ -99,15 +82,7 @@ class DecodeTimer:
                 raise EngineError(
                     f"a measured request failed: {answer.body.decode(errors='replace')}"
                 )
-
-    async def learn_costs(self) -> StepLaw | None:
-        """Keep the steps that were timed so far, and the law that they and earlier ones show.
-
-        None if there are too few of them.
-        """
-        await self._engine.learn_costs()
-        manager, state = self._manager, await self._state()
-        return kept_law(datasheet_cost(manager, state), engine_key(manager, state))
+        return (await self._times(len(lengths)))[before:]
 
     async def _answer(
         self, row: int, prompt: list[int], new_tokens: int
@@ -132,30 +107,3 @@ class DecodeTimer:
                 + " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
             )
         return list(times.get(rows, ()))
-
-
-def random_prompts(
-    lengths: Sequence[int], vocab_size: int, *, seed: int
-) -> list[list[int]]:
-    """Prompts of these lengths whose first tokens all differ.
-
-    The ids are from the middle of the vocabulary, where no model has special tokens,
-    unless there are more prompts than ids.
-
-    Raises:
-        ConfigError: there are more prompts than ids in the vocabulary.
-    """
-    if len(lengths) > vocab_size:
-        raise ConfigError(
-            f"--rows {len(lengths)} is more than the {vocab_size} tokens of the "
-            "vocabulary, so that prompts cannot all differ; give fewer."
-        )
-    chance = random.Random(seed)
-    ids = range(vocab_size // 8, vocab_size // 2)
-    if len(ids) < len(lengths):
-        ids = range(vocab_size)
-    firsts = chance.sample(ids, len(lengths))
-    return [
-        [first, *chance.choices(ids, k=length - 1)]
-        for first, length in zip(firsts, lengths, strict=True)
-    ]

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 from throughput_engine import WARM_UP_PROMPTS, answer_all
 
+from sglang_batch.planner.lengths.length_sample import choose_sample
 from sglang_batch.planner.machine_model import Machine
 from sglang_batch.planner.ordering.order import OrderSettings
+from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
-from sglang_batch.planner.simulator.simulator import Simulation
 from sglang_batch.prediction.forecast import Lengths, forecast
 
 
@@ -45,13 +46,13 @@ def main() -> None:
 
         short = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
         run(WARM_UP_PROMPTS, [short] * len(WARM_UP_PROMPTS))
-        predicted = predict(task, machine)
+        seconds, steps = predict(task, machine)
         measured = run(task["prompts"], task["sampling_params"])
     print(
         json.dumps(
             {
-                "predicted_s": predicted.seconds,
-                "predicted_steps": predicted.num_steps,
+                "predicted_s": seconds,
+                "predicted_steps": steps,
                 "measured_s": measured,
                 "timed": machine.cost.extras != type(machine.cost.extras)(),
             }
@@ -59,9 +60,13 @@ def main() -> None:
     )
 
 
-def predict(task: dict[str, Any], machine: Machine) -> Simulation:
-    """The simulated run of the job: its order by what the engine may know of the answers'
-    lengths, its steps by the true ones."""
+def predict(task: dict[str, Any], machine: Machine) -> tuple[float, int]:
+    """Seconds and steps of the simulated job.
+
+    Its order is made with what the engine may know of the answers' lengths, and its steps have
+    the true ones. Requests of unknown length begin with a sample, as in an engine, which holds
+    back until it knows their answers.
+    """
     prompts = task["prompts"]
     output_len = np.array(task["output_lens"], np.int32)
     known = [bool(params.get("ignore_eos")) for params in task["sampling_params"]]
@@ -73,11 +78,26 @@ def predict(task: dict[str, Any], machine: Machine) -> Simulation:
         ),
         np.where(known, output_len, UNKNOWN).astype(np.int32),
     )
-    policy = task["policy"]
-    # As many as choose_sample takes for a job.
-    lengths = Lengths(true=output_len, sample_share=0.0 if all(known) else 0.01)
-    found = forecast(requests, machine, [policy], lengths, OrderSettings())
-    return found.runs[policy].simulation
+    settings = OrderSettings()
+    sample = np.zeros(0, np.int64)
+    if not all(known):
+        tree = build_prefix_tree(requests.tokens, requests.offsets)
+        sample = choose_sample(tree, requests, seed=settings.seed)
+    rest = np.setdiff1d(np.arange(len(requests)), sample)
+    seconds, steps = 0.0, 0
+    for part, share in ((sample, 0.0), (rest, 0.0 if all(known) else 0.01)):
+        if len(part):
+            found = forecast(
+                requests.take(part),
+                machine,
+                [task["policy"]],
+                Lengths(true=output_len[part], sample_share=share),
+                settings,
+            )
+            run = found.runs[task["policy"]].simulation
+            seconds += run.seconds
+            steps += run.num_steps
+    return seconds, steps
 
 
 if __name__ == "__main__":

@@ -95,3 +95,28 @@ def test_a_simulated_step_takes_the_smaller_of_both() -> None:
     assert plain < slow == pytest.approx(slower)
     # At most one more step for each.
     assert slow < 2 * plain
+
+
+def test_a_simulated_prompt_is_computed_to_its_end_before_rows_decode_again() -> None:
+    """As in the engine: see StepsApart."""
+    table = np.zeros((6, 2))
+    table[TOKENS] = 0.0, 1.0
+    table[OTHER] = 1.0
+
+    def seconds(extra_s: float) -> float:
+        return simulate(
+            build([(1, 2, 3, 4), tuple(range(10, 50))]),
+            CostModel(
+                token_time_s=0.0,
+                kv_read_time_s=0.0,
+                table=table,
+                extras=StepExtras(mixed_decode_s=extra_s),
+            ),
+            EngineLimits(1000, step_tokens=10, as_sglang=True),
+            order=np.arange(2),
+            output_len=np.array([12, 3], np.int32),
+        ).seconds
+
+    # Ten tokens in the first step: four, and six of the long prompt. The other 34 take four
+    # steps, in which the first request decodes as well, or not.
+    assert seconds(1e3) == seconds(0.0) + 4

@@ -97,6 +97,11 @@ def test_what_an_engine_spends_besides_is_added() -> None:
     assert seconds(StepExtras(prompt_s=1.0)) == 3
     assert seconds(StepExtras(decode_s=1.0)) == 12
     assert seconds(StepExtras(mixed_decode_s=1.0)) == 0
+    # Up to here, a prompt has three tokens, whether or not the first is in the cache.
+    assert seconds(StepExtras(prompt_context_s=1.0)) == 9
+    assert seconds(StepExtras(prompt_square_s=1.0)) == 27
+    assert seconds(StepExtras(request_s=1.0)) == 3
+    assert seconds(StepExtras(after_prompts_s=1.0)) == 1
 
 
 def test_no_simulated_job_beats_the_bounds() -> None:

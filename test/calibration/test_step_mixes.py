@@ -24,7 +24,7 @@ def test_every_mix_fits_into_the_engine(limits: DecodeLimits) -> None:
         rows = len(mix.lengths) // 2
         assert 0 < rows <= limits.max_running
         running = sum(mix.lengths[:rows]) - mix.shared * (rows - 1)
-        assert running + rows * max(OUTPUTS) <= limits.kv_capacity_tokens
+        assert running + rows * max(mix.outputs) <= limits.kv_capacity_tokens
         assert min(mix.lengths) > mix.shared
 
 

@@ -9,7 +9,7 @@ from ..engine import GENERATE_URL, Engine
 from ..errors import EngineError
 from ..job.job import Job
 from ..request import BatchRequestInput, RequestOutput
-from .random_prompts import random_prompts
+from ..workloads.random_prompts import random_prompts
 from .step_mixes import Mix
 
 # Prefixes in common run together, and no candidates are simulated.

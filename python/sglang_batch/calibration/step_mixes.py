@@ -40,8 +40,9 @@ class Mix:
 
 def mixes(limits: DecodeLimits) -> list[Mix]:
     """The mixes that an engine has room for, small ones first."""
-    longest = limits.context_len - max(OUTPUTS) - 2
-    longest = min(longest, int(limits.kv_capacity_tokens * _KV_SHARE) - max(OUTPUTS))
+    room = int(limits.kv_capacity_tokens * _KV_SHARE)
+    most = max(1, min(max(OUTPUTS), limits.context_len // 4, room // 4))
+    longest = min(limits.context_len - 2, room) - most
     found: list[Mix] = []
     for number in _NUMBERS:
         for share in _PROMPTS:
@@ -50,20 +51,20 @@ def mixes(limits: DecodeLimits) -> list[Mix]:
                 continue
             own = max(2, length // 8)
             for shared in (0, length - own):
-                rows = min(number, _most_rows(limits, length, shared))
+                rows = min(number, _most_rows(limits, length, shared, most))
                 if rows <= 0 or (shared and (rows <= 2 or length < _LEAST_SHARED)):
                     continue
                 total = _TURNS * rows
-                outputs = [OUTPUTS[i % len(OUTPUTS)] for i in range(total)]
+                outputs = [min(most, OUTPUTS[i % len(OUTPUTS)]) for i in range(total)]
                 mix = Mix([length] * total, outputs, shared)
                 if mix not in found:
                     found.append(mix)
     return found
 
 
-def _most_rows(limits: DecodeLimits, length: int, shared: int) -> int:
+def _most_rows(limits: DecodeLimits, length: int, shared: int, output: int) -> int:
     """Requests that run at the same time. What they share is there once, so that they
     may read more KV than there is room for."""
     tokens = min(limits.kv_capacity_tokens * _KV_SHARE, _STEPS * limits.step_tokens)
-    rows = int((tokens - shared) // (length - shared + max(OUTPUTS)))
+    rows = int((tokens - shared) // (length - shared + output))
     return min(limits.max_running, rows)

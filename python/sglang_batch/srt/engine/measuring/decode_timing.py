@@ -10,11 +10,11 @@ import asyncio
 import json
 from collections.abc import Sequence
 
-from ....calibration.random_prompts import random_prompts
 from ....engine import GENERATE_URL
 from ....errors import EngineError
 from ....request import BatchRequestInput, RequestOutput
 from ....store.measured.row_share_file import RowShareKey
+from ....workloads.random_prompts import random_prompts
 from ...compat.server_types import SchedulerState
 from ..machine import model_spec, row_share_key
 from ..sglang_engine import Prepared, SGLangEngine

@@ -261,7 +261,9 @@ class _Calibration:
             )
             sizes = chosen_sizes(room, self._rows, self._tokens)
             measured = loop.run_until_complete(
-                self._until_stopped(engine, timer, key, sizes, mixes(room))
+                self._until_stopped(
+                    engine, timer, key, sizes, mixes(room, timer.vocab_size)
+                )
             )
         if measured is None:
             raise KeyboardInterrupt

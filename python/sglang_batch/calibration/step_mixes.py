@@ -38,8 +38,8 @@ class Mix:
     shared: int = 0
 
 
-def mixes(limits: DecodeLimits) -> list[Mix]:
-    """The mixes that an engine has room for, small ones first."""
+def mixes(limits: DecodeLimits, vocab_size: int) -> list[Mix]:
+    """The mixes that an engine has room for, small ones first. No two prompts begin alike."""
     room = int(limits.kv_capacity_tokens * _KV_SHARE)
     most = max(1, min(max(OUTPUTS), limits.context_len // 4, room // 4))
     longest = min(limits.context_len - 2, room) - most
@@ -52,6 +52,7 @@ def mixes(limits: DecodeLimits) -> list[Mix]:
             own = max(2, length // 8)
             for shared in (0, length - own):
                 rows = min(number, _most_rows(limits, length, shared, most))
+                rows = min(rows, vocab_size // _TURNS)
                 if rows <= 0 or (shared and (rows <= 2 or length < _LEAST_SHARED)):
                     continue
                 total = _TURNS * rows

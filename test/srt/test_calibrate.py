@@ -26,7 +26,7 @@ def test_the_command_prints_and_keeps_a_row_share(
             *command("sglang_batch.cli", "calibrate", f"--model-path={demo_model}"),
             *(
                 "--dtype=float32",
-                "--max-total-tokens=20000",
+                "--max-total-tokens=6000",
                 "--mem-fraction-static=0.3",
             ),
             *("--rows=8", "--tokens=2000"),

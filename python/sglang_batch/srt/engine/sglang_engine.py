@@ -117,6 +117,8 @@ class SGLangEngine:
     event loop of the tokenizer manager.
 
     Attributes:
+        learnt: its machine, by the steps that SGLang's schedulers time. None until it is
+            connected, and for engines that time none.
         find_pairing: the prefill servers of a tokenizer manager, if it has any. Set by
             the plugin.
     """
@@ -136,6 +138,7 @@ class SGLangEngine:
         self._default_max_inflight = MIN_INFLIGHT
         self._max_running_requests = 0
         self._media_room = asyncio.Semaphore(MEDIA_AHEAD)
+        self._machine: Machine | None = None
         self.learnt: LearntMachine | None = None
         self._job_control: Callable[[JobControl], Awaitable[object]] | None = None
         self._num_replicas = 1
@@ -162,13 +165,14 @@ class SGLangEngine:
 
     @property
     def machine(self) -> Machine:
-        if self.learnt is None:
+        machine = self._machine if self.learnt is None else self.learnt.machine
+        if machine is None:
             raise EngineError("The engine is not connected; await connect() first.")
-        return self.learnt.machine
+        return machine
 
     @property
     def is_connected(self) -> bool:
-        return self.learnt is not None
+        return self._machine is not None or self.learnt is not None
 
     @property
     def closing(self) -> bool:

@@ -97,7 +97,7 @@ def main() -> None:
         loop.run_until_complete(engine.connect())
         machine = engine.machine
         cost = replace(machine.cost, row_share=row_share)
-        engine._machine = replace(machine, cost=cost)
+        engine.learnt.machine = replace(machine, cost=cost)
         for name in jobs:
             for policy in policies:
                 rows = MORE_JOBS[name]()

@@ -355,13 +355,13 @@ def apart(s: Stress) -> Any:
     """By its plan's costs a mixed step takes longer than two: none is mixed."""
     machine = s.engine.machine
     slow = StepExtras(mixed_decode_s=machine.cost.extras.decode_s + 10.0)
-    s.engine._machine = replace(machine, cost=replace(machine.cost, extras=slow))
+    s.engine.learnt.machine = replace(machine, cost=replace(machine.cost, extras=slow))
     cases = [*_cases(90, 40, 30, 16), *_cases(91, 6, 3 * CHUNK, 8)]
     job = s.job("apart", cases, "dfs")
     s.run(s.finish(job))
     s.check_job(job)
     counts = s.run(s.idle())
-    s.engine._machine = machine
+    s.engine.learnt.machine = machine
     return counts
 
 

@@ -37,11 +37,23 @@ def keep_slow_steps(model: Path, dtype: str, seconds: float) -> None:
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 400, 200)
     samples = [
-        [seconds, float(t), 1.0, 4.0, float(t * t), float(t * t), 200.0]
+        [
+            seconds,
+            float(t),
+            1.0,
+            4.0,
+            float(t * t),
+            float(t),
+            float(t * t),
+            200.0,
+            0.0,
+            0.0,
+        ]
         for t in tokens[::2]
     ]
     samples += [
-        [seconds, 0.0, 0.0, float(t % 16 + 1), 0.0, 0.0, 900.0] for t in tokens[::2]
+        [seconds, 0.0, 0.0, float(t % 16 + 1), 0.0, 0.0, 0.0, 900.0, 0.0, 0.0]
+        for t in tokens[::2]
     ]
     key = timed_steps_key(None, state, spec, Parallelism())
     keep_steps(TimedSteps(key=key, samples=samples, measured_at="2026-01-01"))

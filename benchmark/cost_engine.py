@@ -9,6 +9,7 @@ Prints one line of JSON.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import time
@@ -18,11 +19,11 @@ from typing import Any
 import numpy as np
 from throughput_engine import WARM_UP_PROMPTS, answer_all
 
-from sglang_batch.planner.lengths.length_sample import choose_sample
+from sglang_batch.planner.costs.step_table import NO_EXTRAS
 from sglang_batch.planner.machine_model import Machine
 from sglang_batch.planner.ordering.order import OrderSettings
-from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
+from sglang_batch.planner.simulator.simulator import Simulation
 from sglang_batch.prediction.forecast import Lengths, forecast
 
 
@@ -46,58 +47,49 @@ def main() -> None:
 
         short = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
         run(WARM_UP_PROMPTS, [short] * len(WARM_UP_PROMPTS))
-        seconds, steps = predict(task, machine)
+        predicted = predict(task, machine)
+        before = num_steps(loop, engine)
         measured = run(task["prompts"], task["sampling_params"])
+        steps = num_steps(loop, engine) - before
     print(
         json.dumps(
             {
-                "predicted_s": seconds,
-                "predicted_steps": steps,
+                "predicted_s": predicted.seconds,
+                "predicted_steps": predicted.num_steps,
                 "measured_s": measured,
-                "timed": machine.cost.extras != type(machine.cost.extras)(),
+                "measured_steps": steps,
+                "timed": machine.cost.extras != NO_EXTRAS,
             }
         )
     )
 
 
-def predict(task: dict[str, Any], machine: Machine) -> tuple[float, int]:
-    """Seconds and steps of the simulated job.
+def num_steps(loop: asyncio.AbstractEventLoop, engine: Any) -> int:
+    """Steps that the engine has made."""
+    from sglang_batch.srt.compat.support import STATE_KEY
 
-    Its order is made with what the engine may know of the answers' lengths, and its steps have
-    the true ones. Requests of unknown length begin with a sample, as in an engine, which holds
-    back until it knows their answers.
-    """
+    states = loop.run_until_complete(engine._tokenizer_manager.get_internal_state())
+    return int(states[0][STATE_KEY]["steps"])
+
+
+def predict(task: dict[str, Any], machine: Machine) -> Simulation:
+    """The simulated job: its order by what the engine may know of the answers' lengths, its
+    steps by the true ones."""
     prompts = task["prompts"]
     output_len = np.array(task["output_lens"], np.int32)
-    known = [bool(params.get("ignore_eos")) for params in task["sampling_params"]]
+    params = task["sampling_params"]
+    known = np.array([bool(each.get("ignore_eos")) for each in params])
     requests = PlanRequests(
         np.concatenate(prompts).astype(np.int32),
         np.cumsum([0, *map(len, prompts)], dtype=np.int64),
-        np.array(
-            [params["max_new_tokens"] for params in task["sampling_params"]], np.int32
-        ),
+        np.array([each["max_new_tokens"] for each in params], np.int32),
         np.where(known, output_len, UNKNOWN).astype(np.int32),
     )
-    settings = OrderSettings()
-    sample = np.zeros(0, np.int64)
-    if not all(known):
-        tree = build_prefix_tree(requests.tokens, requests.offsets)
-        sample = choose_sample(tree, requests, seed=settings.seed)
-    rest = np.setdiff1d(np.arange(len(requests)), sample)
-    seconds, steps = 0.0, 0
-    for part, share in ((sample, 0.0), (rest, 0.0 if all(known) else 0.01)):
-        if len(part):
-            found = forecast(
-                requests.take(part),
-                machine,
-                [task["policy"]],
-                Lengths(true=output_len[part], sample_share=share),
-                settings,
-            )
-            run = found.runs[task["policy"]].simulation
-            seconds += run.seconds
-            steps += run.num_steps
-    return seconds, steps
+    # The share that choose_sample takes.
+    lengths = Lengths(true=output_len, sample_share=0.0 if known.all() else 0.01)
+    policy = task["policy"]
+    found = forecast(requests, machine, [policy], lengths, OrderSettings())
+    return found.runs[policy].simulation
 
 
 if __name__ == "__main__":

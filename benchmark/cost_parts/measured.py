@@ -75,7 +75,10 @@ def measure(quick: bool = False) -> list[Figure]:
                     for name in ("measured_s", "predicted_s")
                 ),
                 " ".join(f"{error:+.1%}" for error in errors),
-                each[0]["predicted_steps"],
+                *(
+                    " ".join(str(one[name]) for one in each)
+                    for name in ("measured_steps", "predicted_steps")
+                ),
             ]
         )
         figures.append(
@@ -88,7 +91,7 @@ def measure(quick: bool = False) -> list[Figure]:
         )
     print_table(
         "Jobs on this CPU, seconds in each round",
-        ("job", "order", "measured", "predicted", "error", "steps"),
+        ("job", "order", "measured", "predicted", "error", "steps", "predicted"),
         rows,
     )
     return figures

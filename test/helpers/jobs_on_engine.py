@@ -458,7 +458,7 @@ def main() -> None:
             ],
             "states_left": len(manager.rid_to_state),
         }
-        law = loop.run_until_complete(engine.learnt.law())
+        law = engine.learnt.law()
         found["costs"] = {
             "before": before.token_time_s,
             "after": engine.machine.cost.token_time_s,

@@ -50,7 +50,6 @@ from .step_mixes import Mix, mixes
 
 if TYPE_CHECKING:
     from ..srt.engine.measuring.decode_timing import DecodeTimer
-    from ..srt.engine.sglang_engine import SGLangEngine
 
 # Each round measures all batches once. No round starts that would end later than this.
 MOST_ROUNDS = 5
@@ -132,7 +131,7 @@ def law_text(law: StepLaw | None) -> str:
         "1,000 of them, squared": 1e6 * extras.mixed_square_s,
         "1,000 of a prompt so far": 1e3 * extras.prompt_context_s,
         "1,000 of it, squared": 1e6 * extras.prompt_square_s,
-        "a request's start and end": extras.request_s,
+        "a request's arrival, end": extras.request_s,
         "decodes after prompts": extras.after_prompts_s,
     }
     others = "\n".join(
@@ -261,9 +260,7 @@ class _Calibration:
             )
             sizes = chosen_sizes(room, self._rows, self._tokens)
             measured = loop.run_until_complete(
-                self._until_stopped(
-                    engine, timer, key, sizes, mixes(room, timer.vocab_size)
-                )
+                self._until_stopped(timer, key, sizes, mixes(room, timer.vocab_size))
             )
         if measured is None:
             raise KeyboardInterrupt
@@ -271,7 +268,6 @@ class _Calibration:
 
     async def _until_stopped(
         self,
-        engine: SGLangEngine,
         timer: DecodeTimer,
         key: RowShareKey,
         sizes: Sizes,
@@ -280,9 +276,7 @@ class _Calibration:
         """The measurement, or None if a signal came."""
         stop = asyncio.Event()
         with self._signals.setting(stop, lambda: None):
-            measuring = asyncio.create_task(
-                self._measure(engine, timer, key, sizes, mixed)
-            )
+            measuring = asyncio.create_task(self._measure(timer, key, sizes, mixed))
             stopping = asyncio.create_task(stop.wait())
             await asyncio.wait(
                 (measuring, stopping), return_when=asyncio.FIRST_COMPLETED
@@ -297,7 +291,6 @@ class _Calibration:
 
     async def _measure(
         self,
-        engine: SGLangEngine,
         timer: DecodeTimer,
         key: RowShareKey,
         sizes: Sizes,
@@ -329,30 +322,27 @@ class _Calibration:
                 seconds = await _median_step(timer, batches[i], sizes.new_tokens)
                 points[i] = step_point(batches[i], seconds)
             rounds.append([points[i] for i in range(len(batches))])
-        learnt = engine.learnt
+        law = await self._law(timer, mixed)
+        return Measurement(key, sizes, [one for each in rounds for one in each], law)
+
+    async def _law(self, timer: DecodeTimer, mixed: Sequence[Mix]) -> StepLaw | None:
+        """The law of steps of the mixes."""
+        learnt = timer.engine.learnt
         assert learnt is not None  # it is connected
         begun = time.monotonic()
         # Mixed steps first. Then as jobs will run: mixed only where that pays.
         with learnt.by_datasheet():
-            await self._run_mixes(engine, timer, mixed, 1)
-        await learnt.after_jobs()
-        number = 2
-        while number <= MOST_ROUNDS and time.monotonic() - begun < MIXES_S:
-            await self._run_mixes(engine, timer, mixed, number)
-            number += 1
-        return Measurement(
-            key,
-            sizes,
-            [point for each in rounds for point in each],
-            await learnt.law(),
-        )
+            await self._run_mixes(timer, mixed, 1)
+        if await learnt.keep_steps():
+            await learnt.learn()
+        for turn in range(2, MOST_ROUNDS + 1):
+            if time.monotonic() - begun > MIXES_S:
+                break
+            await self._run_mixes(timer, mixed, turn)
+        return learnt.law()
 
     async def _run_mixes(
-        self,
-        engine: SGLangEngine,
-        timer: DecodeTimer,
-        mixed: Sequence[Mix],
-        turn: int,
+        self, timer: DecodeTimer, mixed: Sequence[Mix], turn: int
     ) -> None:
         for number, mix in enumerate(mixed, 1):
             self._status = (
@@ -362,7 +352,7 @@ class _Calibration:
             # Attention over KV in scattered places takes longer on some devices.
             await timer.empty_cache()
             seed = turn * len(mixed) + number
-            await run_mix(engine, mix, seed, timer.vocab_size)
+            await run_mix(timer.engine, mix, seed, timer.vocab_size)
 
     def _shown(self) -> str:
         return f"{self._status} ({time.monotonic() - self._begun:.0f} s)"

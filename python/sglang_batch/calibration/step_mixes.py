@@ -39,7 +39,10 @@ class Mix:
 
 
 def mixes(limits: DecodeLimits, vocab_size: int) -> list[Mix]:
-    """The mixes that an engine has room for, small ones first. No two prompts begin alike."""
+    """The mixes that an engine has room for, small ones first.
+
+    Their own parts of prompts can all begin differently, with a token of the vocabulary.
+    """
     room = int(limits.kv_capacity_tokens * _KV_SHARE)
     most = max(1, min(max(OUTPUTS), limits.context_len // 4, room // 4))
     longest = min(limits.context_len - 2, room) - most
@@ -51,8 +54,11 @@ def mixes(limits: DecodeLimits, vocab_size: int) -> list[Mix]:
                 continue
             own = max(2, length // 8)
             for shared in (0, length - own):
-                rows = min(number, _most_rows(limits, length, shared, most))
-                rows = min(rows, vocab_size // _TURNS)
+                rows = min(
+                    number,
+                    vocab_size // _TURNS,
+                    _most_rows(limits, length, shared, most),
+                )
                 if rows <= 0 or (shared and (rows <= 2 or length < _LEAST_SHARED)):
                     continue
                 total = _TURNS * rows

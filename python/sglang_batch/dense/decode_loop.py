@@ -383,7 +383,7 @@ class DecodeLoop:
         """Move a row to the host, or drop its KV where the host is full."""
         query = self._running[row]
         fits = self._host_cells + query.length <= self._settings.host_cells
-        # The prompt of an encoder-decoder cannot go on with its answer.
+        # The prompt of an encoder-decoder cannot continue with its answer.
         if fits or self._model.is_encoder_decoder:
             self._keep_kv(query, self._rows.take(row))
         else:
@@ -410,7 +410,7 @@ class DecodeLoop:
     # Tokens -----------------------------------------------------------------------------
 
     def _begin(self, query: Query, found: Prefilled) -> bool:
-        """Take the first token after a prompt. Whether the row goes on.
+        """Take the first token after a prompt. Whether the row continues.
 
         After a row whose KV was dropped, the prompt ends with what it has answered.
         """

@@ -85,7 +85,7 @@ class GrammarRow:
         return bool(self._matcher.is_terminated())
 
     def accept(self, token: int) -> None:
-        """Go on by a token of the answer.
+        """Advance by a token of the answer.
 
         Raises:
             ValueError: the grammar does not allow it here.

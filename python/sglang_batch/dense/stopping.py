@@ -78,7 +78,7 @@ class RowStopping:
             grammar_ended: whether the row's grammar takes no token after this one.
 
         Returns:
-            Why the answer ends with this token, None if it goes on.
+            Why the answer ends with this token, None if it continues.
         """
         self.num_tokens += 1
         self._tail.append(token)

@@ -113,7 +113,7 @@ class Machine:
 def second_pool(
     model: ModelSpec, kv_tokens: int, step_tokens: int, tp: int = 1
 ) -> tuple[PoolShares, int | None]:
-    """The pool for states or windows that SGLang makes beside so many tokens of KV.
+    """The pool for states or windows that SGLang makes next to so many tokens of KV.
 
     Returns:
         It, and the most requests that run at once. None: as many as the KV holds.

@@ -199,7 +199,7 @@ class KvAccounting:
             self._join_forecast(request)
 
     def _start_steps(self, request: ScheduledRequest) -> None:
-        """A request that has taken ``steps`` goes on."""
+        """A request that has taken ``steps`` continues."""
         request.begin = self.clock
         request.last = self.clock + max(request.max_decode_steps - request.steps, 0)
         if request.last == self.clock:  # it has its last token
@@ -215,7 +215,7 @@ class KvAccounting:
         self._schedule_overrun(request)
 
     def _stop_steps(self, request: ScheduledRequest, steps: int) -> None:
-        """A request that has taken ``steps`` is not counted among those that go on."""
+        """A request that has taken ``steps`` is not counted among those that continue."""
         if request.takes_steps(self.clock):
             self.decoding[request.side] -= 1
             self._growing[self._growth_index(request)] -= 1
@@ -261,7 +261,7 @@ class KvAccounting:
         request.steps = steps
 
     def decode_after_all(self, request: ScheduledRequest) -> None:
-        """A request whose prompt was computed ahead cannot wait on the host: it goes on."""
+        """A request whose prompt was computed ahead cannot wait on the host: it continues."""
         self._leave_forecast(request)
         self._no_longer_ahead(request)
         request.est_decode_steps = self.corrected_est_decode_steps(request)

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from sglang_batch.planner.costs.hardware import hardware
 from sglang_batch.planner.steps.parallelism import Parallelism
 from sglang_batch.planner.steps.step_costs import step_costs
+from sglang_batch.planner.steps.step_sample import StepSample
 from sglang_batch.srt.engine.machine import model_spec
 from sglang_batch.srt.engine.measuring.timed_costs import timed_steps_key
 from sglang_batch.store.measured.timed_steps_file import TimedSteps, keep_steps
@@ -36,25 +37,15 @@ def keep_slow_steps(model: Path, dtype: str, seconds: float) -> None:
     }
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 400, 200)
-    samples = [
-        [
-            seconds,
-            float(t),
-            1.0,
-            4.0,
-            float(t * t),
-            float(t),
-            float(t * t),
-            200.0,
-            0.0,
-            0.0,
-        ]
+    prompts = [
+        StepSample(seconds, t, 1, 4, t * t, context=t, squares=t * t, kv_tokens=200)
         for t in tokens[::2]
     ]
-    samples += [
-        [seconds, 0.0, 0.0, float(t % 16 + 1), 0.0, 0.0, 0.0, 900.0, 0.0, 0.0]
+    decodes = [
+        StepSample(seconds, 0, 0, t % 16 + 1, 0, context=0, squares=0, kv_tokens=900)
         for t in tokens[::2]
     ]
+    samples = [list(map(float, sample)) for sample in prompts + decodes]
     key = timed_steps_key(None, state, spec, Parallelism())
     keep_steps(TimedSteps(key=key, samples=samples, measured_at="2026-01-01"))
     assert step_costs(spec, hardware("cpu"), Parallelism()).token_time_s < 1e-3

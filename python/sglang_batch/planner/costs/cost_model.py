@@ -330,7 +330,7 @@ def kv_tokens_in(model: ModelSpec, num_bytes: float, tp: int = 1) -> int:
 
 
 def num_states(model: ModelSpec, kv_tokens: int, tp: int = 1) -> int:
-    """Recurrent states that SGLang has room for beside so many tokens of KV."""
+    """Recurrent states that SGLang has room for next to so many tokens of KV."""
     if not model.state_bytes:
         return 0
     kv_bytes = kv_tokens * model.kv_bytes_per_token * model.kv_replicas(tp)

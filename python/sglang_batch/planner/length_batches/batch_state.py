@@ -239,7 +239,7 @@ def _end_row(batches: LengthBatches, i: int) -> None:
 
 @jit_in_place
 def come_back(batches: LengthBatches, i: int) -> None:
-    """A request that left while it ran, and was not added again, goes on."""
+    """A request that left while it ran, and was not added again, continues."""
     state = batches.state[0]
     _begin_row(batches, i)
     batches.batch_of[i] = state.batch

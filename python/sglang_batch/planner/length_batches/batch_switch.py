@@ -232,7 +232,7 @@ def _by_groups(batches: LengthBatches, law: BatchLaw, now: RunningRows) -> int:
     state = batches.state[0]
     tree = batches.tree
     if state.family != NONE and state.family_length > 0 and now.rows > 0:
-        # Siblings go on while their prefix is there.
+        # Siblings continue while their prefix is there.
         i = tree.first[min(state.family_length, MAX_LENGTH) - 1]
         if i != NONE and batches.family[i] == state.family:
             return int(i)

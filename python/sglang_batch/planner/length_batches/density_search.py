@@ -1,7 +1,7 @@
 """AlignedServe's Algorithm 1: a batch of requests with KV of similar length.
 
 The search begins at the root of the quad-tree. A node whose requests fit is the batch. If
-they do not fit, the search goes on in the child with most requests: that is the densest
+they do not fit, the search continues in the child with most requests: that is the densest
 range. If they fit but are too few, nearest requests of the nodes beside it are added,
 first those to the left, then those to the right.
 """

@@ -153,7 +153,7 @@ def _prompt_done(sim: Sim, i: int) -> None:
 
 @jit_in_place
 def _joins_whole(sim: Sim, i: int, tokens: int) -> bool:
-    """Whether a request can join beside a prompt that was cut: as SGLang knows one prompt
+    """Whether a request can join next to a prompt that was cut: as SGLang knows one prompt
     that is partly computed, with all of its own, and without prefixes for others."""
     r = sim.requests[i]
     kept = prefix.kept_depth(sim.cache, r.node)
@@ -164,7 +164,7 @@ def _joins_whole(sim: Sim, i: int, tokens: int) -> bool:
 
 @jit_in_place
 def _join_whole(sim: Sim, i: int, side: int) -> tuple[int, float]:
-    """Admit a request and compute its prompt, beside the one that was cut.
+    """Admit a request and compute its prompt, next to the one that was cut.
 
     Returns:
         Tokens computed, and seconds of attention over them.
@@ -384,10 +384,17 @@ def _prefill_right(
 
 
 @jit_in_place
+def prompt_begun(sim: Sim) -> bool:
+    """Whether a prompt is partly computed."""
+    return bool(sim.sides[LEFT].partial != NONE or sim.sides[RIGHT].partial != NONE)
+
+
+@jit_in_place
 def _nobody_can_join(sim: Sim) -> bool:
     """Whether no row is free. Then the scheduler does not look at the next requests."""
-    none_begun = sim.sides[LEFT].partial == NONE and sim.sides[RIGHT].partial == NONE
-    return bool(none_begun and sim.state[0].running >= sim.engine.max_running)
+    return bool(
+        not prompt_begun(sim) and sim.state[0].running >= sim.engine.max_running
+    )
 
 
 @jit_in_place

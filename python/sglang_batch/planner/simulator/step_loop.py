@@ -8,9 +8,9 @@ from ..costs.mixing import mixing_loss_s
 from ..costs.overlap_table import LEAST_GAIN
 from ..costs.step_table import matrix_seconds
 from ..length_batches.batch_state import tick
-from ..requests import LEFT, RIGHT, Floats
+from ..requests import Floats
 from .batch_admission import batch_prefill, take_notes
-from .engine_state import KV_MARGIN, NONE, RowLengths, Sim
+from .engine_state import KV_MARGIN, RowLengths, Sim
 from .host_offloading import offload_for_decodes, resume
 from .prefix_cache import GARBAGE, IDLE
 from .request_stages import (
@@ -22,7 +22,13 @@ from .request_stages import (
     retract_newest,
     start_decoding,
 )
-from .step_admission import compute_begun, dual_prefill, kv_reads, static_prefill
+from .step_admission import (
+    compute_begun,
+    dual_prefill,
+    kv_reads,
+    prompt_begun,
+    static_prefill,
+)
 
 # Limits of the density of the remaining work, as a factor both ways.
 _DENSITY_RANGE = 1e6
@@ -152,7 +158,7 @@ def _step_seconds(
 
 @jit_in_place
 def _prompts_alone(sim: Sim, tokens: int) -> bool:
-    """Whether SGLang would compute a step's prompts alone, and go on with one of them in the
+    """Whether SGLang would compute a step's prompts alone, and continue one of them in the
     next step, before rows decode again.
 
     Args:
@@ -161,7 +167,7 @@ def _prompts_alone(sim: Sim, tokens: int) -> bool:
     state = sim.state[0]
     if not sim.engine.as_sglang or state.decoding == 0 or tokens == 0:
         return False
-    if sim.sides[LEFT].partial == NONE and sim.sides[RIGHT].partial == NONE:
+    if not prompt_begun(sim):
         return False
     reads = kv_reads(sim)
     return bool(mixing_loss_s(sim.engine.mixing, tokens, state.decoding, reads) > 0.0)

@@ -55,7 +55,7 @@ class EngineNow(NamedTuple):
         joins in a later step, unless nothing else decodes.
     has_adapter: whether the LoRA adapter of a request is in memory, or may be loaded now.
     next_stop: where the prompt of a request is cut that is computed from so many tokens
-        on, because others go on there. None: nowhere.
+        on, because others continue there. None: nowhere.
     """
 
     step_tokens: int

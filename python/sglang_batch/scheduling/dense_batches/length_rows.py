@@ -335,7 +335,7 @@ class LengthAdmission(Admission):
                 others.clear()
 
     def _offer_first(self, found: _Round, others: deque[int]) -> bool:
-        """Offer the first row of those without a rule. Whether to go on with them."""
+        """Offer the first row of those without a rule. Whether to continue with them."""
         i = others.popleft()
         outcome = self.offer(found.change, found.waiting[i])
         if outcome is Offer.JOINS:
@@ -347,7 +347,7 @@ class LengthAdmission(Admission):
         return outcome is not Offer.STAYS_BEHIND and not in_vain
 
     def _offer_chosen(self, found: _Round, level: _Level) -> bool:
-        """Offer the row that joins next by its length. Whether to go on with them."""
+        """Offer the row that joins next by its length. Whether to continue with them."""
         change = found.change
         row = level.propose(found.law, change.batch) if level.waiting else None
         if row is None:

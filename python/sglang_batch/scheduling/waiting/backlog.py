@@ -112,7 +112,7 @@ class Backlog:
         return []
 
     def runs(self, request: ScheduledRequest) -> None:
-        """A request of the job begins to run, or goes on."""
+        """A request of the job begins to run, or continues."""
 
     def left(self, request: ScheduledRequest) -> None:
         """A running request has ended, or gave its KV up."""

@@ -161,6 +161,16 @@ class DenseEngine(SGLangEngine):
             loaded, settings, manager.answered, manager.tokenizer
         )
         manager.attach(self._worker)
+        self._machine = dense_machine(loaded, settings)
+        self._connected = False
+
+    @property
+    def machine(self) -> Machine:
+        return self._machine
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connected
 
     @property
     def manager(self) -> DenseTokenizerManager:
@@ -181,8 +191,8 @@ class DenseEngine(SGLangEngine):
             2 * self._settings.max_rows,
             min(_MAX_INFLIGHT, _MAX_PROMPT_TOKENS // self._loaded.context_len),
         )
-        self._machine = dense_machine(self._loaded, self._settings)
         self._worker.start()
+        self._connected = True
 
     async def execute(
         self, prepared: Prepared, replica: int | None = None

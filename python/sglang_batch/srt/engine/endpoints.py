@@ -75,7 +75,7 @@ class ServingEndpoints:
         """SGLang's work on one request, as a coroutine that has not started.
 
         Args:
-            keep: called with the converted request where :meth:`continued` can go on
+            keep: called with the converted request where :meth:`continued` can continue
                 from it.
 
         Raises:

@@ -118,7 +118,7 @@ class SGLangEngine:
 
     Attributes:
         learnt: its machine, by the steps that SGLang's schedulers time. None until it is
-            connected, and for engines that time none.
+            connected.
         find_pairing: the prefill servers of a tokenizer manager, if it has any. Set by
             the plugin.
     """
@@ -138,7 +138,6 @@ class SGLangEngine:
         self._default_max_inflight = MIN_INFLIGHT
         self._max_running_requests = 0
         self._media_room = asyncio.Semaphore(MEDIA_AHEAD)
-        self._machine: Machine | None = None
         self.learnt: LearntMachine | None = None
         self._job_control: Callable[[JobControl], Awaitable[object]] | None = None
         self._num_replicas = 1
@@ -165,14 +164,13 @@ class SGLangEngine:
 
     @property
     def machine(self) -> Machine:
-        machine = self._machine if self.learnt is None else self.learnt.machine
-        if machine is None:
+        if self.learnt is None:
             raise EngineError("The engine is not connected; await connect() first.")
-        return machine
+        return self.learnt.machine
 
     @property
     def is_connected(self) -> bool:
-        return self._machine is not None or self.learnt is not None
+        return self.learnt is not None
 
     @property
     def closing(self) -> bool:
@@ -297,8 +295,14 @@ class SGLangEngine:
         if self._job_control is not None:
             job_control.watchers(self._tokenizer_manager).pop(job_id, None)
             await self._job_control(JobControl(job_id=job_id, action=job_control.CLOSE))
-            if self.learnt is not None and not self._last_plans:
-                await self.learnt.after_jobs()
+            await self._learn_costs()
+
+    async def _learn_costs(self) -> None:
+        if self.learnt is None or self._last_plans:
+            return
+        # A job may be opened meanwhile.
+        if await self.learnt.keep_steps() and not self._last_plans:
+            await self.learnt.learn()
 
     async def prepare(
         self, request: BatchRequestInput, rid: str, *, tokenize: bool

@@ -46,7 +46,7 @@ def can_mix(scheduler: MixingScheduler, running_batch: ScheduleBatch) -> bool:
 
 
 def has_decodes(batch: ScheduleBatch) -> bool:
-    """Whether requests of a batch decode, also beside prompts."""
+    """Whether requests of a batch decode, also in a step with prompts."""
     mode = batch.forward_mode
     return mode.is_decode() or (mode.is_extend() and bool(batch.decoding_reqs))
 

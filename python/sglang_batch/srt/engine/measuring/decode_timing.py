@@ -28,10 +28,13 @@ class DecodeTimer:
     """Runs batches on a connected engine that does nothing else.
 
     All calls must come from the engine's event loop.
+
+    Attributes:
+        engine: the engine.
     """
 
     def __init__(self, engine: SGLangEngine) -> None:
-        self._engine = engine
+        self.engine = engine
         self._manager = engine._tokenizer_manager
         self._num_batches = 0
 
@@ -91,10 +94,10 @@ class DecodeTimer:
         body = json.dumps({"input_ids": prompt, "sampling_params": sampling})
         name = f"calibrate_{self._num_batches}_{row}"
         request = BatchRequestInput(row, name, GENERATE_URL, body.encode())
-        prepared = await self._engine.prepare(request, name, tokenize=False)
+        prepared = await self.engine.prepare(request, name, tokenize=False)
         if not isinstance(prepared, Prepared):
             return prepared
-        return await self._engine.execute(prepared)
+        return await self.engine.execute(prepared)
 
     async def _state(self) -> SchedulerState:
         return (await self._manager.get_internal_state())[0]

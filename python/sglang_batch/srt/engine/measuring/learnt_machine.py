@@ -33,8 +33,8 @@ class LearntMachine:
 
     @contextmanager
     def by_datasheet(self) -> Iterator[None]:
-        """Plan with the datasheet's costs meanwhile, by which prompts and decodes are always
-        mixed, whatever the steps show."""
+        """Plan with the datasheet's costs, by which prompts and decodes are always mixed, and
+        learn nothing meanwhile."""
         learns, self._learns = self._learns, False
         cost = datasheet_cost(self._manager, self._state)
         self.machine = replace(self.machine, cost=cost)
@@ -43,20 +43,22 @@ class LearntMachine:
         finally:
             self._learns = learns
 
-    async def after_jobs(self) -> None:
-        """No job is open: plan the next ones with the costs of all steps so far.
+    async def keep_steps(self) -> bool:
+        """Keep the steps that were timed since the last call. Whether plans may learn from
+        them."""
+        if not self._learns:
+            return False
+        return await keep_timed_steps(self._manager, self._key) > 0
 
-        Not before, since the work of open jobs is counted in seconds by their plans' costs.
+    async def learn(self) -> None:
+        """Plan the next jobs with the costs of all steps that are kept.
+
+        While no job is open: the work of open jobs is counted in seconds by their plans' costs.
         """
-        if self._learns and await keep_timed_steps(self._manager, self._key):
-            self.machine = await asyncio.to_thread(
-                machine_of, self._manager, self._state
-            )
+        self.machine = await asyncio.to_thread(machine_of, self._manager, self._state)
 
-    async def law(self) -> StepLaw | None:
-        """Keep the steps that were timed so far. The law that all kept ones show, None if they
-        are too few."""
-        await keep_timed_steps(self._manager, self._key)
+    def law(self) -> StepLaw | None:
+        """The law of all steps that are kept. None if they are too few."""
         return kept_law(datasheet_cost(self._manager, self._state), self._key)
 
     @property

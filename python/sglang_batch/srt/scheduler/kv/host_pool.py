@@ -8,7 +8,7 @@ stream of their own:
 
 - Saving: the next forward pass waits until the layers are gathered, since it may write to
   the freed slots. The transfer to the host runs at the same time.
-- Loading: the transfer to the device runs beside the forward pass in flight, and the next
+- Loading: the transfer to the device runs during the forward pass in flight, and the next
   one waits until the layers are filled.
 
 The streams wait for each other once per step (:meth:`HostPool.end_step`). The host waits

@@ -169,7 +169,7 @@ class KvManager:
         """Move running requests to the host, where they wait among those of their job.
 
         Returns:
-            The requests that have to go on.
+            The requests that have to continue.
         """
         drain_results(self._scheduler)
         running_batch.filter_batch()

@@ -95,7 +95,7 @@ class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         """Where a prompt is cut that is computed from ``begin`` tokens on, if it is.
 
         A model with recurrent layers has its state where a chunk ends and nowhere else, so
-        a leader's chunks end where others go on.
+        a leader's chunks end where others continue.
         """
         if self._ends is None or not self.supports_mamba():
             return None

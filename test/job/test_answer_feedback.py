@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -198,8 +199,8 @@ def test_the_same_answers_make_the_same_plans(policy: str) -> None:
 def test_running_requests_have_the_tokens_of_later_ones(eager: None) -> None:
     feedback = AnswerFeedback(np.zeros(0, np.int64), 10)
     for number in range(4):
-        feedback.add_sent("left", number)
-        feedback.add_sent("right", 10 + number)
+        feedback.add_started("left", number)
+        feedback.add_started("right", 10 + number)
     feedback.add_answer(2, 5)
     assert not feedback.is_due
     feedback.add_answer(11, None)
@@ -217,10 +218,55 @@ def test_running_requests_have_the_tokens_of_later_ones(eager: None) -> None:
     assert seen == {0: 9, 13: 3, 1: -4, 10: -2, 12: -2}
 
 
+def test_a_request_that_starts_again_is_the_last_of_its_stream(eager: None) -> None:
+    feedback = AnswerFeedback(np.zeros(0, np.int64), 10)
+    for number in (0, 1, 2, 0):
+        feedback.add_started(0, number)
+    feedback.add_answer(2, 8)
+    feedback.add_answer(9, 1)
+    numbers, lengths = feedback.pop_answers()
+    seen = dict(zip(numbers.tolist(), lengths.tolist(), strict=True))
+    assert seen == {2: 8, 9: 1, 1: -7}
+
+
+class Reordering(Engine):
+    """Starts requests in another order than they are sent in, and tells so."""
+
+    def start(self, number: int) -> None:
+        self.watching["batch_1"]([number])
+        self.release([f"r{number}"])
+
+    def _joined(self, prepared: Any) -> None:
+        pass
+
+
+def test_requests_that_wait_in_the_engine_say_nothing() -> None:
+    requests = unknown(300)
+    engine = Reordering(default_max_inflight=300)
+    engine.hold(everything(requests))
+    order = make_plan(plan_requests(requests), engine.machine, "dfs").order
+    started = order[-64:]
+
+    async def scenario() -> None:
+        job = make_job(engine, Answers(), requests, policy="dfs")
+        work = asyncio.ensure_future(job.run())
+        await engine.until(lambda: len(engine.running) == 300)
+        for number in started.tolist():
+            engine.start(number)
+        await until_planned(engine, 2)
+        engine.release()
+        await work
+
+    run(scenario())
+    lengths = np.array([len(prompt) for prompt in prompts_of(requests)])
+    estimates = engine.openings[1][0].est_decode_steps
+    assert estimates.max() <= lengths[started].max() - 1
+
+
 def test_a_sample_is_waited_for_and_no_longer(eager: None) -> None:
     feedback = AnswerFeedback(np.array([3, 4, 5]), 100)
     for number in (3, 4, 6, 7, 8):
-        feedback.add_sent(0, number)
+        feedback.add_started(0, number)
     for number in (3, 6, 7):
         feedback.add_answer(number, 1)
     feedback.skip(5)
@@ -233,7 +279,7 @@ def test_a_sample_is_waited_for_and_no_longer(eager: None) -> None:
 def test_a_sample_that_does_not_end_is_given_up(eager: None) -> None:
     feedback = AnswerFeedback(np.array([3, 4, 5]), 100)
     for number in range(3, 11):
-        feedback.add_sent(0, number)
+        feedback.add_started(0, number)
     for number in range(4, 9):
         feedback.add_answer(number, 7)
     assert not feedback.is_due
@@ -246,6 +292,6 @@ def test_a_sample_that_does_not_end_is_given_up(eager: None) -> None:
 def test_nothing_is_learnt_where_all_is_known(eager: None) -> None:
     feedback = AnswerFeedback(np.zeros(0, np.int64), 0)
     for number in range(100):
-        feedback.add_sent(0, number)
+        feedback.add_started(0, number)
         feedback.add_answer(number, 1)
     assert not feedback.is_due

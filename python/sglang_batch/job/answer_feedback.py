@@ -2,9 +2,10 @@
 
 At any moment of a run, the answers that have arrived are the short ones, so their mean
 is too small. A plan therefore also uses the requests that still run, as censored
-observations (``planner.lengths.survival``). Requests of a stream are sent one after
-another and run side by side, a token of each in every step. So one that still runs has at
-least as many tokens as any answer to a request that was sent after it.
+observations (``planner.lengths.survival``). Requests of a stream start one after another
+and run side by side, a token of each in every step. So one that still runs has at least as
+many tokens as any answer to a request that started after it. An engine that does not tell
+when a request starts is taken to start them in the order in which they are sent.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class AnswerFeedback:
     ) -> None:
         self._num_unknown = num_unknown
         self._learns = grows or num_unknown > 0
-        self._sent: dict[Hashable, list[int]] = {}
+        # By stream, in the order of their starts.
+        self._started: dict[Hashable, dict[int, None]] = {}
         # Output length of each answer, _FAILED for an error.
         self._length: dict[int, int] = {}
         self._new: list[int] = []  # answered since the last plan was due
@@ -79,10 +81,15 @@ class AnswerFeedback:
             self._stop_learning()
         self._check_due()
 
-    def add_sent(self, stream: Hashable, number: int) -> None:
-        """Add a request that was sent, to the end of its stream."""
+    def add_started(self, stream: Hashable, number: int) -> None:
+        """Add a request that has started, to the end of its stream.
+
+        One that starts again, because it lost its KV, moves to the end.
+        """
         if self._learns:
-            self._sent.setdefault(stream, []).append(number)
+            started = self._started.setdefault(stream, {})
+            started.pop(number, None)
+            started[number] = None
 
     def add_answer(self, number: int, output_len: int | None) -> None:
         """Add an answer's length in tokens, or None for an error."""
@@ -145,15 +152,15 @@ class AnswerFeedback:
 
     def _stop_learning(self) -> None:
         self._learns = False
-        self._sent.clear()
+        self._started.clear()
         self._length.clear()
 
     def _answers(self) -> tuple[Int64s, Int32s]:
         numbers = [each for each in self._new if self._length[each] != _FAILED]
         lengths = [self._length[each] for each in numbers]
-        for sent in self._sent.values():
+        for started in self._started.values():
             so_far = 0
-            for number in reversed(sent):
+            for number in reversed(started):
                 length = self._length.get(number)
                 if length is None:
                     if so_far:

@@ -55,7 +55,7 @@ class Dispatcher:
 
     Attributes:
         grows: whether further plans will have more requests.
-        replicas_tell: whether :meth:`joined` is called. Set it before :meth:`set_plans`.
+        engine_tells: whether :meth:`joined` is called. Set it before :meth:`set_plans`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Dispatcher:
         self._most_in_flight = 0
         self._num_planned = 0  # unsent requests after the last plan
         self.grows = False
-        self.replicas_tell = False
+        self.engine_tells = False
 
     def set_order(self, order: Int64s) -> None:
         """Send requests in this order and let the engine choose the replicas."""
@@ -104,7 +104,7 @@ class Dispatcher:
         if not self._replicas:
             single = len(plans) == 1
             self._replicas = [
-                Replica(None if single else i, tells=self.replicas_tell)
+                Replica(None if single else i, tells=self.engine_tells and not single)
                 for i in range(len(plans))
             ]
         both_ends = any(plan.both_ends for plan in plans)
@@ -141,7 +141,11 @@ class Dispatcher:
     def joined(self, numbers: list[int]) -> None:
         """These requests run now."""
         for replica in self._replicas:
-            self._left[replica.joined(numbers)] = _RUNNING_LEFT
+            found = replica.joined(numbers)
+            self._left[found] = _RUNNING_LEFT
+            if self._feedback is not None:
+                for number in found:
+                    self._feedback.add_started(replica.index, number)
         self._changed.set()
 
     def replan_from(self, feedback: AnswerFeedback, replan: Replan) -> None:
@@ -220,8 +224,8 @@ class Dispatcher:
                 self._feedback.skip(number)
         else:
             replica.add_in_flight(number, side)
-            if self._feedback is not None:
-                self._feedback.add_sent((replica.index, side), number)
+            if self._feedback is not None and not self.engine_tells:
+                self._feedback.add_started((replica.index, side), number)
             group.create_task(self._execute(replica, side, request, rendered))
         return True
 

@@ -56,10 +56,9 @@ class LivePlan:
 
     async def start(self) -> None:
         """Plan the first stretch, or a smaller job as a whole."""
-        if self._engine.num_replicas > 1:
-            joined = self._dispatcher.joined
-            tell = self._engine.watch_job(self._job_id, joined)
-            self._dispatcher.replicas_tell = tell
+        self._dispatcher.engine_tells = self._engine.watch_job(
+            self._job_id, self._dispatcher.joined
+        )
         await self._renderer.until(FIRST_REQUESTS, FIRST_TOKENS)
         await self._extend()
 

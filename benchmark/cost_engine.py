@@ -26,6 +26,10 @@ from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.planner.simulator.simulator import Simulation
 from sglang_batch.prediction.forecast import Lengths, forecast
 
+# Share of the answers that a plan knows of, over a job: the first plan has a sample of 1 %, and
+# each later one twice the answers of the last, from 64 on.
+_KNOWN = 0.25
+
 
 def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
@@ -85,8 +89,7 @@ def predict(task: dict[str, Any], machine: Machine) -> Simulation:
         np.array([each["max_new_tokens"] for each in params], np.int32),
         np.where(known, output_len, UNKNOWN).astype(np.int32),
     )
-    # The share that choose_sample takes.
-    lengths = Lengths(true=output_len, sample_share=0.0 if known.all() else 0.01)
+    lengths = Lengths(true=output_len, sample_share=0.0 if known.all() else _KNOWN)
     policy = task["policy"]
     found = forecast(requests, machine, [policy], lengths, OrderSettings())
     return found.runs[policy].simulation

@@ -367,7 +367,7 @@ def answers_learnt(num_lines: int) -> int:
     """Answers that a plan has learnt from while the first line of the sample runs on."""
     feedback = AnswerFeedback(np.arange(20), num_lines)
     for number in range(num_lines):
-        feedback.add_sent(0, number)
+        feedback.add_started(0, number)
     learnt = 0
     for number in range(1, num_lines):
         feedback.add_answer(number, 100)

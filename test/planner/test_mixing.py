@@ -120,3 +120,31 @@ def test_a_simulated_prompt_is_computed_to_its_end_before_rows_decode_again() ->
     # Ten tokens in the first step: four, and six of the long prompt. The other 34 take four
     # steps, in which the first request decodes as well, or not.
     assert seconds(1e3) == seconds(0.0) + 4
+
+
+def test_simulated_prompts_that_decodes_wait_for_are_computed_whole() -> None:
+    """As the dual scanner has it in the engine, however small its budgets are."""
+    table = np.zeros((6, 2))
+    table[TOKENS] = 0.0, 1.0
+    table[COMPUTE] = 0.0, 1.0
+    prompts = [(i,) * 40 for i in range(10)] + [(50 + i,) * 4 for i in range(30)]
+
+    def num_steps(extra_s: float) -> int:
+        return simulate(
+            build(prompts),
+            CostModel(
+                token_time_s=1.0,
+                kv_read_time_s=0.05,
+                table=table,
+                extras=StepExtras(mixed_decode_s=extra_s),
+            ),
+            EngineLimits(400, step_tokens=200, as_sglang=True),
+            order=np.arange(40),
+            output_len=np.array([2] * 10 + [40] * 30, np.int32),
+            density=np.array([20.0] * 10 + [0.5] * 30),
+            num_left=10,
+        ).num_steps
+
+    mixed, apart = num_steps(0.0), num_steps(1e3)
+    # Each prompt takes one step more at most.
+    assert mixed < apart <= mixed + len(prompts)

@@ -17,6 +17,8 @@ from sglang_batch.scheduling.scheduled_request import ScheduledRequest
 class ToyEngine:
     """Steps of one job. ``refuse`` is the chance that the engine takes less.
 
+    apart: whether a mixed step would lose, so that prompts have steps of their own.
+
     computed: by node, how many requests have computed it.
     """
 
@@ -32,8 +34,9 @@ class ToyEngine:
         refuse: float = 0.0,
         retract: float = 0.0,
         mixed: bool = True,
+        apart: bool = False,
     ) -> None:
-        self.job, self.random, self.mixed = job, random, mixed
+        self.job, self.random, self.mixed, self.apart = job, random, mixed, apart
         self.kv_accounting = KvAccounting(capacity, page_size, mixed=mixed)
         self.kv_accounting.extend_forecast(400)
         self.scan = ScanPace()
@@ -72,6 +75,7 @@ class ToyEngine:
             room=self.free,
             page_size=self.page_size,
             mixed=self.mixed,
+            apart=lambda _: self.apart,
         )
 
     def begin(self) -> None:
@@ -88,7 +92,8 @@ class ToyEngine:
     def run(self, choice: Choice) -> None:
         """Compute the chosen requests, and a decode step of the others."""
         decodes = sum(self.kv_accounting.decoding) > 0
-        decodes = decodes and (self.mixed or choice.tokens == 0)
+        shared = self.mixed and not self.apart
+        decodes = decodes and (shared or choice.tokens == 0)
         extends = self.extends(choice.requests)
         refused = self.refused(choice)
         for request in refused:

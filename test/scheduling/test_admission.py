@@ -71,9 +71,11 @@ def check_leaders(job: JobState, choice: Choice) -> None:
 @pytest.mark.parametrize("dual", [False, True])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("refuse", [0.0, 0.3])
-@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize(
+    ("mixed", "apart"), [(True, False), (True, True), (False, False)]
+)
 def test_runs_to_the_end(
-    dual: bool, page_size: int, refuse: float, mixed: bool
+    dual: bool, page_size: int, refuse: float, mixed: bool, apart: bool
 ) -> None:
     for seed in range(40):
         job, random = random_job(seed, dual=dual, page_size=page_size)
@@ -87,6 +89,7 @@ def test_runs_to_the_end(
             refuse=refuse,
             retract=0.01 if refuse else 0.0,
             mixed=mixed,
+            apart=apart,
         )
         for _ in range(4000):
             if not len(job):
@@ -401,6 +404,31 @@ def test_the_right_side_starts_when_the_left_is_spent() -> None:
     choice = choose_from(job, KvAccounting(2000), now_of())
     assert {request.side for request in choice.requests} <= {LEFT, RIGHT}
     assert choice.requests
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_prompts_that_decodes_wait_for_are_computed_whole(apart: bool) -> None:
+    prompts = [(i,) * 1000 for i in range(50)] + [(100 + i,) * 10 for i in range(50)]
+    density = [4.0] * 50 + [0.25] * 50
+    job = job_of(plan_of(prompts, density=density, num_left=50, est_decode_steps=20.0))
+    arrive_all(job)
+    kv_accounting = KvAccounting(5000)
+    kv_accounting.extend_forecast(400)
+    for _ in range(10):
+        running = request_of(own=300, est_decode_steps=50)
+        kv_accounting.admit(running)
+        kv_accounting.begin_decoding(running)
+    now = now_of(step_tokens=2048, decode_rows=10, room=5000, apart=lambda _: apart)
+    scan, taken, whole = ScanPace(), [], []
+    for _ in range(8):
+        choice = choose_from(job, kv_accounting, now, scan)
+        taken.append(choice.tokens)
+        for request, part in zip(choice.requests, choice.parts, strict=True):
+            whole.append(part.tokens == request.input_len)
+            kv_accounting.remove(request)  # nobody reads more KV than before
+    assert all(whole) is apart
+    # What a prompt has beyond a step's budget is taken off the next ones.
+    assert (0 in taken) is apart
 
 
 def busy(job: JobState, running: int) -> KvAccounting:

@@ -15,11 +15,13 @@ class ScanPace:
     pace: see ``planner.admission_rules.dual_scanner.next_pace``.
     left_blocked: whether the left side's next request did not fit.
     saved_tokens: prompt tokens saved up for a step of prompts only.
+    ahead_tokens: prompt tokens that were computed beyond the budgets.
     """
 
     pace: float = 1.0
     left_blocked: bool = False
     saved_tokens: int = 0
+    ahead_tokens: int = 0
 
 
 class OpenJobs:

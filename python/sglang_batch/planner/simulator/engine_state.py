@@ -115,6 +115,8 @@ STATE = np.dtype(
             "apart",  # steps whose prompts and decodes had steps of their own
             "prompts",  # requests of which a part of the prompt is computed in this step
             "after_prompts",  # prompts of the step before, if it ended with them
+            "whole_tokens",  # prompts are computed up to so many tokens, beyond the budgets
+            "ahead_tokens",  # prompt tokens that were computed beyond the budgets
         )
     ]
     + [

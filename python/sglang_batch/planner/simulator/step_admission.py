@@ -13,6 +13,7 @@ from ..admission_rules.dual_scanner import (
 from ..admission_rules.followers import MOST_FOLLOWERS
 from ..compiled import jit_in_place
 from ..costs.cost_model import tokens_read
+from ..costs.mixing import mixing_loss_s
 from ..costs.pool_shares import has_room, share
 from ..requests import LEFT, RIGHT
 from . import prefix_cache as prefix
@@ -182,6 +183,12 @@ def _join_whole(sim: Sim, i: int, side: int) -> tuple[int, float]:
 
 
 @jit_in_place
+def _room_of(sim: Sim, tokens: int) -> int:
+    """Tokens that prompts may have in a step of so many."""
+    return int(max(tokens, sim.state[0].whole_tokens))
+
+
+@jit_in_place
 def _prefill(sim: Sim, side: int, tokens: int, reserved: int) -> tuple[int, float]:
     """Compute up to ``tokens`` prompt tokens of a side, admitting as needed.
 
@@ -209,7 +216,7 @@ def _prefill(sim: Sim, side: int, tokens: int, reserved: int) -> tuple[int, floa
             if _waits(sim, side) or not fits(sim, i, reserved):
                 s.blocked = 1
                 break
-            if state.cut and not _joins_whole(sim, i, tokens - done):
+            if state.cut and not _joins_whole(sim, i, _room_of(sim, tokens) - done):
                 s.blocked = 1
                 break
             s.retry_at = 0
@@ -222,7 +229,7 @@ def _prefill(sim: Sim, side: int, tokens: int, reserved: int) -> tuple[int, floa
                 attention += over
                 continue
             admit(sim, i, side)
-        some, over = compute(sim, side, tokens - done)
+        some, over = compute(sim, side, _room_of(sim, tokens) - done)
         done += some
         attention += over
         if some == 0:
@@ -345,12 +352,14 @@ def _least_tokens(sim: Sim, allowed: ScanBudgets) -> int:
 
 @jit_in_place
 def _prefill_right(
-    sim: Sim, allowed: ScanBudgets, tokens: int, limit: int, left_blocked: bool
-) -> tuple[int, float]:
+    sim: Sim, allowed: ScanBudgets, tokens: int, right: int, limit: int,
+    left_blocked: bool,
+) -> tuple[int, float]:  # fmt: skip
     """Continue the partly computed prompt as in SGLang, then prefill the right side.
 
     Args:
         tokens: prompt tokens that the budgets allow.
+        right: prompt tokens that the right side may have.
         limit: prompt tokens that the step can hold.
 
     Returns:
@@ -361,7 +370,6 @@ def _prefill_right(
     may_join = not left_blocked
     if not sim.engine.as_sglang:
         may_join = may_join and side_reads(sim, RIGHT) < allowed.right_reads
-    right = min(limit, max(tokens, _least_tokens(sim, allowed)))
     left_kv = sim.sides[LEFT].kv
     if sim.engine.as_sglang:
         left_kv += sim.cache.totals[LOCKED]
@@ -369,9 +377,8 @@ def _prefill_right(
     if sim.engine.as_sglang:
         # The partly computed prompt is first, with all tokens of the step.
         whole_step = may_join or sim.sides[RIGHT].partial != NONE
-        done, attention = compute_begun(
-            sim, right if whole_step else min(limit, tokens)
-        )
+        some = right if whole_step else min(limit, tokens)
+        done, attention = compute_begun(sim, _room_of(sim, some))
         sim.sides[LEFT].blocked = 0
     elif not may_join:  # continue the partly computed prompt, begin no other
         kept = sim.engine.kv_capacity
@@ -381,6 +388,18 @@ def _prefill_right(
         done += more
         attention += over
     return done, attention
+
+
+@jit_in_place
+def apart(sim: Sim, tokens: int) -> bool:
+    """Whether a step with so many tokens of prompts leaves the decodes to the next one."""
+    decoding = sim.state[0].decoding
+    if tokens <= 0 or decoding == 0:
+        return False
+    loss = mixing_loss_s(
+        sim.engine.mixing, float(tokens), float(decoding), kv_reads(sim)
+    )
+    return bool(loss > 0.0)
 
 
 @jit_in_place
@@ -412,10 +431,19 @@ def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
     allowed = _scan_budgets(sim, target)
     tokens = _prefill_tokens(sim, allowed)
     limit = max(0, sim.engine.step_tokens - state.decoding)
-    done, attention = _prefill_right(sim, allowed, tokens, limit, left_blocked)
+    least = _least_tokens(sim, allowed)
+    right = min(limit, max(tokens, least))
+    state.whole_tokens = 0
+    if sim.engine.as_sglang and apart(sim, right):
+        # The decodes wait until prompts have ended: in one step rather than in several.
+        state.whole_tokens = limit
+        tokens -= state.ahead_tokens
+        least -= state.ahead_tokens
+        right -= state.ahead_tokens
+    done, attention = _prefill_right(sim, allowed, tokens, right, limit, left_blocked)
     alone = sim.sides[RIGHT].decoding == 0
     if alone and done == 0:
-        tokens = max(int(tokens * _RAMP), _least_tokens(sim, allowed))
+        tokens = max(int(tokens * _RAMP), least)
         if sim.engine.as_sglang:
             done, attention = compute_begun(sim, min(limit, tokens))
     tokens = min(limit, tokens) - done
@@ -423,6 +451,8 @@ def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
         more, over = _prefill(sim, LEFT, whole_multiple(sim, tokens), 0)
         done += more
         attention += over
+    if state.whole_tokens > 0:
+        state.ahead_tokens = max(0, done - right)
     if sim.engine.as_sglang and done + state.decoding == 0:
         done, attention = compute_begun(sim, limit)
     for side in (RIGHT, LEFT):

@@ -23,6 +23,7 @@ from .request_stages import (
     start_decoding,
 )
 from .step_admission import (
+    apart,
     compute_begun,
     dual_prefill,
     kv_reads,
@@ -164,13 +165,7 @@ def _prompts_alone(sim: Sim, tokens: int) -> bool:
     Args:
         tokens: of the prompts.
     """
-    state = sim.state[0]
-    if not sim.engine.as_sglang or state.decoding == 0 or tokens == 0:
-        return False
-    if not prompt_begun(sim):
-        return False
-    reads = kv_reads(sim)
-    return bool(mixing_loss_s(sim.engine.mixing, tokens, state.decoding, reads) > 0.0)
+    return bool(sim.engine.as_sglang and prompt_begun(sim) and apart(sim, tokens))
 
 
 @jit_in_place

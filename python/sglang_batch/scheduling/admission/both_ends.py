@@ -44,6 +44,12 @@ def take_from_both_ends(filling: Filling, limit: int, scan: ScanPace) -> None:
         if not tokens and now.decode_rows:
             return
     right = min(limit, max(tokens, least))
+    if now.apart(right):
+        # The decodes wait until prompts have ended: in one step rather than in several.
+        filling.whole_tokens = limit
+        tokens -= scan.ahead_tokens
+        least -= scan.ahead_tokens
+        right -= scan.ahead_tokens
     # If the left side did not fit last time, it goes first. Otherwise the right side
     # goes first: the more it reads, the more prompt tokens the left side may compute.
     may_join = not scan.left_blocked
@@ -57,6 +63,8 @@ def take_from_both_ends(filling: Filling, limit: int, scan: ScanPace) -> None:
         tokens = max(int(tokens * _RAMP), least)
         filling.continue_chunk(min(limit, tokens))
     scan.left_blocked = filling.take(LEFT, min(limit, tokens), 0)
+    if filling.whole_tokens:
+        scan.ahead_tokens = max(0, filling.choice.tokens - right)
     for side in (RIGHT, LEFT):
         # A step must not be empty, whatever the budgets.
         if filling.choice.tokens == 0 and now.decode_rows == 0 and now.chunk is None:

@@ -27,6 +27,11 @@ def nowhere(_: ScheduledRequest, begin: int) -> int | None:
     return None
 
 
+def never(_: int) -> bool:
+    """Not for any number of tokens."""
+    return False
+
+
 class EngineNow(NamedTuple):
     """The engine before a step.
 
@@ -54,6 +59,7 @@ class EngineNow(NamedTuple):
     is_near: whether the KV of a request on the host can join without a wait. If not, it
         joins in a later step, unless nothing else decodes.
     has_adapter: whether the LoRA adapter of a request is in memory, or may be loaded now.
+    apart: whether a step with so many tokens of prompts leaves the decodes to the next one.
     next_stop: where the prompt of a request is cut that is computed from so many tokens
         on, because others continue there. None: nowhere.
     """
@@ -75,6 +81,7 @@ class EngineNow(NamedTuple):
     ahead_tokens: int = 0
     is_near: Callable[[ScheduledRequest], bool] = always
     has_adapter: Callable[[ScheduledRequest], bool] = always
+    apart: Callable[[int], bool] = never
     next_stop: Callable[[ScheduledRequest, int], int | None] = nowhere
 
     @property
@@ -139,7 +146,12 @@ class Choice:
 
 
 class Filling:
-    """A step being filled."""
+    """A step being filled.
+
+    Attributes:
+        whole_tokens: a prompt that has joined is computed up to so many tokens in the step,
+            even if fewer were to be taken.
+    """
 
     def __init__(
         self, jobs: Sequence[JobState], kv_accounting: KvAccounting, now: EngineNow
@@ -152,6 +164,7 @@ class Filling:
         # A prompt ends in this step before the step is full, and not for good. SGLang
         # knows one such prompt, so others join as a whole.
         self._is_cut = False
+        self.whole_tokens = 0
         self._num_new_followers = 0
         self._held: list[tuple[JobState, ScheduledRequest]] = []
 
@@ -162,7 +175,7 @@ class Filling:
 
     def continue_chunk(self, tokens: int) -> None:
         """Continue the prompt in progress, which comes before all others."""
-        some = min(self._chunk_left, tokens - self.choice.tokens)
+        some = min(self._chunk_left, self._room_of(tokens))
         chunk = self.now.chunk
         if chunk is not None:
             begin = chunk.input_len + chunk.steps - self.now.chunk_left
@@ -172,6 +185,10 @@ class Filling:
         self.choice.chunk_tokens += some
         self.choice.page_tokens += self.kv_accounting.in_pages(some)
         self.choice.room_needed += some
+
+    def _room_of(self, tokens: int) -> int:
+        """Tokens that a prompt may have in a step of so many."""
+        return max(tokens, self.whole_tokens) - self.choice.tokens
 
     def _cut(self, request: ScheduledRequest, begin: int, tokens: int) -> int:
         """Tokens of a prompt in this step, from ``begin`` on, if at most ``tokens`` fit."""
@@ -350,7 +367,7 @@ class Filling:
             return False
         kept = uses.kept_depth(request.node)
         extend = max(1, request.input_len + request.steps - kept)
-        some = min(extend, tokens - self.choice.tokens)
+        some = min(extend, self._room_of(tokens))
         if request.on_host:  # all of it is loaded, and nothing computed
             some = extend = kv_accounting.in_pages(request.own + request.steps)
         if self._is_cut and (some < extend or uses.leads(request, kept)):

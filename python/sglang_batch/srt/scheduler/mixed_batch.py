@@ -109,9 +109,7 @@ class StepsApart:
     ) -> Iterator[None]:
         """SGLang builds a step with so many tokens of prompts meanwhile."""
         scheduler = self._scheduler
-        if not scheduler.is_mixed_chunk or not self._mixing_loses(
-            prompt_tokens, len(running_batch.reqs)
-        ):
+        if not self.mixing_loses(prompt_tokens, len(running_batch.reqs)):
             yield
             return
         scheduler.is_mixed_chunk = False
@@ -122,7 +120,10 @@ class StepsApart:
         self._decodes_owed = True
         self.num_apart += 1
 
-    def _mixing_loses(self, prompt_tokens: int, rows: int) -> bool:
+    def mixing_loses(self, prompt_tokens: int, rows: int) -> bool:
+        """Whether so many tokens of prompts would be computed before ``rows`` decode."""
+        if not self._scheduler.is_mixed_chunk:
+            return False
         costs = (job.plan.cost.mixing for job in self._jobs.each)
         cost = next((cost for cost in costs if cost is not None), None)
         if cost is None or not rows or not prompt_tokens:

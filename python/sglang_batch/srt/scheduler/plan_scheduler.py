@@ -409,6 +409,7 @@ class PlanScheduler:
             ahead_tokens=self._kv_manager.on_host.ahead_tokens(),
             is_near=self._kv_manager.on_host.is_near,
             has_adapter=always if self._adapters is None else self._adapters.may_join,
+            apart=lambda tokens: self._apart.mixing_loses(tokens, rows),
             next_stop=lambda request, begin: self._cache.next_stop(request.req, begin),
         )
 

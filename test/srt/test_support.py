@@ -382,6 +382,49 @@ def test_kinds_of_models(tmp_path: Path) -> None:
         assert expected.startswith("fine") or sentence.endswith(f"give {WAY_OUT}.")
 
 
+# Decode CUDA graphs go as far as rows may run, on a GPU that is only named here.
+GRAPH_ROWS = """
+import json, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang_batch.srt.plugin import defaults
+from sglang_batch.srt.plugin.offline_server_args import make_server_args
+for extra in json.loads(sys.argv[2]):
+    args = {"device": "cuda", "offline_batch": True, **extra}
+    record = make_server_args(model_path=sys.argv[1], **args)
+    defaults._resolve(record, lambda _: None)
+    print(json.dumps(resolving_view(record).cuda_graph_max_bs_decode))
+"""
+
+
+def test_decode_graphs_go_as_far_as_rows_may_run(tmp_path: Path) -> None:
+    rows = {"max_running_requests": 448}
+    ranks = {"max_running_requests": 3584, "tp_size": 8, "dp_size": 8}
+    stock = {"offline_batch_config": {"scheduler": "stock"}}
+    runs: list[tuple[dict[str, Any], int | None]] = [
+        (rows, 448),
+        (ranks, 1024),
+        (ranks | {"enable_dp_attention": True}, 448),
+        (rows | {"cuda_graph_max_bs_decode": 64}, 64),
+        (rows | {"cuda_graph_bs_decode": [8, 64]}, None),
+        (rows | {"cuda_graph_config": {"decode": {"max_bs": 64}}}, None),
+        (rows | {"device": "cpu"}, None),
+        (rows | stock, None),
+        ({}, None),
+    ]
+    model = str(write_config(tmp_path / "plain", "plain"))
+    wanted = json.dumps([given for given, _ in runs])
+    done = subprocess.run(
+        [sys.executable, "-c", GRAPH_ROWS, model, wanted],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = [json.loads(line) for line in done.stdout.strip().splitlines()]
+    assert found == [expected for _, expected in runs], done.stderr[-3000:]
+
+
 def test_engine_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="--attn-cp-size 2 does not work"):
         from sglang_batch.srt.plugin.offline_server_args import make_server_args

@@ -20,6 +20,7 @@ from sglang.srt.arg_groups.overrides import (
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
 from ...errors import ConfigError, ExitStatus
+from ...planner.choosing.ways import MOST_GRAPH_ROWS
 from ..compat.support import (
     CACHE_BACKEND,
     SET_BY_SGLANG,
@@ -99,6 +100,28 @@ def _resolve(server_args: ServerArgs, previous: ResolutionStep) -> None:
             # SGLang's copies KV that the plan does not need. Ours takes its sizes.
             enable_hierarchical_cache=False,
         )
+        rows = _graph_rows(view)
+        if rows is not None:
+            declare_resolution(
+                server_args, "offline_batch", cuda_graph_max_bs_decode=rows
+            )
+
+
+def _graph_rows(view: ServerArgs) -> int | None:
+    """Rows of the largest decode CUDA graph: as many as may run.
+
+    SGLang's default stops at 256 or 512, and larger steps would be launched operator by
+    operator. None where that default is right, or the graphs are given otherwise.
+    """
+    given = (
+        view.cuda_graph_max_bs_decode,
+        view.cuda_graph_bs_decode,
+        view.cuda_graph_config,
+    )
+    if view.device == "cpu" or view.max_running_requests is None or any(given):
+        return None
+    ranks = view.dp_size if view.enable_dp_attention else 1
+    return min(max(1, view.max_running_requests // ranks), MOST_GRAPH_ROWS)
 
 
 def _check(server_args: ServerArgs, previous: ResolutionStep) -> None:

@@ -406,6 +406,7 @@ def test_decode_graphs_go_as_far_as_rows_may_run(tmp_path: Path) -> None:
         (rows, 448),
         (ranks, 1024),
         (ranks | {"enable_dp_attention": True}, 448),
+        (ranks | {"dp_size": 1, "attn_dp_size": 8}, 448),
         (rows | {"cuda_graph_max_bs_decode": 64}, 64),
         (rows | {"cuda_graph_bs_decode": [8, 64]}, None),
         (rows | {"cuda_graph_config": {"decode": {"max_bs": 64}}}, None),

@@ -73,7 +73,9 @@ def _plan_input(
 
     # Check all that can be checked first: the import of SGLang takes seconds.
     server_argv = ["--model-path", options.model_path, *server_argv]
-    check_model(check_arguments(server_argv))
+    given = check_arguments(server_argv)
+    _check_spread(given)
+    check_model(given)
     named, skip = named_model(server_argv), options.skip_invalid
     file = checked_requests(local, named, skip_invalid=skip)
     servers = boxes(options, "cpu") if options.choose else []
@@ -130,6 +132,17 @@ def _plan_input(
         note = "; ".join(filter(None, (note, timed)))
         report = _report(options, title, rendered, planned, device, note, len(file))
     return show(replace(report, measured=steps), options)
+
+
+def _check_spread(given: argparse.Namespace) -> None:
+    """Raises ConfigError for a way to spread the model that would not be predicted."""
+    for name in ("pp_size", "dp_size", "attn_dp_size", "ep_size"):
+        if (number := getattr(given, name, None) or 1) > 1:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {number} would not be predicted: plan takes "
+                "one replica on --tp devices. Compare ways to spread the model with "
+                "--choose instead."
+            )
 
 
 def _invalid(file: BatchFile, local: LocalInput) -> list[LeftOut]:

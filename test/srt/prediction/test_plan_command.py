@@ -160,6 +160,8 @@ def test_the_plot_is_a_picture(
         (["--plot", "no/plan.png"], "its directory is missing"),
         (["--tp", "64", "--mem-fraction-static", "1e-9"], "leave no room for KV"),
         (["--kv-capacity-tokens", "3"], "No request fits into a KV cache of 3 tokens"),
+        (["--pp-size", "2"], "--pp-size 2 would not be predicted: plan takes one"),
+        (["--dp", "8"], "--dp-size 8 would not be predicted"),
         (["--no-such-option"], "unrecognized arguments: --no-such-option"),
         (["--served-model-name", "other"], "The provided model 'demo' is not"),
     ],

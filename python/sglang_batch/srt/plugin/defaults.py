@@ -120,8 +120,11 @@ def _graph_rows(view: ServerArgs) -> int | None:
     )
     if view.device == "cpu" or view.max_running_requests is None or any(given):
         return None
-    ranks = view.dp_size if view.enable_dp_attention else 1
-    return min(max(1, view.max_running_requests // ranks), MOST_GRAPH_ROWS)
+    # SGLang divides the limit among attention ranks, which have an old and a new name.
+    ranks = int(view.attn_dp_size or 1)
+    if view.enable_dp_attention:
+        ranks = max(ranks, int(view.dp_size))
+    return min(max(1, int(view.max_running_requests) // ranks), MOST_GRAPH_ROWS)
 
 
 def _check(server_args: ServerArgs, previous: ResolutionStep) -> None:

@@ -46,6 +46,8 @@ def counts_of(
         SystemExit: the engine has failed.
     """
     args = [each for each in SERVER_ARGS if "max-total" not in each]
+    # Steps are counted, which must not depend on how long they take here.
+    settings = {"learn_costs": False, **(config or {})}
     with tempfile.TemporaryDirectory() as folder:
         if model is None:
             model = Path(folder)
@@ -58,7 +60,7 @@ def counts_of(
                 *("--model-path", str(model), *args, "--max-total-tokens=6144"),
                 *("--chunked-prefill-size=512", "--max-running-requests=40"),
                 *("--enable-mixed-chunk", "--page-size=1"),
-                f"--offline-batch-config={json.dumps(config or {})}",
+                f"--offline-batch-config={json.dumps(settings)}",
                 *arguments,
             ],
             cwd=HELPERS,

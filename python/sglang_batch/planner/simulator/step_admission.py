@@ -183,12 +183,6 @@ def _join_whole(sim: Sim, i: int, side: int) -> tuple[int, float]:
 
 
 @jit_in_place
-def _room_of(sim: Sim, tokens: int) -> int:
-    """Tokens that prompts may have in a step of so many."""
-    return int(max(tokens, sim.state[0].whole_tokens))
-
-
-@jit_in_place
 def _prefill(sim: Sim, side: int, tokens: int, reserved: int) -> tuple[int, float]:
     """Compute up to ``tokens`` prompt tokens of a side, admitting as needed.
 
@@ -199,6 +193,7 @@ def _prefill(sim: Sim, side: int, tokens: int, reserved: int) -> tuple[int, floa
         Tokens computed, and seconds of attention over them.
     """
     s, state = sim.sides[side], sim.state[0]
+    whole = int(state.whole_tokens)
     done = 0
     attention = 0.0
     s.blocked = 0
@@ -216,7 +211,7 @@ def _prefill(sim: Sim, side: int, tokens: int, reserved: int) -> tuple[int, floa
             if _waits(sim, side) or not fits(sim, i, reserved):
                 s.blocked = 1
                 break
-            if state.cut and not _joins_whole(sim, i, _room_of(sim, tokens) - done):
+            if state.cut and not _joins_whole(sim, i, max(tokens, whole) - done):
                 s.blocked = 1
                 break
             s.retry_at = 0
@@ -229,7 +224,7 @@ def _prefill(sim: Sim, side: int, tokens: int, reserved: int) -> tuple[int, floa
                 attention += over
                 continue
             admit(sim, i, side)
-        some, over = compute(sim, side, _room_of(sim, tokens) - done)
+        some, over = compute(sim, side, max(tokens, whole) - done)
         done += some
         attention += over
         if some == 0:
@@ -378,7 +373,7 @@ def _prefill_right(
         # The partly computed prompt is first, with all tokens of the step.
         whole_step = may_join or sim.sides[RIGHT].partial != NONE
         some = right if whole_step else min(limit, tokens)
-        done, attention = compute_begun(sim, _room_of(sim, some))
+        done, attention = compute_begun(sim, max(some, int(sim.state[0].whole_tokens)))
         sim.sides[LEFT].blocked = 0
     elif not may_join:  # continue the partly computed prompt, begin no other
         kept = sim.engine.kv_capacity
@@ -433,10 +428,11 @@ def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
     limit = max(0, sim.engine.step_tokens - state.decoding)
     least = _least_tokens(sim, allowed)
     right = min(limit, max(tokens, least))
-    state.whole_tokens = 0
-    if sim.engine.as_sglang and apart(sim, right):
+    whole = sim.engine.as_sglang and apart(sim, right)
+    if sim.engine.as_sglang:
         # The decodes wait until prompts have ended: in one step rather than in several.
-        state.whole_tokens = limit
+        state.whole_tokens = limit if whole else 0
+    if whole:
         tokens -= state.ahead_tokens
         least -= state.ahead_tokens
         right -= state.ahead_tokens
@@ -451,7 +447,7 @@ def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
         more, over = _prefill(sim, LEFT, whole_multiple(sim, tokens), 0)
         done += more
         attention += over
-    if state.whole_tokens > 0:
+    if whole:
         state.ahead_tokens = max(0, done - right)
     if sim.engine.as_sglang and done + state.decoding == 0:
         done, attention = compute_begun(sim, limit)

@@ -124,6 +124,32 @@ def _pages_at(forecast: KvForecast, row: int, step: int) -> int:
 
 
 @jit_in_place
+def _peak_in_tokens(
+    forecast: KvForecast, now: int, kv: int, remaining: int, end: int
+) -> int:
+    """:func:`peak` with pages of one token, which have no phases.
+
+    Args:
+        end: the bucket in which the new request ends.
+    """
+    sums, width = forecast.sums, forecast.width
+    number, base = sums[_RUNNING, _NUMBER], sums[_RUNNING, _PAGES]
+    highest = 0
+    if end < 0:
+        highest = base + number * (now + remaining) + kv + remaining
+    for bucket in range(now // width, end + 1):
+        ending = sums[bucket & _MASK, _NUMBER]
+        if ending == 0 and bucket < end:
+            continue
+        after = (bucket + 1) * width
+        level = base + number * after - ending + kv + min(after - now, remaining)
+        highest = max(highest, level)
+        number -= ending
+        base -= sums[bucket & _MASK, _PAGES]
+    return int(highest + forecast.short[0])
+
+
+@jit_in_place
 def peak(forecast: KvForecast, now: int, kv: int, remaining: int) -> int:
     """The most KV while a new request runs, itself included, in tokens of whole pages.
 
@@ -136,6 +162,8 @@ def peak(forecast: KvForecast, now: int, kv: int, remaining: int) -> int:
     """
     sums, page_size, width = forecast.sums, forecast.page_size, forecast.width
     end = end_bucket(forecast, now, remaining)
+    if page_size == 1:
+        return _peak_in_tokens(forecast, now, kv, remaining, end)
     highest = 0
     if end < 0:
         highest = _pages_at(forecast, _RUNNING, now + remaining)

@@ -157,6 +157,8 @@ def full_step(
     hidden behind compute, and not without overlap.
     """
     share = _LEAST_FULL + _MORE_FULL / max(target * target, 1e-9)
+    if weight_read_time_s == 0.0:
+        return share
     # Seconds by which the job takes longer for each second of reading.
     felt = (1.0 / max(1.0, overlapped(target, 1.0, k))) ** (k - 1.0)
     weights = felt * weight_read_time_s / max(full_read_time_s, 1e-30)

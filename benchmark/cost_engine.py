@@ -9,7 +9,6 @@ Prints one line of JSON.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from throughput_engine import WARM_UP_PROMPTS, answer_all
+from throughput_engine import WARM_UP_PROMPTS, answer_all, num_steps
 
 from sglang_batch.planner.costs.step_table import NO_EXTRAS
 from sglang_batch.planner.machine_model import Machine
@@ -66,14 +65,6 @@ def main() -> None:
             }
         )
     )
-
-
-def num_steps(loop: asyncio.AbstractEventLoop, engine: Any) -> int:
-    """Steps that the engine has made."""
-    from sglang_batch.srt.compat.support import STATE_KEY
-
-    states = loop.run_until_complete(engine._tokenizer_manager.get_internal_state())
-    return int(states[0][STATE_KEY]["steps"])
 
 
 def predict(task: dict[str, Any], machine: Machine) -> Simulation:

@@ -434,6 +434,14 @@ async def answer_all(
     return [answers[index] for index in sorted(answers)]
 
 
+def num_steps(loop: asyncio.AbstractEventLoop, engine: Any) -> int:
+    """Steps that an engine has made."""
+    from sglang_batch.srt.compat.support import STATE_KEY
+
+    states = loop.run_until_complete(engine._tokenizer_manager.get_internal_state())
+    return int(states[0][STATE_KEY]["steps"])
+
+
 def _short() -> dict[str, Any]:
     return {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from throughput_engine import answer_all
+from throughput_engine import answer_all, num_steps
 from throughput_jobs import ThroughputJob
 
 
@@ -79,7 +79,6 @@ def _result(answers: list[dict[str, Any]], steps: int = 0) -> dict[str, Any]:
 
 def _with_plans(jobs: list[Any], arguments: list[str]) -> list[Any]:
     from sglang_batch.config import OfflineBatchConfig
-    from sglang_batch.srt.compat.support import STATE_KEY
     from sglang_batch.srt.engine import in_process
 
     results: list[Any] = []
@@ -93,9 +92,8 @@ def _with_plans(jobs: list[Any], arguments: list[str]) -> list[Any]:
             config = OfflineBatchConfig(policy="dfs")
             answers = answer_all(engine, config, prompts, params)
             done = loop.run_until_complete(answers)
-            (state,) = loop.run_until_complete(manager.get_internal_state())
             before = sum(each["steps"] for each in results)
-            results.append(_result(done, state[STATE_KEY]["steps"] - before))
+            results.append(_result(done, num_steps(loop, engine) - before))
             loop.run_until_complete(manager.flush_cache())
     return results
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,21 +98,22 @@ def test_a_simulated_step_takes_the_smaller_of_both() -> None:
     assert slow < 2 * plain
 
 
-def test_a_simulated_prompt_is_computed_to_its_end_before_rows_decode_again() -> None:
-    """As in the engine: see StepsApart."""
+def costs(row: int, values: tuple[float, float], **others: Any) -> CostModel:
+    """Steps take ``values`` of 0 tokens and of 1, in one row of the table."""
     table = np.zeros((6, 2))
     table[TOKENS] = 0.0, 1.0
-    table[OTHER] = 1.0
+    table[row] = values
+    fields = {"token_time_s": 0.0, "kv_read_time_s": 0.0, **others}
+    return CostModel(table=table, **fields)
+
+
+def test_a_simulated_prompt_is_computed_to_its_end_before_rows_decode_again() -> None:
+    """As in the engine: see StepsApart."""
 
     def seconds(extra_s: float) -> float:
         return simulate(
             build([(1, 2, 3, 4), tuple(range(10, 50))]),
-            CostModel(
-                token_time_s=0.0,
-                kv_read_time_s=0.0,
-                table=table,
-                extras=StepExtras(mixed_decode_s=extra_s),
-            ),
+            costs(OTHER, (1.0, 1.0), extras=StepExtras(mixed_decode_s=extra_s)),
             EngineLimits(1000, step_tokens=10, as_sglang=True),
             order=np.arange(2),
             output_len=np.array([12, 3], np.int32),
@@ -124,18 +126,16 @@ def test_a_simulated_prompt_is_computed_to_its_end_before_rows_decode_again() ->
 
 def test_simulated_prompts_that_decodes_wait_for_are_computed_whole() -> None:
     """As the dual scanner has it in the engine, however small its budgets are."""
-    table = np.zeros((6, 2))
-    table[TOKENS] = 0.0, 1.0
-    table[COMPUTE] = 0.0, 1.0
     prompts = [(i,) * 40 for i in range(10)] + [(50 + i,) * 4 for i in range(30)]
 
     def num_steps(extra_s: float) -> int:
         return simulate(
             build(prompts),
-            CostModel(
+            costs(
+                COMPUTE,
+                (0.0, 1.0),
                 token_time_s=1.0,
                 kv_read_time_s=0.05,
-                table=table,
                 extras=StepExtras(mixed_decode_s=extra_s),
             ),
             EngineLimits(400, step_tokens=200, as_sglang=True),

@@ -247,6 +247,7 @@ class Replicas:
     def __init__(self, shape: Shape) -> None:
         self.machine = shape.machine
         self.num_replicas = shape.replicas
+        self.replica_changes = None
         self.default_max_inflight = 1024
         self.max_running_requests = shape.rows * shape.replicas
         self.prompts = shape.prompts()

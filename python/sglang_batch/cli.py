@@ -111,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
+    from .run.fleet_options import fleet_options
     from .run.outputs import Outputs
     from .run.run_command import RunOptions, run
 
@@ -118,6 +119,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     outputs = Outputs.of(
         options.output_file, options.error_file, options.output_tmp_dir
     )
+    fleet = fleet_options(options)
     if options.dry_run:
         outputs.check(job_input)
         return _plan(*run_options.plan_options(_parser(), options, rest))
@@ -131,6 +133,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
             skip_invalid=options.skip_invalid,
             server_argv=rest,
             backend=options.backend,
+            fleet=fleet,
         )
     )
 

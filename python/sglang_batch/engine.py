@@ -14,6 +14,7 @@ from .request import BatchRequestInput, RequestOutput
 
 if TYPE_CHECKING:
     from .planner.machine_model import Machine
+    from .planner.sharding.speeds import ShardSpeeds
     from .scheduling.job_plan import JobPlan
     from .scheduling.reports.running_tree import TreeNow
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 GENERATE_URL = "/generate"
 # The path at which an offline server accepts a list of these requests.
 WAVE_PATH = "/offline_batch/wave"
+# The paths at which an offline server serves the head of a fleet.
+WORKER_PATH = "/offline_batch/worker"
 # Most nodes of the running tree that are shown of each replica.
 MAX_TREE_NODES = 1000
 
@@ -82,6 +85,42 @@ class KvUse:
     capacity: int
 
 
+class ReplicaLost(Exception):
+    """A replica ended with a request in flight, which may run on another one.
+
+    is_suspect: whether several replicas crashed that had the request, so that it should run
+        again with no other one.
+    """
+
+    def __init__(self, reason: str, *, is_suspect: bool = False) -> None:
+        super().__init__(reason)
+        self.is_suspect = is_suspect
+
+
+class ReplicaChanges(Protocol):
+    """Replicas that come, go and change their speed while jobs run.
+
+    A replica that is gone keeps its number. It may come back, and new ones get the next
+    numbers.
+    """
+
+    @property
+    def speeds(self) -> ShardSpeeds:
+        """The speed of each replica now, 0 for one that is gone."""
+        ...
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why no replica will run anything any more, or None."""
+        ...
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """Call ``on_change`` after each change, until :meth:`unwatch`."""
+        ...
+
+    def unwatch(self, on_change: Callable[[], None]) -> None: ...
+
+
 class Engine(Protocol):
     """Renders requests and executes them. Both calls may run concurrently."""
 
@@ -113,6 +152,11 @@ class Engine(Protocol):
     @property
     def num_replicas(self) -> int:
         """Copies of the model that share the work (data parallel ranks)."""
+        ...
+
+    @property
+    def replica_changes(self) -> ReplicaChanges | None:
+        """Tells when replicas come and go. None: they are always there, and equal."""
         ...
 
     async def kv_use(self) -> KvUse | None:
@@ -213,5 +257,8 @@ class Engine(Protocol):
 
         Args:
             replica: the replica to run it on. None lets the engine choose.
+
+        Raises:
+            ReplicaLost: the replica is gone. Without ``replica``, only for a suspect.
         """
         ...

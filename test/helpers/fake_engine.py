@@ -71,6 +71,7 @@ class FakeEngine:
         self.machine = make_machine()
         self.default_max_inflight = default_max_inflight
         self.num_replicas = num_replicas
+        self.replica_changes = None
         self.kv: KvUse | None = None
         self.trees: list[TreeNow] | None = None
         # Requests that have not begun to run, by custom id, and when others did.

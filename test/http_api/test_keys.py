@@ -36,6 +36,10 @@ def test_a_client_opens_no_route_that_nobody_has_decided_on() -> None:
         "/offline_batch/keys/{key_id}",
         "/offline_batch/limits/{name}",
         "/offline_batch/tree",
+        "/offline_batch/worker/attach",
+        "/offline_batch/worker/exchange",
+        "/offline_batch/worker/query",
+        "/offline_batch/worker/render",
     }
 
 

@@ -9,9 +9,14 @@ import pytest
 from builders import make_machine, make_request
 from dispatcher_jobs import plan_requests, planner_of, two_kinds, unknown
 
+from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.job.job_planner import JobPlanner
+from sglang_batch.job.job_shards import JobProgress
+from sglang_batch.job.shard_plan import ShardPlan
 from sglang_batch.planner.lengths.output_length import Observed
 from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.plan import make_plan
+from sglang_batch.planner.sharding.speeds import ShardSpeeds
 from sglang_batch.policies import DENSE_ORDERS, POLICIES
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -79,3 +84,68 @@ def test_sides_are_guessed_only_where_most_lengths_are_known() -> None:
     assert planner.plans()[0].both_ends
     # All lengths of these are known.
     assert planner_of(two_kinds(200), "dual-scan").plans()[0].both_ends
+
+
+def speeds(*each: float) -> ShardSpeeds:
+    return ShardSpeeds(np.array(each), np.array(each))
+
+
+def planner_for(of: ShardSpeeds, num_too_large: int = 0) -> JobPlanner:
+    """Of 60 requests that fit and others that do not, for as many replicas."""
+    machine = make_machine()
+    long = "x" * machine.limits.kv_capacity_tokens
+    requests = plan_requests(
+        [
+            *(make_request(i, f"{i} prompt", max_tokens=10) for i in range(60)),
+            *(make_request(60 + i, long, max_tokens=10) for i in range(num_too_large)),
+        ]
+    )
+    n = len(requests)
+    config = OfflineBatchConfig(policy="dfs")
+    return JobPlanner(requests, np.arange(n), machine, config, len(of), None, of)
+
+
+def replica_of(plans: list[ShardPlan], num_requests: int) -> np.ndarray:
+    found = np.full(num_requests, -1, np.int32)
+    for replica, plan in enumerate(plans):
+        assert (found[plan.numbers] == -1).all(), "each is in one plan"
+        found[plan.numbers] = replica
+    assert (found >= 0).all()
+    return found
+
+
+def test_replicas_have_plans_by_their_speed() -> None:
+    planner = planner_for(speeds(2.0, 0.0, 1.0))
+    counts = np.bincount(replica_of(planner.plans(), 60), minlength=3)
+    assert counts[1] == 0
+    assert counts[0] == pytest.approx(40, abs=2)
+
+
+def test_replicas_that_leave_and_join_while_the_job_runs() -> None:
+    planner = planner_for(ShardSpeeds.equal(2))
+    of = replica_of(planner.plans(), 60)
+    sent = np.flatnonzero(of == 0)[:3]
+    stays, left = np.zeros(60, np.bool_), np.ones(60)
+    stays[sent], left[sent] = True, 0.5
+    plans = planner.plans(JobProgress(of, stays, left, True), speeds(0.0, 1.0, 1.0))
+    after = replica_of(plans, 60)
+    assert np.array_equal(np.flatnonzero(after == 0), sent)
+    assert np.bincount(after)[1:] == pytest.approx(57 / 2, abs=2)
+    # The same replicas as before.
+    progress = JobProgress(after, stays, left, True)
+    assert np.array_equal(replica_of(planner.plans(progress), 60), after)
+
+
+def test_other_speeds_move_requests_that_may_all_move() -> None:
+    planner = planner_for(ShardSpeeds.equal(2))
+    planner.plans()
+    counts = np.bincount(replica_of(planner.plans(speeds=speeds(3.0, 1.0)), 60))
+    assert counts[0] == pytest.approx(45, abs=2)
+
+
+def test_requests_that_are_too_large_go_to_replicas_that_are_there() -> None:
+    plans = planner_for(speeds(1.0, 0.0, 1.0), num_too_large=5).plans()
+    assert [len(plan.too_large) for plan in plans] == [3, 0, 2]
+    replica_of(plans, 65)
+    plans = planner_for(speeds(0.0, 0.0), num_too_large=5).plans()
+    assert [len(plan.too_large) for plan in plans] == [3, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -9,14 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefix_tree_check import check_prefix_tree
+from sharding_jobs import mixed_job
 
 from sglang_batch.errors import ConfigError
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.costs.tree_work import LeafWork, leaf_work
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
-from sglang_batch.planner.sharding.partition import Partition, partition
-from sglang_batch.planner.sharding.shard import shard_job
+from sglang_batch.planner.sharding.partition import (
+    Partition,
+    partition,
+    shared_within_shards,
+)
+from sglang_batch.planner.sharding.shard import shard_job, shard_jobs
+from sglang_batch.planner.sharding.speeds import ShardSpeeds
 
 Prompt = tuple[int, ...]
 
@@ -51,6 +58,7 @@ def split(
     output_len: Iterable[float],
     num_shards: int,
     *,
+    speeds: ShardSpeeds | None = None,
     cost: CostModel = COST,
     granularity: int = 256,
     max_lost_sharing: float = 0.005,
@@ -61,6 +69,7 @@ def split(
         cost,
         work,
         num_shards,
+        speeds,
         granularity=granularity,
         max_lost_sharing=max_lost_sharing,
     )
@@ -80,13 +89,37 @@ def shares(found: Partition) -> np.ndarray:
     return sums / sums.sum(axis=1, keepdims=True)
 
 
-@settings(deadline=None, max_examples=200)
-@given(PROMPTS, NUM_SHARDS, GRANULARITIES, st.integers(0, 99))
+@st.composite
+def mixed_speeds(draw: st.DrawFn, num_shards: int) -> ShardSpeeds:
+    """Of engines of which at least one is there."""
+    speed = st.sampled_from([0.25, 1.0, 1.5, 4.0])
+    both = st.tuples(speed, speed) | st.just((0.0, 0.0))
+    each = draw(st.lists(both, min_size=num_shards - 1, max_size=num_shards - 1))
+    each.insert(draw(st.integers(0, num_shards - 1)), draw(st.tuples(speed, speed)))
+    compute, memory = np.array(each).T
+    return ShardSpeeds(compute.copy(), memory.copy())
+
+
+# More than are cut at once.
+MANY_SHARDS = st.integers(65, 300)
+
+
+@settings(deadline=None, max_examples=300)
+@given(PROMPTS, NUM_SHARDS | MANY_SHARDS, GRANULARITIES, st.integers(0, 99), st.data())
 def test_sums_and_lost_tokens_are_those_of_the_shards_prefixes(
-    prompts: list[Prompt], num_shards: int, granularity: int, seed: int
+    prompts: list[Prompt],
+    num_shards: int,
+    granularity: int,
+    seed: int,
+    data: st.DataObject,
 ) -> None:
     output_len = outputs_of(len(prompts), seed)
-    found = split(prompts, output_len, num_shards, granularity=granularity)
+    speeds = data.draw(st.none() | mixed_speeds(num_shards))
+    found = split(
+        prompts, output_len, num_shards, speeds=speeds, granularity=granularity
+    )
+    if speeds is not None:
+        assert speeds.there[found.shard].all()
 
     assert found.num_shards == num_shards
     assert found.shard.dtype == np.int32
@@ -262,6 +295,154 @@ def test_a_request_above_a_fair_share_leaves_other_work_to_the_other_shards() ->
     assert seconds.max() <= 1.04 * fair
     others = found.requests_of(int(found.shard[0]))
     assert 1 <= len(others) <= 0.5 * 601 / 4
+
+
+@pytest.mark.parametrize("speed", [None, 1.0, 0.3, 7.0])
+def test_equal_engines_get_the_shards_that_they_always_got(speed: float | None) -> None:
+    found = hashlib.sha256()
+    for seed in range(4):
+        prompts, output_len = mixed_job(seed)
+        for k in (1, 2, 3, 7, 16, 64):
+            for exponent in (1.0, 1.47):
+                # All sums are exact, so that they are the same on every machine.
+                cost = CostModel(
+                    token_time_s=2.0,
+                    kv_read_time_s=2**-6,
+                    attention_time_s=0.25,
+                    interference_exponent=exponent,
+                )
+                same = None if speed is None else np.full(k, speed)
+                speeds = None if same is None else ShardSpeeds(same, same)
+                cut = split(prompts, output_len, k, cost=cost, speeds=speeds)
+                for values in (cut.shard, cut.compute_s, cut.memory_s):
+                    found.update(values.tobytes())
+    assert found.hexdigest() == (
+        "c2a64117a4022752c9aba336b87ba570ce508935fb510cb35cbcf56e3a96ff65"
+    )
+
+
+def end_s(found: Partition, speeds: ShardSpeeds, cost: CostModel) -> np.ndarray:
+    """Seconds of the engines that are there."""
+    there = speeds.there
+    compute, memory = speeds.compute[there], speeds.memory[there]
+    return cost.step_time_s(
+        found.compute_s[there] / compute, found.memory_s[there] / memory
+    )
+
+
+def fleet_job(num_shards: int) -> tuple[list[Prompt], list[int]]:
+    """Small families with 200 requests for each engine."""
+    n = 200 * num_shards
+    lengths = np.random.default_rng(num_shards).integers(1, 30, n)
+    return [(i // 4, i // 4, i // 4, i) for i in range(n)], lengths.tolist()
+
+
+def fleet_speed(num_shards: int) -> np.ndarray:
+    rng = np.random.default_rng(num_shards)
+    return np.append(1.0, rng.choice([0.0, 0.5, 1.0, 3.0], num_shards - 1))
+
+
+@pytest.mark.parametrize("num_shards", [5, 40, 200])
+def test_engines_get_work_of_both_kinds_by_their_speed(num_shards: int) -> None:
+    speed = fleet_speed(num_shards)
+    speeds = ShardSpeeds(speed, speed)
+    found = split(*fleet_job(num_shards), num_shards, speeds=speeds)
+    of_all = speed / speed.sum()
+    assert shares(found) == pytest.approx(np.stack([of_all, of_all]), rel=0.05)
+
+
+@pytest.mark.parametrize("num_shards", [5, 40, 200])
+def test_engines_that_are_good_at_different_work_end_together(num_shards: int) -> None:
+    speed = fleet_speed(num_shards)
+    ratio = np.random.default_rng(1).uniform(0.5, 2.0, num_shards)
+    speeds = ShardSpeeds(speed, speed * ratio)
+    found = split(*fleet_job(num_shards), num_shards, speeds=speeds)
+    ends = end_s(found, speeds, COST)
+    assert ends.max() <= 1.02 * ends.mean()
+    assert not found.compute_s[~speeds.there].any()
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=30
+    ),
+    st.integers(2, 5),
+    st.data(),
+)
+def test_the_slowest_engine_can_hand_nothing_to_another(
+    lengths: list[tuple[int, int]], num_shards: int, data: st.DataObject
+) -> None:
+    speeds = data.draw(mixed_speeds(num_shards))
+    prompts = [(i,) * p for i, (p, _) in enumerate(lengths)]
+    tree, work = planned(prompts, [1 + d for _, d in lengths])
+    found = partition(tree, COST, work, num_shards, speeds, granularity=10_000)
+    units = np.empty((2, len(prompts)))
+    units[0, tree.order] = COST.compute_time_s(tree.input_len, 0) + work.decode_s
+    units[1, tree.order] = work.memory_s
+    there = np.flatnonzero(speeds.there)
+    speed = np.stack([speeds.compute, speeds.memory])[:, there]
+    loads = np.stack([found.compute_s, found.memory_s])[:, there]
+    seconds = COST.step_time_s(*(loads / speed))
+    slowest = int(np.argmax(seconds))
+    for i in found.requests_of(int(there[slowest])):
+        left = (loads[:, slowest] - units[:, i]).clip(0.0) / speed[:, slowest]
+        others = COST.step_time_s(*((loads + units[:, i : i + 1]) / speed))
+        others = np.delete(others, slowest)
+        best = max(COST.step_time_s(*left), others.min(initial=np.inf))
+        assert best >= seconds.max() * (1 - 1e-6)
+
+
+def test_families_of_many_engines_stay_together() -> None:
+    # A hundred engines for forty families, each of which has to be cut two or three times.
+    families, size, shared, k = 40, 100, 50, 100
+    found = split(groups(families, size, shared), [50] * families * size, k)
+    ends = COST.step_time_s(found.compute_s, found.memory_s)
+    assert ends.max() <= 1.05 * ends.mean()
+    family = np.arange(families * size) // size
+    homes = [len(set(found.shard[family == each].tolist())) for each in range(families)]
+    assert np.mean(homes) <= 10
+    assert found.lost_tokens == sum(shared * (each - 1) for each in homes)
+
+
+@settings(deadline=None, max_examples=200)
+@given(PROMPTS, st.integers(1, 6), st.integers(0, 99))
+def test_what_leaves_share_in_their_shards(
+    prompts: list[Prompt], num_shards: int, seed: int
+) -> None:
+    tree, _ = planned(prompts, [1] * len(prompts))
+    n = tree.num_requests
+    shard = np.random.default_rng(seed).integers(0, num_shards, n).astype(np.int32)
+    expected = np.zeros(n, np.int32)
+    for s in range(num_shards):
+        leaves = np.flatnonzero(shard == s)
+        expected[leaves] = tree.shared_with_previous(leaves)
+    found = shared_within_shards(tree.lcp, shard, num_shards)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_several_shards_are_made_as_each_alone() -> None:
+    prompts, output_len = mixed_job(0)
+    requests = job(prompts)
+    tree, work = planned(prompts, output_len)
+    found = partition(tree, COST, work, 3)
+    parts = [found.requests_of(s) for s in range(3)]
+    for part, together in zip(parts, shard_jobs(tree, requests, parts), strict=True):
+        alone = shard_job(tree, requests, part)
+        np.testing.assert_array_equal(together.index, part)
+        np.testing.assert_array_equal(together.tree.order, alone.tree.order)
+        np.testing.assert_array_equal(together.requests.tokens, alone.requests.tokens)
+
+
+def test_without_engines_there_is_no_partition() -> None:
+    nobody = ShardSpeeds(np.zeros(3), np.zeros(3))
+    with pytest.raises(ConfigError, match="None of the 3 engines is there"):
+        split([(1,)], [1], 3, speeds=nobody)
+
+
+def test_there_is_a_speed_for_each_shard() -> None:
+    with pytest.raises(ConfigError, match="speeds of 2 engines for 3 shards"):
+        split([(1,)], [1], 3, speeds=ShardSpeeds.equal(2))
 
 
 def test_more_shards_than_requests_leave_some_empty() -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sharding_jobs import mixed_job
 
+from sglang_batch.errors import ConfigError, InputError
 from sglang_batch.planner.costs.cost_model import CostModel
-from sglang_batch.planner.costs.tree_work import LeafWork
+from sglang_batch.planner.costs.tree_work import LeafWork, leaf_work
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.sharding.rebalance import LeafState, rebalance
+from sglang_batch.planner.sharding.speeds import ShardSpeeds
 
 # A token takes a second, and the law adds up compute and memory.
 COST = CostModel(token_time_s=1.0, kv_read_time_s=1.0, interference_exponent=1.0)
@@ -37,6 +42,7 @@ def moved(
     num_shards: int = 2,
     sent: Sequence[int] = (),
     left: Sequence[float] | None = None,
+    speed: Sequence[float] | None = None,
 ) -> list[int]:
     """The shard of each leaf afterwards. ``work``: of each leaf, in seconds."""
     n = tree.num_requests
@@ -49,7 +55,10 @@ def moved(
         np.arange(n, dtype=np.float64),
     )
     decode = LeafWork(np.array(work, np.float64), np.zeros(n))
-    found: list[int] = rebalance(tree, COST, decode, state, num_shards).tolist()
+    speeds = None
+    if speed is not None:
+        speeds = ShardSpeeds(np.array(speed, np.float64), np.array(speed, np.float64))
+    found: list[int] = rebalance(tree, COST, decode, state, num_shards, speeds).tolist()
     return found
 
 
@@ -135,6 +144,184 @@ def test_the_prompts_of_running_requests_are_computed() -> None:
     assert moved(tree, [1.0] + [5.0] * 4, [0] * 5, sent=[0]) == [0, 0, 0, 1, 1]
 
 
+def test_an_engine_of_half_the_speed_keeps_half_as_much() -> None:
+    tree = tree_of([[i] for i in range(12)])
+    found = moved(tree, [5.0] * 12, [0] * 12, speed=[0.5, 1.0])
+    assert found == [0] * 4 + [1] * 8
+
+
+def test_a_slow_engine_is_worth_no_prefix_that_takes_it_longer_than_it_helps() -> None:
+    tree = tree_of(family(0, 8, 20))
+    # Both end together with 3 requests there: after 143 s instead of 348 s.
+    slow = moved(tree, [40.0] * 8, [0] * 8, speed=[1.0, 0.9])
+    assert slow.count(1) in (3, 4)
+    # The prefix alone takes it 400 s.
+    assert moved(tree, [40.0] * 8, [0] * 8, speed=[1.0, 0.05]) == [0] * 8
+
+
+def test_all_that_was_not_sent_leaves_an_engine_that_is_gone() -> None:
+    tree = tree_of([[i] for i in range(12)])
+    shard = [i % 3 for i in range(12)]
+    found = moved(
+        tree, [5.0] * 12, shard, num_shards=3, sent=[0], speed=[0.0, 1.0, 1.0]
+    )
+    assert found[0] == 0, "nobody can move what was sent"
+    others = np.bincount(found, minlength=3)
+    assert others[0] == 1 and abs(others[1] - others[2]) <= 1
+
+
+def test_families_of_an_engine_that_is_gone_stay_together() -> None:
+    tree = tree_of([each for i in range(6) for each in family(i, 4, 20)])
+    shard = np.repeat([0, 0, 1, 1, 2, 2], 4).tolist()
+    found = moved(tree, [9.0] * 24, shard, num_shards=3, speed=[1.0, 1.0, 0.0])
+    homes = np.array(found).reshape(6, 4)
+    assert (homes == homes[:, :1]).all()
+    assert sorted(homes[:, 0].tolist()) == [0, 0, 0, 1, 1, 1]
+
+
+def test_what_an_engine_that_is_gone_had_computed_is_computed_again() -> None:
+    # One of the family was answered there, and its prefix is lost. The others go together.
+    tree = tree_of(family(0, 5, 100))
+    found = moved(
+        tree, [30.0] * 5, [1] * 5, num_shards=3, sent=[0], left=[0.0, 1.0, 1.0, 1.0, 1.0],
+        speed=[1.0, 0.0, 1.0],
+    )  # fmt: skip
+    assert found == [1, 0, 0, 0, 0], "half of it is worth less than the prefix"
+
+
+def test_without_engines_nothing_moves() -> None:
+    tree = tree_of([[i] for i in range(4)])
+    assert moved(tree, [5.0] * 4, [0, 0, 0, 1], speed=[0.0, 0.0]) == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("num_shards", [4, 100])
+def test_a_new_engine_gets_whole_families_from_the_far_ends(num_shards: int) -> None:
+    each = 100  # families of a shard
+    prompts = [p for i in range(num_shards * each) for p in family(i, 2, 30)]
+    tree = tree_of(prompts)
+    shard = np.repeat(np.arange(num_shards), 2 * each)
+    speed = np.append(np.linspace(0.9, 1.1, num_shards), 1.0)
+    work = np.full(len(prompts), 10.0)
+    before = seconds(tree, work, shard.tolist(), [], num_shards + 1) / speed
+    found = np.array(
+        moved(tree, work.tolist(), shard.tolist(), num_shards=num_shards + 1, speed=speed.tolist())
+    )  # fmt: skip
+    after = seconds(tree, work, found.tolist(), [], num_shards + 1) / speed
+    assert after.max() < before.max()
+    assert after.max() <= 1.02 * after.mean()
+    new = found.reshape(-1, 2)
+    assert (new[:, 0] == new[:, 1]).all()
+    taken = np.flatnonzero(new[:, 0] == num_shards) % each
+    assert taken.min() > each / 2, "from the far ends"
+
+
+def test_an_engine_with_nothing_to_give_does_not_keep_others_from_it() -> None:
+    tree = tree_of([[i] for i in range(20)])
+    # The first engine is slow and has sent everything. The third is new.
+    shard = [0] * 4 + [1] * 16
+    found = moved(
+        tree, [5.0] * 20, shard, num_shards=3, sent=range(4), speed=[0.01, 1.0, 1.0]
+    )
+    assert np.bincount(found).tolist() == [4, 8, 8]
+
+
+def test_many_engines_end_together() -> None:
+    # A fifth has half the speed that the partition assumed.
+    k, n = 200, 40_000
+    rng = np.random.default_rng(0)
+    tree = tree_of([[i // 4] * 3 + [i] for i in range(n)])
+    work = rng.lognormal(3.0, 0.7, n)
+    shard = rng.integers(0, k, n // 4).repeat(4)
+    speed = np.where(rng.permutation(k) < k // 5, 0.5, 1.0)
+    found = moved(
+        tree, work.tolist(), shard.tolist(), num_shards=k, speed=speed.tolist()
+    )
+    ends = seconds(tree, work.tolist(), found, [], k) / speed
+    before = seconds(tree, work.tolist(), shard.tolist(), [], k) / speed
+    assert before.max() > 2 * before.mean()
+    assert ends.max() <= 1.01 * ends.mean()
+
+
+def test_shards_keep_their_numbers() -> None:
+    tree = tree_of([[i] for i in range(3)])
+    with pytest.raises(InputError, match="shard 2 of 2"):
+        moved(tree, [5.0] * 3, [0, 1, 2])
+    with pytest.raises(ConfigError, match="speeds of 3 engines for 2 shards"):
+        moved(tree, [5.0] * 3, [0, 1, 1], speed=[1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("speed", [None, 1.0, 0.3])
+def test_equal_engines_move_what_they_always_moved(speed: float | None) -> None:
+    digest = hashlib.sha256()
+    for seed in range(8):
+        prompts, output_len = mixed_job(seed)
+        tree, n = tree_of(prompts), len(prompts)
+        lengths = np.array(output_len, np.float64)
+        chance = random.Random(seed)
+        for k in (2, 3, 8, 64):
+            for exponent in (1.0, 1.47):
+                cost = CostModel(
+                    token_time_s=2.0,
+                    kv_read_time_s=2**-6,
+                    interference_exponent=exponent,
+                )
+                sent = np.array([chance.random() < 0.3 for _ in range(n)])
+                places = [
+                    chance.randrange(k) if chance.random() < 0.5 else 0
+                    for _ in range(n)
+                ]
+                far = [chance.randrange(40) for _ in range(n)]
+                state = LeafState(
+                    np.array(places, np.int32),
+                    ~sent,
+                    np.where(sent, 0.5, 1.0),
+                    np.array(far, np.float64),
+                )
+                work = leaf_work(tree, cost, lengths, lengths**2)
+                same = None if speed is None else np.full(k, speed)
+                speeds = None if same is None else ShardSpeeds(same, same)
+                found = rebalance(tree, cost, work, state, k, speeds)
+                digest.update(found.tobytes())
+    assert digest.hexdigest() == (
+        "8313958d8965033b83305f353b4d91a97303759dc16fec951c3fe269c066348d"
+    )
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_engines_of_any_speed(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=10))
+    prompts = [
+        each
+        for i, size in enumerate(sizes)
+        for each in family(i, size, data.draw(st.integers(0, 30)))
+    ]
+    tree, n = tree_of(prompts), len(prompts)
+    # The job had ``before`` engines. Some have left, and others have joined.
+    before = data.draw(st.integers(1, 5) | st.integers(65, 80))
+    k = before + data.draw(st.integers(0, 3))
+    one = st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0])
+    speed = np.array(data.draw(st.lists(one, min_size=k, max_size=k)))
+    ints = st.lists(st.integers(0, 500), min_size=n, max_size=n)
+    work = [float(each) for each in data.draw(ints)]
+    shard = [each % before for each in data.draw(ints)]
+    sent = sorted(data.draw(st.sets(st.integers(0, n - 1))))
+    found = moved(tree, work, shard, num_shards=k, sent=sent, speed=speed.tolist())
+    assert len(found) == n and all(0 <= each < k for each in found)
+    assert all(found[leaf] == shard[leaf] for leaf in sent)
+    if not speed.any():
+        assert found == shard
+        return
+    there = speed > 0
+    assert all(there[found[leaf]] for leaf in set(range(n)) - set(sent))
+    if all(there[shard]):
+        old, new = (
+            seconds(tree, work, each, sent, k)[there] / speed[there]
+            for each in (shard, found)
+        )
+        assert new.max() <= old.max() * (1 + 1e-9)
+
+
 @settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_moves_only_help(data: st.DataObject) -> None:
@@ -160,7 +347,7 @@ def test_moves_only_help(data: st.DataObject) -> None:
 
 
 def seconds(
-    tree: PrefixTree, work: Sequence[float], shard: Sequence[int], sent: Sequence[int],
+    tree: PrefixTree, work: Sequence[float] | np.ndarray, shard: Sequence[int], sent: Sequence[int],
     k: int,
 ) -> np.ndarray:  # fmt: skip
     """The time of each shard, counted leaf by leaf."""

@@ -12,7 +12,14 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from . import batch_routes, file_routes, page_routes, upload_routes, wave_routes
+from . import (
+    batch_routes,
+    file_routes,
+    page_routes,
+    upload_routes,
+    wave_routes,
+    worker_routes,
+)
 from .anthropic import message_batch_routes
 from .authorization import key_routes
 from .error_responses import answer_unknown
@@ -29,6 +36,7 @@ ROUTERS = (
     wave_routes.router,
     page_routes.router,
     key_routes.router,
+    worker_routes.router,
 )
 
 

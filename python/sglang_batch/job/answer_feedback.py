@@ -91,6 +91,10 @@ class AnswerFeedback:
             started.pop(number, None)
             started[number] = None
 
+    def remove_started(self, stream: Hashable, number: int) -> None:
+        """A request no longer runs, and has no answer."""
+        self._started.get(stream, {}).pop(number, None)
+
     def add_answer(self, number: int, output_len: int | None) -> None:
         """Add an answer's length in tokens, or None for an error."""
         self._sample.discard(number)

@@ -5,20 +5,23 @@ chooses between the sides, so it always needs requests of both. Any other order 
 window. Each replica of the engine has windows of its own.
 
 A new plan may arrive at any time. It orders the requests that have not been sent, and may
-move them to other replicas. One is asked for when enough answers have come, and when a
-replica runs out of requests before the others.
+move them to other replicas. One is asked for when enough answers have come, when a
+replica runs out of requests before the others, and when replicas come or go. Requests that a
+lost replica had are sent again. Those that may be the reason of several crashes wait for the
+end, when each runs with no other request.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..config import OfflineBatchConfig
-from ..engine import Engine, PreparedRequest
+from ..engine import Engine, PreparedRequest, ReplicaLost
 from ..planner.requests import LEFT, RIGHT, Int32s, Int64s
 from ..request import BatchRequestInput, RequestOutput
 from .answer_feedback import AnswerFeedback
@@ -85,6 +88,9 @@ class Dispatcher:
         self._replanning: asyncio.Task[None] | None = None
         self._most_in_flight = 0
         self._num_planned = 0  # unsent requests after the last plan
+        self._replicas_changed = False
+        self._suspects: deque[int] = deque()
+        self._trying: asyncio.Task[None] | None = None  # one that runs alone
         self.grows = False
         self.engine_tells = False
 
@@ -101,27 +107,31 @@ class Dispatcher:
         Args:
             grows: whether a later plan will have more requests.
         """
-        if not self._replicas:
-            single = len(plans) == 1
-            self._replicas = [
-                Replica(None if single else i, tells=self.engine_tells and not single)
-                for i in range(len(plans))
-            ]
+        single = len(plans) == 1 and self._engine.replica_changes is None
+        self._replicas += [
+            Replica(None if single else i, tells=self.engine_tells and not single)
+            for i in range(len(self._replicas), len(plans))
+        ]
+        self._note_live()
         both_ends = any(plan.both_ends for plan in plans)
         self._most_in_flight = self._window(both_ends)
-        windows = divide_window(self._most_in_flight, len(plans))
-        num_sides = len(plans) * (2 if both_ends else 1)
+        num_live = max(1, sum(replica.is_live for replica in self._replicas))
+        windows = iter(divide_window(self._most_in_flight, num_live))
+        num_sides = num_live * (2 if both_ends else 1)
         self._lookahead = max(1, self._config.render_lookahead // num_sides)
-        for replica, plan, window in zip(self._replicas, plans, windows, strict=True):
+        for replica, plan in zip(self._replicas, plans, strict=True):
             left, right = plan.sides
             unsent = left[~self._sent[left]], right[~self._sent[right]]
+            # One that is gone has the window of another once it is back.
+            window = next(windows) if replica.is_live else self._most_in_flight
             replica.set_sides(unsent, window, both_ends)
+            replica.returned.clear()
             replica.reassign_in_flight(right)
             new = plan.too_large[~self._sent[plan.too_large]]
             replica.rest = SendQueue(np.concatenate([replica.rest.unsent, new]))
             self._note_sent(replica, new)
         self.grows = grows
-        self._num_planned = sum(replica.num_unsent for replica in self._replicas)
+        self._num_planned = sum(r.num_unsent for r in self._replicas if r.is_live)
         self._changed.set()
 
     def progress(self, *, whole: bool) -> JobProgress:
@@ -137,6 +147,25 @@ class Dispatcher:
                 replica_of[replica.unsent] = index
                 stays[replica.hold()] = True
         return JobProgress(replica_of, stays, self._left.copy(), whole)
+
+    def replicas_changed(self) -> None:
+        """Replicas have come, gone or changed their speed: a new plan is due."""
+        self._replicas_changed = True
+        self._note_live()
+        self._changed.set()
+
+    def _check_replicas(self) -> None:
+        changes = self._engine.replica_changes
+        if changes is not None and changes.failure is not None:
+            raise changes.failure
+
+    def _note_live(self) -> None:
+        changes = self._engine.replica_changes
+        if changes is None:
+            return
+        is_live = changes.speeds.there.tolist()
+        for replica, live in zip(self._replicas, is_live, strict=False):
+            replica.is_live = live
 
     def joined(self, numbers: list[int]) -> None:
         """These requests run now."""
@@ -169,9 +198,10 @@ class Dispatcher:
             async with asyncio.TaskGroup() as group:
                 while True:
                     self._changed.clear()
+                    self._check_replicas()
                     self._send_ready(group)
                     busy = any(r.num_unsent or r.in_flight for r in self._replicas)
-                    if not busy and not self.grows:
+                    if not busy and not self.grows and not self._try_suspect(group):
                         break
                     self._replan_if_due(group)
                     await self._changed.wait()
@@ -241,14 +271,47 @@ class Dispatcher:
                 output = await self._engine.execute(prepared)
             else:
                 output = await self._engine.execute(prepared, replica=replica.index)
+        except ReplicaLost as lost:
+            self._take_back(replica, side, request.index, lost)
+        else:
+            self._left[request.index] = 0.0
             self._sink(request, output)
             if self._feedback is not None:
                 tokens = output.usage.output_tokens if output.ok else None
                 self._feedback.add_answer(request.index, tokens)
         finally:
             replica.remove_in_flight(request.index)
-            self._left[request.index] = 0.0
             self._changed.set()
+
+    def _take_back(
+        self, replica: Replica, side: int, number: int, lost: ReplicaLost
+    ) -> None:
+        """A request was lost with its replica. It will be sent again."""
+        if self._feedback is not None:
+            stream = replica.index if self.engine_tells else (replica.index, side)
+            self._feedback.remove_started(stream, number)
+        if lost.is_suspect:
+            self._suspects.append(number)
+            return
+        self._sent[number] = False
+        self._left[number] = 1.0
+        replica.returned.append(number)
+
+    def _try_suspect(self, group: asyncio.TaskGroup) -> bool:
+        """Run the next suspect, now that nothing else runs. False if there is none."""
+        if self._trying is None or self._trying.done():
+            if not self._suspects:
+                return False
+            self._trying = group.create_task(self._run_alone(self._suspects.popleft()))
+        return True
+
+    async def _run_alone(self, number: int) -> None:
+        request, output = await self._render(number)
+        if not isinstance(output, RequestOutput):
+            output = await self._engine.execute(output)
+        self._left[number] = 0.0
+        self._sink(request, output)
+        self._changed.set()
 
     def _note_sent(self, replica: Replica, numbers: int | Int64s) -> None:
         self._sent[numbers] = True
@@ -262,21 +325,25 @@ class Dispatcher:
             return
         if self._replanning is not None and not self._replanning.done():
             return
+        if not any(replica.is_live for replica in self._replicas):
+            return
         if self._feedback.is_due:
             answers = self._feedback.pop_answers()
-        elif self._is_uneven:
+        elif self._replicas_changed or self._is_uneven:
             answers = self._feedback.take_answers()
         else:
             return
+        self._replicas_changed = False
         self._replanning = group.create_task(self._make_plans(*answers))
 
     @property
     def _is_uneven(self) -> bool:
         """Whether a replica runs dry while another still has requests to give."""
-        unsent = [replica.num_unsent for replica in self._replicas]
+        live = [replica for replica in self._replicas if replica.is_live]
+        unsent = [replica.num_unsent for replica in live]
         if max(unsent) <= min(unsent) + 1 or sum(unsent) > _FEWER * self._num_planned:
             return False
-        return self._replicas[unsent.index(min(unsent))].runs_dry
+        return live[unsent.index(min(unsent))].runs_dry
 
     async def _make_plans(self, numbers: Int64s, output_len: Int32s) -> None:
         assert self._replan is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..engine import Engine, KvUse, PreparedRequest
+from ..engine import Engine, KvUse, PreparedRequest, ReplicaChanges
 from ..planner.machine_model import Machine
 from ..request import BatchRequestInput, RequestOutput
 from ..scheduling.job_plan import JobPlan
@@ -41,6 +41,10 @@ class ForwardingEngine:
     @property
     def num_replicas(self) -> int:
         return self._engine.num_replicas
+
+    @property
+    def replica_changes(self) -> ReplicaChanges | None:
+        return self._engine.replica_changes
 
     async def kv_use(self) -> KvUse | None:
         return await self._engine.kv_use()

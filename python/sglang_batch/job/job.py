@@ -119,6 +119,7 @@ class Job:
             else:
                 await self._run_in_input_order()
         finally:
+            self._plan.stop()
             await self._engine.close_job(self._job_id)
 
     async def _run_in_input_order(self) -> None:

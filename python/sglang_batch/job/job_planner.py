@@ -4,7 +4,8 @@ The prompts are read once, for the prefix tree. A later plan has the same tree a
 estimates of the output lengths, so it needs no prompts and takes tens of milliseconds
 for a hundred thousand requests. If the engine has several replicas, the job is split
 into a shard for each, and every shard has a plan of its own. Later plans move requests that
-have not been sent between the shards, so that all of them end together.
+have not been sent between the shards, so that all of them end together, also where replicas
+differ in speed, leave or join.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..planner.plan import Plan
 from ..planner.prefixes.prefix_tree import build_prefix_tree
 from ..planner.requests import UNKNOWN, Bools, Int32s, Int64s, PlanRequests
 from ..planner.sharding.shard import ShardJob
+from ..planner.sharding.speeds import ShardSpeeds
 from ..planner.simulator.simulator import Simulation, simulate
 from ..policies import AUTO, POLICY_TABLE
 from .job_shards import JobProgress, JobShards
@@ -43,6 +45,8 @@ class JobPlanner:
         numbers: int64 ``[n]``, the number of each request in the job.
         num_shards: replicas of the engine.
         progress: of the requests that a plan had before.
+        speeds: of the replicas. None: all are as fast. If none is there, the job is planned
+            as if all were, for one may come back.
 
     Attributes:
         tree: the prefix tree of the requests that fit into the KV cache.
@@ -50,6 +54,10 @@ class JobPlanner:
             their answers improve the next one. Empty if the policy needs no estimates.
         num_unknown: requests of unknown output length.
         policy: of the last plan.
+
+    Raises:
+        ConfigError: the speeds are not those of ``num_shards`` replicas, or a request has a
+            replica that is none of them.
     """
 
     def __init__(
@@ -60,6 +68,7 @@ class JobPlanner:
         config: OfflineBatchConfig,
         num_shards: int = 1,
         progress: JobProgress | None = None,
+        speeds: ShardSpeeds | None = None,
     ) -> None:
         self._machine = machine
         self._settings = OrderSettings(
@@ -84,6 +93,7 @@ class JobPlanner:
         if needs_estimates and self.num_unknown >= MIN_SAMPLED:
             self._sample = choose_sample(self.tree, kept, seed=config.seed)
         self._is_sampling = len(self._sample) > 0
+        self._drawn: Int32s | None = None
         self.sample = self._numbers[self._sample]
         self._shards = JobShards(
             self.tree,
@@ -92,6 +102,7 @@ class JobPlanner:
             num_shards,
             self._estimator.estimates(),
             None if progress is None else progress.replica[self._numbers],
+            speeds,
         )
 
     @property
@@ -137,30 +148,50 @@ class JobPlanner:
         self._sample = sample[~sent[self._numbers[sample]]]
         self.sample = self._numbers[self._sample]
 
-    def plans(self, progress: JobProgress | None = None) -> list[ShardPlan]:
+    def plans(
+        self, progress: JobProgress | None = None, speeds: ShardSpeeds | None = None
+    ) -> list[ShardPlan]:
         """A plan for each replica, from the answers observed so far.
 
         Args:
             progress: where the requests are now. None if all may move.
+            speeds: of the replicas now, by their numbers: those that joined since the last
+                plan come last, those that left have a speed of 0. None: as in the last plan.
+
+        Raises:
+            ConfigError: there are speeds of fewer replicas than in the last plan.
         """
         estimates = self._estimator.estimates()
-        if progress is not None:
-            self._shards.rebalance(estimates, progress.take(self._numbers))
+        self._drawn = None
+        if progress is not None or speeds is not None:
+            if progress is not None:
+                progress = progress.take(self._numbers)
+            self._shards.rebalance(estimates, progress, speeds)
         policy = self._policy
         if policy == AUTO and self._is_sampling:
             policy = self._until_sampled
         elif policy == AUTO:
             policy = self._policy = self._choose(estimates)
         self.policy = policy
-        shards = self._shards.each
         plans = [
-            self._plan(shard, policy, estimates, self._too_large[i :: len(shards)])
-            for i, shard in enumerate(shards)
+            self._plan(shard, policy, estimates, too_large)
+            for shard, too_large in zip(
+                self._shards.each, self._deal_too_large(), strict=True
+            )
         ]
         for plan in plans:
             for side in plan.sides:
                 self._shards.ordered(self._place[side])
         return plans
+
+    def _deal_too_large(self) -> list[Int64s]:
+        """Requests that fit nowhere, for each replica. Those that are there answer them."""
+        is_there = self._shards.speeds.there
+        there = np.flatnonzero(is_there | ~is_there.any())
+        dealt = [self._too_large[:0]] * len(is_there)
+        for i, replica in enumerate(there):
+            dealt[replica] = self._too_large[i :: len(there)]
+        return dealt
 
     def _plan(
         self,
@@ -242,7 +273,9 @@ class JobPlanner:
         self, shard: ShardJob, order: Order, own: OutputEstimates
     ) -> Simulation:
         capacity = self._machine.limits.kv_capacity_tokens
-        drawn = self._estimator.draw(self._settings.seed)[shard.index]
+        if self._drawn is None:  # for all shards of a plan
+            self._drawn = self._estimator.draw(self._settings.seed)
+        drawn = self._drawn[shard.index]
         input_len = np.empty(len(drawn), np.int64)
         input_len[shard.tree.order] = shard.tree.input_len
         output_len = np.maximum(np.minimum(drawn, capacity - input_len), 1)

@@ -1,7 +1,7 @@
 """The shards of a running job, one for each replica of the engine.
 
-The first cut gives all replicas the same work by the estimates so far. Later cuts move
-requests that have not been sent, so that all replicas end together.
+The first cut has all replicas end together by the estimates so far. Later cuts move requests
+that have not been sent, by better estimates, and as replicas get slower, leave and join.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..errors import ConfigError
 from ..planner.compiled import jit
 from ..planner.costs.tree_work import LeafWork, leaf_work
 from ..planner.lengths.output_length import OutputEstimates
@@ -18,7 +19,8 @@ from ..planner.prefixes.prefix_tree import PrefixTree
 from ..planner.requests import Bools, Floats, Int32s, Int64s, PlanRequests
 from ..planner.sharding.partition import partition
 from ..planner.sharding.rebalance import LeafState, rebalance
-from ..planner.sharding.shard import ShardJob, shard_job
+from ..planner.sharding.shard import ShardJob, shard_jobs
+from ..planner.sharding.speeds import ShardSpeeds, speeds_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,16 @@ class JobShards:
         requests: without their prompts.
         replica: int32 ``[n]``, the replica of each request in the last plan, -1 for those
             that it did not have. None if there was none.
+        speeds: of the replicas. None: all are as fast. If none is there, the job is cut as
+            if all were, for one may come back.
 
     Attributes:
         each: the shards.
+        speeds: of the replicas when the job was last cut.
+
+    Raises:
+        ConfigError: there are not as many speeds as shards, or a request has a replica that
+            is none of them.
     """
 
     def __init__(
@@ -65,39 +74,74 @@ class JobShards:
         num_shards: int,
         estimates: OutputEstimates,
         replica: Int32s | None,
+        speeds: ShardSpeeds | None = None,
     ) -> None:
         self._tree = tree
         self._requests = requests
         self._machine = machine
-        self._num_shards = num_shards
+        self.speeds = speeds_for(speeds, num_shards)
         n = len(requests)
-        if num_shards == 1:
-            self.each = [ShardJob(np.arange(n), tree, requests)]
-            return
-        self._shard = partition(
-            tree, machine.cost, self._work(estimates), num_shards
-        ).shard
-        if replica is not None:
-            _follow(tree.lcp, tree.order, replica, self._shard)
         # The far end of a shard that has no order yet is that of the tree.
         self._far = np.empty(n)
         self._far[tree.order] = np.arange(n)
         self._left_out = np.zeros(n, np.bool_)
+        last = -1 if replica is None else int(replica.max(initial=-1))
+        if last >= num_shards:
+            raise ConfigError(
+                f"A request has replica {last}, but there are {num_shards}; replicas keep "
+                "their numbers, with a speed of 0 once they have left."
+            )
+        self.each: list[ShardJob] = []
+        if num_shards == 1:
+            self._shard = np.zeros(n, np.int32)
+            self.each = [ShardJob(np.arange(n), tree, requests)]
+            return
+        there = self.speeds.there
+        self._shard = partition(
+            tree,
+            machine.cost,
+            self._work(estimates),
+            num_shards,
+            self.speeds if there.any() else None,
+        ).shard
+        if replica is not None:
+            _follow(tree.lcp, tree.order, replica, there, self._shard)
         self.each = self._cut()
 
     def ordered(self, side: Int64s) -> None:
         """These requests, int64, are a side of a shard, in the order of sending."""
-        if self._num_shards > 1:
-            self._far[side] = (1 + np.arange(len(side))) / max(1, len(side))
+        self._far[side] = (1 + np.arange(len(side))) / max(1, len(side))
 
-    def rebalance(self, estimates: OutputEstimates, progress: JobProgress) -> None:
+    def rebalance(
+        self,
+        estimates: OutputEstimates,
+        progress: JobProgress | None,
+        speeds: ShardSpeeds | None = None,
+    ) -> None:
         """Move requests so that all shards end together, and cut the job again.
 
         Args:
-            progress: its arrays are by request, ``[n]``.
+            progress: its arrays are by request, ``[n]``. None: all may move.
+            speeds: of the replicas now, at least as many as before. None: as before.
+
+        Raises:
+            ConfigError: there are speeds of fewer replicas than before.
         """
-        if self._num_shards == 1:
+        if speeds is not None:
+            if len(speeds) < len(self.speeds):
+                raise ConfigError(
+                    f"There are speeds of {len(speeds)} replicas, but the job has "
+                    f"{len(self.speeds)} shards; give 0 for those that left."
+                )
+            self.speeds = speeds
+        num_shards = len(self.speeds)
+        if num_shards == 1:
             return
+        if progress is None:
+            n = len(self._shard)
+            progress = JobProgress(
+                self._shard, np.zeros(n, np.bool_), np.ones(n), whole=False
+            )
         by_leaf = self._tree.order
         moved = np.empty_like(self._shard)
         moved[by_leaf] = rebalance(
@@ -110,9 +154,10 @@ class JobShards:
                 progress.left[by_leaf],
                 self._far[by_leaf],
             ),
-            self._num_shards,
+            num_shards,
+            self.speeds,
         )
-        if np.array_equal(moved, self._shard):
+        if np.array_equal(moved, self._shard) and len(self.each) == num_shards:
             return
         self._shard = moved
         if progress.whole:
@@ -120,11 +165,24 @@ class JobShards:
         self.each = self._cut()
 
     def _cut(self) -> list[ShardJob]:
-        planned = np.where(self._left_out, -1, self._shard)
-        return [
-            shard_job(self._tree, self._requests, np.flatnonzero(planned == shard))
-            for shard in range(self._num_shards)
+        """The shards. Those that have the same requests as before are the same."""
+        parts = self._by_shard(np.arange(len(self._shard)))
+        each = dict(enumerate(self.each))
+        changed = [
+            shard
+            for shard, part in enumerate(parts)
+            if shard not in each or not np.array_equal(part, each[shard].index)
         ]
+        new = shard_jobs(self._tree, self._requests, [parts[i] for i in changed])
+        each.update(zip(changed, new, strict=True))
+        return [each[shard] for shard in range(len(parts))]
+
+    def _by_shard(self, requests: Int64s) -> list[Int64s]:
+        """Those of the requests that each shard plans, in the same order."""
+        shard = np.where(self._left_out, -1, self._shard)[requests]
+        ends = np.cumsum(np.bincount(shard + 1, minlength=len(self.speeds) + 1))
+        by_shard = requests[np.argsort(shard, kind="stable")]
+        return np.split(by_shard, ends[:-1])[1:]
 
     def _work(self, estimates: OutputEstimates) -> LeafWork:
         return leaf_work(
@@ -156,10 +214,7 @@ class JobShards:
         Their neighbours in the tree keep their prefixes. A request that was left out does
         not come back: the schedulers have forgotten that it ended.
         """
-        order = self._tree.order
-        for shard in range(self._num_shards):
-            planned = (self._shard == shard) & ~self._left_out
-            members = order[planned[order]]
+        for members in self._by_shard(self._tree.order):
             # A prefix is one of two requests or more, so a neighbour of each one to come
             # stays, on both sides.
             needed = np.zeros(len(members) + 2, np.bool_)
@@ -169,12 +224,15 @@ class JobShards:
 
 
 @jit
-def _follow(lcp: Int32s, order: Int64s, replica: Int32s, shard: Int32s) -> None:
+def _follow(
+    lcp: Int32s, order: Int64s, replica: Int32s, there: Bools, shard: Int32s
+) -> None:
     """Keep requests in the shards that they were in, and put others with their siblings.
 
     Args:
         replica: int32 by request, -1 for the others. These follow the request that has
             most of their prompt, if any shares some.
+        there: bool by replica. Nobody follows to one that is not there.
         shard: int32 by request, is changed.
     """
     n = len(lcp)
@@ -188,8 +246,10 @@ def _follow(lcp: Int32s, order: Int64s, replica: Int32s, shard: Int32s) -> None:
             common = min(common, lcp[at]) if at < n else 0
             request = order[leaf]
             if replica[request] >= 0:
-                shard[request] = sibling = replica[request]
-                common = np.iinfo(np.int32).max
+                shard[request] = replica[request]
+                if there[replica[request]]:
+                    sibling = replica[request]
+                    common = np.iinfo(np.int32).max
             elif common > most[leaf]:
                 most[leaf] = common
                 shard[request] = sibling

@@ -14,6 +14,7 @@ import logging
 from ..config import OfflineBatchConfig
 from ..engine import Engine
 from ..planner.requests import Int32s, Int64s
+from ..planner.sharding.speeds import ShardSpeeds
 from .answer_feedback import AnswerFeedback
 from .dispatcher import Dispatcher
 from .job_planner import JobPlanner
@@ -59,8 +60,22 @@ class LivePlan:
         self._dispatcher.engine_tells = self._engine.watch_job(
             self._job_id, self._dispatcher.joined
         )
+        if (changes := self._engine.replica_changes) is not None:
+            changes.watch(self._dispatcher.replicas_changed)
         await self._renderer.until(FIRST_REQUESTS, FIRST_TOKENS)
         await self._extend()
+
+    def _speeds(self) -> ShardSpeeds | None:
+        if (changes := self._engine.replica_changes) is None:
+            return None
+        speeds = changes.speeds
+        # Where all are gone, whoever comes back goes on with what it had.
+        return speeds if speeds.there.any() else ShardSpeeds.equal(len(speeds))
+
+    def stop(self) -> None:
+        """No more plans are needed."""
+        if (changes := self._engine.replica_changes) is not None:
+            changes.unwatch(self._dispatcher.replicas_changed)
 
     async def grow(self) -> None:
         """Extend the plan until it covers the whole job."""
@@ -76,8 +91,11 @@ class LivePlan:
             grows = not self._renderer.is_done
             prompts = self._renderer.prompts()
             progress = self._dispatcher.progress(whole=not grows)
-            planner = await asyncio.to_thread(self._make_planner, prompts, progress)
-            await self._carry_out(planner, progress)
+            speeds = self._speeds()
+            planner = await asyncio.to_thread(
+                self._make_planner, prompts, progress, speeds
+            )
+            await self._carry_out(planner, progress, speeds)
             if self._feedback is None:
                 self._feedback = AnswerFeedback(
                     planner.sample, planner.num_unknown, grows=grows
@@ -96,14 +114,17 @@ class LivePlan:
             planner.policy,
         )
 
-    def _make_planner(self, prompts: Prompts, progress: JobProgress) -> JobPlanner:
+    def _make_planner(
+        self, prompts: Prompts, progress: JobProgress, speeds: ShardSpeeds | None
+    ) -> JobPlanner:
         planner = JobPlanner(
             prompts.requests,
             prompts.numbers,
             self._engine.machine,
             self._config,
-            self._engine.num_replicas,
+            self._engine.num_replicas if speeds is None else len(speeds),
             progress,
+            speeds,
         )
         planner.observed_before(self._answers, progress.stays)
         return planner
@@ -114,10 +135,11 @@ class LivePlan:
             planner = self._planner
             assert planner is not None
             progress = self._dispatcher.progress(whole=not self._dispatcher.grows)
+            speeds = self._speeds()
             if len(numbers):
                 self._answers.append((numbers, output_len))
                 await asyncio.to_thread(planner.observe, numbers, output_len)
-            await self._carry_out(planner, progress)
+            await self._carry_out(planner, progress, speeds)
             logger.info(
                 "Job %s: new plan from %d answers; order %s",
                 self._job_id,
@@ -125,9 +147,11 @@ class LivePlan:
                 planner.policy,
             )
 
-    async def _carry_out(self, planner: JobPlanner, progress: JobProgress) -> None:
+    async def _carry_out(
+        self, planner: JobPlanner, progress: JobProgress, speeds: ShardSpeeds | None
+    ) -> None:
         """Give the engine its part of a plan first, then send by it."""
-        shards = await asyncio.to_thread(planner.plans, progress)
+        shards = await asyncio.to_thread(planner.plans, progress, speeds)
         machine = self._engine.machine
         plans = await asyncio.to_thread(
             lambda: [shard.for_scheduler(machine) for shard in shards]

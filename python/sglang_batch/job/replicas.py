@@ -38,8 +38,15 @@ class SendQueue:
         """All numbers in the queue."""
         return self._numbers[self._begin :]
 
-    def hold(self) -> Int64s:
-        """Keep the far half, and return the nearer one, which may be sent."""
+    def hold(self, *, all_of_it: bool = False) -> Int64s:
+        """Keep the far half, and return the nearer one, which may be sent.
+
+        Args:
+            all_of_it: keep everything.
+        """
+        if all_of_it:
+            self._held = self._begin
+            return self._numbers[:0]
         self._held = self._begin + len(self) // 2
         return self._numbers[self._begin : self._held]
 
@@ -60,7 +67,10 @@ class Replica:
     index: None where the engine chooses the replica.
     sides: the left and the right side of the order.
     tells: whether it tells which requests it runs.
+    is_live: whether it takes requests. One that is gone keeps those that were not sent until
+        the next plan.
     rest: sent after both sides: requests that are too large.
+    returned: numbers of requests that it had when it was lost.
     in_flight: the side of each request in flight, by its number.
     """
 
@@ -68,7 +78,9 @@ class Replica:
         self.index = index
         self._tells = tells
         self.sides = (empty_queue(), empty_queue())
+        self.is_live = True
         self.rest = empty_queue()
+        self.returned: list[int] = []
         self.in_flight: dict[int, int] = {}
         self._windows = [0, 0]
         self._num_in_flight = [0, 0]
@@ -105,12 +117,13 @@ class Replica:
 
     @property
     def num_unsent(self) -> int:
-        return sum(map(len, (*self.sides, self.rest)))
+        return sum(map(len, (*self.sides, self.rest))) + len(self.returned)
 
     @property
     def unsent(self) -> Int64s:
-        """Numbers of all unsent requests of both sides, int64."""
-        return np.concatenate([side.unsent for side in self.sides])
+        """Numbers of all unsent requests of both sides, int64, and of those returned."""
+        returned = np.array(self.returned, np.int64)
+        return np.concatenate([*(side.unsent for side in self.sides), returned])
 
     @property
     def most_ahead(self) -> int:
@@ -125,8 +138,12 @@ class Replica:
         return not self.num_unsent and len(self.in_flight) < self.window
 
     def hold(self) -> Int64s:
-        """Keep the far half of each side. Returns the numbers that may be sent, int64."""
-        return np.concatenate([side.hold() for side in self.sides])
+        """Keep the far half of each side. Returns the numbers that may be sent, int64.
+
+        A replica that is gone is sent nothing.
+        """
+        gone = not self.is_live
+        return np.concatenate([side.hold(all_of_it=gone) for side in self.sides])
 
     def queue(self, side: int) -> SendQueue:
         """The queue from which a side is sent."""
@@ -139,7 +156,7 @@ class Replica:
 
         A side with nothing left to send leaves its window to the other.
         """
-        if len(self.in_flight) >= self.window:
+        if not self.is_live or len(self.in_flight) >= self.window:
             return False
         if self._tells and self._num_ahead[side] >= self.most_ahead:
             return False

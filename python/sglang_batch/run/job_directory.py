@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,16 @@ class JobDirectory:
                 "pass --overwrite to start again."
             )
 
+    def next_epoch(self) -> int:
+        """A number that is higher than that of any earlier run of this job."""
+        path = self.path / "epoch"
+        last = int(path.read_bytes()) if path.exists() else 0
+        # Workers may know of other jobs, too: by the clock, this one is later.
+        epoch = max(last + 1, int(time.time()))
+        with atomic_write(path) as file:
+            file.write(str(epoch).encode())
+        return epoch
+
     def remember_input(self, local: LocalInput) -> None:
         """Keep what a later run needs to name the lines of a changed input."""
         write_digests(self._digests_path, local)
@@ -214,7 +225,7 @@ class JobDirectory:
 
     def _remove(self, *, staged: bool) -> None:
         """Remove what a job that did not begin wrote, and nobody else's files."""
-        names = ["lock", "engine.log", "input.digests", "input.json"]
+        names = ["lock", "engine.log", "input.digests", "input.json", "epoch"]
         if staged:
             names.append("input.jsonl")
         for name in names:

@@ -8,32 +8,23 @@ there. The output appears, in input order, when all requests are done.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import signal
 import sys
 import traceback
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-from ..config import OfflineBatchConfig
 from ..errors import EngineError, ExitStatus, SGLangBatchError
 from ..inputs.job_input import JobInput
 from ..inputs.staging import Staging
 from . import run_options
-from .backend_options import (
-    BACKENDS,
-    StartEngine,
-    check_backend_arguments,
-    chosen_backend,
-    transformers_engine,
-    transformers_options,
-)
+from .backend_options import BACKENDS, StartEngine, check_backend_arguments
 from .checked_input import checked_again, checked_requests
 from .engine_log import EngineLog
+from .engine_settings import EngineSettings, engine_settings
+from .fleet_options import FleetOptions, WorkerOptions
 from .job_directory import JobDirectory
 from .model_place import check_model
-from .outputs import Outputs
+from .outputs import Outputs, job_id
 from .progress import Display, elapsed
 from .summary import Summary
 
@@ -44,6 +35,7 @@ class RunOptions:
 
     server_argv: the options that are the engine's.
     backend: one of :data:`.backend_options.BACKENDS`.
+    fleet: the engines, if not one in this process.
     """
 
     job_input: JobInput
@@ -54,6 +46,7 @@ class RunOptions:
     skip_invalid: bool
     server_argv: list[str]
     backend: str = BACKENDS[0]
+    fleet: FleetOptions | None = None
 
 
 def run(options: RunOptions) -> int:
@@ -68,7 +61,8 @@ def run(options: RunOptions) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     options.job_input.check()
     options.outputs.check(options.job_input)
-    known = check_backend_arguments(options.backend, options.server_argv)
+    check = check_backend_arguments if options.fleet is None else options.fleet.check
+    known = check(options.backend, options.server_argv)
     with JobDirectory(options.outputs) as directory:
         staging = Staging(directory.path)
         earlier = None
@@ -95,7 +89,7 @@ def _run_input(
     if not options.overwrite:
         directory.check_model(known)
     finished = not options.overwrite and directory.is_finished()
-    if not finished:  # which needs no model
+    if not finished and not isinstance(options.fleet, WorkerOptions):
         check_model(known)  # before standard input is read or anything is downloaded
     local = staging.stage(options.job_input, afresh=options.overwrite)
     if not options.overwrite:
@@ -104,6 +98,8 @@ def _run_input(
         return _finished(options, directory)
     # All lines are checked before SGLang is imported, which takes seconds.
     named = run_options.named_model(options.server_argv)
+    if isinstance(options.fleet, WorkerOptions):
+        named = str(known.served_model_name)
     requests = checked_requests(local, named, skip_invalid=options.skip_invalid)
     from .running_job import RunningJob  # takes half a second to import
 
@@ -111,10 +107,10 @@ def _run_input(
         display = Display(engine_log.terminal)
         try:
             with display.showing(elapsed("Loading the engine")):
-                settings, note = _settings(options)
-            if note:
-                display.say(note)
-            model = _model_name(settings.server_args)
+                settings = _settings(options)
+            if settings.note:
+                display.say(settings.note)
+            model = _model_name(settings)
             requests = checked_again(
                 requests, local, named=named, model=model,
                 skip_invalid=options.skip_invalid,
@@ -124,7 +120,8 @@ def _run_input(
             )
             with requests.closing():
                 summary = job.run(
-                    settings.start, memory_note=settings.memory_note,
+                    _start(options, settings, directory),
+                    memory_note=settings.memory_note,
                     model=settings.model, served_model=settings.served_model,
                     overwrite=options.overwrite,
                 )  # fmt: skip
@@ -150,61 +147,35 @@ def _finished(options: RunOptions, directory: JobDirectory) -> int:
     return _report(options, directory, Summary.of_record(record.summary or {}))
 
 
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """SGLang's arguments, our settings, and the model before SGLang resolves it.
-
-    memory_note: the size of SGLang's KV cache where it is our default, else empty.
-    start: loads the model in the chosen engine.
-    model, served_model: its path or name, and its name in requests.
-    """
-
-    server_args: Any
-    memory_note: str
-    start: StartEngine
-    config: OfflineBatchConfig
-    model: str
-    served_model: str
+def _settings(options: RunOptions) -> EngineSettings:
+    """The settings of a run. Named options override the JSON ones."""
+    make = engine_settings if options.fleet is None else options.fleet.settings
+    return make(
+        options.backend,
+        options.server_argv,
+        policy=options.policy,
+        max_inflight=options.max_inflight,
+    )
 
 
-def _settings(options: RunOptions) -> tuple[_Settings, str]:
-    """The settings of a run, and which engine ``--backend auto`` chose and why.
-
-    Named options override the JSON ones.
-    """
-    from ..srt.engine import in_process
-    from ..srt.plugin import engine_death
-
-    backend, argv, note = options.backend, options.server_argv, ""
-    if backend == "auto":
-        backend, reason = chosen_backend(argv)
-        note = f"--backend {backend}: {reason}."
-    if backend == "transformers":
-        server_args, start = transformers_engine(argv)
-    else:
-        if not any(argument.split("=")[0] == "--log-level" for argument in argv):
-            argv = [*argv, "--log-level=info"]
-        server_args = in_process.parse_server_args(argv)
-        start = partial(in_process.engine, server_args)
-    # Resolving may replace the names by the path of a downloaded file.
-    model, served_model = server_args.model_path, in_process.model_name(server_args)
-    memory_note = ""
-    if backend == "transformers":
-        model = transformers_options(argv).model_path
-    else:
-        in_process.resolve(server_args, engine_death.tell)
-        memory_note = in_process.memory_note(server_args)
-    named = {"policy": options.policy, "max_inflight": options.max_inflight}
-    given: dict[str, Any] = {k: v for k, v in named.items() if v is not None}
-    config = dataclasses.replace(server_args.offline_config, **given)
-    settings = _Settings(server_args, memory_note, start, config, model, served_model)
-    return settings, note
+def _start(
+    options: RunOptions, settings: EngineSettings, job: JobDirectory
+) -> StartEngine:
+    """What starts the engine: in this process, or a fleet of them."""
+    if options.fleet is None:
+        return settings.start
+    argv, epoch = options.server_argv, job.next_epoch()
+    return options.fleet.start(
+        settings, options.backend, argv, job_id(options.outputs), epoch
+    )
 
 
-def _model_name(server_args: Any) -> str:
+def _model_name(settings: EngineSettings) -> str:
+    if settings.server_args is None:
+        return settings.served_model
     from ..srt.engine import in_process
 
-    return in_process.model_name(server_args)
+    return in_process.model_name(settings.server_args)
 
 
 def _interrupt(signum: int, frame: object) -> None:

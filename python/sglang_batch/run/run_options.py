@@ -12,6 +12,7 @@ from ..errors import ConfigError
 from ..option_types import count
 from ..policies import POLICIES, POLICY_HELP
 from .backend_options import BACKENDS
+from .fleet_options import add_fleet
 
 if TYPE_CHECKING:
     from ..inputs.job_input import JobInput
@@ -93,6 +94,7 @@ def add_run(commands: Any, run: Callable[..., int]) -> None:
         help="most requests in the engine at a time (default: chosen by the engine)",
     )  # fmt: skip
     _add_backend(parser)
+    add_fleet(parser)
     parser.add_argument(
         "--dry-run", action="store_true",
         help="check all requests and predict the run as `sglang-batch plan` does, "

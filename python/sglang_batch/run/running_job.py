@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import threading
 import time
@@ -23,7 +22,7 @@ from ..store.result_log import ResultLog
 from .backend_options import StartEngine
 from .engine_log import EngineLog
 from .job_directory import JobDirectory, JobRecord
-from .outputs import Outputs
+from .outputs import job_id
 from .progress import Display, Progress
 from .stop_signals import StopSignals
 from .summary import Counts, Summary
@@ -43,7 +42,7 @@ class RunningJob:
         engine_log: EngineLog,
         display: Display,
     ) -> None:
-        self._job_id = _job_id(directory.outputs)
+        self._job_id = job_id(directory.outputs)
         self._directory = directory
         self._local = local
         self._requests = requests
@@ -245,11 +244,6 @@ def _answer_invalid(
         custom_id, message = requests.custom_id(index), local.described(error)
         line = invalid_line(index, custom_id, job_id, error.code, message)
         log.put(index, line, ok=False, usage=Usage())
-
-
-def _job_id(outputs: Outputs) -> str:
-    path = str(outputs.output.path)
-    return f"batch_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
 
 
 async def _commit_regularly(log: ResultLog) -> None:

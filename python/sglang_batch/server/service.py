@@ -24,6 +24,7 @@ from ..batch_api.jsonl import count_lines
 from ..config import OfflineBatchConfig
 from ..engine import Engine
 from ..errors import StoreError
+from ..fleet.worker_host import WorkerHost
 from ..job.job import Job
 from ..request import BatchRequestInput, RequestOutput
 from ..scheduling.reports.running_tree import TreeNow
@@ -55,6 +56,8 @@ class BatchService:
         self.config = config
         self._server_name = server_name
         self._engine: Engine | None = None
+        # Serves the head of a fleet, if there is one.
+        self.worker: WorkerHost | None = None
         self.runner: BatchRunner | None = None
         self.history = History(store)
         self.room = Room(store, config.storage_bytes, config.min_free_bytes)
@@ -66,6 +69,9 @@ class BatchService:
     ) -> None:
         """Begin to run batches, see :meth:`.runner.BatchRunner.start`."""
         self._engine = engine
+        self.worker = WorkerHost(
+            engine, self._server_name, trusts=False, is_closing=closing
+        )
         self.history = History(self.store, engine)
         self.runner = BatchRunner(
             self.store,
@@ -93,6 +99,8 @@ class BatchService:
 
     async def stop(self) -> None:
         """Stop running. The next server runs aborted requests again."""
+        if self.worker is not None:
+            await self.worker.close()
         await self.history.stop()
         if self.runner is not None:
             await self.runner.stop()

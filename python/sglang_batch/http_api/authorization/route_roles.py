@@ -7,7 +7,7 @@ later SGLang adds, is closed to clients.
 from __future__ import annotations
 
 from ...access.keys import Role
-from ...engine import WAVE_PATH
+from ...engine import WAVE_PATH, WORKER_PATH
 from ..known_routes import KnownRoute
 
 # Open without a key, for probes, as in SGLang.
@@ -81,6 +81,10 @@ ADMIN = frozenset(
         "/offline_batch/keys/{key_id}",
         "/offline_batch/limits/{name}",
         "/offline_batch/tree",
+        *(
+            f"{WORKER_PATH}/{call}"
+            for call in ("attach", "exchange", "render", "query")
+        ),
     }
 )
 

@@ -11,12 +11,17 @@ from ..requests import Floats, Int32s, Int64s
 
 @jit
 def deal(
-    largest_first: Int64s, compute: Floats, memory: Floats, k: int, max_passes: int
+    largest_first: Int64s,
+    compute: Floats,
+    memory: Floats,
+    slow: Floats,
+    max_passes: int,
 ) -> Int32s:
     """The shard of each unit, int32 ``[u]``.
 
     Both the first placement and the moves lower the sum over shards of compute share
-    squared plus memory share squared. Once no move lowers it, no shard has more than
+    squared plus memory share squared, each over the speed of the shard's engine. Once no
+    move lowers it, and if all engines are as fast, no shard has more than
     1.21 * (1/k + u) of either, where u is the largest share of a unit. Proof: no move
     out of a shard with load L = (c, m) helps, so x (L - x) <= x L' for its units x and
     other loads L'. Summed over its units and averaged over the shards, this is
@@ -25,8 +30,10 @@ def deal(
     Args:
         largest_first: int64 ``[u]``, the units in falling size.
         compute, memory: float64 ``[u]``, shares of the job's compute and memory time.
-        k: number of shards.
+        slow: float64 ``[2, k]``, how many times as long as the fastest engine that of each
+            shard takes for compute and for memory.
     """
+    k = slow.shape[1]
     loads = np.zeros((2, k))
     shard = np.full(len(largest_first), -1, np.int32)
     for _ in range(1 + max_passes):
@@ -38,9 +45,9 @@ def deal(
                 loads[0, before] -= c
                 loads[1, before] -= m
             best = max(before, 0)
-            least = c * loads[0, best] + m * loads[1, best]
+            least = _harm(c, m, loads, slow, best)
             for s in range(k):
-                harm = c * loads[0, s] + m * loads[1, s]
+                harm = _harm(c, m, loads, slow, s)
                 # By more than rounding errors, or equal units would swap for ever.
                 if harm < least * (1.0 - 1e-9):
                     best, least = s, harm
@@ -54,8 +61,20 @@ def deal(
 
 
 @jit
+def _harm(c: float, m: float, loads: Floats, slow: Floats, s: int) -> float:
+    """Half of what a unit adds to the sum of squares in a shard.
+
+    Without the half of its own squares, which it adds to the fastest shard, too. So among
+    engines of the same speed only the loads count.
+    """
+    own = c * c * (slow[0, s] - 1.0) + m * m * (slow[1, s] - 1.0)
+    harm: float = c * loads[0, s] * slow[0, s] + m * loads[1, s] * slow[1, s] + own / 2
+    return harm
+
+
+@jit
 def ease_slowest(
-    shard: Int32s, compute: Floats, memory: Floats, k: int, exponent: float
+    shard: Int32s, compute: Floats, memory: Floats, slow: Floats, exponent: float
 ) -> None:
     """Move units away from the slowest shard, in place.
 
@@ -66,16 +85,18 @@ def ease_slowest(
     Args:
         shard: int32 ``[u]``, the shard of each unit, which is changed.
         compute, memory: float64 ``[u]``, in seconds.
-        k: number of shards.
+        slow: float64 ``[2, k]``, how long the engine of each shard takes for a second of
+            compute and of memory.
         exponent: k of :func:`~..costs.cost_model.overlapped`.
     """
+    k = slow.shape[1]
     loads = np.zeros((2, k))
     for unit in range(len(shard)):
         loads[0, shard[unit]] += compute[unit]
         loads[1, shard[unit]] += memory[unit]
     seconds = np.zeros(k)
     for s in range(k):
-        seconds[s] = overlapped(loads[0, s], loads[1, s], exponent)
+        seconds[s] = _seconds(loads[0, s], loads[1, s], slow, s, exponent)
     for _ in range(2 * len(shard)):
         slowest = int(np.argmax(seconds))
         least = seconds[slowest] * (1.0 - 1e-9)
@@ -85,11 +106,11 @@ def ease_slowest(
                 continue
             c, m = compute[unit], memory[unit]
             rest = max(0.0, loads[0, slowest] - c), max(0.0, loads[1, slowest] - m)
-            left = overlapped(rest[0], rest[1], exponent)
+            left = _seconds(rest[0], rest[1], slow, slowest, exponent)
             if left >= least:
                 continue
             for s in range(k):
-                there = overlapped(loads[0, s] + c, loads[1, s] + m, exponent)
+                there = _seconds(loads[0, s] + c, loads[1, s] + m, slow, s, exponent)
                 if s != slowest and max(left, there) < least:
                     best, to, least = unit, s, max(left, there)
         if best < 0:
@@ -97,5 +118,13 @@ def ease_slowest(
         for s, sign in ((slowest, -1.0), (to, 1.0)):
             loads[0, s] = max(0.0, loads[0, s] + sign * compute[best])
             loads[1, s] = max(0.0, loads[1, s] + sign * memory[best])
-            seconds[s] = overlapped(loads[0, s], loads[1, s], exponent)
+            seconds[s] = _seconds(loads[0, s], loads[1, s], slow, s, exponent)
         shard[best] = to
+
+
+@jit
+def _seconds(
+    compute: float, memory: float, slow: Floats, s: int, exponent: float
+) -> float:
+    seconds: float = overlapped(compute * slow[0, s], memory * slow[1, s], exponent)
+    return seconds

@@ -1,4 +1,4 @@
-"""One job cut into shards of equal compute and equal memory time, one per device.
+"""One job cut into shards that take the same time, one per engine.
 
 BlendServe (section 6.1) gives every device of a data-parallel set a part of the job
 with the same work and the density of the whole, at the cost of computing the prompts
@@ -8,6 +8,10 @@ are kept together in runs. Units are then dealt, largest first, to the shards wi
 of the unit's kind of work, and moved as long as that makes the shards more equal.
 Finally the slowest shard hands over units as long as that makes it faster: a request
 with more than a fair share of the memory time leaves less time for other work.
+
+Engines of different speed get work in proportion to it. With many engines the job is cut
+for groups of them first, and each part for smaller groups, so that a large subtree is
+opened for the few engines that need it, and not for all.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from ..costs.tree_work import LeafWork, node_work
 from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Bools, Floats, Int32s, Int64s
 from .dealing import deal, ease_slowest
+from .speeds import ShardSpeeds, speeds_for
 
 # More sharing than allowed is lost only if the slowest shard takes longer than equal
 # shards without repeated tokens by more than this share, and gains more than this.
@@ -32,14 +37,18 @@ _TOLERANCE = 0.01
 # Most passes over all units to move them once dealt. Two or three suffice.
 _MAX_PASSES = 20
 
+# Most shards that a job is dealt to at once, and parts into which it is cut for more.
+_MOST_AT_ONCE = 64
+_PARTS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Partition:
     """The shard of each request, for ``k`` shards, some of which may be empty.
 
     shard: int32 ``[n]`` by request, 0..k-1.
-    compute_s, memory_s: float64 ``[k]``, estimated work of each shard in seconds. A
-        shared prefix counts once in every shard that has it.
+    compute_s, memory_s: float64 ``[k]``, estimated work of each shard in seconds of the
+        cost model. A shared prefix counts once in every shard that has it.
     lost_tokens: prompt tokens computed in addition to those of a single tree.
     """
 
@@ -63,50 +72,45 @@ def partition(
     cost: CostModel,
     work: LeafWork,
     num_shards: int,
+    speeds: ShardSpeeds | None = None,
     *,
     granularity: int = 256,
     max_lost_sharing: float = 0.005,
 ) -> Partition:
-    """Cut a job into shards with equal shares of its compute and of its memory time.
+    """Cut a job into shards that take the same time to compute and the same to read.
 
     Args:
         work: estimated work by leaf of ``tree``.
+        speeds: of the shards' engines. Shards without an engine are empty. None: all
+            engines are as fast.
         granularity: approximate units per shard. Only subtrees with more than
             ``1 / (num_shards * granularity)`` of the job's compute or memory time are
             opened, and siblings are gathered up to that size. A single request is
-            never divided.
+            never divided. With engines of different speed the slowest one's share counts.
         max_lost_sharing: share of the shared prompt tokens that may be lost, 0 to 1.
             More is lost only if the slowest shard would otherwise take over 1 % longer
             than its fair share, and only if that makes it over 1 % faster.
 
     Raises:
-        ConfigError: a setting is out of range.
+        ConfigError: a setting is out of range, there are not as many speeds as shards, or
+            no engine is there.
     """
     _check(num_shards, granularity, max_lost_sharing)
-    if num_shards == 1:
-        return _measured(tree, cost, work, np.zeros(tree.num_requests, np.int32), 1)
-    shares = _shares(tree, cost, work)
-    fair_s = float(cost.step_time_s(shares.compute_s, shares.memory_s)) / num_shards
-    grain = 1.0 / (num_shards * granularity)
-    larger = np.maximum(shares.compute, shares.memory)[: tree.num_nodes]
-    larger = _at_most_parents(tree.parent, larger)
-    candidates = np.argsort(-larger, kind="stable")[: np.count_nonzero(larger > grain)]
-    # Every shard with a part of an opened node computes its prefix.
-    length = tree.depth - np.where(tree.parent >= 0, tree.depth[tree.parent], 0)
-    price = length.astype(np.int64) * (num_shards - 1)
-
-    budget = max_lost_sharing * (tree.num_tokens - tree.num_unique_tokens)
-    best, best_s = None, np.inf
-    while True:
-        opened = _open_nodes(candidates, tree.parent, price, budget)
-        leaf_shard = _dealt(tree, cost, shares, opened, grain, num_shards)
-        found = _measured(tree, cost, work, leaf_shard, num_shards)
-        slowest_s = cost.step_time_s(found.compute_s, found.memory_s).max()
-        if best is None or slowest_s < (1 - _TOLERANCE) * best_s:
-            best, best_s = found, slowest_s
-        if best_s <= (1 + _TOLERANCE) * fair_s or budget >= price[candidates].sum():
-            return best
-        budget = max(2 * budget, tree.num_tokens / 1000)
+    speeds = speeds_for(speeds, num_shards)
+    there = np.flatnonzero(speeds.there)
+    if not len(there):
+        raise ConfigError(
+            f"None of the {num_shards} engines is there to take the job; wait until one is."
+        )
+    slow = speeds.take(there).slowness()
+    found = _cut(
+        tree, cost, work, slow, _Settings(granularity, max_lost_sharing, _TOLERANCE)
+    )
+    found = there[found].astype(np.int32)
+    compute_s, memory_s, lost = _loads(tree, cost, work, found, num_shards)
+    shard = np.empty_like(found)
+    shard[tree.order] = found
+    return Partition(shard, compute_s, memory_s, lost)
 
 
 def _check(num_shards: int, granularity: int, max_lost_sharing: float) -> None:
@@ -118,24 +122,129 @@ def _check(num_shards: int, granularity: int, max_lost_sharing: float) -> None:
         raise ConfigError(f"max_lost_sharing={max_lost_sharing!r} must be 0 to 1.")
 
 
-def _measured(
+class _Settings(NamedTuple):
+    """The arguments of :func:`partition`, and the tolerance of each cut."""
+
+    granularity: int
+    max_lost_sharing: float
+    tolerance: float
+
+
+def _cut(
+    tree: PrefixTree, cost: CostModel, work: LeafWork, slow: Floats, settings: _Settings
+) -> Int32s:
+    """The shard of each leaf, int32 ``[n]``.
+
+    Args:
+        slow: float64 ``[2, k]``, seconds of each shard's engine for a second of compute
+            and of memory.
+    """
+    k = slow.shape[1]
+    if k <= _MOST_AT_ONCE:
+        return _cut_at_once(tree, cost, work, slow, settings)
+    # What each of several cuts loses adds up.
+    cuts = int(np.ceil(np.log(k) / np.log(_PARTS)))
+    each = _Settings(
+        settings.granularity,
+        settings.max_lost_sharing / cuts,
+        settings.tolerance / cuts,
+    )
+    # Engines of a group should be good at the same work.
+    alike = np.argsort(slow[0] / slow[1], kind="stable").astype(np.int32)
+    return alike[_cut_in_parts(tree, cost, work, slow[:, alike], each)]
+
+
+def _cut_in_parts(
+    tree: PrefixTree, cost: CostModel, work: LeafWork, slow: Floats, settings: _Settings
+) -> Int32s:
+    """The same as :func:`_cut`: first for groups of shards, then within each group."""
+    k = slow.shape[1]
+    if k <= _PARTS:
+        return _cut_at_once(tree, cost, work, slow, settings)
+    begin = np.arange(_PARTS + 1) * k // _PARTS
+    # A group is as fast as all its engines together.
+    as_one = 1.0 / np.add.reduceat(1.0 / slow, begin[:-1], axis=1)
+    group = _cut_at_once(tree, cost, work, as_one, settings)
+    by_group = np.argsort(group, kind="stable")
+    ends = np.cumsum(np.bincount(group, minlength=_PARTS))
+    shard = np.empty_like(group)
+    for number, leaves in enumerate(np.split(by_group, ends[:-1])):
+        shards = slice(begin[number], begin[number + 1])
+        found = _cut_in_parts(
+            tree.restricted_to(leaves),
+            cost,
+            work.take(leaves),
+            slow[:, shards],
+            settings,
+        )
+        shard[leaves] = begin[number] + found
+    return shard
+
+
+def _cut_at_once(
+    tree: PrefixTree, cost: CostModel, work: LeafWork, slow: Floats, settings: _Settings
+) -> Int32s:
+    """The same as :func:`_cut`, for all shards at once."""
+    k = slow.shape[1]
+    if k == 1 or not tree.num_requests:
+        return np.zeros(tree.num_requests, np.int32)
+    shares = _shares(tree, cost, work)
+    # How many engines as fast as the cost model's they are together.
+    width = (1.0 / slow).sum(axis=1)
+    whole_s = cost.step_time_s(
+        shares.compute_s, shares.memory_s * (width[0] / width[1])
+    )
+    # A fair share, or a request that takes longer than that.
+    least_s = max(float(whole_s) / width[0], _largest_s(tree, cost, shares, slow))
+    grain = 1.0 / float((slow.max(axis=1) * width * settings.granularity).max())
+    larger = np.maximum(shares.compute, shares.memory)[: tree.num_nodes]
+    larger = _at_most_parents(tree.parent, larger)
+    large = np.flatnonzero(larger > grain)
+    candidates = large[np.argsort(-larger[large], kind="stable")]
+    # Every shard with a part of an opened node computes its prefix.
+    length = tree.depth - np.where(tree.parent >= 0, tree.depth[tree.parent], 0)
+    price = length.astype(np.int64) * (k - 1)
+
+    budget = settings.max_lost_sharing * (tree.num_tokens - tree.num_unique_tokens)
+    best, best_s = np.zeros(0, np.int32), np.inf
+    while True:
+        opened = _open_nodes(candidates, tree.parent, price, budget)
+        found = _dealt(tree, cost, shares, opened, grain, slow)
+        loads = _loads(tree, cost, work, found, k)
+        slowest_s = cost.step_time_s(
+            loads.compute_s * slow[0], loads.memory_s * slow[1]
+        ).max()
+        if not len(best) or slowest_s < (1 - settings.tolerance) * best_s:
+            best, best_s = found, slowest_s
+        is_good = best_s <= (1 + settings.tolerance) * least_s
+        if is_good or budget >= price[candidates].sum():
+            return best
+        budget = max(2 * budget, tree.num_tokens / 1000)
+
+
+class _Loads(NamedTuple):
+    """What :class:`Partition` has of its shards."""
+
+    compute_s: Floats
+    memory_s: Floats
+    lost_tokens: int
+
+
+def _loads(
     tree: PrefixTree,
     cost: CostModel,
     work: LeafWork,
     leaf_shard: Int32s,
     num_shards: int,
-) -> Partition:
-    """The partition with this shard for each leaf, int32 ``[n]``."""
-    shared = _shared_within_shards(tree.lcp, leaf_shard, num_shards)
+) -> _Loads:
+    """Of the shards with these leaves, int32 ``[n]``."""
+    shared = shared_within_shards(tree.lcp, leaf_shard, num_shards)
     compute = _prefill_s(cost, tree.input_len) - _prefill_s(cost, shared)
     compute += work.decode_s
-    shard = np.empty_like(leaf_shard)
-    shard[tree.order] = leaf_shard
-    return Partition(
-        shard=shard,
-        compute_s=np.bincount(leaf_shard, compute, num_shards).astype(np.float64),
-        memory_s=np.bincount(leaf_shard, work.memory_s, num_shards).astype(np.float64),
-        lost_tokens=int(tree.lcp.sum(dtype=np.int64) - shared.sum(dtype=np.int64)),
+    return _Loads(
+        np.bincount(leaf_shard, compute, num_shards).astype(np.float64),
+        np.bincount(leaf_shard, work.memory_s, num_shards).astype(np.float64),
+        int(tree.lcp.sum(dtype=np.int64) - shared.sum(dtype=np.int64)),
     )
 
 
@@ -178,6 +287,17 @@ def _shares(tree: PrefixTree, cost: CostModel, work: LeafWork) -> _Shares:
     )
 
 
+def _largest_s(
+    tree: PrefixTree, cost: CostModel, shares: _Shares, slow: Floats
+) -> float:
+    """Seconds that the fastest engine takes for a request with most work of a kind."""
+    compute = shares.compute[tree.num_nodes :] * shares.compute_s
+    memory = shares.memory[tree.num_nodes :] * shares.memory_s
+    leaf = np.argmax(np.maximum(compute, memory))
+    seconds = cost.step_time_s(compute[leaf] * slow[0], memory[leaf] * slow[1])
+    return float(seconds.min())
+
+
 @jit
 def _at_most_parents(parent: Int32s, values: Floats) -> Floats:
     """Values clipped to the parent's, which only rounding errors exceed."""
@@ -208,7 +328,7 @@ def _dealt(
     shares: _Shares,
     opened: Bools,
     grain: float,
-    num_shards: int,
+    slow: Floats,
 ) -> Int32s:
     """The shard of each leaf, int32 ``[n]``. Opened nodes may be in several shards."""
     begin, compute, memory = _make_units(
@@ -216,9 +336,10 @@ def _dealt(
         shares.compute, shares.memory, shares.prefix, grain,
     )  # fmt: skip
     largest_first = np.argsort(-np.maximum(compute, memory), kind="stable")
-    unit_shard = deal(largest_first, compute, memory, num_shards, _MAX_PASSES)
+    against_fastest = slow / slow.min(axis=1, keepdims=True)
+    unit_shard = deal(largest_first, compute, memory, against_fastest, _MAX_PASSES)
     ease_slowest(
-        unit_shard, compute * shares.compute_s, memory * shares.memory_s, num_shards,
+        unit_shard, compute * shares.compute_s, memory * shares.memory_s, slow,
         cost.interference_exponent,
     )  # fmt: skip
     return np.repeat(unit_shard, np.diff(begin))
@@ -266,14 +387,33 @@ def _make_units(
 
 
 @jit
-def _shared_within_shards(lcp: Int32s, leaf_shard: Int32s, k: int) -> Int32s:
-    """Tokens that each leaf shares with the one before it in its shard, int32 ``[n]``."""
-    shared = np.empty(len(lcp), np.int32)
-    # Tokens that the next leaf shares with the last one of each shard.
-    common = np.zeros(k, np.int32)
+def shared_within_shards(lcp: Int32s, leaf_shard: Int32s, k: int) -> Int32s:
+    """Tokens that each leaf shares with the one before it in its shard, int32 ``[n]``.
+
+    Args:
+        lcp: as of the tree.
+        leaf_shard: int32 ``[n]`` by leaf, below ``k``.
+    """
+    shared = np.zeros(len(lcp), np.int32)
+    last = np.full(k, -1, np.int64)
+    # Leaves that share less with the one before them than all later ones do. The first
+    # of them after a leaf tells what that leaf and the present one share.
+    least = np.empty(len(lcp) + 1, np.int64)
+    count = 0
     for leaf in range(len(lcp)):
-        for s in range(k):
-            common[s] = min(common[s], lcp[leaf])
-        shared[leaf] = common[leaf_shard[leaf]]
-        common[leaf_shard[leaf]] = np.iinfo(np.int32).max
+        while count > 0 and lcp[least[count - 1]] >= lcp[leaf]:
+            count -= 1
+        least[count] = leaf
+        count += 1
+        before = last[leaf_shard[leaf]]
+        if before >= 0:
+            low, high = 0, count - 1
+            while low < high:
+                middle = (low + high) // 2
+                if least[middle] > before:
+                    high = middle
+                else:
+                    low = middle + 1
+            shared[leaf] = lcp[least[low]]
+        last[leaf_shard[leaf]] = leaf
     return shared

@@ -6,6 +6,12 @@ whole, and of these, those that come last in the order. As much of a family move
 both shards end earliest, where each second of computing its prefix again must save one. So
 a family stays together, or stays where it is, if its prefix is long, and is divided if its
 own work is longer.
+
+The replicas of one server, few and of the same speed, even out in pairs. Among many
+engines, or engines of different speed, the slowest gives until it ends with the mean, not
+with the fastest, so that a few gifts of each suffice, and one that has nothing to give does
+not keep the others from it. An engine that is not there first leaves all that was not sent
+to the one that then ends first.
 """
 
 from __future__ import annotations
@@ -13,18 +19,31 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..compiled import jit
-from ..costs.cost_model import CostModel, overlapped
+from ...errors import InputError
+from ..costs.cost_model import CostModel
 from ..costs.tree_work import LeafWork
 from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Bools, Floats, Int32s, Int64s
+from .gifts import (
+    GIVER,
+    TAKER,
+    LeafTimes,
+    count,
+    families,
+    forget,
+    give,
+    in_order,
+    prefixes_s,
+)
+from .speeds import ShardSpeeds, speeds_for
 
 # Shards whose ends differ by less than this share are equal.
 _EQUAL = 1e-3
 # Most gifts of one shard to another, for each shard. Two or three suffice.
 _MAX_GIFTS = 8
+# Most shards that even out in pairs.
+_MOST_IN_PAIRS = 64
 
 
 class LeafState(NamedTuple):
@@ -49,174 +68,165 @@ def rebalance(
     work: LeafWork,
     state: LeafState,
     num_shards: int,
+    speeds: ShardSpeeds | None = None,
 ) -> Int32s:
     """The shard of each leaf after moves that make the slowest shard faster.
 
     Args:
         work: estimated work of whole requests by leaf of ``tree``.
+        speeds: of the shards' engines, by their numbers. Shards without an engine keep
+            only what may not move. None: all engines are as fast.
 
     Returns:
-        int32 ``[n]``.
+        int32 ``[n]``. The same as before if no engine is there.
+
+    Raises:
+        ConfigError: there are not as many speeds as shards.
+        InputError: a request is in none of the shards.
     """
-    shard = state.shard.copy()
-    prefill = cost.prefill_time_s(tree.depth, 0)
-    prefix_s = prefill - np.where(tree.parent >= 0, prefill[tree.parent], 0.0)
-    own = cost.prefill_time_s(tree.input_len, 0) - prefill[tree.leaf_parent]
-    compute = work.decode_s * state.left + np.where(state.may_move, own, 0.0)
-    memory = work.memory_s * state.left
-    pending, begun = _counts(
-        tree.parent, tree.leaf_parent, shard, state.may_move, state.left, num_shards
-    )
-    loads = np.zeros((2, num_shards))
-    loads[0] = np.bincount(shard, compute, num_shards)
-    loads[1] = np.bincount(shard, memory, num_shards)
-    loads[0] += ((pending > 0) & (begun == 0)) @ prefix_s
-    exponent = float(cost.interference_exponent)
-    for _ in range(_MAX_GIFTS * num_shards):
-        seconds = cost.step_time_s(loads[0], loads[1])
-        giver, taker = int(np.argmax(seconds)), int(np.argmin(seconds))
-        if seconds[giver] - seconds[taker] <= _EQUAL * seconds[giver]:
-            break
-        offered = np.flatnonzero(state.may_move & (shard == giver))
-        family = _families(
-            offered, tree.leaf_parent, tree.parent, pending[taker], prefix_s
+    speeds = speeds_for(speeds, num_shards)
+    outside = (state.shard < 0) | (state.shard >= num_shards)
+    if outside.any():
+        raise InputError(
+            f"A request is in shard {state.shard[outside][0]} of {num_shards}; shards "
+            "keep their numbers, with a speed of 0 where the engine left."
         )
-        given = _in_order(
-            family, tree.leaf_parent[offered], state.far[offered], pending[giver]
+    shards = _Shards(tree, cost, work, state, speeds)
+    if speeds.there.any():
+        shards.leave_missing()
+        shards.even_out()
+    return shards.shard
+
+
+class _Shards:
+    """The shards of a running job while requests move between them.
+
+    Attributes:
+        shard: int32 ``[n]``, of each leaf.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        cost: CostModel,
+        work: LeafWork,
+        state: LeafState,
+        speeds: ShardSpeeds,
+    ) -> None:
+        self.shard = state.shard.copy()
+        self._cost, self._far = cost, state.far
+        self._there = np.flatnonzero(speeds.there)
+        self._missing = np.flatnonzero(~speeds.there)
+        self._slow = speeds.slowness()
+        prefill = cost.prefill_time_s(tree.depth, 0)
+        own = cost.prefill_time_s(tree.input_len, 0) - prefill[tree.leaf_parent]
+        self._times = LeafTimes(
+            tree.parent,
+            tree.leaf_parent,
+            prefill - np.where(tree.parent >= 0, prefill[tree.parent], 0.0),
+            work.decode_s * state.left + np.where(state.may_move, own, 0.0),
+            work.memory_s * state.left,
+            state.may_move,
+            state.may_move | (state.left > 0.0),
         )
-        if not _give(
-            offered[given], family[given], giver, taker, shard, tree.parent, tree.leaf_parent,
-            prefix_s, compute, memory, pending, begun, loads, exponent,
-        ):  # fmt: skip
-            break
-    return shard
+        # Ascending leaves of each shard.
+        ends = np.cumsum(np.bincount(self.shard, minlength=len(speeds)))
+        self._members = np.split(np.argsort(self.shard, kind="stable"), ends[:-1])
+        # Requests of a giver and a taker below each node. Zeros between gifts.
+        self._pending = np.zeros((2, tree.num_nodes), np.int32)
+        self._begun = np.zeros((2, tree.num_nodes), np.int32)
+        # Compute and memory seconds. Nobody counts those of missing engines.
+        self._loads = np.zeros((2, len(speeds)))
+        for shard in self._there:
+            self._loads[:, shard] = self._load(self._members[shard])
 
+    def _load(self, leaves: Int64s) -> tuple[float, float]:
+        """Compute and memory seconds of the leaves as a shard."""
+        times = self._times
+        prefixes = prefixes_s(leaves, times, self._pending[0], self._begun[0])
+        compute = float(times.compute_s[leaves].sum())
+        return compute + prefixes, float(times.memory_s[leaves].sum())
 
-@jit
-def _counts(
-    parent: Int32s, leaf_parent: Int32s, shard: Int32s, may_move: Bools,
-    left: Floats, k: int,
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:  # fmt: skip
-    """Requests of each shard below each node, int32 ``[k, m]`` each: those that have not
-    ended, and those that have begun, so that the prefix is computed."""
-    pending = np.zeros((k, len(parent)), np.int32)
-    begun = np.zeros((k, len(parent)), np.int32)
-    for leaf in range(len(leaf_parent)):
-        s = shard[leaf]
-        node = leaf_parent[leaf]
-        while node >= 0:
-            pending[s, node] += left[leaf] > 0.0
-            begun[s, node] += not may_move[leaf]
-            node = parent[node]
-    return pending, begun
+    def _ends(self, loads: Floats, shards: Int64s) -> Floats:
+        """Seconds that engines take for compute and memory seconds of ``[2, shards]``."""
+        return self._cost.step_time_s(*(loads * self._slow[:, shards]))
 
+    def leave_missing(self) -> None:
+        """Take all that may move away from engines that are not there.
 
-@jit
-def _families(
-    offered: Int64s, leaf_parent: Int32s, parent: Int32s, pending: NDArray[np.int32],
-    prefix_s: Floats,
-) -> Int64s:  # fmt: skip
-    """The highest node above each leaf whose prefix a shard would have to compute, or -1.
+        It goes as a whole to the shard that then ends first, which may give it on.
+        """
+        for missing in self._missing:
+            members = self._members[missing]
+            left = members[self._times.may_move[members]]
+            if len(left):
+                loads = self._loads[:, self._there].T + self._load(left)
+                heir = self._there[np.argmin(self._ends(loads.T, self._there))]
+                self._hand_over(left, missing, heir)
+                self._loads[:, heir] = self._load(self._members[heir])
 
-    Args:
-        pending: ``[m]``, requests of that shard below each node.
-    """
-    family = np.full(len(offered), -1, np.int64)
-    for i in range(len(offered)):
-        node = leaf_parent[offered[i]]
-        while node >= 0 and pending[node] == 0:
-            if prefix_s[node] > 0.0:
-                family[i] = node
-            node = parent[node]
-    return family
+    def even_out(self) -> None:
+        """Let the slowest shard give to the fastest until they end together."""
+        there = self._there
+        seconds = self._ends(self._loads[:, there], there)
+        if not seconds.any():
+            return
+        in_pairs = len(there) <= _MOST_IN_PAIRS and np.all(self._slow[:, there] == 1.0)
+        # How much of the job each engine can do in the same time.
+        pace = 1.0 / self._ends(self._loads.sum(axis=1, keepdims=True), there)
+        gives = np.ones(len(there), np.bool_)
+        for _ in range(_MAX_GIFTS * len(there)):
+            giver = int(np.argmax(np.where(gives, seconds, -1.0)))
+            if in_pairs:
+                enough_s, taker = 0.0, int(np.argmin(seconds))
+                difference = seconds[giver] - seconds[taker]
+            else:
+                enough_s = float(np.average(seconds[gives], weights=pace[gives]))
+                taker = int(np.argmax((enough_s - seconds) * pace))
+                difference = seconds[giver] - enough_s
+            if difference <= _EQUAL * seconds[giver]:
+                break
+            pair = there[[giver, taker]]
+            if self._give(pair, enough_s):
+                seconds[[giver, taker]] = self._ends(self._loads[:, pair], pair)
+                continue
+            gives[giver] = False
+            if in_pairs or not gives.any():
+                break
 
+    def _give(self, pair: Int64s, enough_s: float) -> bool:
+        """Let a giver give to a taker. Returns whether it did.
 
-def _in_order(
-    family: Int64s, node: Int32s, far: Floats, pending: NDArray[np.int32]
-) -> Int64s:
-    """The order in which leaves are given away, int64.
+        Args:
+            enough_s: the giver need not end earlier.
+        """
+        giver, taker = pair
+        times = self._times
+        for row, shard in enumerate(pair):
+            count(self._members[shard], times, self._pending[row], self._begun[row])
+        members = self._members[giver]
+        offered = members[times.may_move[members]]
+        family = families(offered, times, self._pending[TAKER])
+        order = in_order(
+            family, times.leaf_parent[offered], self._far[offered], self._pending[GIVER]
+        )
+        loads = self._loads[:, pair]
+        offered = offered[order]
+        moves = give(
+            offered, family[order], times, self._pending, self._begun, loads,
+            self._slow[:, pair], enough_s, float(self._cost.interference_exponent),
+        )  # fmt: skip
+        for shard in pair:
+            forget(self._members[shard], times, self._pending, self._begun)
+        self._loads[:, pair] = loads
+        if not moves.any():
+            return False
+        self._hand_over(np.sort(offered[moves]), giver, taker)
+        return True
 
-    Args:
-        family, node, far: of each leaf: the family, -1 for none, the node above, and the
-            place in the order.
-        pending: ``[m]``, requests of the giver below each node.
-    """
-    m = len(pending)
-    whole = np.bincount(family[family >= 0], minlength=m) == pending
-    divided = (family >= 0) & ~whole[family]
-    # The first use of each family, and of the siblings within it.
-    first = np.full((2, m + 1), np.inf)
-    np.minimum.at(first[0], family, far)
-    np.minimum.at(first[1], node, far)
-    order: Int64s = np.lexsort(
-        (-far, node, -first[1][node], family, -first[0][family], divided)
-    )
-    return order
-
-
-@jit
-def _give(
-    offered: Int64s, family: Int64s, giver: int, taker: int, shard: Int32s, parent: Int32s,
-    leaf_parent: Int32s, prefix_s: Floats, compute: Floats, memory: Floats,
-    pending: NDArray[np.int32], begun: NDArray[np.int32], loads: NDArray[np.float64],
-    exponent: float,
-) -> bool:  # fmt: skip
-    """Move some of the offered leaves, family by family. Returns whether any moved."""
-    moved, begin = False, 0
-    while begin < len(offered):
-        end = begin + 1
-        while end < len(offered) and family[end] == family[begin]:
-            end += 1
-        least, best, at = _cost(loads, giver, taker, exponent), begin, begin
-        while at < end:
-            leaf = offered[at]
-            _move(
-                leaf, giver, taker, shard, parent, leaf_parent, prefix_s, compute,
-                memory, pending, begun, loads,
-            )  # fmt: skip
-            at += 1
-            now = _cost(loads, giver, taker, exponent)
-            # By more than rounding errors.
-            if now < least * (1.0 - 1e-9):
-                least, best = now, at
-        for i in range(best, at):
-            _move(
-                offered[i], taker, giver, shard, parent, leaf_parent, prefix_s, compute,
-                memory, pending, begun, loads,
-            )  # fmt: skip
-        moved |= best > begin
-        if begin < best < end:
-            break  # both end together
-        begin = end
-    return moved
-
-
-@jit
-def _move(
-    leaf: int, giver: int, taker: int, shard: Int32s, parent: Int32s,
-    leaf_parent: Int32s, prefix_s: Floats, compute: Floats, memory: Floats,
-    pending: NDArray[np.int32], begun: NDArray[np.int32], loads: NDArray[np.float64],
-) -> None:  # fmt: skip
-    """Move one leaf, and count the prefixes that are no longer or newly needed."""
-    shard[leaf] = taker
-    loads[0, giver] -= compute[leaf]
-    loads[1, giver] -= memory[leaf]
-    loads[0, taker] += compute[leaf]
-    loads[1, taker] += memory[leaf]
-    node = leaf_parent[leaf]
-    while node >= 0:
-        pending[giver, node] -= 1
-        if pending[giver, node] == 0 and begun[giver, node] == 0:
-            loads[0, giver] -= prefix_s[node]
-        if pending[taker, node] == 0 and begun[taker, node] == 0:
-            loads[0, taker] += prefix_s[node]
-        pending[taker, node] += 1
-        node = parent[node]
-
-
-@jit
-def _cost(loads: NDArray[np.float64], giver: int, taker: int, exponent: float) -> float:
-    """What moves have to lower: the later end, and the work of both together."""
-    a = overlapped(max(loads[0, giver], 0.0), max(loads[1, giver], 0.0), exponent)
-    b = overlapped(max(loads[0, taker], 0.0), max(loads[1, taker], 0.0), exponent)
-    return max(a, b) + a + b
+    def _hand_over(self, leaves: Int64s, giver: int, taker: int) -> None:
+        """Note that ascending leaves have another shard."""
+        self.shard[leaves] = taker
+        members = self._members
+        members[giver] = members[giver][self.shard[members[giver]] == giver]
+        members[taker] = np.sort(np.concatenate([members[taker], leaves]))

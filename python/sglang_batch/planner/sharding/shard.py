@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,11 +34,25 @@ def shard_job(tree: PrefixTree, requests: PlanRequests, index: Int64s) -> ShardJ
     Args:
         index: int64, the numbers of the requests in ascending order.
     """
-    is_member = np.zeros(tree.num_requests, np.bool_)
-    is_member[index] = True
-    leaves = np.flatnonzero(is_member[tree.order])
+    return shard_jobs(tree, requests, [index])[0]
+
+
+def shard_jobs(
+    tree: PrefixTree, requests: PlanRequests, indices: Sequence[Int64s]
+) -> list[ShardJob]:
+    """The same for several shards of a job."""
+    position = np.empty_like(tree.order)
+    position[tree.order] = np.arange(tree.num_requests)
+    return [
+        _shard_job(tree, requests, index, np.sort(position[index])) for index in indices
+    ]
+
+
+def _shard_job(
+    tree: PrefixTree, requests: PlanRequests, index: Int64s, leaves: Int64s
+) -> ShardJob:
     offsets = np.zeros(len(index) + 1, np.int64)
-    np.cumsum(np.diff(requests.offsets)[index], out=offsets[1:])
+    np.cumsum(requests.offsets[index + 1] - requests.offsets[index], out=offsets[1:])
     return ShardJob(
         index=index,
         tree=tree.restricted_to(leaves).renumbered(),

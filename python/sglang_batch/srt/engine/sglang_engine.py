@@ -208,6 +208,10 @@ class SGLangEngine:
     def num_replicas(self) -> int:
         return self._num_replicas
 
+    @property
+    def replica_changes(self) -> None:
+        return None
+
     async def kv_use(self) -> KvUse | None:
         if self._job_control is None:
             return None  # SGLang's own scheduler has no sides

@@ -1,0 +1,530 @@
+"""A fleet of workers as one :class:`~sglang_batch.engine.Engine` with many replicas.
+
+The head of a fleet runs jobs as on one machine: it plans, sends lines and keeps the results,
+each once, in its result log. Here its replicas are in workers, which start, die, leave and
+join while jobs run. A line that a lost worker had is given back to the job, which sends it
+to another one. What the lost worker may still send is of a session that has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from .. import __version__
+from ..engine import KvUse, PreparedRequest, ReplicaLost
+from ..errors import ConfigError, EngineError, SGLangBatchError
+from ..job.retrying_engine import engine_died
+from ..planner.machine_model import Machine
+from ..planner.sharding.speeds import ShardSpeeds
+from ..request import (
+    BatchRequestInput,
+    RequestOutput,
+    parse_request_id,
+)
+from ..scheduling.job_plan import JobPlan, unplanned
+from ..scheduling.reports.running_tree import TreeNow
+from . import fleet_line, plan_bytes
+from .crash_counts import CrashCounts
+from .fleet_line import FleetLine
+from .fleet_renderer import FleetRenderer
+from .fleet_speeds import speeds_of
+from .fleet_worker import FleetWorker, SentLine, WorkerState, WorkerStatus
+from .messages import (
+    AbortLine,
+    About,
+    Broken,
+    CloseJob,
+    EngineQuery,
+    Event,
+    Leaving,
+    LineAnswer,
+    LinesJoined,
+    OpenJob,
+    Session,
+    SetPriority,
+)
+from .places import Loss, Place, WorkerLost
+from .worker_link import Superseded, WorkerLink
+
+logger = logging.getLogger(__name__)
+
+# A place is left out if its worker crashed or could not start so often in a row, without an
+# answer in between, or if it could not be reached for so many seconds.
+MOST_FAILURES = 3
+MOST_SILENCE_S = 1800.0
+# Seconds before a lost worker is looked for, doubled with each failure in a row.
+_BACK_OFF_S = 1.0
+_MOST_BACK_OFF_S = 60.0
+# How long a worker that was found may take to answer for the first time.
+_ATTACH_S = 60.0
+
+
+@dataclass(slots=True)
+class _OpenJob:
+    """A job that workers know: its last plans, one for each slot or one for all."""
+
+    plans: Sequence[JobPlan]
+    on_joined: Callable[[list[int]], None]
+    priority: int = 0
+
+
+class FleetEngine:
+    """Runs requests on workers at ``places``.
+
+    Args:
+        epoch: higher than that of any earlier head of these workers.
+        min_workers: so many are needed to start. None: all that can start.
+    """
+
+    def __init__(
+        self, places: Sequence[Place], epoch: int, min_workers: int | None = None
+    ) -> None:
+        self._workers = [FleetWorker(place) for place in places]
+        self._epoch = epoch
+        self._min_workers = min_workers
+        self._num_sessions = 0
+        self._slots: list[tuple[FleetWorker, int]] = []
+        self._jobs: dict[str, _OpenJob] = {}
+        self._crashes = CrashCounts()
+        self._renderer = FleetRenderer()
+        self._keepers: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+        self._on_change: list[Callable[[], None]] = []
+        self._failure: SGLangBatchError | None = None
+        self._paused = False
+
+    # Start and end --------------------------------------------------------------------
+
+    async def connect(self) -> None:
+        """Start the workers, and wait until there are enough of them.
+
+        Raises:
+            ConfigError: a worker cannot run with this model and these options, or
+                workers differ.
+            EngineError: too few could start.
+        """
+        self._keepers = [asyncio.create_task(self._keep(w)) for w in self._workers]
+        while self._failure is None:
+            states = Counter(worker.status for worker in self._workers)
+            running, out = states[WorkerStatus.RUNNING], states[WorkerStatus.LEFT_OUT]
+            settled = running + out == len(self._workers)
+            if running >= (self._min_workers or len(self._workers)) or (
+                settled and running
+            ):
+                return
+            self._changed.clear()
+            await self._changed.wait()
+        failure = self._failure
+        await self.close()
+        raise failure
+
+    async def close(self) -> None:
+        """End the workers that this fleet has started."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        if self._keepers:
+            await asyncio.wait(self._keepers)
+        await asyncio.gather(
+            *(worker.place.free() for worker in self._workers), return_exceptions=True
+        )
+
+    def states(self) -> list[WorkerState]:
+        """The table of workers."""
+        return [WorkerState.of(worker) for worker in self._workers]
+
+    # The Engine protocol --------------------------------------------------------------
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return _about(self._reference).model_names
+
+    @property
+    def default_max_inflight(self) -> int:
+        return sum(_about(w).default_max_inflight for w in self._live) or 1
+
+    @property
+    def max_running_requests(self) -> int:
+        return sum(_about(w).max_running_requests for w in self._live)
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused
+
+    @property
+    def machine(self) -> Machine:
+        """That with the least KV: what fits there fits everywhere."""
+        machine = self._reference.machine
+        assert machine is not None
+        return machine
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self._slots)
+
+    @property
+    def replica_changes(self) -> FleetEngine:
+        return self
+
+    @property
+    def speeds(self) -> ShardSpeeds:
+        return speeds_of([worker for worker, _ in self._slots], self.machine.cost)
+
+    @property
+    def failure(self) -> SGLangBatchError | None:
+        return self._failure
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        self._on_change.append(on_change)
+
+    def unwatch(self, on_change: Callable[[], None]) -> None:
+        if on_change in self._on_change:
+            self._on_change.remove(on_change)
+
+    async def kv_use(self) -> KvUse | None:
+        total: Counter[str] = Counter()
+        for found in await self._ask(EngineQuery("kv_use")):
+            if isinstance(found, dict):
+                total.update(found)
+        return KvUse(**total) if total else None
+
+    async def running_tree(self, limit: int) -> list[TreeNow] | None:
+        trees: list[Any] = []
+        for found in await self._ask(EngineQuery("running_tree", limit)):
+            if isinstance(found, list):
+                trees += found
+        return trees or None
+
+    async def running_s(self) -> dict[str, float]:
+        seconds: dict[str, float] = {}
+        for found in await self._ask(EngineQuery("running_s")):
+            if isinstance(found, dict):
+                seconds |= found
+        return seconds
+
+    async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
+        job = self._jobs.setdefault(job_id, _OpenJob(plans, lambda _: None))
+        job.plans = plans
+        for worker in self._live:
+            await self._open_at(worker, job_id, job)
+
+    def watch_job(self, job_id: str, on_joined: Callable[[list[int]], None]) -> bool:
+        self._jobs[job_id] = _OpenJob((), on_joined)
+        return True
+
+    async def set_priority(self, job_id: str, priority: int) -> None:
+        if (job := self._jobs.get(job_id)) is not None:
+            job.priority = priority
+        for worker in self._live:
+            self._send(worker, SetPriority(job_id, priority))
+
+    async def close_job(self, job_id: str) -> None:
+        self._jobs.pop(job_id, None)
+        self._crashes.forget(job_id)
+        for worker in self._workers:
+            if worker.link is not None:
+                self._send(worker, CloseJob(job_id))
+
+    async def prepare(
+        self, request: BatchRequestInput, rid: str, *, tokenize: bool
+    ) -> PreparedRequest | RequestOutput:
+        if not tokenize:
+            return FleetLine(request, rid)
+        self._check()
+        rendering = await self._renderer.render(request, rid)
+        if isinstance(rendering, LineAnswer):
+            return rendering.output()
+        return FleetLine(request, rid, rendering)
+
+    def stored(self, prepared: FleetLine) -> bytes | None:
+        return prepared.stored()
+
+    def restore(
+        self,
+        request: BatchRequestInput,
+        rid: str,
+        stored: bytes,
+        input_ids: Sequence[int],
+    ) -> FleetLine:
+        return fleet_line.restored(request, rid, stored, input_ids)
+
+    async def execute(
+        self, prepared: FleetLine, replica: int | None = None
+    ) -> RequestOutput:
+        if replica is not None:
+            return await self._run(prepared, *self._slots[replica])
+        is_suspect = self._crashes.is_suspect(prepared.rid)
+        while True:
+            slot = await self._least_busy()
+            try:
+                return await self._run(prepared, *slot)
+            except ReplicaLost as lost:
+                if lost.is_suspect and not is_suspect:
+                    raise  # it waits until it can run alone
+                logger.info("Request %s runs again on another worker", prepared.rid)
+
+    # Lines ----------------------------------------------------------------------------
+
+    async def _run(
+        self, line: FleetLine, worker: FleetWorker, replica: int
+    ) -> RequestOutput:
+        self._check()
+        if self._crashes.is_reason(line.rid):
+            return engine_died(line.rid, self._crashes[line.rid])
+        link = worker.link
+        if link is None or not worker.is_live:
+            raise ReplicaLost(f"{worker.name} is {worker.status.value}")
+        job_id, index, _ = parse_request_id(line.rid)
+        sent = SentLine(job_id, index, asyncio.get_running_loop().create_future())
+        worker.lines[line.rid] = sent
+        worker.meter.busy(_now())
+        link.send(line.command(job_id, replica, trusted=link.port.trusted))
+        try:
+            output = await sent.answer
+        except asyncio.CancelledError:
+            link.send(AbortLine(line.rid))
+            raise
+        finally:
+            if worker.lines.get(line.rid) is sent:
+                del worker.lines[line.rid]
+            if not worker.lines:
+                worker.meter.idle()
+        return output
+
+    async def _least_busy(self) -> tuple[FleetWorker, int]:
+        """The slot of the live worker with the fewest lines, once there is one."""
+        while True:
+            self._check()
+            live = [slot for slot in self._slots if slot[0].is_live]
+            if live:
+                return min(live, key=lambda slot: len(slot[0].lines))
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _give_back(
+        self, lines: Sequence[tuple[str, SentLine]], loss: Loss, name: str
+    ) -> None:
+        """Return lines to their jobs."""
+        if loss.crashed:
+            self._crashes.add(rid for rid, _ in lines)
+        for rid, line in lines:
+            if not line.answer.done():
+                suspect = self._crashes.is_suspect(rid)
+                line.answer.set_exception(
+                    ReplicaLost(f"{name}: {loss.reason}", is_suspect=suspect)
+                )
+
+    # Workers --------------------------------------------------------------------------
+
+    async def _keep(self, worker: FleetWorker) -> None:
+        """Have a worker at a place, as long as that works."""
+        worker.lost_at = _now()
+        try:
+            while (
+                worker.failures < MOST_FAILURES
+                and _now() < worker.lost_at + MOST_SILENCE_S
+            ):
+                if worker.num_losses:
+                    back_off_s = _BACK_OFF_S * 2**worker.failures
+                    await asyncio.sleep(min(back_off_s, _MOST_BACK_OFF_S))
+                await self._serve(worker)
+            self._leave_out(worker)
+        except Superseded as other:
+            self._fail(
+                EngineError(
+                    f"{worker.name} serves another head of this job ({other}), which "
+                    "began later than this one; stop one of them."
+                )
+            )
+        except ConfigError as error:
+            self._fail(error)
+        except Exception as error:
+            logger.exception("%s", worker.name)
+            self._fail(EngineError(f"{worker.name}: {type(error).__name__}: {error}"))
+
+    async def _serve(self, worker: FleetWorker) -> None:
+        """One life of a worker: find it, attach it, until it is lost."""
+        worker.status = WorkerStatus.STARTING
+        answers, attached = worker.meter.num_answers, False
+        try:
+            port = await worker.place.find()
+            self._num_sessions += 1
+            session = Session(self._epoch, self._num_sessions)
+            link = WorkerLink(port, session, partial(self._heard, worker))
+            await link.attach(_ATTACH_S)
+            await self._join(worker, link)
+            attached = True
+            rendering = asyncio.create_task(self._renderer.serve(port))
+            try:
+                loss = await link.run()
+            finally:
+                rendering.cancel()
+                await asyncio.wait({rendering})
+        except WorkerLost as lost:
+            loss = lost.loss
+        logger.warning("Worker %s is lost: %s", worker.name, loss.reason)
+        if worker.meter.num_answers > answers:
+            worker.failures = 0
+        if attached:
+            worker.lost_at = _now()
+        lines = worker.lost(loss)
+        explained = self._crashes.explain([rid for rid, _ in lines])
+        worker.failures += loss.crashed and not explained
+        self._give_back(lines, loss, worker.name)
+        if loss.crashed:
+            await worker.place.free()
+        self._notify()
+
+    async def _join(self, worker: FleetWorker, link: WorkerLink) -> None:
+        about = link.about
+        worker.machine = await asyncio.to_thread(plan_bytes.machine_of, about.machine)
+        for other in self._workers:
+            if other.about is not None:
+                _check_equal(other.name, other.about, worker.name, about)
+        worker.link, worker.about = link, about
+        while len(worker.slots) < about.num_replicas:
+            worker.slots.append(len(self._slots))
+            self._slots.append((worker, len(worker.slots) - 1))
+        worker.status, worker.reason = WorkerStatus.RUNNING, ""
+        logger.info("Worker %s is ready", worker.name)
+        for job_id, job in self._jobs.items():
+            await self._open_at(worker, job_id, job)
+        self._notify()
+
+    async def _open_at(self, worker: FleetWorker, job_id: str, job: _OpenJob) -> None:
+        """Give a worker its plans of a job, if there are any for it yet."""
+        if not job.plans:
+            return
+        plans = [
+            job.plans[slot] if slot < len(job.plans) else unplanned(self.machine)
+            for slot in worker.slots
+        ]
+        if len(job.plans) == 1 and not job.plans[0].num_requests:
+            plans = [job.plans[0]] * len(worker.slots)
+        data = await asyncio.to_thread(lambda: [plan_bytes.to_bytes(p) for p in plans])
+        self._send(worker, OpenJob(job_id, data))
+        if job.priority:
+            self._send(worker, SetPriority(job_id, job.priority))
+
+    def _heard(self, worker: FleetWorker, event: Event) -> None:
+        match event:
+            case LineAnswer():
+                line = worker.lines.get(event.rid)
+                if line is None or line.answer.done():
+                    return  # it was aborted
+                output = event.output()
+                line.answer.set_result(output)
+                assert worker.machine is not None
+                cost = worker.machine.cost
+                if worker.meter.answered(cost, output.usage, _now()):
+                    self._notify()
+            case LinesJoined():
+                worker.joined(event.job_id, event.numbers)
+                if (job := self._jobs.get(event.job_id)) is not None:
+                    job.on_joined(event.numbers)
+            case Leaving():
+                worker.status, worker.reason = WorkerStatus.LEAVING, event.reason
+                waiting = [
+                    (r, sent) for r, sent in worker.lines.items() if not sent.joined
+                ]
+                for rid, _ in waiting:
+                    self._send(worker, AbortLine(rid))
+                    del worker.lines[rid]
+                self._give_back(waiting, Loss(event.reason, False), worker.name)
+                self._notify()
+            case Broken():
+                raise WorkerLost(event.reason, crashed=True)
+
+    def _leave_out(self, worker: FleetWorker) -> None:
+        worker.status = WorkerStatus.LEFT_OUT
+        logger.error(
+            "Worker %s is left out after %d failures in a row: %s",
+            worker.name,
+            worker.failures,
+            worker.reason,
+        )
+        if all(w.status is WorkerStatus.LEFT_OUT for w in self._workers):
+            reasons = "; ".join(f"{w.name}: {w.reason}" for w in self._workers)
+            self._fail(EngineError(f"no engine of the fleet is left ({reasons})."))
+        self._notify()
+
+    def _fail(self, failure: SGLangBatchError) -> None:
+        """Nothing can run any more."""
+        if self._failure is None:
+            self._failure = failure
+        self._renderer.fail(str(failure))
+        for worker in self._workers:
+            for line in worker.lines.values():
+                if not line.answer.done():
+                    line.answer.set_exception(self._failure)
+            worker.lines.clear()
+        self._notify()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _send(self, worker: FleetWorker, command: Any) -> None:
+        if worker.link is not None:
+            worker.link.send(command)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        for on_change in [*self._on_change]:
+            on_change()
+
+    async def _ask(self, query: EngineQuery) -> list[object]:
+        """The answers of all live workers. One that fails has none."""
+        ports = [w.link.port for w in self._live if w.link is not None]
+        asked = (port.query(query) for port in ports)
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        return [each for each in found if not isinstance(each, BaseException)]
+
+    @property
+    def _live(self) -> list[FleetWorker]:
+        return [worker for worker in self._workers if worker.is_live]
+
+    @property
+    def _reference(self) -> FleetWorker:
+        """The live worker with the least KV, or what was known of one."""
+        known = self._live or [w for w in self._workers if w.machine is not None]
+        if not known:
+            raise EngineError("The fleet has no worker yet; await connect() first.")
+        return min(known, key=_kv_capacity)
+
+
+def _about(worker: FleetWorker) -> About:
+    assert worker.about is not None
+    return worker.about
+
+
+def _check_equal(name: str, about: About, new_name: str, new: About) -> None:
+    """Check that a job can run on both workers.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if new.model_names != about.model_names:
+        raise ConfigError(
+            f"{name} serves {about.model_names[0]} and {new_name} serves "
+            f"{new.model_names[0]}; all engines of a fleet need the same model."
+        )
+    if new.version != __version__:
+        raise ConfigError(
+            f"{new_name} has sglang-batch {new.version} and this process {__version__}; "
+            "install the same version everywhere."
+        )
+
+
+def _kv_capacity(worker: FleetWorker) -> int:
+    assert worker.machine is not None
+    return worker.machine.limits.kv_capacity_tokens
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,95 @@
+"""Renders a job's lines on all workers: each takes a few whenever it has none left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from ..errors import EngineError
+from ..request import BatchRequestInput
+from .messages import Line, RenderCall, Rendering
+from .places import WorkerLost, WorkerPort
+
+# Lines of one call: enough that the call costs little of their 0.7 ms each.
+MAX_BATCH = 32
+# Calls of a worker at a time: the next is there when one ends.
+CALLS_PER_WORKER = 2
+_RETRY_S = 0.2
+
+_Waiting = tuple[str, Line, asyncio.Future[Rendering]]
+
+
+class FleetRenderer:
+    """Lines that wait to be rendered, and the workers that take them."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Waiting] = deque()
+        self._more = asyncio.Event()
+        self._num_calls = 0
+
+    async def render(self, request: BatchRequestInput, rid: str) -> Rendering:
+        """Render one line, with its tokens.
+
+        Raises:
+            EngineError: no worker is left, see :meth:`fail`.
+        """
+        future: asyncio.Future[Rendering] = asyncio.get_running_loop().create_future()
+        self._waiting.append((rid, Line.of(request), future))
+        self._more.set()
+        return await future
+
+    async def serve(self, port: WorkerPort) -> None:
+        """Have a worker render, until this is cancelled or the worker is lost."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(CALLS_PER_WORKER):
+                group.create_task(self._serve(port))
+
+    def fail(self, reason: str) -> None:
+        """No worker is left: all that waits fails."""
+        while self._waiting:
+            _, _, future = self._waiting.popleft()
+            if not future.done():
+                future.set_exception(EngineError(reason))
+
+    async def _serve(self, port: WorkerPort) -> None:
+        self._num_calls += 1
+        try:
+            while True:
+                while not self._waiting:
+                    self._more.clear()
+                    await self._more.wait()
+                await asyncio.sleep(0)  # more lines may come at the same time
+                batch = self._take()
+                if batch and not await self._render(port, batch):
+                    return
+        finally:
+            self._num_calls -= 1
+
+    def _take(self) -> list[_Waiting]:
+        """The next lines: a fair share of those that wait."""
+        share = -(-len(self._waiting) // max(1, self._num_calls))
+        batch: list[_Waiting] = []
+        while self._waiting and len(batch) < min(MAX_BATCH, share):
+            waiting = self._waiting.popleft()
+            if not waiting[2].done():  # its job may have been stopped
+                batch.append(waiting)
+        return batch
+
+    async def _render(self, port: WorkerPort, batch: list[_Waiting]) -> bool:
+        """Have a worker render lines. Returns whether it can be asked again."""
+        call = RenderCall([rid for rid, _, _ in batch], [line for _, line, _ in batch])
+        try:
+            renderings = await port.render(call)
+        except BaseException as error:
+            self._waiting.extendleft(reversed(batch))
+            self._more.set()
+            if isinstance(error, WorkerLost):
+                return False
+            if not isinstance(error, OSError):
+                raise
+            await asyncio.sleep(_RETRY_S)
+            return True
+        for (_, _, future), rendering in zip(batch, renderings, strict=True):
+            if not future.done():
+                future.set_result(rendering)
+        return True

@@ -1,0 +1,95 @@
+"""Where the workers of a fleet are, and how the head calls them.
+
+A place is where one worker runs: a node of a cluster, or an offline server. What starts
+there, starts again there when it is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from .messages import (
+    About,
+    EngineQuery,
+    Exchange,
+    RenderCall,
+    Rendering,
+    Reply,
+    Session,
+    SessionRefused,
+)
+
+
+class WorkerPort(Protocol):
+    """Calls one worker. Any number of calls may run at a time.
+
+    Each raises:
+        WorkerLost: it will not answer this or any other call.
+        OSError: the call failed. Another one may succeed.
+
+    Attributes:
+        trusted: whether rendered requests, which are pickles, may be sent to it.
+    """
+
+    trusted: bool
+
+    async def attach(self, session: Session) -> About | SessionRefused:
+        """Begin a session, which ends any other."""
+        ...
+
+    async def exchange(self, call: Exchange) -> Reply | SessionRefused:
+        """Send commands and receive events, see :mod:`.session_ends`."""
+        ...
+
+    async def render(self, call: RenderCall) -> list[Rendering]:
+        """Render lines, in their order."""
+        ...
+
+    async def query(self, query: EngineQuery) -> object:
+        """Ask about the running engine. Returns what the JSON answer says."""
+        ...
+
+
+class Place(Protocol):
+    """Where one worker runs.
+
+    name: for messages and tables.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    async def find(self) -> WorkerPort:
+        """The worker here: the one that runs, or a new one once it has loaded.
+
+        Raises:
+            WorkerLost: it could not start. It may the next time.
+            ConfigError: it never can, with this model and these options.
+        """
+        ...
+
+    async def free(self) -> None:
+        """End the worker here, if the head has started it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Why a worker is lost.
+
+    reason: for people.
+    crashed: whether its engine failed, perhaps by one of its lines. False: its machine or
+        the way there is gone, or it was asked to end.
+    """
+
+    reason: str
+    crashed: bool
+
+
+class WorkerLost(Exception):
+    """A worker will not answer any more."""
+
+    def __init__(self, reason: str, *, crashed: bool) -> None:
+        super().__init__(reason)
+        self.loss = Loss(reason, crashed)

@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # The demo model is so small that a second thread only gets in the way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo demo-embeddings test test-fast lint types unit format constraints clean
+.PHONY: env demo demo-embeddings fleet-demo test test-fast lint types unit format constraints clean
 
 env: $(STAMP)
 
@@ -21,6 +21,10 @@ demo: env
 
 demo-embeddings: env
 	$(BIN)/python benchmark/demo_embeddings.py
+
+# Two engines on a Ray cluster of this machine, one of which is killed.
+fleet-demo: env
+	$(BIN)/python benchmark/fleet_demo.py
 
 test: lint types unit
 

@@ -352,6 +352,16 @@ def test_only_srt_imports_sglang_and_only_srt_and_dense_import_torch() -> None:
     assert not found, listing(found)
 
 
+def test_ray_is_imported_by_the_cluster_alone() -> None:
+    found = [
+        module.where(each)
+        for module in OURS
+        for each in imports_in(module)
+        if each.top == "ray" and module.part != "cluster"
+    ]
+    assert not found, listing(found)
+
+
 def test_srt_is_imported_at_the_top_by_itself_alone() -> None:
     found = [
         module.where(each)

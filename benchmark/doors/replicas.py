@@ -236,6 +236,9 @@ class Prepared:
     max_new_tokens: int
     ignore_eos: bool = False
     shareable_len: int | None = None
+    has_media: bool = False
+    adapter: str = ""
+    namespace: str = ""
 
 
 class Replicas:

@@ -139,9 +139,10 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _serve(options: argparse.Namespace, rest: list[str]) -> int:
+    from .run.fleet_options import fleet_options
     from .run.serve_command import serve
 
-    return serve(options.backend, rest)
+    return serve(options.backend, rest, fleet_options(options))
 
 
 def _plan(options: argparse.Namespace, rest: list[str]) -> int:

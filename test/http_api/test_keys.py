@@ -33,6 +33,7 @@ def test_a_client_opens_no_route_that_nobody_has_decided_on() -> None:
     assert closed == {
         "/new",
         KEYS_PATH,
+        "/offline_batch/engines",
         "/offline_batch/keys/{key_id}",
         "/offline_batch/limits/{name}",
         "/offline_batch/tree",

@@ -24,6 +24,7 @@ from sglang_batch.access.access_control import AccessControl
 from sglang_batch.access.key_table import change_allowance
 from sglang_batch.access.keys import ANYBODY, Role, caller_of, digest
 from sglang_batch.access.usage import add_usage
+from sglang_batch.fleet.fleet_worker import WorkerState
 from sglang_batch.http_api.all_routes import install
 from sglang_batch.http_api.authorization.key_middleware import KeyMiddleware
 from sglang_batch.server import runner as runner_module
@@ -382,6 +383,42 @@ def check_key(page: Page, served: Served) -> None:
     assert page.problems and all("401" in problem for problem in page.problems)
 
 
+class ListedFleet:
+    """The table of a fleet's engines, of which one is lost."""
+
+    def states(self) -> list[WorkerState]:
+        return [
+            WorkerState(
+                "http://10.0.0.12:30000", "running", 4_096, 256, 1_234_567,
+                9_876_543_210, 31_234.5, 0.871, 0, "",
+            ),
+            WorkerState(
+                EVIL, "starting", 0, 0, 0, 0, None, 0.0, 3,
+                f"no answer in 8 s ({EVIL})",
+            ),
+        ]  # fmt: skip
+
+
+def check_engines(page: Page, served: Served) -> None:
+    """An admin of a front sees the engines behind it."""
+    assert page.eval("document.getElementById('engines').hidden")
+    served.app.state.fleet = ListedFleet()
+    refresh(page)
+    page.until("!document.getElementById('engines').hidden")
+    rows = "[...document.querySelectorAll('#engines tbody tr')].map((r) => r.innerText)"
+    first, second = page.eval(rows)
+    assert first.split() == [
+        *("http://10.0.0.12:30000", "running", "4,096", "256", "1,234,567"),
+        *("31,235", "9,876,543,210", "87%", "0"),
+    ]
+    assert f"starting again: no answer in 8 s ({EVIL})" in second
+    assert "1 of 2 run" in page.eval("document.getElementById('engines').innerText")
+    check_looks(page)
+    del served.app.state.fleet
+    refresh(page)
+    page.until("document.getElementById('engines').hidden")
+
+
 def check_usage(page: Page, served: Served) -> None:
     """An admin sees the usage of each key, with its limit."""
     assert page.eval("document.getElementById('usage').hidden")
@@ -426,6 +463,7 @@ def test_the_page_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert page.problems == []
         check_key(page, served)
         check_usage(page, served)
+        check_engines(page, served)
         served.stop()
         refresh(page)
         page.until("document.getElementById('server').className === 'lost'")

@@ -393,6 +393,20 @@ def test_the_slowest_engine_can_hand_nothing_to_another(
         assert best >= seconds.max() * (1 - 1e-6)
 
 
+def test_the_largest_requests_go_to_the_fastest_engine() -> None:
+    cost = CostModel(token_time_s=1.0, kv_read_time_s=0.0)
+    speed = np.array([2.0, 1.0, 4.0])
+    # Of 1, 1, 3 and 5 s on an engine of the speed of the second.
+    found = split(
+        [(i,) for i in range(4)],
+        [0, 0, 2, 4],
+        3,
+        cost=cost,
+        speeds=ShardSpeeds(speed, speed),
+    )
+    assert (found.compute_s / speed).max() == 1.5
+
+
 def test_families_of_many_engines_stay_together() -> None:
     # A hundred engines for forty families, each of which has to be cut two or three times.
     families, size, shared, k = 40, 100, 50, 100

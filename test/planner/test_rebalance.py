@@ -159,6 +159,25 @@ def test_a_slow_engine_is_worth_no_prefix_that_takes_it_longer_than_it_helps() -
     assert moved(tree, [40.0] * 8, [0] * 8, speed=[1.0, 0.05]) == [0] * 8
 
 
+def test_what_is_computed_again_counts_at_the_speed_of_both() -> None:
+    tree = tree_of(family(0, 8, 80))
+    # One runs on the slow engine. The others take it 770 s, and the fast one 157 s.
+    found = moved(tree, [10.0] * 8, [0] * 8, sent=[0], speed=[0.1, 1.0])
+    assert found == [0] + [1] * 7
+
+
+def test_the_engine_that_can_do_most_in_the_time_left_takes() -> None:
+    # The second engine has nothing to do, but would take 400 s for the prefix. The third has
+    # 100 s to do.
+    tree = tree_of([*family(0, 8, 20), [5]])
+    alone = int(np.flatnonzero(tree.order == 8)[0])
+    work = [100.0 if leaf == alone else 40.0 for leaf in range(9)]
+    shard = [2 if leaf == alone else 0 for leaf in range(9)]
+    found = moved(tree, work, shard, num_shards=3, sent=[alone], speed=[1.0, 0.05, 1.0])
+    assert found[alone] == 2
+    assert sorted(np.bincount(found).tolist()) == [0, 4, 5]
+
+
 def test_all_that_was_not_sent_leaves_an_engine_that_is_gone() -> None:
     tree = tree_of([[i] for i in range(12)])
     shard = [i % 3 for i in range(12)]

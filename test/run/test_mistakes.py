@@ -93,6 +93,24 @@ MISTAKES = {
     "no such file of options": Mistake(
         "run -i in.jsonl -o out --config none.yaml", 2, "--config none.yaml: there is"
     ),
+    "serve: no worker": Mistake(
+        "serve --workers http://127.0.0.1:{free} --port {other}", 2, "does not answer"
+    ),
+    "serve: no URL": Mistake("serve --workers 10.0.0.2", 2, "is not the URL"),
+    "serve: workers and a model": Mistake(
+        "serve --workers http://127.0.0.1:{free} --model-path model",
+        2,
+        "--model-path: the servers of --workers have their model",
+    ),
+    "serve: workers and a backend": Mistake(
+        "serve --workers http://127.0.0.1:{free} --backend auto", 2, "leave it out"
+    ),
+    "serve: workers, and the port in use": Mistake(
+        "serve --workers http://127.0.0.1:{free} --port {port}", 1, "in use"
+    ),
+    "serve: a key without workers": Mistake(
+        "serve --workers-key key --model-path model", 2, "add --workers"
+    ),
     "serve: no model": Mistake("serve --model-path ./none", 2, "no such directory"),
 }
 LINE = {
@@ -119,12 +137,15 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[ob
     make_file(home, b"", "done")
     lock = FileLock(home / "busy.job" / "lock")
     assert lock.acquire("another test") is None
-    with socket.socket() as taken, socket.socket() as free:
+    with socket.socket() as taken, socket.socket() as free, socket.socket() as other:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         free.bind(("127.0.0.1", 0))
-        ports = {"port": taken.getsockname()[1], "free": free.getsockname()[1]}
+        other.bind(("127.0.0.1", 0))
+        sockets = {"port": taken, "free": free, "other": other}
+        ports = {name: each.getsockname()[1] for name, each in sockets.items()}
         free.close()
+        other.close()
         commands = [m.arguments.format(**ports).split() for m in MISTAKES.values()]
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, json.dumps(commands)],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_batch.fleet.fleet_worker import WorkerState
 from sglang_batch.request import Usage
 from sglang_batch.run import progress
 from sglang_batch.run.progress import Display, Progress
@@ -78,3 +79,23 @@ def test_progress_tells_what_the_job_waits_for(
     shown.answered()
     assert str(shown).startswith("Running: 75%, 3/4 [00:07<")
     assert str(shown).endswith(", 1 failed, cached 90%]")
+
+
+def engine(name: str, status: str) -> WorkerState:
+    return WorkerState(name, status, 0, 0, 0, 0, None, 0.0, 0, "")
+
+
+def test_progress_tells_how_many_engines_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Clock(monkeypatch)
+    log = ResultLog(tmp_path / "log", 2)
+    engines = [engine("a", "running"), engine("b", "lost"), engine("c", "running")]
+    shown = Progress(Display(io.StringIO()), 2, log, engines=lambda: engines)
+    shown.rendered()
+    shown.rendered()
+    log.put(0, b"{}", ok=True, usage=Usage())
+    shown.answered()
+    assert str(shown).endswith(", 2 of 3 engines, cached 0%]")
+    del engines[1:]
+    assert "engines" not in str(shown)

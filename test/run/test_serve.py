@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import threading
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
-from sglang_batch.errors import StoreError
+from sglang_batch.errors import ConfigError, StoreError
+from sglang_batch.http_api.front import front_server
 from sglang_batch.run import serve_command
-from sglang_batch.run.serve_command import check_server
+from sglang_batch.run.fleet_options import WorkerOptions
+from sglang_batch.run.serve_command import check_server, serve
 
 
 def test_a_port_that_may_be_in_a_file_is_not_guessed(
@@ -24,3 +31,62 @@ def test_a_port_that_may_be_in_a_file_is_not_guessed(
         (tmp_path / "config.json").write_text("{}")
         with pytest.raises(StoreError, match="is in use"):
             check_server(Namespace(model_path=str(tmp_path)))
+
+
+@contextmanager
+def naming(model: str) -> Iterator[str]:
+    """The URL of a server that does nothing but name its model."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"data": [{"id": model}]}).encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_the_front_gets_its_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[front_server.FrontOptions] = []
+    monkeypatch.setattr(front_server, "serve", served.append)
+    port = free_port()
+    options = [
+        *("--host", "127.0.0.1", "--port", str(port), "--api-key", "client"),
+        *("--offline-batch-dir", str(tmp_path / "batches"), "--enable-metrics"),
+        *("--offline-batch-config", '{"max_batches": 3}', "--ssl-keyfile", "key.pem"),
+    ]
+    with naming("demo") as one, naming("demo") as two:
+        assert serve("sglang", options, WorkerOptions((one, two), "admin")) == 0
+    (found,) = served
+    assert (found.urls, found.workers_key) == ((one, two), "admin")
+    assert (found.host, found.port) == ("127.0.0.1", port)
+    assert (found.api_key, found.admin_key, found.metrics) == ("client", None, True)
+    assert found.directory == tmp_path / "batches"
+    assert found.config.max_batches == 3
+    assert found.ssl == {"ssl_keyfile": "key.pem"}
+
+
+def test_servers_of_different_models_are_refused(tmp_path: Path) -> None:
+    options = [f"--port={free_port()}", f"--offline-batch-dir={tmp_path}"]
+    with naming("demo") as one, naming("other") as two:
+        fleet = WorkerOptions((one, two), None)
+        with pytest.raises(ConfigError, match=f"{two} serves other; all workers"):
+            serve("sglang", options, fleet)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from sglang_batch.fleet.fleet_worker import WorkerState
 from sglang_batch.request import Usage
 from sglang_batch.run.outputs import Outputs
 from sglang_batch.run.summary import Counts, ErrorGroup, Summary, error_groups
@@ -77,6 +78,48 @@ def test_the_files_are_named(tmp_path: Path) -> None:
     assert together.endswith("results out errors among the results")
     apart = " ".join(summary.as_table(Outputs.of("out", "bad", None)).split())
     assert apart.endswith("results out errors bad")
+
+
+def test_several_engines_are_listed(tmp_path: Path) -> None:
+    log, before = resumed_log(tmp_path / "log")
+    gone = "its server is gone"
+    states = [
+        WorkerState("http://a", "running", 0, 0, 5, 600, 250.0, 0.5, 0, ""),
+        WorkerState("http://b", "left out", 0, 0, 1, 110, None, 0.0, 3, gone),
+        WorkerState("http://c", "running", 0, 0, 0, 0, None, 0.0, 1, gone),
+        WorkerState("http://d", "starting", 0, 0, 0, 0, None, 0.0, 2, gone),
+    ]
+    summary = Summary.of_log(log, before, seconds=2.0, engines=states)
+    shown = summary.as_table().split("\n")
+    first = next(i for i, row in enumerate(shown) if row.startswith("engines "))
+    assert [
+        row.removeprefix("engines").strip() for row in shown[first : first + 4]
+    ] == [
+        "http://a: 5 requests, 300 tokens/s, cached 50.0%",
+        "http://b: 1 requests, 55 tokens/s, cached 0.0%; left out, lost 3 times: "
+        + gone,
+        "http://c: 0 requests, 0 tokens/s, cached 0.0%; lost 1 time: " + gone,
+        "http://d: 0 requests, 0 tokens/s, cached 0.0%; starting again, lost 2 times: "
+        + gone,
+    ]
+    engines = json.loads(summary.as_json())["engines"]
+    assert [engine["tokens_per_second"] for engine in engines] == [
+        300.0,
+        55.0,
+        0.0,
+        0.0,
+    ]
+    assert engines[1]["reason"] == gone
+    assert Summary.of_record(json.loads(summary.as_json())) == summary
+
+
+def test_a_single_engine_is_not_listed(tmp_path: Path) -> None:
+    log, before = resumed_log(tmp_path / "log")
+    alone = [WorkerState("http://a", "running", 0, 0, 5, 600, 250.0, 0.5, 0, "")]
+    for states in ([], alone):
+        summary = Summary.of_log(log, before, seconds=2.0, engines=states)
+        assert "engines" not in json.loads(summary.as_json())
+        assert "engines" not in summary.as_table()
 
 
 def test_a_recorded_summary_is_read_back(tmp_path: Path) -> None:

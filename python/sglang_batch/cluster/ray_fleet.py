@@ -25,12 +25,15 @@ class RayFleet:
     """What a fleet is made of.
 
     address: ``auto`` for the cluster that this machine is in, or ``host:port``.
-    min_engines, max_engines: the job starts with the former and uses up to the latter.
+    min_engines: the job waits for so many.
+    needed_engines: so many must have room now, unless the cluster grows.
+    max_engines: it uses up to so many.
     resources: of each engine, by Ray's names, such as ``GPU`` and ``CPU``.
     """
 
     address: str
     min_engines: int
+    needed_engines: int
     max_engines: int
     resources: Mapping[str, float] = field(default_factory=dict)
 
@@ -116,12 +119,12 @@ def check_room(fleet: RayFleet) -> None:
 
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     room = _room(nodes, fleet.resources)
-    if room < fleet.min_engines and not _autoscales():
+    if room < fleet.needed_engines and not _autoscales():
         wanted = (
             ", ".join(f"{v:g} {k}" for k, v in fleet.resources.items()) or "nothing"
         )
         raise ConfigError(
-            f"the Ray cluster has room for {room} of {fleet.min_engines} engines with "
+            f"the Ray cluster has room for {room} of {fleet.needed_engines} engines with "
             f"{wanted} each; lower --engines or --ray-resources, or add nodes."
         )
 

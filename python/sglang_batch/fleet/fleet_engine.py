@@ -79,15 +79,24 @@ class FleetEngine:
 
     Args:
         epoch: higher than that of any earlier head of these workers.
-        min_workers: so many are needed to start. None: all that can start.
+        min_workers: the job starts with so many, or with all that can start if these are
+            fewer. The others join when they are ready.
+        gives_up: whether a place is left out where no worker lasts. False: it is tried
+            again as long as the fleet is there.
     """
 
     def __init__(
-        self, places: Sequence[Place], epoch: int, min_workers: int | None = None
+        self,
+        places: Sequence[Place],
+        epoch: int,
+        min_workers: int = 1,
+        *,
+        gives_up: bool = True,
     ) -> None:
         self._workers = [FleetWorker(place) for place in places]
         self._epoch = epoch
         self._min_workers = min_workers
+        self._gives_up = gives_up
         self._num_sessions = 0
         self._slots: list[tuple[FleetWorker, int]] = []
         self._jobs: dict[str, _OpenJob] = {}
@@ -114,9 +123,7 @@ class FleetEngine:
             states = Counter(worker.status for worker in self._workers)
             running, out = states[WorkerStatus.RUNNING], states[WorkerStatus.LEFT_OUT]
             settled = running + out == len(self._workers)
-            if running >= (self._min_workers or len(self._workers)) or (
-                settled and running
-            ):
+            if running >= self._min_workers or (settled and running):
                 return
             self._changed.clear()
             await self._changed.wait()
@@ -325,12 +332,12 @@ class FleetEngine:
         """Have a worker at a place, as long as that works."""
         worker.lost_at = _now()
         try:
-            while (
+            while not self._gives_up or (
                 worker.failures < MOST_FAILURES
                 and _now() < worker.lost_at + MOST_SILENCE_S
             ):
                 if worker.num_losses:
-                    back_off_s = _BACK_OFF_S * 2**worker.failures
+                    back_off_s = _BACK_OFF_S * 2 ** min(worker.failures, 10)
                     await asyncio.sleep(min(back_off_s, _MOST_BACK_OFF_S))
                 await self._serve(worker)
             self._leave_out(worker)

@@ -98,6 +98,7 @@ class WorkerState:
     lines, running: lines that it has, and those of them that run.
     answered: lines that it has answered.
     tokens: prompt and output tokens of them.
+    tokens_per_s: tokens in a second as last measured, None before that and without lines.
     cached_share: share of their prompt tokens that came from the cache, 0 to 1.
     losses: how often it was lost.
     reason: of the last loss, or why it is left out.
@@ -109,13 +110,18 @@ class WorkerState:
     running: int
     answered: int
     tokens: int
+    tokens_per_s: float | None
     cached_share: float
     losses: int
     reason: str
 
+    @property
+    def is_running(self) -> bool:
+        return self.status == WorkerStatus.RUNNING.value
+
     @classmethod
     def of(cls, worker: FleetWorker) -> WorkerState:
-        usage = worker.meter.usage
+        usage, rate = worker.meter.usage, worker.meter.tokens_per_s
         return cls(
             worker.name,
             worker.status.value,
@@ -123,6 +129,7 @@ class WorkerState:
             sum(line.joined for line in worker.lines.values()),
             worker.meter.num_answers,
             usage.input_tokens + usage.output_tokens,
+            round(rate, 1) if rate is not None and worker.lines else None,
             round(usage.cache_hit_rate, 4),
             worker.num_losses,
             worker.reason,

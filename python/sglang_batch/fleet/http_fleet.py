@@ -8,10 +8,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
-from .fleet_engine import FleetEngine
 from .http_place import CONNECT_S, HttpPlace
+
+if TYPE_CHECKING:
+    from .fleet_engine import FleetEngine
 
 
 def served_model(urls: Sequence[str], api_key: str | None) -> str:
@@ -53,6 +56,8 @@ def http_engine(
     urls: Sequence[str], api_key: str | None, epoch: int
 ) -> Iterator[tuple[FleetEngine, asyncio.AbstractEventLoop]]:
     """The engines of the servers at these URLs, and the event loop for calls to them."""
+    from .fleet_engine import FleetEngine  # takes half a second to import
+
     loop = asyncio.new_event_loop()
     engine = FleetEngine([HttpPlace(url, api_key) for url in urls], epoch)
     try:

@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 # A worker stops so long after the last call of its head, and the head counts a worker as
 # lost so long after its last reply. Longer than the pauses of a busy machine.
 LEASE_S = 8.0
+# So long after an event, a reply waits for others: about a step of an engine.
+GATHER_S = 0.01
 
 
 class WorkerHost:
@@ -122,6 +124,7 @@ class WorkerHost:
             self._changed.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), call.wait_s)
+                await asyncio.sleep(GATHER_S)
         return self._end.refusal(call.session) or self._end.reply()
 
     async def render(self, call: RenderCall) -> list[Rendering]:

@@ -13,6 +13,8 @@ from .session_ends import HeadEnd
 _WAIT_SHARE = 1 / 4
 # Seconds before a failed call is repeated.
 _RETRY_S = 0.2
+# So long after a command, a call waits for others.
+_GATHER_S = 0.002
 
 
 class Superseded(Exception):
@@ -111,7 +113,7 @@ class WorkerLink:
         while True:
             await self._commands.wait()
             self._commands.clear()
-            await asyncio.sleep(0)  # take those along that come at the same time
+            await asyncio.sleep(_GATHER_S)  # take those along that come with it
             while self._end.has_unsent:
                 call = self._end.call()
                 applied = await self._call(call)

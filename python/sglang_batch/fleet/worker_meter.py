@@ -18,21 +18,24 @@ class WorkerMeter:
     Attributes:
         rate: predicted seconds of the work that was done in each second, about constant for
             workers whose costs are right. None until it is known.
+        tokens_per_s: prompt and output tokens of the last measurement, None before it.
         answers, usage: of all lines.
     """
 
     def __init__(self) -> None:
         self.rate: float | None = None
+        self.tokens_per_s: float | None = None
         self.num_answers = 0
         self.usage = Usage()
         self._begun: float | None = None
         self._answers = 0
         self._work_s = 0.0
+        self._tokens = 0
 
     def busy(self, now: float) -> None:
         """It has lines, from now on."""
         if self._begun is None:
-            self._begun, self._answers, self._work_s = now, 0, 0.0
+            self._begin(now)
 
     def idle(self) -> None:
         """It has none: what was measured so far is cut short, and does not count."""
@@ -53,14 +56,19 @@ class WorkerMeter:
             return False
         self._answers += 1
         self._work_s += work_s(cost, usage)
+        self._tokens += usage.input_tokens + usage.output_tokens
         seconds = now - self._begun
         if self._answers < _MIN_ANSWERS or seconds < _MIN_SECONDS:
             return False
         found = self._work_s / seconds
         last = self.rate
         self.rate = found if last is None else last + _NEW_SHARE * (found - last)
-        self._begun, self._answers, self._work_s = now, 0, 0.0
+        self.tokens_per_s = self._tokens / seconds
+        self._begin(now)
         return True
+
+    def _begin(self, now: float) -> None:
+        self._begun, self._answers, self._work_s, self._tokens = now, 0, 0.0, 0
 
 
 def work_s(cost: CostModel, usage: Usage) -> float:

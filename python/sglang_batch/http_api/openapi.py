@@ -259,6 +259,32 @@ class RunningTree(BaseModel):
     replicas: list[ReplicaTree]
 
 
+class EngineState(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    name: str
+    status: Literal["starting", "running", "leaving", "lost", "left out"]
+    lines: int
+    """Lines that it has."""
+    running: int
+    """Those of them that run."""
+    answered: int
+    tokens: int
+    """Prompt and output tokens of the lines that it has answered."""
+    tokens_per_s: float | None
+    """As last measured. Null before that and without lines."""
+    cached_share: float
+    """Share of the prompt tokens that came from the cache."""
+    losses: int
+    reason: str
+    """Of the last loss."""
+
+
+class EngineTable(BaseModel):
+    object: Literal["offline_batch.engines"]
+    engines: list[EngineState]
+
+
 class BatchObject(official.Batch):
     owner: str | None = None
     """Name of the key that created it. Only admins see it."""

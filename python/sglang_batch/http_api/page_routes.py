@@ -28,11 +28,12 @@ from ..batch_api import message_batches as messages
 from ..batch_api import protocol as api
 from ..batch_api.objects import batch_object
 from ..engine import MAX_TREE_NODES
+from ..fleet.fleet_engine import FleetEngine
 from ..server.history import Rate
 from ..store.batch_store import BatchStore, Row
 from .authorization.callers import caller_of
 from .error_responses import OpenAIRoute
-from .openapi import OPENAI_ERRORS, RunningTree, whole_number
+from .openapi import OPENAI_ERRORS, EngineTable, RunningTree, whole_number
 from .parameters import invalid, service_of
 
 PATH = "/batches"
@@ -50,6 +51,7 @@ FILES = {
     f"{PATH}/api.js": ("api.js", "text/javascript"),
     f"{PATH}/submit.js": ("submit.js", "text/javascript"),
     f"{PATH}/usage.js": ("usage.js", "text/javascript"),
+    f"{PATH}/engines.js": ("engines.js", "text/javascript"),
     f"{PATH}/tree.js": ("tree.js", "text/javascript"),
     f"{PATH}/rows.js": ("rows.js", "text/javascript"),
     f"{PATH}/charts.js": ("charts.js", "text/javascript"),
@@ -133,6 +135,7 @@ async def page_data(
     batches = await asyncio.to_thread(
         _batches, service.store, caller_of(request), history.rates(), search.strip()
     )
+    is_admin = caller_of(request).role is Role.ADMIN
     content = {
         "now": time.time(),
         "batches": batches,
@@ -140,7 +143,8 @@ async def page_data(
         "points": points,
         "endpoints": list(api.ENDPOINTS),
         "max_batches": MAX_BATCHES,
-        "is_admin": caller_of(request).role is Role.ADMIN,
+        "is_admin": is_admin,
+        "engines": _engines(request) if is_admin else [],
     }
     return JSONResponse(content, headers={"Cache-Control": "no-store"})
 
@@ -161,6 +165,20 @@ async def running_tree(
     replicas = [{"replica": i, **tree} for i, tree in enumerate(trees)]
     content = {"object": "offline_batch.tree", "replicas": replicas}
     return JSONResponse(content, headers={"Cache-Control": "no-store"})
+
+
+@router.get("/offline_batch/engines", response_model=EngineTable)
+async def list_engines(request: Request) -> JSONResponse:
+    """List the servers whose engines run the batches of this server. One that has an
+    engine itself lists none.
+    """
+    content = {"object": "offline_batch.engines", "engines": _engines(request)}
+    return JSONResponse(content, headers={"Cache-Control": "no-store"})
+
+
+def _engines(request: Request) -> list[dict[str, Any]]:
+    fleet: FleetEngine | None = getattr(request.app.state, "fleet", None)
+    return [] if fleet is None else [dataclasses.asdict(row) for row in fleet.states()]
 
 
 def _usage(store: BatchStore, caller: Caller) -> list[dict[str, Any]]:

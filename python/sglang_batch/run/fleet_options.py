@@ -21,12 +21,15 @@ class RayOptions:
     """Engines on a Ray cluster.
 
     address: ``auto``, or ``host:port``.
-    min_engines, max_engines: the job starts with the former and uses up to the latter.
+    min_engines: the job waits for so many.
+    needed_engines: so many must have room now, unless the cluster grows.
+    max_engines: it uses up to so many.
     resources: of each engine, by Ray's names. None: what its parallelism needs.
     """
 
     address: str
     min_engines: int
+    needed_engines: int
     max_engines: int
     resources: Mapping[str, float] | None
 
@@ -72,7 +75,13 @@ class RayOptions:
                 self.address
             ).get("GPU", 0):
                 resources["GPU"] = float(_num_devices(settings.server_args))
-        fleet = RayFleet(self.address, self.min_engines, self.max_engines, resources)
+        fleet = RayFleet(
+            self.address,
+            self.min_engines,
+            self.needed_engines,
+            self.max_engines,
+            resources,
+        )
         here = partial(started, backend, argv)
         kind = " ".join([backend, *argv])
         return partial(ray_engine, fleet, job_id, epoch, here, kind)
@@ -139,8 +148,8 @@ def add_fleet(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--engines", metavar="N|MIN:MAX",
-        help="with --ray: number of engines (default: 1). With MIN:MAX the job starts "
-        "with MIN, and more join as the cluster gets room",
+        help="with --ray: number of engines (default: 1). The job starts with the first "
+        "that is ready, or with MIN of MIN:MAX, where more join as the cluster gets room",
     )  # fmt: skip
     group.add_argument(
         "--ray-resources", metavar="JSON",
@@ -176,8 +185,8 @@ def fleet_options(options: argparse.Namespace) -> FleetOptions | None:
         raise ConfigError("--workers-key is of servers; add --workers URL,...")
     if options.ray is None:
         return None
-    least, most = _engines(options.engines or "1")
-    return RayOptions(options.ray, least, most, _resources(options.ray_resources))
+    engines = _engines(options.engines or "1")
+    return RayOptions(options.ray, *engines, _resources(options.ray_resources))
 
 
 def _urls(text: str) -> tuple[str, ...]:
@@ -216,15 +225,16 @@ def _not_here() -> Any:
     raise AssertionError("its engines run elsewhere")
 
 
-def _engines(text: str) -> tuple[int, int]:
+def _engines(text: str) -> tuple[int, int, int]:
+    """Engines to wait for, that must have room, and at most."""
     least, colon, most = text.partition(":")
     try:
-        found = count(least), count(most if colon else least)
+        found = count(least), count(least), count(most if colon else least)
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"--engines {text}: {error}.") from None
-    if found[0] > found[1]:
+    if found[0] > found[2]:
         raise ConfigError(f"--engines {text}: MIN is above MAX.")
-    return found
+    return found if colon else (1, *found[1:])
 
 
 def _resources(text: str | None) -> dict[str, float] | None:

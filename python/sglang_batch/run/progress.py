@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from tqdm import tqdm
 
 from ..store.result_log import ResultLog
+
+if TYPE_CHECKING:
+    from ..fleet.fleet_worker import WorkerState
 
 # Seconds between two pictures on a terminal.
 TICK_S = 0.5
@@ -103,11 +106,20 @@ def elapsed(title: str) -> Callable[[], str]:
     return lambda: f"{title} ({time.monotonic() - began:.0f} s)"
 
 
+def engines_running(states: Sequence[WorkerState]) -> str:
+    """How many of several engines run, such as ``2 of 3 engines``, or ``""``."""
+    if len(states) < 2:
+        return ""
+    running = sum(state.is_running for state in states)
+    return f"{running} of {len(states)} engines"
+
+
 class Progress:
     """How far the job is: prompts rendered, then the plan, then answers.
 
     Args:
         compiling: whether the planner is still being compiled.
+        engines: all of a fleet.
     """
 
     def __init__(
@@ -116,11 +128,13 @@ class Progress:
         num_requests: int,
         log: ResultLog,
         compiling: Callable[[], bool] = lambda: False,
+        engines: Callable[[], Sequence[WorkerState]] = lambda: (),
     ) -> None:
         self._display = display
         self._num_requests = num_requests
         self._log = log
         self._compiling = compiling
+        self._engines = engines
         self._num_before = log.num_done
         self._num_rendered = 0
         self._num_refused = 0
@@ -156,14 +170,15 @@ class Progress:
         if num_new == 0:
             doing = "Planning, and computing the first prompts"
             return f"{doing} ({seconds:.0f} s)"
-        usage = self._log.usage
+        usage, engines = self._log.usage, engines_running(self._engines())
         return self._meter(
             "Running",
             self._log.num_done,
             self._num_requests,
             self._answers_began,
             initial=self._num_before + self._num_refused,
-            postfix=f"{self._log.num_failed:,} failed, " * bool(self._log.num_failed)
+            postfix=f"{engines}, " * bool(engines)
+            + f"{self._log.num_failed:,} failed, " * bool(self._log.num_failed)
             + f"cached {usage.cache_hit_rate:.0%}",
         )
 

@@ -107,18 +107,28 @@ def add_serve(commands: Any, serve: Callable[..., int]) -> None:
     """Add ``serve`` to the commands."""
     parser = commands.add_parser(
         "serve",
-        usage="sglang-batch serve [--backend NAME] --model-path MODEL [options of SGLang]",
+        usage="sglang-batch serve [--backend NAME] --model-path MODEL [options of SGLang]"
+        "\n       sglang-batch serve --workers URL,... [--workers-key KEY] [options]",
         help="start SGLang's server with the batch API",
         description="Check the options, the model, the port and the directory of "
         "batches, which takes a moment, and start `sglang serve --offline-batch` with "
         "these options. `sglang serve --help` lists them. With --backend transformers, "
         "the options are those in `sglang-batch run --help` and --host, --port, "
         "--offline-batch-dir, --offline-batch-config, --log-level, --enable-metrics, "
-        "--api-key, --admin-api-key and --ssl-*.",
+        "--api-key, --admin-api-key and --ssl-*. With --workers, they are the latter "
+        "alone.",
         allow_abbrev=False,
     )
     _add_backend(parser)
-    parser.set_defaults(run=serve)
+    parser.add_argument(
+        "--workers", metavar="URL,...",
+        help="run the batches on these offline servers, which are started with `sglang-"
+        "batch serve` and all have the same model; online calls are passed on to them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--workers-key", metavar="KEY", help="admin key of the servers of --workers"
+    )
+    parser.set_defaults(run=serve, ray=None, engines=None, ray_resources=None)
 
 
 def _add_backend(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import time
 import traceback
@@ -14,6 +15,8 @@ from ..batch_api.jsonl import BatchFile
 from ..batch_api.lines import invalid_line, result_line
 from ..config import OfflineBatchConfig
 from ..errors import ConfigError, EngineError, ExitStatus, SGLangBatchError
+from ..fleet.fleet_engine import FleetEngine
+from ..fleet.fleet_worker import WorkerState
 from ..inputs.local_input import LocalInput
 from ..job.job import Job
 from ..job.planner_compiler import compile_planner
@@ -23,7 +26,7 @@ from .backend_options import StartEngine
 from .engine_log import EngineLog
 from .job_directory import JobDirectory, JobRecord
 from .outputs import job_id
-from .progress import Display, Progress
+from .progress import Display, Progress, engines_running
 from .stop_signals import StopSignals
 from .summary import Counts, Summary
 
@@ -51,6 +54,7 @@ class RunningJob:
         self._display = display
         self._begun = time.monotonic()
         self._started = False
+        self._fleet: FleetEngine | None = None
         self._signals = StopSignals()
 
     def run(
@@ -124,6 +128,7 @@ class RunningJob:
         with ExitStack() as stack:
             with self._display.showing(self._starting):
                 engine, loop = stack.enter_context(start())
+                self._fleet = engine if isinstance(engine, FleetEngine) else None
                 loop.run_until_complete(engine.connect())
             self._started = True
             capacity = f"{engine.machine.limits.kv_capacity_tokens:,} tokens of KV"
@@ -131,6 +136,8 @@ class RunningJob:
                 f"Engine ready after {time.monotonic() - self._begun:.0f} s: "
                 f"{memory_note or capacity}."
             )
+            if dashboard := _ray_dashboard():
+                self._display.say(f"Ray's dashboard: {dashboard}")
             summary: Summary | None = loop.run_until_complete(
                 self._run_requests(engine, compiling)
             )
@@ -141,7 +148,13 @@ class RunningJob:
     ) -> Summary | None:
         started = time.monotonic()
         log = self._log
-        progress = Progress(self._display, len(self._requests), log, compiling.is_alive)
+        progress = Progress(
+            self._display,
+            len(self._requests),
+            log,
+            compiling.is_alive,
+            self._engines,
+        )
 
         def store(request: BatchRequestInput, output: RequestOutput) -> None:
             line = result_line(request, self._job_id, output)
@@ -171,7 +184,12 @@ class RunningJob:
             self._before,
             time.monotonic() - started,
             optimal_cached_share=job.prefix_sharing_ratio,
+            engines=self._engines(),
         )
+
+    def _engines(self) -> list[WorkerState]:
+        """All engines of a fleet, none for an engine in this process."""
+        return [] if self._fleet is None else self._fleet.states()
 
     def _compile(self) -> None:
         try:
@@ -180,7 +198,7 @@ class RunningJob:
             traceback.print_exc()
 
     def _starting(self) -> str:
-        activity = self._engine_log.activity()
+        activity = engines_running(self._engines()) or self._engine_log.activity()
         seconds = time.monotonic() - self._begun
         return (
             f"Starting the engine{f': {activity}' * bool(activity)} ({seconds:.0f} s)"
@@ -234,6 +252,17 @@ class RunningJob:
 
         in_process.kill_children()
         os._exit(status)
+
+
+def _ray_dashboard() -> str:
+    """The URL of the cluster's dashboard, empty without a cluster or a dashboard."""
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return ""
+    here = ray.get_runtime_context().gcs_address
+    context = ray.init(here, ignore_reinit_error=True, configure_logging=False)
+    url = context.dashboard_url
+    return f"http://{url}" if url else ""
 
 
 def _answer_invalid(

@@ -1,4 +1,7 @@
-"""``sglang-batch serve``: an offline server, checked before SGLang is imported."""
+"""``sglang-batch serve``: an offline server, checked before SGLang is imported.
+
+With ``--workers`` it is the front of other offline servers, and has no engine.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,34 @@ import platformdirs
 from ..config import OfflineBatchConfig
 from ..errors import ConfigError, ExitStatus, StoreError
 from ..store.lock import FileLock
-from .backend_options import chosen_backend, transformers_options, transformers_settings
+from .backend_options import (
+    BACKENDS,
+    BackendParser,
+    chosen_backend,
+    transformers_options,
+    transformers_settings,
+)
+from .fleet_options import FleetOptions, WorkerOptions
 from .model_place import check_model
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 30000
+_SSL = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password")
 
 
-def serve(backend: str, argv: list[str]) -> int:
+def serve(backend: str, argv: list[str], fleet: FleetOptions | None = None) -> int:
     """Become ``python -m sglang.launch_server --offline-batch``, or serve with ours.
 
     Args:
         backend: one of :data:`.backend_options.BACKENDS`.
-        argv: the engine's options.
+        argv: the engine's options, and those of the server.
+        fleet: the servers that have the engines, if it is not in this one.
 
     Raises:
         ConfigError: an option or the model cannot be used.
         StoreError: another server uses the port or the directory.
     """
+    if isinstance(fleet, WorkerOptions):
+        return _serve_front(backend, argv, fleet)
     from ..srt.compat.command_line import check_arguments
 
     if backend == "auto":
@@ -56,6 +70,67 @@ def _serve_transformers(argv: list[str]) -> int:
     return ExitStatus.OK
 
 
+def _serve_front(backend: str, argv: list[str], fleet: WorkerOptions) -> int:
+    if backend != BACKENDS[0]:
+        raise ConfigError(
+            f"--backend {backend}: the servers of --workers have their engines already; "
+            "leave it out."
+        )
+    known = _front_options(argv)
+    config = OfflineBatchConfig.from_json(known.offline_batch_config)
+    _check_port(known.host, known.port)
+    directory = _batch_directory(known)
+    _check_directory(directory)
+    from ..fleet.http_fleet import served_model
+
+    served_model(fleet.urls, fleet.api_key)
+    from ..http_api.front import front_server
+
+    front_server.serve(
+        front_server.FrontOptions(
+            urls=fleet.urls,
+            workers_key=fleet.api_key,
+            host=known.host,
+            port=known.port,
+            directory=directory,
+            config=config,
+            log_level=known.log_level,
+            api_key=known.api_key,
+            admin_key=known.admin_api_key,
+            metrics=known.enable_metrics,
+            ssl={n: getattr(known, n) for n in _SSL if getattr(known, n) is not None},
+        )
+    )
+    return ExitStatus.OK
+
+
+def _front_options(argv: list[str]) -> argparse.Namespace:
+    """The options of a server without an engine.
+
+    Raises:
+        ConfigError: an option is not among them, or its value cannot be used.
+    """
+    parser = BackendParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", default=DEFAULT_HOST)
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--offline-batch-dir")
+    parser.add_argument("--offline-batch-config")
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info"
+    )
+    parser.add_argument("--enable-metrics", action="store_true")
+    for name in ("api_key", "admin_api_key", *_SSL):
+        parser.add_argument(f"--{name.replace('_', '-')}")
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = ", ".join(action.option_strings[0] for action in parser._actions)
+        raise ConfigError(
+            f"{unknown[0].partition('=')[0]}: the servers of --workers have their model "
+            f"and options already; leave it out. The options here are {flags}."
+        )
+    return known
+
+
 def check_server(known: argparse.Namespace) -> None:
     """Check what is known of a server's options without SGLang.
 
@@ -69,8 +144,12 @@ def check_server(known: argparse.Namespace) -> None:
     check_model(known)
     host = getattr(known, "host", DEFAULT_HOST)
     _check_port(host, getattr(known, "port", DEFAULT_PORT))
-    directory = getattr(known, "offline_batch_dir", None)
-    _check_directory(Path(directory or platformdirs.user_data_path("sglang-batch")))
+    _check_directory(_batch_directory(known))
+
+
+def _batch_directory(known: argparse.Namespace) -> Path:
+    given = getattr(known, "offline_batch_dir", None)
+    return Path(given or platformdirs.user_data_path("sglang-batch"))
 
 
 def _check_port(host: str, port: int) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..batch_api.error_reasons import without_details
 from ..store.result_log import ResultLog, finished_lines
 from .outputs import Outputs
+
+if TYPE_CHECKING:
+    from ..fleet.fleet_worker import WorkerState
 
 MAX_REASONS_SHOWN = 8
 MAX_REASON_CHARS = 160
@@ -57,6 +60,56 @@ class ErrorGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineWork:
+    """What one of several engines did in this run of a job.
+
+    status: at the end, a :class:`~sglang_batch.fleet.fleet_worker.WorkerStatus`.
+    answered: lines that it answered, those included that ran again elsewhere.
+    tokens: prompt and output tokens of them.
+    tokens_per_second: these tokens over the seconds of the run.
+    cached_share: share of the prompt tokens that came from its cache, 0 to 1.
+    losses: how often it was lost.
+    reason: of the last loss, or why it is left out.
+    """
+
+    name: str
+    status: str
+    answered: int
+    tokens: int
+    tokens_per_second: float
+    cached_share: float
+    losses: int
+    reason: str
+
+    @classmethod
+    def of(cls, state: WorkerState, seconds: float) -> EngineWork:
+        return cls(
+            state.name,
+            state.status,
+            state.answered,
+            state.tokens,
+            round(state.tokens / seconds, 1) if seconds else 0.0,
+            state.cached_share,
+            state.losses,
+            state.reason,
+        )
+
+    def __str__(self) -> str:
+        done = (
+            f"{self.answered:,} requests, {self.tokens_per_second:,.0f} tokens/s, "
+            f"cached {self.cached_share:.1%}"
+        )
+        if not self.losses and not self.reason:
+            return f"{self.name}: {done}"
+        lost = f"lost {self.losses:,} time{'s' * (self.losses != 1)}: {self.reason}"
+        if self.status == "running":
+            return f"{self.name}: {done}; {lost}"
+        # Lost, it is looked for, or started, until the end.
+        again = " again" * (self.status == "starting")
+        return f"{self.name}: {done}; {self.status}{again}, {lost}"
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """Counts of a finished job, and rates of the run that finished it.
 
@@ -72,6 +125,7 @@ class Summary:
         None if the policy does not compute it.
     this_run: the part of the job that this run did. None: all of it.
     errors: failed requests by reason, most frequent first.
+    engines: what each engine did, if there are several.
     """
 
     completed: int
@@ -88,6 +142,7 @@ class Summary:
     computed_tokens_per_second: float = 0.0
     this_run: Counts | None = None
     errors: tuple[ErrorGroup, ...] = ()
+    engines: tuple[EngineWork, ...] = ()
 
     @classmethod
     def of_log(
@@ -96,12 +151,14 @@ class Summary:
         before: Counts,
         seconds: float,
         optimal_cached_share: float | None = None,
+        engines: Sequence[WorkerState] = (),
     ) -> Summary:
         """The summary of the results in a log.
 
         Args:
             before: of the log when this run began.
             seconds: see :class:`Summary`.
+            engines: all of a fleet.
         """
         job = Counts.of(log)
         return cls.of_counts(
@@ -111,6 +168,9 @@ class Summary:
             refused=log.num_refused,
             this_run=job.since(before) if before.completed or before.failed else None,
             errors=_errors_of(log) if log.num_failed else (),
+            engines=tuple(EngineWork.of(state, seconds) for state in engines)
+            if len(engines) > 1
+            else (),
         )
 
     @classmethod
@@ -123,6 +183,7 @@ class Summary:
         refused: int = 0,
         this_run: Counts | None = None,
         errors: tuple[ErrorGroup, ...] = (),
+        engines: tuple[EngineWork, ...] = (),
     ) -> Summary:
         """The summary of a job with these counts. See :class:`Summary`."""
         part = this_run or job
@@ -143,6 +204,7 @@ class Summary:
             computed_tokens_per_second=rate(part.prompt_tokens - part.cached_tokens),
             this_run=this_run,
             errors=errors,
+            engines=engines,
         )
 
     @classmethod
@@ -154,10 +216,16 @@ class Summary:
         values["errors"] = tuple(
             ErrorGroup(**group) for group in values.get("errors", ())
         )
+        values["engines"] = tuple(
+            EngineWork(**engine) for engine in values.get("engines", ())
+        )
         return cls(**values)
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        if not self.engines:
+            del values["engines"]
+        return values
 
     def as_json(self) -> str:
         """The summary as one line of JSON, for scripts."""
@@ -199,6 +267,10 @@ class Summary:
                 "prompt tokens/s",
                 f"{self.computed_tokens_per_second:,.0f}, cached ones not counted",
             ),
+        ]
+        rows += [
+            ("" if i else "engines", str(engine))
+            for i, engine in enumerate(self.engines)
         ]
         if outputs is not None:
             rows.append(("results", str(outputs.output)))

@@ -77,6 +77,7 @@ CLIENT = frozenset(
 ADMIN = frozenset(
     {
         METRICS,
+        "/offline_batch/engines",
         "/offline_batch/keys",
         "/offline_batch/keys/{key_id}",
         "/offline_batch/limits/{name}",

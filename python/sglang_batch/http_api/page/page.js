@@ -2,6 +2,7 @@
 
 import { ask, errorText, hasKey, setKey } from "./api.js";
 import { Chart } from "./charts.js";
+import { showEngines } from "./engines.js";
 import { ACTIVE, Rows, doneOf, nameOf, stateOf } from "./rows.js";
 import { SubmitDialog } from "./submit.js";
 import { showTree } from "./tree.js";
@@ -137,6 +138,7 @@ async function refreshOnce() {
   $("new-batch").hidden = false;
   showBatches();
   showUsage($("usage"), data.usage);
+  showEngines($("engines"), data.engines);
   $("tree").hidden = !data.is_admin;
   if (data.is_admin && $("tree-details").open) await refreshTree();
 }

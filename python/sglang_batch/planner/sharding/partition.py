@@ -189,7 +189,7 @@ def _cut_at_once(
     if k == 1 or not tree.num_requests:
         return np.zeros(tree.num_requests, np.int32)
     shares = _shares(tree, cost, work)
-    # How many engines as fast as the cost model's they are together.
+    # How many of the fastest engine they are together.
     width = (1.0 / slow).sum(axis=1)
     whole_s = cost.step_time_s(
         shares.compute_s, shares.memory_s * (width[0] / width[1])

@@ -1,0 +1,229 @@
+"""What the head of a fleet does for each line: records a second, and memory by lines.
+
+``commit``: answers as workers send them, in calls of a thousand, some twice, are decoded,
+matched with their lines, made into result lines, written to the log and synced as often as in
+a run. ``line``: a whole job over workers in this process that answer at once, so the time
+has all that head and workers do for a line but the engine's. ``memory``: what a head keeps for
+each line of a job from its files: places of lines, results, and the dispatcher's arrays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from report import Figure, print_table
+
+from sglang_batch.batch_api.jsonl import FileErrors, validate
+from sglang_batch.batch_api.line_checks import LineRules
+from sglang_batch.batch_api.lines import result_line
+from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.fleet import messages
+from sglang_batch.fleet.fleet_engine import FleetEngine
+from sglang_batch.fleet.messages import LineAnswer, Reply, Session
+from sglang_batch.fleet.session_ends import MAX_PER_CALL, HeadEnd
+from sglang_batch.job.dispatcher import Dispatcher
+from sglang_batch.job.job import Job
+from sglang_batch.job.job_planner import JobPlanner
+from sglang_batch.planner.requests import PlanRequests
+from sglang_batch.request import (
+    BatchRequestInput,
+    RequestOutput,
+    Usage,
+    engine_request_id,
+    parse_request_id,
+)
+from sglang_batch.run.running_job import COMMIT_EVERY_S
+from sglang_batch.store.result_log import ResultLog
+
+from .large_job import job_part
+from .planning import peak_bytes
+from .simulated_fleet import MACHINE, URL, World
+
+RECORDS, LINES = 1_000_000, 20_000
+MEMORY_LINES = (1_000_000, 10_000_000)
+# Bytes of an answer: a chat completion of about 100 tokens.
+_TEXT = "word " * 100
+
+
+def measure(quick: bool) -> list[Figure]:
+    """All of it."""
+    scale = 20 if quick else 1
+    return [
+        commit(RECORDS // scale),
+        asyncio.run(lines(LINES // scale)),
+        *memory(tuple(count // scale for count in MEMORY_LINES)),
+    ]
+
+
+def commit(num_records: int) -> Figure:
+    """Records a second through the head, written and synced."""
+    body = json.dumps(
+        {"id": "x", "choices": [{"message": {"role": "assistant", "content": _TEXT}}]}
+    ).encode()
+    session = Session(1, 1)
+    calls = [
+        messages.encode(
+            Reply(
+                session,
+                0,
+                first + 1,
+                [
+                    LineAnswer(
+                        engine_request_id("job", i), 200, body, (300, 200, 100, 0)
+                    )
+                    for i in range(first, min(first + MAX_PER_CALL, num_records))
+                ],
+            )
+        )
+        for first in range(0, num_records, MAX_PER_CALL)
+    ]
+    requests = [
+        BatchRequestInput(i, f"line-{i}", URL, b"{}") for i in range(num_records)
+    ]
+    end = HeadEnd(session)
+    with tempfile.TemporaryDirectory(prefix="bench-fleet-") as scratch:
+        log = ResultLog(Path(scratch) / "results.jsonl", num_records)
+        begun = synced = time.perf_counter()
+        for number, call in enumerate(calls):
+            again = calls[number - 1] if number % 10 == 9 else None
+            for data in (call, again):
+                if data is None:
+                    continue
+                for event in end.receive(messages.decode_reply(data)):
+                    assert isinstance(event, LineAnswer)
+                    output = event.output()
+                    request = requests[parse_request_id(event.rid)[1]]
+                    line = result_line(request, "job", output)
+                    log.put(request.index, line, ok=output.ok, usage=output.usage)
+            if time.perf_counter() - synced > COMMIT_EVERY_S:
+                log.commit()
+                synced = time.perf_counter()
+        log.commit()
+        seconds = time.perf_counter() - begun
+        assert log.num_completed == num_records
+        log.close()
+    return Figure(
+        "records committed a second", num_records / seconds, target=(">=", 50_000)
+    )
+
+
+async def lines(num_lines: int) -> Figure:
+    """Lines a second of whole jobs, in one process with the workers."""
+    world = World(0, num_lines=1, faults=0, loss=0.0, rows=64, num_workers=4)
+    world.takes_no_time()
+    requests = [
+        BatchRequestInput(
+            i,
+            f"line-{i}",
+            URL,
+            json.dumps({"prompt": f"family {i % 64} question {i}"}).encode(),
+        )
+        for i in range(num_lines)
+    ]
+    engine = FleetEngine(world.places, epoch=1, min_workers=4)
+    await engine.connect()
+    done = 0
+
+    def sink(request: BatchRequestInput, output: RequestOutput) -> None:
+        nonlocal done
+        done += output.ok
+
+    begun = time.perf_counter()
+    config = OfflineBatchConfig()
+    await Job("job", requests, range(num_lines), engine, config, sink).run()
+    seconds = time.perf_counter() - begun
+    assert done == num_lines
+    await engine.close()
+    return Figure(
+        "lines a second through head and workers in one process", num_lines / seconds,
+        note="rendered, planned, sent, answered; engines that take no time",
+    )  # fmt: skip
+
+
+def memory(counts: tuple[int, ...]) -> list[Figure]:
+    """Memory of a head, by the lines of its job."""
+    kept = [_in_new_process("kept", count) for count in counts]
+    planned = [_in_new_process("planned", count) for count in counts[:1]]
+    rows = [
+        ["lines, results, dispatcher", f"{count:,}", f"{size / 1e9:.2f}", f"{size / count:.0f}"]
+        for count, size in zip(counts, kept, strict=True)
+    ] + [
+        ["and a plan in one piece", f"{count:,}", f"{size / 1e9:.2f}", f"{size / count:.0f}"]
+        for count, size in zip(counts, planned, strict=False)
+    ]  # fmt: skip
+    print_table("Peak memory of a head", ["has", "lines", "GB", "bytes a line"], rows)
+    growth = (kept[-1] - kept[0]) / (counts[-1] - counts[0])
+    return [
+        Figure(
+            "head at 100M lines, GB, from its growth", growth * 100e6 / 1e9,
+            target=("<=", 16.0), note="without a plan in one piece",
+        ),
+        Figure("bytes a line of a plan in one piece", planned[0] / counts[0]),
+    ]  # fmt: skip
+
+
+def _in_new_process(what: str, num_lines: int) -> int:
+    """Peak bytes of a process that does this, above those of one that does nothing."""
+    peaks = []
+    for count in (1000, num_lines):
+        done = subprocess.run(
+            [sys.executable, "-m", "fleet_parts.head", what, str(count)],
+            cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        peaks.append(int(done.stdout.split()[-1]))
+    return peaks[1] - peaks[0]
+
+
+def keep(num_lines: int) -> None:
+    """What a head has of a job from its files, once all lines are answered."""
+    with tempfile.TemporaryDirectory(prefix="bench-fleet-") as scratch:
+        path = Path(scratch) / "input.jsonl"
+        with open(path, "w") as file:
+            for i in range(num_lines):
+                file.write(
+                    f'{{"custom_id": "line-{i}", "method": "POST", "url": "{URL}", '
+                    f'"body": {{"model": "m", "prompt": "q{i}"}}}}\n'
+                )
+        requests = validate(path, LineRules(models=None, require_model=False))
+        assert not isinstance(requests, FileErrors)
+        log = ResultLog(Path(scratch) / "results.jsonl", num_lines)
+        engine: Any = None
+        dispatcher = Dispatcher(
+            engine, OfflineBatchConfig(), num_lines, _no_render, lambda *_: None
+        )
+        dispatcher.progress(whole=True)
+        answer = b'{"a": 1}'
+        for i in range(num_lines):
+            log.put(i, answer, ok=True, usage=Usage(1, 1, 1, 0))
+        log.close()
+
+
+def make_plan(num_lines: int) -> None:
+    """A plan of a whole job in one piece, for 64 engines."""
+    part = job_part(0, num_lines, num_lines, 0)
+    requests = PlanRequests(
+        part.tokens, part.offsets, part.max_new_tokens, part.known_output_len
+    )
+    planner = JobPlanner(
+        requests, np.arange(num_lines), MACHINE, OfflineBatchConfig(), 64
+    )
+    for shard in planner.plans():
+        shard.for_scheduler(MACHINE)
+
+
+async def _no_render(number: int) -> Any:
+    raise AssertionError(f"line {number} is not sent")
+
+
+if __name__ == "__main__":
+    {"kept": keep, "planned": make_plan}[sys.argv[1]](int(sys.argv[2]))
+    print(peak_bytes(os.getpid()))

@@ -1,0 +1,1 @@
+"""A server without an engine: the front of other offline servers."""

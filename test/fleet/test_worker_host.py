@@ -1,0 +1,232 @@
+"""A worker carries out what its head asks, and ends it with the session."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from builders import make_body, run
+from fake_engine import FakeEngine
+
+from sglang_batch.fleet import plan_bytes
+from sglang_batch.fleet.messages import (
+    AbortLine,
+    About,
+    Broken,
+    CloseJob,
+    Command,
+    Event,
+    Exchange,
+    Leaving,
+    Line,
+    LineAnswer,
+    LinesJoined,
+    OpenJob,
+    RenderCall,
+    RenderedLine,
+    Reply,
+    RunLine,
+    Session,
+    SessionRefused,
+    SetPriority,
+)
+from sglang_batch.fleet.worker_host import WorkerHost
+from sglang_batch.scheduling.job_plan import unplanned
+
+
+def line(number: int, custom_id: str | None = None) -> Line:
+    body = json.dumps(make_body(f"prompt {number}")).encode()
+    return Line(number, custom_id or f"r{number}", "/v1/chat/completions", body)
+
+
+def run_line(number: int, custom_id: str | None = None) -> RunLine:
+    return RunLine("job", f"job-{number:08d}", line(number, custom_id))
+
+
+class Head:
+    """A head with one worker, without a network."""
+
+    def __init__(
+        self, engine: FakeEngine, lease_s: float = 60.0, **options: bool
+    ) -> None:
+        self.engine = engine
+        self.host = WorkerHost(engine, "worker", lease_s, **options)  # type: ignore[arg-type]
+        self.session = Session(1, 0)
+        self.sent = self.received = 0
+        self.events: list[Event] = []
+
+    async def attach(self) -> About:
+        self.session = Session(1, self.session.number + 1)
+        self.sent = self.received = 0
+        about = await self.host.attach(self.session)
+        assert isinstance(about, About)
+        return about
+
+    async def send(self, *commands: Command, wait_s: float = 0.0) -> list[Event]:
+        """Exchange one call. Returns the new events."""
+        call = Exchange(
+            self.session, self.sent + 1, list(commands), self.received, wait_s
+        )
+        self.sent += len(commands)
+        reply = await self.host.exchange(call)
+        assert isinstance(reply, Reply)
+        new = reply.events[self.received + 1 - reply.first :]
+        self.received += len(new)
+        self.events += new
+        return new
+
+    async def until_answers(self, count: int) -> list[LineAnswer]:
+        while True:
+            answers = [e for e in self.events if isinstance(e, LineAnswer)]
+            if len(answers) >= count:
+                return answers
+            await self.send(wait_s=5.0)
+
+    def open(self) -> OpenJob:
+        plan = plan_bytes.to_bytes(unplanned(self.engine.machine))
+        return OpenJob("job", [plan])
+
+
+def test_a_job_is_opened_before_its_lines_run_and_closed() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        head = Head(engine)
+        about = await head.attach()
+        assert about.model_names == engine.model_names
+        await head.send(head.open(), SetPriority("job", 3), run_line(0), run_line(1))
+        answers = await head.until_answers(2)
+        assert [answer.rid for answer in answers] == ["job-00000000", "job-00000001"]
+        assert engine.priorities == {"job": 3}
+        assert list(engine.opened) == ["job"]
+        await head.send(CloseJob("job"))
+        await asyncio.sleep(0.01)
+        assert engine.closed == ["job"]
+
+    run(scenario())
+
+
+def test_lines_that_begin_to_run_are_told() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        head = Head(engine)
+        await head.attach()
+        await head.send(head.open())
+        while "job" not in engine.watching:
+            await asyncio.sleep(0)
+        engine.watching["job"]([4, 5])
+        assert await head.send(wait_s=1.0) == [LinesJoined("job", [4, 5])]
+
+    run(scenario())
+
+
+def test_an_aborted_line_has_no_answer() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        engine.hold(["r0"])
+        head = Head(engine)
+        await head.attach()
+        await head.send(head.open(), run_line(0), run_line(1))
+        await head.until_answers(1)
+        await head.send(AbortLine("job-00000000"))
+        await asyncio.sleep(0.01)
+        assert engine.aborted == ["r0"]
+        assert not head.host.is_busy or await head.send() == []
+
+    run(scenario())
+
+
+def test_a_new_session_ends_all_of_the_last_one() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        engine.hold(["r0"])
+        head = Head(engine)
+        await head.attach()
+        await head.send(head.open(), run_line(0))
+        await engine.until(lambda: len(engine.running) == 1)
+        old = head.session
+        await head.attach()
+        assert engine.aborted == ["r0"]
+        assert engine.closed == ["job"]
+        late = await head.host.exchange(Exchange(old, 2, [run_line(1)], 0, 0.0))
+        assert late == SessionRefused(head.session)
+        assert engine.executed == ["r0"]
+
+    run(scenario())
+
+
+def test_without_a_word_of_its_head_a_worker_stops_within_the_lease() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        engine.hold(["r0"])
+        head = Head(engine, lease_s=0.2)
+        await head.attach()
+        await head.send(head.open(), run_line(0))
+        await engine.until(lambda: len(engine.running) == 1)
+        begun = asyncio.get_running_loop().time()
+        await engine.until(lambda: engine.aborted == ["r0"])
+        assert 0.1 < asyncio.get_running_loop().time() - begun < 1.0
+        assert not head.host.is_attached
+        late = await head.host.exchange(Exchange(head.session, 3, [], 0, 0.0))
+        assert isinstance(late, SessionRefused)
+
+    run(scenario())
+
+
+def test_an_engine_that_fails_is_told_apart_from_a_line_that_does() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(
+            failing={"r0": 400}, raising={"r1": RuntimeError("out of memory")}
+        )
+        head = Head(engine)
+        await head.attach()
+        await head.send(head.open(), run_line(0), run_line(1))
+        while len(head.events) < 2:
+            await head.send(wait_s=1.0)
+        (answer,) = [e for e in head.events if isinstance(e, LineAnswer)]
+        assert answer.status_code == 400
+        assert Broken("RuntimeError: out of memory") in head.events
+
+    run(scenario())
+
+
+def test_lines_are_rendered_or_answered() -> None:
+    async def scenario() -> None:
+        head = Head(FakeEngine(rejected=["r1"]))
+        await head.attach()
+        rids = ["job-00000000", "job-00000001"]
+        found = await head.host.render(RenderCall(rids, [line(0), line(1)]))
+        assert isinstance(found[0], RenderedLine)
+        assert found[0].input_ids is not None
+        assert found[0].stored is not None
+        assert isinstance(found[1], LineAnswer)
+        assert found[1].status_code == 400
+
+    run(scenario())
+
+
+def test_a_worker_that_does_not_trust_its_head_reads_no_rendered_requests() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        head = Head(engine, trusts=False)
+        await head.attach()
+        found = await head.host.render(RenderCall(["job-00000000"], [line(0)]))
+        assert isinstance(found[0], RenderedLine)
+        assert found[0].stored is None
+        sent = RunLine("job", "job-00000000", line(0), stored=b"evil", input_ids=b"")
+        await head.send(head.open(), sent)
+        (answer,) = await head.until_answers(1)
+        assert answer.status_code == 200
+
+    run(scenario())
+
+
+def test_a_worker_that_leaves_tells_each_head() -> None:
+    async def scenario() -> None:
+        head = Head(FakeEngine())
+        await head.attach()
+        head.host.leave("SIGTERM")
+        assert await head.send() == [Leaving("SIGTERM")]
+        await head.attach()
+        assert await head.send() == [Leaving("SIGTERM")]
+
+    run(scenario())

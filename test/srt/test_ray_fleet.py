@@ -14,7 +14,12 @@ from sglang_batch.demo_model import write_demo_model
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
 
 from fleet_demo import DATA, run
-from fleet_parts.local_cluster import LocalCluster, local_cluster, processes
+from fleet_parts.local_cluster import (
+    LocalCluster,
+    local_cluster,
+    processes,
+    wait_until,
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +32,7 @@ def test_a_killed_engine_costs_no_line(cluster: LocalCluster, tmp_path: Path) ->
     write_demo_model(tmp_path / "model")
     assert run(cluster, tmp_path) == 0
     # The job has ended its engines, and its directory can tell about it.
-    assert not processes("ray::RayWorker")
+    wait_until(lambda: not processes("ray::RayWorker"), 10.0)
     log = (tmp_path / "answers.jsonl.job" / "engine.log").read_text()
     assert "is lost: its process died" in log
 

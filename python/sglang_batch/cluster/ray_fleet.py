@@ -26,7 +26,7 @@ class RayFleet:
 
     address: ``auto`` for the cluster that this machine is in, or ``host:port``.
     min_engines: the job waits for so many.
-    needed_engines: so many must have room now, unless the cluster grows.
+    needed_engines: so many must have room now.
     max_engines: it uses up to so many.
     resources: of each engine, by Ray's names, such as ``GPU`` and ``CPU``.
     """
@@ -113,19 +113,20 @@ def check_room(fleet: RayFleet) -> None:
     """Check that the engines which a job starts with have room.
 
     Raises:
-        ConfigError: they do not, and the cluster does not grow.
+        ConfigError: they do not.
     """
     import ray
 
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     room = _room(nodes, fleet.resources)
-    if room < fleet.needed_engines and not _autoscales():
+    if room < fleet.needed_engines:
         wanted = (
             ", ".join(f"{v:g} {k}" for k, v in fleet.resources.items()) or "nothing"
         )
         raise ConfigError(
             f"the Ray cluster has room for {room} of {fleet.needed_engines} engines with "
-            f"{wanted} each; lower --engines or --ray-resources, or add nodes."
+            f"{wanted} each; lower --engines or --ray-resources, or add nodes. For a "
+            f"cluster that grows on demand, use --engines 0:{fleet.max_engines}."
         )
 
 
@@ -140,18 +141,6 @@ def _room(nodes: list[dict[str, Any]], resources: Mapping[str, float]) -> int:
             (int(has.get(k, 0) / v) for k, v in resources.items() if v), default=1000
         )
     return room
-
-
-def _autoscales() -> bool:
-    """Whether the cluster gets more nodes on demand."""
-    import ray
-
-    with suppress(Exception):
-        from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
-        from ray.experimental.internal_kv import _internal_kv_get
-
-        return bool(ray.is_initialized() and _internal_kv_get(DEBUG_AUTOSCALING_STATUS))
-    return False
 
 
 def _end_others(job_id: str, prefix: str) -> None:

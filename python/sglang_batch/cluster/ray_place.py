@@ -103,9 +103,11 @@ class RayPlace:
         self._start = start
         self._options = options
         self._directory = directory
+        self._making: asyncio.Future[Any] | None = None
 
     async def find(self) -> RayPort:
-        actor = await asyncio.to_thread(self._actor)
+        self._making = asyncio.ensure_future(asyncio.to_thread(self._actor))
+        actor = await asyncio.shield(self._making)
         try:
             failure = await actor.failure.remote()
             node = "" if failure is not None else await actor.node.remote()
@@ -124,6 +126,8 @@ class RayPlace:
         raise WorkerLost(failure.reason, crashed=True)
 
     async def free(self) -> None:
+        if self._making is not None:  # it may be made just now
+            await asyncio.wait({self._making})
         with suppress(ValueError, RayError, GetTimeoutError):
             actor = await asyncio.to_thread(
                 ray.get_actor, self._actor_name, namespace=NAMESPACE

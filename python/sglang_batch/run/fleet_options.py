@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config import OfflineBatchConfig
 from ..errors import ConfigError
-from ..option_types import count
+from ..option_types import count, whole
 from .backend_options import StartEngine, check_backend_arguments
 from .engine_settings import EngineSettings, engine_settings, started
 
@@ -22,7 +22,7 @@ class RayOptions:
 
     address: ``auto``, or ``host:port``.
     min_engines: the job waits for so many.
-    needed_engines: so many must have room now, unless the cluster grows.
+    needed_engines: so many must have room now.
     max_engines: it uses up to so many.
     resources: of each engine, by Ray's names. None: what its parallelism needs.
     """
@@ -149,7 +149,8 @@ def add_fleet(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--engines", metavar="N|MIN:MAX",
         help="with --ray: number of engines (default: 1). The job starts with the first "
-        "that is ready, or with MIN of MIN:MAX, where more join as the cluster gets room",
+        "that is ready, or with MIN of MIN:MAX, where more join as the cluster gets room; "
+        "MIN may be 0 if the cluster has no room yet",
     )  # fmt: skip
     group.add_argument(
         "--ray-resources", metavar="JSON",
@@ -229,12 +230,12 @@ def _engines(text: str) -> tuple[int, int, int]:
     """Engines to wait for, that must have room, and at most."""
     least, colon, most = text.partition(":")
     try:
-        found = count(least), count(least), count(most if colon else least)
+        found = whole(0 if colon else 1)(least), count(most if colon else least)
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"--engines {text}: {error}.") from None
-    if found[0] > found[2]:
+    if found[0] > found[1]:
         raise ConfigError(f"--engines {text}: MIN is above MAX.")
-    return found if colon else (1, *found[1:])
+    return (max(1, found[0]) if colon else 1), *found
 
 
 def _resources(text: str | None) -> dict[str, float] | None:

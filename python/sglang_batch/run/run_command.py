@@ -8,6 +8,7 @@ there. The output appears, in input order, when all requests are done.
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 import sys
 import traceback
@@ -164,6 +165,10 @@ def _start(
     """What starts the engine: in this process, or a fleet of them."""
     if options.fleet is None:
         return settings.start
+    # SGLang, which does this, is in other processes.
+    logging.basicConfig(
+        level=logging.INFO, format="[%(asctime)s] %(message)s", force=True
+    )
     argv, epoch = options.server_argv, job.next_epoch()
     return options.fleet.start(
         settings, options.backend, argv, job_id(options.outputs), epoch

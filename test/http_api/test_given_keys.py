@@ -47,12 +47,17 @@ def test_two_keys_and_a_file(with_file: OfflineBatchConfig) -> None:
     assert without_key is None and len(fixed) == 4
 
 
+def test_one_key_for_both_options_is_the_admins() -> None:
+    fixed, without_key = given_keys(OfflineBatchConfig(), "same", "same")
+    assert [caller.role for caller in fixed.values()] == [Role.ADMIN]
+    assert without_key is None
+
+
 @pytest.mark.parametrize(
     ("api_key", "admin_key", "said"),
     [
         ("key-ann", None, "--api-key is also the key of 'ann'"),
         (None, "key-ann", f"{SGLANG_ADMIN} is also the key of 'ann'"),
-        ("same", "same", f"{SGLANG_ADMIN} is also the key of '--api-key'"),
     ],
 )
 def test_a_key_has_one_role(

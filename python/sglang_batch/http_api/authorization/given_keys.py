@@ -38,10 +38,11 @@ def given_keys(
         fixed |= read_api_keys(config.api_keys)
     role = Role.USER if admin_key else Role.ADMIN
     for flag, key, caller in (
-        ("--api-key", api_key, caller_of(SGLANG_CLIENT, role)),
         (SGLANG_ADMIN, admin_key, caller_of(SGLANG_ADMIN, Role.ADMIN)),
+        ("--api-key", api_key, caller_of(SGLANG_CLIENT, role)),
     ):
-        if not key:
+        # One key for both is the admin's.
+        if not key or (flag == "--api-key" and key == admin_key):
             continue
         known = fixed.setdefault(digest(key.encode()), caller)
         if known is not caller:

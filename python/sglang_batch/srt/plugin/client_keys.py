@@ -15,17 +15,12 @@ from ...access import key_table
 from ...access.access_control import AccessControl
 from ...access.keys import (
     ANYBODY,
-    SGLANG_ADMIN,
-    SGLANG_CLIENT,
-    Caller,
-    FixedKeys,
-    Role,
-    caller_of,
     digest,
     read_api_keys,
 )
 from ...config import OfflineBatchConfig
 from ...errors import ConfigError
+from ...http_api.authorization.given_keys import given_keys
 from ...store.batch_store import BatchStore
 
 SOURCE = "sglang-batch: keys"
@@ -95,21 +90,7 @@ class ServerKeys:
         self._can_be_closed = (
             serving.tokenizer_worker_num == 1 and serving.grpc_port is None
         )
-        self.fixed: FixedKeys = {}
-        self.without_key: Caller | None = ANYBODY
-        if config.api_keys is not None:
-            self.fixed |= read_api_keys(config.api_keys)
-            self.without_key = None
-        if admin_key and self.without_key is not None:
-            # As in SGLang: without --api-key, other routes stay open.
-            self.without_key = Caller(SGLANG_CLIENT, Role.USER)
-        if api_key:
-            role = Role.USER if admin_key else Role.ADMIN
-            self.fixed[digest(api_key.encode())] = caller_of(SGLANG_CLIENT, role)
-            self.without_key = None
-        if admin_key:
-            admin = caller_of(SGLANG_ADMIN, Role.ADMIN)
-            self.fixed[digest(admin_key.encode())] = admin
+        self.fixed, self.without_key = given_keys(config, api_key, admin_key)
         self._has_admin = any(caller.sees_all for caller in self.fixed.values())
 
     def replace_sglangs(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from ..errors import (
 )
 from ..inputs.line_digests import describe_change, write_digests
 from ..inputs.local_input import LocalInput
+from ..store import epochs
 from ..store.files import atomic_write
 from ..store.lock import FileLock
 from ..store.result_log import ResultLog
@@ -146,16 +146,6 @@ class JobDirectory:
                 "pass --overwrite to start again."
             )
 
-    def next_epoch(self) -> int:
-        """A number that is higher than that of any earlier run of this job."""
-        path = self.path / "epoch"
-        last = int(path.read_bytes()) if path.exists() else 0
-        # Workers may know of other jobs, too: by the clock, this one is later.
-        epoch = max(last + 1, int(time.time()))
-        with atomic_write(path) as file:
-            file.write(str(epoch).encode())
-        return epoch
-
     def remember_input(self, local: LocalInput) -> None:
         """Keep what a later run needs to name the lines of a changed input."""
         write_digests(self._digests_path, local)
@@ -225,7 +215,7 @@ class JobDirectory:
 
     def _remove(self, *, staged: bool) -> None:
         """Remove what a job that did not begin wrote, and nobody else's files."""
-        names = ["lock", "engine.log", "input.digests", "input.json", "epoch"]
+        names = ["lock", "engine.log", "input.digests", "input.json", epochs.NAME]
         if staged:
             names.append("input.jsonl")
         for name in names:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from ..errors import EngineError, ExitStatus, SGLangBatchError
 from ..inputs.job_input import JobInput
 from ..inputs.staging import Staging
+from ..store.epochs import next_epoch
 from . import run_options
 from .backend_options import BACKENDS, StartEngine, check_backend_arguments
 from .checked_input import checked_again, checked_requests
@@ -169,7 +170,7 @@ def _start(
     logging.basicConfig(
         level=logging.INFO, format="[%(asctime)s] %(message)s", force=True
     )
-    argv, epoch = options.server_argv, job.next_epoch()
+    argv, epoch = options.server_argv, next_epoch(job.path)
     return options.fleet.start(
         settings, options.backend, argv, job_id(options.outputs), epoch
     )

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import threading
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from ...job.planner_compiler import compile_planner
 from ...server.batch_metrics import published
 from ...server.service import BatchService
 from ...store.batch_store import BatchStore
-from ...store.files import atomic_write
+from ...store.epochs import next_epoch
 from ..all_routes import install
 from ..authorization.given_keys import given_keys
 from ..authorization.key_middleware import KeyMiddleware
@@ -86,7 +85,7 @@ async def _serve(options: FrontOptions, keys: tuple[FixedKeys, Caller | None]) -
     store = BatchStore(options.directory)
     engine = FleetEngine(
         [HttpPlace(url, options.workers_key) for url in options.urls],
-        _next_epoch(options.directory),
+        next_epoch(options.directory),
         min_workers=1,
         gives_up=False,  # servers are restarted, and nobody would tell this one
     )
@@ -207,14 +206,3 @@ async def _service(
             yield service
     finally:
         await service.stop()
-
-
-def _next_epoch(directory: Path) -> int:
-    """A number that is higher than that of any earlier front with this directory."""
-    path = directory / "epoch"
-    last = int(path.read_bytes()) if path.exists() else 0
-    # The servers may know of other heads, too: by the clock, this one is later.
-    epoch = max(last + 1, int(time.time()))
-    with atomic_write(path) as file:
-        file.write(str(epoch).encode())
-    return epoch

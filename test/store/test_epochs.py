@@ -1,0 +1,31 @@
+"""Each head's epoch is higher than those before."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from sglang_batch.store.epochs import next_epoch
+
+
+def test_each_is_higher_than_the_last_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for now in (1000.0, 1000.2, 900.0, 2000.0):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        found.append(next_epoch(tmp_path))
+    assert found == [1000, 1001, 1002, 2000]
+
+
+def test_that_of_a_new_directory_is_later_than_those_of_older_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    first = next_epoch(tmp_path / "a")
+    monkeypatch.setattr(time, "time", lambda: 1005.0)
+    assert next_epoch(tmp_path / "b") > first

@@ -20,6 +20,7 @@ from typing import Any
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.engine import KvUse, PreparedRequest
 from sglang_batch.errors import EngineError
+from sglang_batch.fleet.crash_counts import CrashCounts
 from sglang_batch.fleet.fleet_engine import FleetEngine
 from sglang_batch.fleet.messages import (
     About,
@@ -345,6 +346,7 @@ class World:
         self._head: asyncio.Task[None] | None = None
         self._heads = self._losses = 0
         self.num_starts = 0
+        self._crashes = CrashCounts()  # heads leave them to each other on disk
         self._error: EngineError | None = None
 
     def seconds(self, number: int) -> float:
@@ -393,7 +395,7 @@ class World:
 
     async def _run_head(self, epoch: int) -> None:
         todo = [i for i in range(len(self._lines)) if i not in self._answers]
-        engine = FleetEngine(self.places, epoch)
+        engine = FleetEngine(self.places, epoch, crashes=self._crashes)
 
         def sink(request: BatchRequestInput, output: RequestOutput) -> None:
             self._answers[request.index] += 1

@@ -24,7 +24,7 @@ from threaded_apps import ThreadedApp, threaded
 from sglang_batch.access.access_control import AccessControl
 from sglang_batch.access.usage import usage_since
 from sglang_batch.fleet.fleet_engine import FleetEngine
-from sglang_batch.fleet.http_place import HttpPlace
+from sglang_batch.fleet.http.http_place import HttpPlace
 from sglang_batch.http_api.all_routes import install
 from sglang_batch.http_api.authorization.key_middleware import KeyMiddleware
 from sglang_batch.http_api.front.front_server import front_app

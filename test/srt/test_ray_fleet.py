@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
-from sglang_batch import cli
+from sglang_batch.cluster.ray_fleet import RayFleet, check_room, join_cluster
 from sglang_batch.demo_model import write_demo_model
+from sglang_batch.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
 
-from fleet_demo import DATA, run
+from fleet_demo import run
 from fleet_parts.local_cluster import (
     LocalCluster,
     local_cluster,
@@ -37,18 +39,19 @@ def test_a_killed_engine_costs_no_line(cluster: LocalCluster, tmp_path: Path) ->
     assert "is lost: its process died" in log
 
 
-def test_engines_without_room_are_refused_before_anything_loads(
-    cluster: LocalCluster,
-    tmp_path: Path,
-    demo_model: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    status = cli.main(
-        [
-            "run", "--ray", cluster.address, "--engines", "3", "-i", str(DATA),
-            "-o", str(tmp_path / "out.jsonl"), "--model-path", str(demo_model),
-            "--served-model-name", "demo", "--device", "cpu",
-        ]
-    )  # fmt: skip
-    assert status == 2
-    assert "room for 2 of 3 engines with 1 CPU each" in capfd.readouterr().err
+def test_engines_without_room_are_refused(cluster: LocalCluster) -> None:
+    def fleet(engines: int, **resources: float) -> RayFleet:
+        return RayFleet(cluster.address, 1, engines, engines, resources)
+
+    join_cluster(cluster.address)
+    try:
+        check_room(fleet(2, CPU=1))
+        with pytest.raises(
+            ConfigError, match="room for 2 of 3 engines with 1 CPU each"
+        ):
+            check_room(fleet(3, CPU=1))
+        with pytest.raises(ConfigError, match="room for 0 of 1 engines with 1 GPU"):
+            check_room(fleet(1, GPU=1))
+        check_room(fleet(0, GPU=1))
+    finally:
+        ray.shutdown()

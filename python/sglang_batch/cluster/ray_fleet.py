@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..fleet.fleet_engine import FleetEngine
+from ..fleet.head_state import HeadState
 from .ray_worker import StartEngine
 
 CONNECT_S = 5.0
@@ -159,12 +160,15 @@ def _end_others(job_id: str, prefix: str) -> None:
 
 @contextmanager
 def ray_engine(
-    fleet: RayFleet, job_id: str, epoch: int, start: StartEngine, model: str
+    fleet: RayFleet,
+    head: HeadState,
+    start: StartEngine,
+    model: str,
 ) -> Iterator[tuple[FleetEngine, asyncio.AbstractEventLoop]]:
     """The engines of a job on a Ray cluster, and the event loop for calls to them.
 
     Args:
-        job_id: a later head of the same job finds the same engines.
+        head: a later one of the same job finds the same engines.
         start: loads the model on a node.
         model: its path or name, and all else that makes engines differ.
 
@@ -178,8 +182,8 @@ def ray_engine(
     join_cluster(fleet.address)
     check_room(fleet)
     kind = hashlib.sha256(f"{model}\n{sorted(fleet.resources.items())}".encode())
-    prefix = f"{job_id}-{kind.hexdigest()[:8]}-"
-    _end_others(job_id, prefix)
+    prefix = f"{head.job_id}-{kind.hexdigest()[:8]}-"
+    _end_others(head.job_id, prefix)
     places = [
         RayPlace(
             f"{prefix}{i}", f"engine {i}", start, _options(fleet.resources), os.getcwd()
@@ -187,7 +191,7 @@ def ray_engine(
         for i in range(fleet.max_engines)
     ]
     loop = asyncio.new_event_loop()
-    engine = FleetEngine(places, epoch, min_workers=fleet.min_engines)
+    engine = FleetEngine(places, head.epoch, fleet.min_engines, crashes=head.crashes)
     try:
         yield engine, loop
     finally:

@@ -6,22 +6,45 @@ suspect: it waits until all others have ended, and runs again alone.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
+from ..errors import StoreError
 from ..request import line_request_id
+from ..store.files import atomic_write
 
 # A line in so many crashes is a suspect. In two more, alone, and it is the reason: one may
 # be a coincidence, such as a machine that is gone.
 SUSPECT_AFTER = 2
 MOST_DEATHS = SUSPECT_AFTER + 2
+# The name of the file that keeps them.
+CRASHES = "crashes.json"
 
 
 class CrashCounts:
-    """Crashes by line. Lines are named by the ids of their requests."""
+    """Crashes by line. Lines are named by the ids of their requests.
 
-    def __init__(self) -> None:
+    Args:
+        path: where they are kept for the next head of the job. None: nowhere.
+
+    Raises:
+        StoreError: the file cannot be read.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
         self._deaths: Counter[str] = Counter()
+        if path is None or not path.exists():
+            return
+        try:
+            self._deaths.update(json.loads(path.read_bytes()))
+        except (OSError, ValueError, TypeError) as error:
+            raise StoreError(
+                f"{path} cannot be read ({error}); remove it to try lines again that "
+                "engines died of."
+            ) from None
 
     def __getitem__(self, rid: str) -> int:
         return self._deaths[line_request_id(rid)]
@@ -29,6 +52,7 @@ class CrashCounts:
     def add(self, rids: Iterable[str]) -> None:
         """An engine died that had these lines. It may be one that has just joined, too."""
         self._deaths.update(map(line_request_id, rids))
+        self._keep()
 
     def is_suspect(self, rid: str) -> bool:
         """Whether a line must run alone."""
@@ -42,7 +66,7 @@ class CrashCounts:
         """Whether these are one line, which is a suspect: it is the reason, not the engine."""
         return len(rids) == 1 and self.is_suspect(rids[0])
 
-    def forget(self, job_id: str) -> None:
-        """A job has ended."""
-        for rid in [rid for rid in self._deaths if rid.startswith(f"{job_id}-")]:
-            del self._deaths[rid]
+    def _keep(self) -> None:
+        if self._path is not None:
+            with atomic_write(self._path) as file:
+                file.write(json.dumps(self._deaths).encode())

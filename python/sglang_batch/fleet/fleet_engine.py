@@ -33,7 +33,7 @@ from . import fleet_line, plan_bytes
 from .crash_counts import CrashCounts
 from .fleet_line import FleetLine
 from .fleet_renderer import FleetRenderer
-from .fleet_speeds import speeds_of
+from .fleet_speeds import differ, speeds_of
 from .fleet_worker import FleetWorker, SentLine, WorkerState, WorkerStatus
 from .messages import (
     AbortLine,
@@ -83,6 +83,10 @@ class FleetEngine:
             fewer. The others join when they are ready.
         gives_up: whether a place is left out where no worker lasts. False: it is tried
             again as long as the fleet is there.
+        crashes: of earlier heads of the same jobs.
+
+    Raises:
+        ConfigError: there are no places.
     """
 
     def __init__(
@@ -92,7 +96,10 @@ class FleetEngine:
         min_workers: int = 1,
         *,
         gives_up: bool = True,
+        crashes: CrashCounts | None = None,
     ) -> None:
+        if not places:
+            raise ConfigError("A fleet needs a place for one worker or more.")
         self._workers = [FleetWorker(place) for place in places]
         self._epoch = epoch
         self._min_workers = min_workers
@@ -100,12 +107,13 @@ class FleetEngine:
         self._num_sessions = 0
         self._slots: list[tuple[FleetWorker, int]] = []
         self._jobs: dict[str, _OpenJob] = {}
-        self._crashes = CrashCounts()
+        self._crashes = crashes or CrashCounts()
         self._renderer = FleetRenderer()
         self._keepers: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
         self._on_change: list[Callable[[], None]] = []
         self._failure: SGLangBatchError | None = None
+        self._told_speeds: ShardSpeeds | None = None
         self._paused = False
 
     # Start and end --------------------------------------------------------------------
@@ -218,7 +226,9 @@ class FleetEngine:
         job = self._jobs.setdefault(job_id, _OpenJob(plans, lambda _: None))
         job.plans = plans
         for worker in self._live:
-            await self._open_at(worker, job_id, job)
+            of_worker = self._plans_of(worker, job)
+            data = await asyncio.to_thread(_as_bytes, of_worker)
+            self._open_at(worker, job_id, job, data)
 
     def watch_job(self, job_id: str, on_joined: Callable[[list[int]], None]) -> bool:
         self._jobs[job_id] = _OpenJob((), on_joined)
@@ -232,7 +242,6 @@ class FleetEngine:
 
     async def close_job(self, job_id: str) -> None:
         self._jobs.pop(job_id, None)
-        self._crashes.forget(job_id)
         for worker in self._workers:
             if worker.link is not None:
                 self._send(worker, CloseJob(job_id))
@@ -263,9 +272,11 @@ class FleetEngine:
     async def execute(
         self, prepared: FleetLine, replica: int | None = None
     ) -> RequestOutput:
+        is_suspect = self._crashes.is_suspect(prepared.rid)
+        if is_suspect and self._has_lines(parse_request_id(prepared.rid)[0]):
+            raise ReplicaLost("it waits until it can run alone", is_suspect=True)
         if replica is not None:
             return await self._run(prepared, *self._slots[replica])
-        is_suspect = self._crashes.is_suspect(prepared.rid)
         while True:
             slot = await self._least_busy()
             try:
@@ -302,6 +313,11 @@ class FleetEngine:
             if not worker.lines:
                 worker.meter.idle()
         return output
+
+    def _has_lines(self, job_id: str) -> bool:
+        """Whether workers have lines of a job."""
+        lines = (line for worker in self._workers for line in worker.lines.values())
+        return any(line.job_id == job_id for line in lines)
 
     async def _least_busy(self) -> tuple[FleetWorker, int]:
         """The slot of the live worker with the fewest lines, once there is one."""
@@ -349,7 +365,11 @@ class FleetEngine:
                 )
             )
         except ConfigError as error:
-            self._fail(error)
+            if any(each.is_live for each in self._workers):
+                worker.reason = str(error)
+                self._leave_out(worker)
+            else:
+                self._fail(error)
         except Exception as error:
             logger.exception("%s", worker.name)
             self._fail(EngineError(f"{worker.name}: {type(error).__name__}: {error}"))
@@ -383,38 +403,43 @@ class FleetEngine:
         explained = self._crashes.explain([rid for rid, _ in lines])
         worker.failures += loss.crashed and not explained
         self._give_back(lines, loss, worker.name)
+        self._notify()
         if loss.crashed:
             await worker.place.free()
-        self._notify()
 
     async def _join(self, worker: FleetWorker, link: WorkerLink) -> None:
         about = link.about
         worker.machine = await asyncio.to_thread(plan_bytes.machine_of, about.machine)
+        _check_version(worker.name, about)
         for other in self._workers:
             if other.about is not None:
-                _check_equal(other.name, other.about, worker.name, about)
+                _check_model(other.name, other.about, worker.name, about)
         worker.link, worker.about = link, about
         while len(worker.slots) < about.num_replicas:
             worker.slots.append(len(self._slots))
             self._slots.append((worker, len(worker.slots) - 1))
         worker.status, worker.reason = WorkerStatus.RUNNING, ""
         logger.info("Worker %s is ready", worker.name)
+        # All at once: a line must not be sent before its job is open.
         for job_id, job in self._jobs.items():
-            await self._open_at(worker, job_id, job)
+            if job.plans:
+                plans = self._plans_of(worker, job)
+                self._open_at(worker, job_id, job, _as_bytes(plans))
         self._notify()
 
-    async def _open_at(self, worker: FleetWorker, job_id: str, job: _OpenJob) -> None:
-        """Give a worker its plans of a job, if there are any for it yet."""
-        if not job.plans:
-            return
-        plans = [
+    def _plans_of(self, worker: FleetWorker, job: _OpenJob) -> list[JobPlan]:
+        """A worker's plans of a job, one for each of its replicas."""
+        if len(job.plans) == 1 and not job.plans[0].num_requests:  # one for all
+            return [job.plans[0]] * len(worker.slots)
+        return [
             job.plans[slot] if slot < len(job.plans) else unplanned(self.machine)
             for slot in worker.slots
         ]
-        if len(job.plans) == 1 and not job.plans[0].num_requests:
-            plans = [job.plans[0]] * len(worker.slots)
-        data = await asyncio.to_thread(lambda: [plan_bytes.to_bytes(p) for p in plans])
-        self._send(worker, OpenJob(job_id, data))
+
+    def _open_at(
+        self, worker: FleetWorker, job_id: str, job: _OpenJob, plans: list[bytes]
+    ) -> None:
+        self._send(worker, OpenJob(job_id, plans))
         if job.priority:
             self._send(worker, SetPriority(job_id, job.priority))
 
@@ -428,7 +453,8 @@ class FleetEngine:
                 line.answer.set_result(output)
                 assert worker.machine is not None
                 cost = worker.machine.cost
-                if worker.meter.answered(cost, output.usage, _now()):
+                measured = worker.meter.answered(cost, output.usage, _now())
+                if measured and differ(self.speeds, self._told_speeds):
                     self._notify()
             case LinesJoined():
                 worker.joined(event.job_id, event.numbers)
@@ -482,6 +508,7 @@ class FleetEngine:
 
     def _notify(self) -> None:
         self._changed.set()
+        self._told_speeds = self.speeds if self._slots else None
         for on_change in [*self._on_change]:
             on_change()
 
@@ -510,7 +537,24 @@ def _about(worker: FleetWorker) -> About:
     return worker.about
 
 
-def _check_equal(name: str, about: About, new_name: str, new: About) -> None:
+def _as_bytes(plans: list[JobPlan]) -> list[bytes]:
+    return [plan_bytes.to_bytes(plan) for plan in plans]
+
+
+def _check_version(name: str, about: About) -> None:
+    """Check that a worker speaks as this head does.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if about.version != __version__:
+        raise ConfigError(
+            f"{name} has sglang-batch {about.version} and this process {__version__}; "
+            "install the same version everywhere."
+        )
+
+
+def _check_model(name: str, about: About, new_name: str, new: About) -> None:
     """Check that a job can run on both workers.
 
     Raises:
@@ -520,11 +564,6 @@ def _check_equal(name: str, about: About, new_name: str, new: About) -> None:
         raise ConfigError(
             f"{name} serves {about.model_names[0]} and {new_name} serves "
             f"{new.model_names[0]}; all engines of a fleet need the same model."
-        )
-    if new.version != __version__:
-        raise ConfigError(
-            f"{new_name} has sglang-batch {new.version} and this process {__version__}; "
-            "install the same version everywhere."
         )
 
 

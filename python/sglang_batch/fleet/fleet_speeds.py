@@ -33,3 +33,15 @@ def speeds_of(slots: Sequence[FleetWorker], cost: CostModel) -> ShardSpeeds:
     measured[known] = rates[known] / np.median(rates[known])
     measured[np.abs(measured - 1.0) < _NOISE] = 1.0
     return speeds.corrected(measured)
+
+
+def differ(speeds: ShardSpeeds, told: ShardSpeeds | None) -> bool:
+    """Whether speeds are others than those that plans were made with, beyond noise."""
+    if told is None or len(told) != len(speeds):
+        return True
+    ratios = [
+        np.divide(new, old, out=np.ones(len(new)), where=old > 0)
+        for new, old in ((speeds.compute, told.compute), (speeds.memory, told.memory))
+    ]
+    changed = bool((np.abs(np.array(ratios) - 1.0) > _NOISE).any())
+    return changed or bool((speeds.there != told.there).any())

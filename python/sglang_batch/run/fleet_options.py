@@ -11,6 +11,7 @@ from typing import Any
 
 from ..config import OfflineBatchConfig
 from ..errors import ConfigError
+from ..fleet.head_state import HeadState
 from ..option_types import count, whole
 from .backend_options import StartEngine, check_backend_arguments
 from .engine_settings import EngineSettings, engine_settings, started
@@ -62,8 +63,7 @@ class RayOptions:
         settings: EngineSettings,
         backend: str,
         argv: list[str],
-        job_id: str,
-        epoch: int,
+        head: HeadState,
     ) -> StartEngine:
         """What starts the engines, or finds those of an earlier run of this job."""
         from ..cluster.ray_fleet import RayFleet, cluster_resources, ray_engine
@@ -84,7 +84,7 @@ class RayOptions:
         )
         here = partial(started, backend, argv)
         kind = " ".join([backend, *argv])
-        return partial(ray_engine, fleet, job_id, epoch, here, kind)
+        return partial(ray_engine, fleet, head, here, kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class WorkerOptions:
             ConfigError: an option cannot be used, or a server does not answer.
         """
         _config(argv)
-        from ..fleet.http_fleet import served_model
+        from ..fleet.http.http_fleet import served_model
 
         model = served_model(self.urls, self.api_key)
         return argparse.Namespace(model_path=model, served_model_name=model)
@@ -126,13 +126,12 @@ class WorkerOptions:
         settings: EngineSettings,
         backend: str,
         argv: list[str],
-        job_id: str,
-        epoch: int,
+        head: HeadState,
     ) -> StartEngine:
         """What attaches to the servers."""
-        from ..fleet.http_fleet import http_engine
+        from ..fleet.http.http_fleet import http_engine
 
-        return partial(http_engine, self.urls, self.api_key, epoch)
+        return partial(http_engine, self.urls, self.api_key, head)
 
 
 FleetOptions = RayOptions | WorkerOptions

@@ -16,6 +16,7 @@ from ..errors import (
     StoreError,
     StoreWriteError,
 )
+from ..fleet.crash_counts import CRASHES
 from ..inputs.line_digests import describe_change, write_digests
 from ..inputs.local_input import LocalInput
 from ..store import epochs
@@ -163,7 +164,8 @@ class JobDirectory:
                 read.
         """
         if overwrite:
-            for path in (self._record_path, self._log_path, self.outputs.output.path):
+            begun = (self._record_path, self._log_path, self.path / CRASHES)
+            for path in (*begun, self.outputs.output.path):
                 path.unlink(missing_ok=True)
         self.check_output()
         self.record = record
@@ -215,7 +217,14 @@ class JobDirectory:
 
     def _remove(self, *, staged: bool) -> None:
         """Remove what a job that did not begin wrote, and nobody else's files."""
-        names = ["lock", "engine.log", "input.digests", "input.json", epochs.NAME]
+        names = [
+            "lock",
+            "engine.log",
+            "input.digests",
+            "input.json",
+            epochs.NAME,
+            CRASHES,
+        ]
         if staged:
             names.append("input.jsonl")
         for name in names:

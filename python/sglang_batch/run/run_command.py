@@ -15,9 +15,9 @@ import traceback
 from dataclasses import dataclass
 
 from ..errors import EngineError, ExitStatus, SGLangBatchError
+from ..fleet.head_state import HeadState
 from ..inputs.job_input import JobInput
 from ..inputs.staging import Staging
-from ..store.epochs import next_epoch
 from . import run_options
 from .backend_options import BACKENDS, StartEngine, check_backend_arguments
 from .checked_input import checked_again, checked_requests
@@ -170,10 +170,8 @@ def _start(
     logging.basicConfig(
         level=logging.INFO, format="[%(asctime)s] %(message)s", force=True
     )
-    argv, epoch = options.server_argv, next_epoch(job.path)
-    return options.fleet.start(
-        settings, options.backend, argv, job_id(options.outputs), epoch
-    )
+    head = HeadState.begin(job_id(options.outputs), job.path)
+    return options.fleet.start(settings, options.backend, options.server_argv, head)
 
 
 def _model_name(settings: EngineSettings) -> str:

@@ -81,7 +81,7 @@ def _serve_front(backend: str, argv: list[str], fleet: WorkerOptions) -> int:
     _check_port(known.host, known.port)
     directory = _batch_directory(known)
     _check_directory(directory)
-    from ..fleet.http_fleet import served_model
+    from ..fleet.http.http_fleet import served_model
 
     served_model(fleet.urls, fleet.api_key)
     from ..http_api.front import front_server

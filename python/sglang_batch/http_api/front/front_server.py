@@ -22,12 +22,12 @@ from ...access.keys import Caller, FixedKeys
 from ...config import OfflineBatchConfig
 from ...errors import EngineError
 from ...fleet.fleet_engine import FleetEngine
-from ...fleet.http_place import HttpPlace
+from ...fleet.head_state import HeadState
+from ...fleet.http.http_place import HttpPlace
 from ...job.planner_compiler import compile_planner
 from ...server.batch_metrics import published
 from ...server.service import BatchService
 from ...store.batch_store import BatchStore
-from ...store.epochs import next_epoch
 from ..all_routes import install
 from ..authorization.given_keys import given_keys
 from ..authorization.key_middleware import KeyMiddleware
@@ -83,11 +83,13 @@ def serve(options: FrontOptions) -> None:
 
 async def _serve(options: FrontOptions, keys: tuple[FixedKeys, Caller | None]) -> None:
     store = BatchStore(options.directory)
+    head = HeadState.begin("front", options.directory)
     engine = FleetEngine(
         [HttpPlace(url, options.workers_key) for url in options.urls],
-        next_epoch(options.directory),
+        head.epoch,
         min_workers=1,
         gives_up=False,  # servers are restarted, and nobody would tell this one
+        crashes=head.crashes,
     )
     calls = OnlineCalls(engine, options.workers_key)
     app = front_app(engine, calls, metrics=options.metrics)

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError
+from ...errors import ConfigError
+from ..head_state import HeadState
 from .http_place import CONNECT_S, HttpPlace
 
 if TYPE_CHECKING:
-    from .fleet_engine import FleetEngine
+    from ..fleet_engine import FleetEngine
 
 
 def served_model(urls: Sequence[str], api_key: str | None) -> str:
@@ -53,13 +54,14 @@ def _model_at(url: str, api_key: str | None) -> str:
 
 @contextmanager
 def http_engine(
-    urls: Sequence[str], api_key: str | None, epoch: int
+    urls: Sequence[str], api_key: str | None, head: HeadState
 ) -> Iterator[tuple[FleetEngine, asyncio.AbstractEventLoop]]:
     """The engines of the servers at these URLs, and the event loop for calls to them."""
-    from .fleet_engine import FleetEngine  # takes half a second to import
+    from ..fleet_engine import FleetEngine  # takes half a second to import
 
     loop = asyncio.new_event_loop()
-    engine = FleetEngine([HttpPlace(url, api_key) for url in urls], epoch)
+    places = [HttpPlace(url, api_key) for url in urls]
+    engine = FleetEngine(places, head.epoch, crashes=head.crashes)
     try:
         yield engine, loop
     finally:

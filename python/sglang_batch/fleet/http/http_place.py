@@ -8,10 +8,10 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from ..engine import WORKER_PATH
-from ..errors import ConfigError
-from . import messages
-from .messages import (
+from ...engine import WORKER_PATH
+from ...errors import ConfigError
+from .. import messages
+from ..messages import (
     About,
     EngineQuery,
     Exchange,
@@ -21,7 +21,7 @@ from .messages import (
     Session,
     SessionRefused,
 )
-from .places import WorkerLost
+from ..places import WorkerLost
 
 CONNECT_S = 5.0
 

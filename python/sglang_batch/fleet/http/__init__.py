@@ -1,0 +1,1 @@
+"""Workers at URLs: offline servers that somebody else starts."""

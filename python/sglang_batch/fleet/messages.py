@@ -1,8 +1,9 @@
 """What the head of a fleet and its workers tell each other, as msgpack.
 
 The head sends commands and a worker answers with events. Both are numbered within a
-session, see :mod:`.session_ends`. Nothing is pickled, except rendered requests, which only
-travel over ports that carry Python objects anyway.
+session, see :mod:`.session_ends`. Plans and machines are bytes of :mod:`.plan_bytes`, which
+are safe to read. Rendered requests are pickles, and only travel over ports that carry Python
+objects anyway.
 """
 
 from __future__ import annotations

@@ -171,7 +171,9 @@ def run_job(
     done = False
     while not done:
         heads += 1
-        head = start_head(cluster, directory, place / "model")
+        # Both engines are there when one is killed.
+        wait_for = 2 if heads == 1 else 1
+        head = start_head(cluster, directory, place / "model", wait_for)
         try:
             if kind is not None and heads == 1:
                 _wait_for(results, kill_at, head)

@@ -86,10 +86,14 @@ def test_a_dead_workers_lines_go_to_those_that_live() -> None:
     assert again <= world.rows
 
 
-def test_a_worker_that_leaves_ends_what_runs_and_gives_back_the_rest() -> None:
+def test_a_worker_that_leaves_ends_what_runs_and_gives_back_the_rest(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     world = World(3, faults=0, loss=0.0, num_workers=2)
     at(world, 15.0, lambda place: place.leave())
     outcome = run(world)
+    assert "worker 0 leaves: SIGTERM" in caplog.text
+    assert "worker 0 is lost: SIGTERM" in caplog.text
     assert set(outcome.computed.values()) == {1}
     assert outcome.losses == 1
 

@@ -394,6 +394,8 @@ class FleetEngine:
                 await asyncio.wait({rendering})
         except WorkerLost as lost:
             loss = lost.loss
+        if worker.status is WorkerStatus.LEAVING:  # it ended as it was asked to
+            loss = Loss(worker.reason, crashed=False)
         logger.warning("Worker %s is lost: %s", worker.name, loss.reason)
         if worker.meter.num_answers > answers:
             worker.failures = 0
@@ -461,6 +463,7 @@ class FleetEngine:
                 if (job := self._jobs.get(event.job_id)) is not None:
                     job.on_joined(event.numbers)
             case Leaving():
+                logger.warning("Worker %s leaves: %s", worker.name, event.reason)
                 worker.status, worker.reason = WorkerStatus.LEAVING, event.reason
                 waiting = [
                     (r, sent) for r, sent in worker.lines.items() if not sent.joined

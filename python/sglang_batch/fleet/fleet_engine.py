@@ -12,7 +12,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,12 +26,11 @@ from ..request import (
     RequestOutput,
     parse_request_id,
 )
-from ..scheduling.job_plan import JobPlan, unplanned
+from ..scheduling.job_plan import JobPlan
 from ..scheduling.reports.running_tree import TreeNow
-from . import fleet_line, plan_bytes
+from . import plan_bytes
 from .crash_counts import CrashCounts
-from .fleet_line import FleetLine
-from .fleet_renderer import FleetRenderer
+from .fleet_job import FleetJob
 from .fleet_speeds import differ, speeds_of
 from .fleet_worker import FleetWorker, SentLine, WorkerState, WorkerStatus
 from .messages import (
@@ -45,11 +43,12 @@ from .messages import (
     Leaving,
     LineAnswer,
     LinesJoined,
-    OpenJob,
     Session,
     SetPriority,
 )
 from .places import Loss, Place, WorkerLost
+from .rendering.fleet_line import FleetLine, restored
+from .rendering.fleet_renderer import FleetRenderer
 from .worker_link import Superseded, WorkerLink
 
 logger = logging.getLogger(__name__)
@@ -63,15 +62,6 @@ _BACK_OFF_S = 1.0
 _MOST_BACK_OFF_S = 60.0
 # How long a worker that was found may take to answer for the first time.
 _ATTACH_S = 60.0
-
-
-@dataclass(slots=True)
-class _OpenJob:
-    """A job that workers know: its last plans, one for each slot or one for all."""
-
-    plans: Sequence[JobPlan]
-    on_joined: Callable[[list[int]], None]
-    priority: int = 0
 
 
 class FleetEngine:
@@ -106,7 +96,7 @@ class FleetEngine:
         self._gives_up = gives_up
         self._num_sessions = 0
         self._slots: list[tuple[FleetWorker, int]] = []
-        self._jobs: dict[str, _OpenJob] = {}
+        self._jobs: dict[str, FleetJob] = {}
         self._crashes = crashes or CrashCounts()
         self._renderer = FleetRenderer()
         self._keepers: list[asyncio.Task[None]] = []
@@ -114,7 +104,6 @@ class FleetEngine:
         self._on_change: list[Callable[[], None]] = []
         self._failure: SGLangBatchError | None = None
         self._told_speeds: ShardSpeeds | None = None
-        self._paused = False
 
     # Start and end --------------------------------------------------------------------
 
@@ -169,7 +158,7 @@ class FleetEngine:
 
     @property
     def is_paused(self) -> bool:
-        return self._paused
+        return False
 
     @property
     def machine(self) -> Machine:
@@ -223,15 +212,16 @@ class FleetEngine:
         return seconds
 
     async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
-        job = self._jobs.setdefault(job_id, _OpenJob(plans, lambda _: None))
+        job = self._jobs.setdefault(job_id, FleetJob(plans, lambda _: None))
         job.plans = plans
         for worker in self._live:
-            of_worker = self._plans_of(worker, job)
-            data = await asyncio.to_thread(_as_bytes, of_worker)
-            self._open_at(worker, job_id, job, data)
+            slots, machine = worker.slots, self.machine
+            commands = await asyncio.to_thread(job.commands, job_id, slots, machine)
+            for command in commands:
+                self._send(worker, command)
 
     def watch_job(self, job_id: str, on_joined: Callable[[list[int]], None]) -> bool:
-        self._jobs[job_id] = _OpenJob((), on_joined)
+        self._jobs[job_id] = FleetJob((), on_joined)
         return True
 
     async def set_priority(self, job_id: str, priority: int) -> None:
@@ -267,7 +257,7 @@ class FleetEngine:
         stored: bytes,
         input_ids: Sequence[int],
     ) -> FleetLine:
-        return fleet_line.restored(request, rid, stored, input_ids)
+        return restored(request, rid, stored, input_ids)
 
     async def execute(
         self, prepared: FleetLine, replica: int | None = None
@@ -424,26 +414,9 @@ class FleetEngine:
         logger.info("Worker %s is ready", worker.name)
         # All at once: a line must not be sent before its job is open.
         for job_id, job in self._jobs.items():
-            if job.plans:
-                plans = self._plans_of(worker, job)
-                self._open_at(worker, job_id, job, _as_bytes(plans))
+            for command in job.commands(job_id, worker.slots, self.machine):
+                self._send(worker, command)
         self._notify()
-
-    def _plans_of(self, worker: FleetWorker, job: _OpenJob) -> list[JobPlan]:
-        """A worker's plans of a job, one for each of its replicas."""
-        if len(job.plans) == 1 and not job.plans[0].num_requests:  # one for all
-            return [job.plans[0]] * len(worker.slots)
-        return [
-            job.plans[slot] if slot < len(job.plans) else unplanned(self.machine)
-            for slot in worker.slots
-        ]
-
-    def _open_at(
-        self, worker: FleetWorker, job_id: str, job: _OpenJob, plans: list[bytes]
-    ) -> None:
-        self._send(worker, OpenJob(job_id, plans))
-        if job.priority:
-            self._send(worker, SetPriority(job_id, job.priority))
 
     def _heard(self, worker: FleetWorker, event: Event) -> None:
         match event:
@@ -538,10 +511,6 @@ class FleetEngine:
 def _about(worker: FleetWorker) -> About:
     assert worker.about is not None
     return worker.about
-
-
-def _as_bytes(plans: list[JobPlan]) -> list[bytes]:
-    return [plan_bytes.to_bytes(plan) for plan in plans]
 
 
 def _check_version(name: str, about: About) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..request import BatchRequestInput
-from .messages import Line, RenderedLine, RunLine, ids_of_bytes, ids_to_bytes
+from ...request import BatchRequestInput
+from ..messages import Line, RenderedLine, RunLine, ids_of_bytes, ids_to_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from ..errors import EngineError
-from ..request import BatchRequestInput
-from .messages import Line, RenderCall, Rendering
-from .places import WorkerLost, WorkerPort
+from ...errors import EngineError
+from ...request import BatchRequestInput
+from ..messages import Line, RenderCall, Rendering
+from ..places import WorkerLost, WorkerPort
 
 # Lines of one call: enough that the call costs little of their 0.7 ms each.
 MAX_BATCH = 32

@@ -1,0 +1,1 @@
+"""Lines that workers render, for the plan and to be run."""

@@ -36,6 +36,48 @@ export function make(tag, attributes, ...children) {
   return made;
 }
 
+/**
+ * Show a table of items in a section, or hide it if there are none.
+ *
+ * columns: the label of each, and the text of an item. The first textColumns have no numbers.
+ */
+export function showTable(section, items, { id, title, note, columns, textColumns }) {
+  section.hidden = !items.length;
+  if (!items.length) return;
+  const classOf = (i) => (i < textColumns ? null : "number");
+  const heads = columns.map(([label], i) =>
+    make("th", { role: "columnheader", scope: "col", class: classOf(i) }, label),
+  );
+  const rows = items.map((item) => {
+    const cells = columns.map(([label, text], i) =>
+      make(
+        "td",
+        { role: i ? "cell" : "rowheader", class: classOf(i), "data-label": label },
+        make("div", {}, text(item)),
+      ),
+    );
+    return make("tr", { role: "row" }, ...cells);
+  });
+  const shown = make(
+    "div",
+    {},
+    make(
+      "div",
+      { class: "list-head" },
+      make("h2", { id }, title),
+      make("p", { class: "small" }, note),
+    ),
+    make(
+      "table",
+      { role: "table", "aria-labelledby": id },
+      make("thead", { role: "rowgroup" }, make("tr", { role: "row" }, ...heads)),
+      make("tbody", { role: "rowgroup" }, ...rows),
+    ),
+  );
+  // Replaced only if it changed, so that a selection is kept.
+  if (section.innerHTML !== shown.innerHTML) section.replaceChildren(...shown.childNodes);
+}
+
 const sub = (...children) => make("div", { class: "sub" }, ...children);
 
 /** A code such as context_length_exceeded, with line breaks allowed after underscores. */

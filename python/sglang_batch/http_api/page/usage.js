@@ -2,7 +2,7 @@
 //
 // All text is set with textContent or append(), so names are never HTML.
 
-import { make } from "./rows.js";
+import { showTable } from "./rows.js";
 
 const whole = new Intl.NumberFormat(undefined, { maximumFractionDigits: 0 });
 const percent = new Intl.NumberFormat(undefined, { style: "percent" });
@@ -27,37 +27,11 @@ function limitText({ today, tokens_per_day: limit }) {
 
 /** Show these keys in a section, or hide it if there are none. */
 export function showUsage(section, keys) {
-  section.hidden = !keys.length;
-  if (!keys.length) return;
-  const heads = COLUMNS.map(([label], i) =>
-    make("th", { role: "columnheader", scope: "col", class: i ? "number" : null }, label),
-  );
-  const rows = keys.map((key) => {
-    const cells = COLUMNS.map(([label, text], i) =>
-      make(
-        "td",
-        { role: i ? "cell" : "rowheader", class: i ? "number" : null, "data-label": label },
-        make("div", {}, text(key)),
-      ),
-    );
-    return make("tr", { role: "row" }, ...cells);
+  showTable(section, keys, {
+    id: "usage-title",
+    title: "Usage by key",
+    note: "Today, in UTC",
+    columns: COLUMNS,
+    textColumns: 1,
   });
-  const shown = make(
-    "div",
-    {},
-    make(
-      "div",
-      { class: "list-head" },
-      make("h2", { id: "usage-title" }, "Usage by key"),
-      make("p", { class: "small" }, "Today, in UTC"),
-    ),
-    make(
-      "table",
-      { role: "table", "aria-labelledby": "usage-title" },
-      make("thead", { role: "rowgroup" }, make("tr", { role: "row" }, ...heads)),
-      make("tbody", { role: "rowgroup" }, ...rows),
-    ),
-  );
-  // Replaced only if it changed, so that a selection is kept.
-  if (section.innerHTML !== shown.innerHTML) section.replaceChildren(...shown.childNodes);
 }

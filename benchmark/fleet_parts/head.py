@@ -3,23 +3,25 @@
 ``commit``: answers as workers send them, in calls of a thousand, some twice, are decoded,
 matched with their lines, made into result lines, written to the log and synced as often as in
 a run. ``line``: a whole job over workers in this process that answer at once, so the time
-has all that head and workers do for a line but the engine's. ``memory``: what a head keeps for
-each line of a job from its files: places of lines, results, and the dispatcher's arrays.
+of the processor has all that head and workers do for a line but the engine's. ``memory``: what a head keeps for
+each line of a job from its files: places of lines, results, and the dispatcher's arrays; and
+what whole jobs take, in one piece and in buckets.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import uvloop
 from report import Figure, print_table
 
 from sglang_batch.batch_api.jsonl import FileErrors, validate
@@ -30,8 +32,8 @@ from sglang_batch.fleet import messages
 from sglang_batch.fleet.fleet_engine import FleetEngine
 from sglang_batch.fleet.messages import LineAnswer, Reply, Session
 from sglang_batch.fleet.session_ends import MAX_PER_CALL, HeadEnd
+from sglang_batch.job.bucketed_job import BucketedJob
 from sglang_batch.job.dispatcher import Dispatcher
-from sglang_batch.job.job import Job
 from sglang_batch.job.job_planner import JobPlanner
 from sglang_batch.planner.requests import PlanRequests
 from sglang_batch.request import (
@@ -50,6 +52,8 @@ from .simulated_fleet import MACHINE, URL, World
 
 RECORDS, LINES = 1_000_000, 20_000
 MEMORY_LINES = (1_000_000, 10_000_000)
+# Lines of a job that runs in one piece and in buckets, and of a bucket.
+JOB_LINES, BUCKET = 100_000, 10_000
 # Bytes of an answer: a chat completion of about 100 tokens.
 _TEXT = "word " * 100
 
@@ -59,8 +63,9 @@ def measure(quick: bool) -> list[Figure]:
     scale = 20 if quick else 1
     return [
         commit(RECORDS // scale),
-        asyncio.run(lines(LINES // scale)),
+        uvloop.run(lines(LINES // scale)),
         *memory(tuple(count // scale for count in MEMORY_LINES)),
+        *buckets(JOB_LINES // scale, BUCKET // scale),
     ]
 
 
@@ -116,19 +121,11 @@ def commit(num_records: int) -> Figure:
     )
 
 
-async def lines(num_lines: int) -> Figure:
-    """Lines a second of whole jobs, in one process with the workers."""
+async def lines(num_lines: int, bucket_requests: int = RECORDS) -> Figure:
+    """Lines of a whole job for each second of processor time, head and workers."""
     world = World(0, num_lines=1, faults=0, loss=0.0, rows=64, num_workers=4)
     world.takes_no_time()
-    requests = [
-        BatchRequestInput(
-            i,
-            f"line-{i}",
-            URL,
-            json.dumps({"prompt": f"family {i % 64} question {i}"}).encode(),
-        )
-        for i in range(num_lines)
-    ]
+    requests = MadeLines(num_lines)
     engine = FleetEngine(world.places, epoch=1, min_workers=4)
     await engine.connect()
     done = 0
@@ -137,16 +134,31 @@ async def lines(num_lines: int) -> Figure:
         nonlocal done
         done += output.ok
 
-    begun = time.perf_counter()
-    config = OfflineBatchConfig()
-    await Job("job", requests, range(num_lines), engine, config, sink).run()
-    seconds = time.perf_counter() - begun
+    begun = time.process_time()
+    config = OfflineBatchConfig(bucket_requests=bucket_requests)
+    await BucketedJob("job", requests, range(num_lines), engine, config, sink).run()
+    seconds = time.process_time() - begun
     assert done == num_lines
     await engine.close()
     return Figure(
-        "lines a second through head and workers in one process", num_lines / seconds,
+        "lines for a second of a core, head and workers", num_lines / seconds,
         note="rendered, planned, sent, answered; engines that take no time",
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class MadeLines:
+    """The requests of a job, which take no memory."""
+
+    num_lines: int
+
+    def __len__(self) -> int:
+        return self.num_lines
+
+    def __getitem__(self, index: int) -> BatchRequestInput:
+        prompt = f"family {index % 64} question {index}"
+        body = json.dumps({"prompt": prompt}).encode()
+        return BatchRequestInput(index, f"line-{index}", URL, body)
 
 
 def memory(counts: tuple[int, ...]) -> list[Figure]:
@@ -168,6 +180,21 @@ def memory(counts: tuple[int, ...]) -> list[Figure]:
             target=("<=", 16.0), note="without a plan in one piece",
         ),
         Figure("bytes a line of a plan in one piece", planned[0] / counts[0]),
+    ]  # fmt: skip
+
+
+def buckets(num_lines: int, bucket: int) -> list[Figure]:
+    """Memory of whole jobs, head and workers in one process."""
+    whole, dealt = (
+        _in_new_process(x, num_lines) for x in ("whole", f"bucket={bucket}")
+    )
+    return [
+        Figure("bytes a line of a whole job in one piece", whole / num_lines),
+        Figure(
+            f"  in {num_lines // bucket} buckets and more, two of them open",
+            dealt / num_lines,
+            note="head and workers",
+        ),
     ]  # fmt: skip
 
 
@@ -225,5 +252,12 @@ async def _no_render(number: int) -> Any:
 
 
 if __name__ == "__main__":
-    {"kept": keep, "planned": make_plan}[sys.argv[1]](int(sys.argv[2]))
+    what, count = sys.argv[1], int(sys.argv[2])
+    if what == "kept":
+        keep(count)
+    elif what == "planned":
+        make_plan(count)
+    else:
+        _, _, size = what.partition("=")
+        uvloop.run(lines(count, int(size or count)))
     print(peak_bytes(os.getpid()))

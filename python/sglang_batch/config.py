@@ -85,6 +85,7 @@ _FITS: dict[str, tuple[_Fits, str]] = {
     "seed": _FROM_0,
     "max_inflight": _FROM_1,
     "render_lookahead": _FROM_1,
+    "bucket_requests": _FROM_1,
     "mixed_chunk": (lambda v: isinstance(v, bool), "true or false"),
     "step_log": _PATH,
     "learn_costs": (lambda v: isinstance(v, bool), "true or false"),
@@ -209,6 +210,9 @@ class OfflineBatchConfig:
         enough to keep it full, few enough to keep its queue short.
     render_lookahead: requests rendered (template and tokenizer) ahead of being sent,
         in threads.
+    bucket_requests: a job of more requests than this is planned in buckets of about so many
+        whose prompts begin alike. It bounds the memory of ``sglang-batch run``: 0.5 kB
+        for each request of two buckets.
     scheduler: one of ``SCHEDULERS``. ``offline`` replaces SGLang's scheduler and
         prefix cache with versions that follow the plan. ``stock`` keeps SGLang's own,
         and the plan is only the order in which requests are sent.
@@ -291,6 +295,7 @@ class OfflineBatchConfig:
     seed: int = 0
     max_inflight: int | None = None
     render_lookahead: int = 8
+    bucket_requests: int = 4_000_000
     scheduler: str = "offline"
     learn_costs: bool = True
     step_log: str | None = None

@@ -190,7 +190,7 @@ def ray_engine(
         )
         for i in range(fleet.max_engines)
     ]
-    loop = asyncio.new_event_loop()
+    loop = uvloop.new_event_loop()
     engine = FleetEngine(places, head.epoch, fleet.min_engines, crashes=head.crashes)
     try:
         yield engine, loop

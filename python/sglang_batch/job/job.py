@@ -45,6 +45,8 @@ class Job:
         prefix_sharing_ratio: share of the prompt tokens that a perfect prefix cache
             would save, among the requests that have been planned so far. None until the
             first are, and for policies without a plan.
+        num_prompt_tokens, num_unique_tokens: of these requests. The latter are those that
+            are left with such a cache.
     """
 
     def __init__(
@@ -77,8 +79,16 @@ class Job:
         self._plan = LivePlan(job_id, engine, config, self._dispatcher, self._renderer)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return self._plan.num_prompt_tokens
+
+    @property
+    def num_unique_tokens(self) -> int:
+        return self._plan.num_unique_tokens
+
+    @property
     def prefix_sharing_ratio(self) -> float | None:
-        return self._plan.prefix_sharing_ratio
+        return sharing_ratio(self.num_prompt_tokens, self.num_unique_tokens)
 
     async def set_priority(self, priority: int) -> None:
         """Change the priority, also of the requests that are in the engine."""
@@ -152,3 +162,8 @@ class Job:
         request, prepared = result
         if isinstance(prepared, RequestOutput):
             self._sink(request, prepared)
+
+
+def sharing_ratio(num_tokens: int, num_unique: int) -> float | None:
+    """The share of tokens that prompts share. None if there are none."""
+    return (num_tokens - num_unique) / num_tokens if num_tokens else None

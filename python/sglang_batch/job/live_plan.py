@@ -32,8 +32,8 @@ class LivePlan:
     """Plans one job, and has the engine and the dispatcher carry the plans out.
 
     Attributes:
-        prefix_sharing_ratio: share of the prompt tokens that a perfect prefix cache
-            would save, of the requests planned so far. None before the first plan.
+        num_prompt_tokens, num_unique_tokens: of the requests planned so far. The latter are
+            those that are left with a perfect prefix cache.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LivePlan:
         self._feedback: AnswerFeedback | None = None
         self._answers: list[tuple[Int64s, Int32s]] = []
         self._lock = asyncio.Lock()
-        self.prefix_sharing_ratio: float | None = None
+        self.num_prompt_tokens = self.num_unique_tokens = 0
 
     async def start(self) -> None:
         """Plan the first stretch, or a smaller job as a whole."""
@@ -103,7 +103,8 @@ class LivePlan:
                 self._dispatcher.replan_from(self._feedback, self._replan)
             else:
                 self._feedback.grow(planner.sample, planner.num_unknown, grows=grows)
-            self.prefix_sharing_ratio = planner.tree.prefix_sharing_ratio
+            self.num_prompt_tokens = planner.tree.num_tokens
+            self.num_unique_tokens = planner.tree.num_unique_tokens
         logger.info(
             "Job %s: %s%d requests, %d prompt tokens, %.1f%% of them shareable; order %s",
             self._job_id,

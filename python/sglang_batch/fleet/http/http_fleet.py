@@ -57,9 +57,11 @@ def http_engine(
     urls: Sequence[str], api_key: str | None, head: HeadState
 ) -> Iterator[tuple[FleetEngine, asyncio.AbstractEventLoop]]:
     """The engines of the servers at these URLs, and the event loop for calls to them."""
+    import uvloop
+
     from ..fleet_engine import FleetEngine  # takes half a second to import
 
-    loop = asyncio.new_event_loop()
+    loop = uvloop.new_event_loop()
     places = [HttpPlace(url, api_key) for url in urls]
     engine = FleetEngine(places, head.epoch, crashes=head.crashes)
     try:

@@ -134,6 +134,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
             server_argv=rest,
             backend=options.backend,
             fleet=fleet,
+            state=options.state,
         )
     )
 

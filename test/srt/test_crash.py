@@ -122,12 +122,20 @@ def test_run_killed_continues_when_started_again(
     half = NUM_LINES // 2
     source.write_bytes(jsonl(input_lines()[:half]))
     rest.write_bytes(gzip.compress(jsonl(input_lines()[half:])))
-    command = [
-        *(sys.executable, "-m", "sglang_batch", "run"),
-        *("-i", str(source), str(rest), "-o", str(output)),
-        *("--max-inflight", str(MAX_INFLIGHT)),
-        *("--model-path", str(demo_model), *SERVER_ARGS),
-    ]
+    elsewhere = tmp_path / "elsewhere" / "out.jsonl"
+    elsewhere.parent.mkdir()
+
+    def writing(output: Path) -> list[str]:
+        return [
+            *(sys.executable, "-m", "sglang_batch", "run"),
+            *("-i", str(source), str(rest), "-o", str(output)),
+            *("--state", f"file://{tmp_path}/state"),
+            *("--max-inflight", str(MAX_INFLIGHT)),
+            *("--offline-batch-config", '{"bucket_requests": 150}'),
+            *("--model-path", str(demo_model), *SERVER_ARGS),
+        ]
+
+    command = writing(output)
     first = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,
@@ -165,17 +173,21 @@ def test_run_killed_continues_when_started_again(
     assert f"Stopped with {len(before)} of {NUM_LINES} requests done" in last
     assert "error" not in interrupted.stderr
 
-    again = run(command)
+    # Another machine, which has the state alone.
+    again = run(writing(elsewhere))
     assert again.returncode == 0, again.stderr[-4000:]
-    found = [json.loads(item) for item in output.read_text().splitlines()]
+    found = [json.loads(item) for item in elsewhere.read_text().splitlines()]
     assert_once_each(found, before)
     summary = json.loads(again.stdout.splitlines()[-1])
     assert summary["completed"] == NUM_LINES
     assert summary["this_run"]["completed"] == NUM_LINES - len(before)
 
-    idle = run(command)
+    idle = run(writing(elsewhere))
     assert idle.returncode == 0
     assert "nothing to do" in idle.stderr
+    here = run(command)
+    assert here.returncode == 2
+    assert "is complete, and its output is not here" in here.stderr
 
 
 def run_until(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..store.epochs import next_epoch
 from .crash_counts import CRASHES, CrashCounts
 
 
@@ -23,11 +22,11 @@ class HeadState:
     crashes: CrashCounts
 
     @classmethod
-    def begin(cls, job_id: str, directory: Path) -> HeadState:
+    def begin(cls, job_id: str, directory: Path, epoch: int) -> HeadState:
         """The state of a new head that keeps it in ``directory``.
 
         Raises:
             StoreError: what the last one left cannot be read.
         """
         crashes = CrashCounts(directory / CRASHES)
-        return cls(job_id, next_epoch(directory), crashes)
+        return cls(job_id, epoch, crashes)

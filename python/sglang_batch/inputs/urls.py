@@ -91,8 +91,8 @@ def fetch(url: str, path: Path) -> None:
             if _is_http(url):
                 _with_attempts(lambda: _get(url, path, bar))
             else:
-                filesystem, remote_path = _filesystem(url)
-                filesystem.get_file(remote_path, str(path), callback=_callback(bar))
+                files, remote_path = filesystem(url)
+                files.get_file(remote_path, str(path), callback=_callback(bar))
         except ConfigError:
             raise
         except Exception as error:  # each scheme has errors of its own
@@ -112,9 +112,9 @@ def upload(path: Path, url: str) -> None:
             if _is_http(url):
                 _with_attempts(lambda: _put(path, url, bar))
             else:
-                filesystem, remote_path = _filesystem(url)
+                files, remote_path = filesystem(url)
                 _with_attempts(
-                    lambda: filesystem.put_file(
+                    lambda: files.put_file(
                         str(path), remote_path, callback=_callback(bar)
                     )
                 )
@@ -130,14 +130,15 @@ def upload(path: Path, url: str) -> None:
 def check_scheme(url: str) -> None:
     """Raises ConfigError if the scheme is unknown or its package is missing."""
     if not _is_http(url):
-        _filesystem(url)
+        filesystem(url)
 
 
-def _is_http(url: str) -> bool:
-    return urlsplit(url).scheme in ("http", "https")
+def filesystem(url: str) -> tuple[Any, str]:
+    """The file system of fsspec for a URL, and the path of the URL there.
 
-
-def _filesystem(url: str) -> tuple[Any, str]:
+    Raises:
+        ConfigError: the scheme is unknown, or its package is missing.
+    """
     import fsspec
 
     scheme = urlsplit(url).scheme
@@ -149,6 +150,10 @@ def _filesystem(url: str) -> tuple[Any, str]:
     except ValueError as error:
         raise ConfigError(f"{shown(url)} cannot be used: {error}") from None
     return filesystem, path
+
+
+def _is_http(url: str) -> bool:
+    return urlsplit(url).scheme in ("http", "https")
 
 
 def _with_attempts(attempt: Callable[[], None]) -> None:

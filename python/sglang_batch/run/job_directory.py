@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ from ..errors import (
 from ..fleet.crash_counts import CRASHES
 from ..inputs.line_digests import describe_change, write_digests
 from ..inputs.local_input import LocalInput
-from ..store import epochs
+from ..store.epochs import NAME as EPOCH
+from ..store.epochs import next_epoch
 from ..store.files import atomic_write
 from ..store.lock import FileLock
 from ..store.result_log import ResultLog
 from .outputs import Outputs
+from .state.shared_state import PLACE, RECORD, RESULTS, SharedState
+from .state.state_url import StateUrl
 from .summary import Summary
 
 
@@ -55,17 +59,21 @@ class JobDirectory:
     Attributes:
         path: ``<output>.job``.
         record: of the job, after :meth:`begin` or :meth:`resume_finished`.
+        shared: its state at a URL, if it has one.
     """
 
     record: JobRecord
 
-    def __init__(self, outputs: Outputs) -> None:
+    def __init__(self, outputs: Outputs, state: StateUrl | None = None) -> None:
         self.outputs = outputs
         self.path = outputs.job_directory
-        self._record_path = self.path / "job.json"
-        self._log_path = self.path / "results.jsonl"
+        self.shared = None if state is None else SharedState(state, self.path)
+        self._state = state
+        self._record_path = self.path / RECORD
+        self._log_path = self.path / RESULTS
         self._digests_path = self.path / "input.digests"
         self._lock = FileLock(self.path / "lock")
+        self._afresh = False
         self._log: ResultLog | None = None
 
     def __enter__(self) -> JobDirectory:
@@ -89,6 +97,12 @@ class JobDirectory:
         if not began and (isinstance(error, InputError) or not (staged or explained)):
             self._remove(staged=staged)
         self._lock.release()
+
+    @property
+    def job_id(self) -> str:
+        """The id of the job, the same whenever and wherever it runs."""
+        place = self.outputs.output.path if self._state is None else self._state.url
+        return f"batch_{hashlib.sha256(str(place).encode()).hexdigest()[:16]}"
 
     @property
     def engine_log(self) -> Path:
@@ -126,6 +140,31 @@ class JobDirectory:
         if found is not None and hasattr(known, "model_path"):
             served = getattr(known, "served_model_name", None) or known.model_path
             self._check_same_model(found, known.model_path, served)
+
+    def restore(self) -> None:
+        """Go on where the job of ``--state`` is, wherever it ran.
+
+        Raises:
+            InputError: this directory has another job, or the job is complete and its
+                output is elsewhere.
+            StoreError: the state cannot be read.
+        """
+        if self.shared is None:
+            return
+        self.shared.restore()
+        found = self._recorded()
+        if found is not None and found.complete and not self._output_exists(found):
+            raise InputError(
+                f"the job of --state {self._state} is complete, and its output is not here: "
+                f"there is no {self.outputs.output.path}. Look for it on the machine "
+                "that ended the job, or pass --overwrite to start again."
+            )
+
+    def epoch(self) -> int:
+        """A number for this run, higher than that of all earlier ones."""
+        if self.shared is None:
+            return next_epoch(self.path)
+        return self.shared.epoch
 
     def check_output(self) -> None:
         """Raises ConfigError if the output exists and was not written by a job."""
@@ -169,6 +208,7 @@ class JobDirectory:
                 path.unlink(missing_ok=True)
         self.check_output()
         self.record = record
+        self._afresh = overwrite
         found = self._recorded()
         if found is None:
             return
@@ -180,9 +220,13 @@ class JobDirectory:
             found.model, found.served_model = record.model, record.served_model
 
     def open_log(self) -> ResultLog:
-        """Write the record, and open the results."""
+        """Write the record, and open the results. Other runs of the job end."""
+        if self.shared is not None:
+            self.shared.claim(afresh=self._afresh)
         self._write_record()
         self._log = ResultLog(self._log_path, self.record.num_requests)
+        if self.shared is not None:
+            self.shared.share()
         return self._log
 
     def finish(self, summary: Summary) -> None:
@@ -203,17 +247,20 @@ class JobDirectory:
     def upload(self) -> None:
         """Upload the outputs that are URLs, unless an earlier run did.
 
+        Only then is the job complete for other machines.
+
         Raises:
             StoreError: an upload failed. The results stay on this machine.
         """
-        if self.record.uploaded or not any(f.is_remote for f in self.outputs.files):
-            return
-        for file in self.outputs.files:
-            file.upload()
-        self.record.uploaded = True
-        self._write_record()
-        for file in self.outputs.files:
-            file.drop_copy()
+        if not self.record.uploaded and any(f.is_remote for f in self.outputs.files):
+            for file in self.outputs.files:
+                file.upload()
+            self.record.uploaded = True
+            self._write_record()
+            for file in self.outputs.files:
+                file.drop_copy()
+        if self.shared is not None:
+            self.shared.finish()
 
     def _remove(self, *, staged: bool) -> None:
         """Remove what a job that did not begin wrote, and nobody else's files."""
@@ -222,8 +269,9 @@ class JobDirectory:
             "engine.log",
             "input.digests",
             "input.json",
-            epochs.NAME,
+            EPOCH,
             CRASHES,
+            PLACE,
         ]
         if staged:
             names.append("input.jsonl")

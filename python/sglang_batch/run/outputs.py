@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -162,9 +161,3 @@ class Outputs:
 
 def _uploaded(url: str, directory: Path, stem: str) -> UploadedFile:
     return UploadedFile(url, directory / f"{stem}{urls.file_suffix(url)}")
-
-
-def job_id(outputs: Outputs) -> str:
-    """The id of the job with these outputs, the same whenever it runs."""
-    path = str(outputs.output.path)
-    return f"batch_{hashlib.sha256(path.encode()).hexdigest()[:16]}"

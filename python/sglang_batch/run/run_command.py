@@ -13,6 +13,8 @@ import signal
 import sys
 import traceback
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from ..errors import EngineError, ExitStatus, SGLangBatchError
 from ..fleet.head_state import HeadState
@@ -26,8 +28,9 @@ from .engine_settings import EngineSettings, engine_settings
 from .fleet_options import FleetOptions, WorkerOptions
 from .job_directory import JobDirectory
 from .model_place import check_model
-from .outputs import Outputs, job_id
+from .outputs import Outputs
 from .progress import Display, elapsed
+from .state.state_url import StateUrl
 from .summary import Summary
 
 
@@ -38,6 +41,7 @@ class RunOptions:
     server_argv: the options that are the engine's.
     backend: one of :data:`.backend_options.BACKENDS`.
     fleet: the engines, if not one in this process.
+    state: URL or directory that keeps the job's state too.
     """
 
     job_input: JobInput
@@ -49,6 +53,7 @@ class RunOptions:
     server_argv: list[str]
     backend: str = BACKENDS[0]
     fleet: FleetOptions | None = None
+    state: str | None = None
 
 
 def run(options: RunOptions) -> int:
@@ -65,10 +70,15 @@ def run(options: RunOptions) -> int:
     options.outputs.check(options.job_input)
     check = check_backend_arguments if options.fleet is None else options.fleet.check
     known = check(options.backend, options.server_argv)
-    with JobDirectory(options.outputs) as directory:
+    state = None
+    if options.state is not None:
+        state = StateUrl(options.state)
+        state.check()
+    with JobDirectory(options.outputs, state) as directory:
         staging = Staging(directory.path)
         earlier = None
         if not options.overwrite:
+            directory.restore()
             directory.check_output()
             earlier = staging.earlier(options.job_input)
         if earlier is not None and directory.is_finished(earlier.sha256):
@@ -170,8 +180,17 @@ def _start(
     logging.basicConfig(
         level=logging.INFO, format="[%(asctime)s] %(message)s", force=True
     )
-    head = HeadState.begin(job_id(options.outputs), job.path)
-    return options.fleet.start(settings, options.backend, options.server_argv, head)
+    return partial(_started_fleet, options, settings, job)
+
+
+def _started_fleet(
+    options: RunOptions, settings: EngineSettings, job: JobDirectory
+) -> Any:
+    """The engines of a fleet, after the job has begun: then the run has its epoch."""
+    assert options.fleet is not None
+    head = HeadState.begin(job.job_id, job.path, job.epoch())
+    start = options.fleet.start(settings, options.backend, options.server_argv, head)
+    return start()
 
 
 def _model_name(settings: EngineSettings) -> str:

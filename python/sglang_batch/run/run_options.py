@@ -172,6 +172,11 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         "user's cache); name the same one to resume",
     )  # fmt: skip
     parser.add_argument(
+        "--state", metavar="URL",
+        help="URL or shared directory that keeps the state of the job too: the same command "
+        "resumes it on any machine",
+    )  # fmt: skip
+    parser.add_argument(
         "--overwrite", action="store_true",
         help="discard an earlier run with this output and start again",
     )  # fmt: skip

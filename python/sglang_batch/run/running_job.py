@@ -14,23 +14,30 @@ from typing import Any, NoReturn
 from ..batch_api.jsonl import BatchFile
 from ..batch_api.lines import invalid_line, result_line
 from ..config import OfflineBatchConfig
-from ..errors import ConfigError, EngineError, ExitStatus, SGLangBatchError
+from ..errors import (
+    ConfigError,
+    EngineError,
+    ExitStatus,
+    SGLangBatchError,
+    StoreError,
+)
 from ..fleet.fleet_engine import FleetEngine
 from ..fleet.fleet_worker import WorkerState
 from ..inputs.local_input import LocalInput
-from ..job.job import Job
+from ..job.bucketed_job import BucketedJob
 from ..job.planner_compiler import compile_planner
 from ..request import BatchRequestInput, RequestOutput, Usage
 from ..store.result_log import ResultLog
 from .backend_options import StartEngine
 from .engine_log import EngineLog
 from .job_directory import JobDirectory, JobRecord
-from .outputs import job_id
 from .progress import Display, Progress, engines_running
+from .state.state_url import TakenOver
 from .stop_signals import StopSignals
 from .summary import Counts, Summary
 
 COMMIT_EVERY_S = 0.5
+SHARE_EVERY_S = 10.0
 
 
 class RunningJob:
@@ -45,7 +52,7 @@ class RunningJob:
         engine_log: EngineLog,
         display: Display,
     ) -> None:
-        self._job_id = job_id(directory.outputs)
+        self._job_id = directory.job_id
         self._directory = directory
         self._local = local
         self._requests = requests
@@ -161,21 +168,25 @@ class RunningJob:
             log.put(request.index, line, ok=output.ok, usage=output.usage)
             progress.answered()
 
-        job = Job(
+        job = BucketedJob(
             self._job_id, self._requests, log.unfinished(), engine, self._config, store,
             on_rendered=progress.rendered,
         )  # fmt: skip
-        committing = asyncio.create_task(_commit_regularly(log))
+        stop = asyncio.Event()
+        writing = [
+            asyncio.create_task(_commit_regularly(log)),
+            asyncio.create_task(self._share_regularly(stop)),
+        ]
         with self._display.showing(progress.__str__):
             try:
-                stop = asyncio.Event()
                 with self._signals.setting(stop, self._say_stopping):
                     await job.run(stop)
             finally:
-                committing.cancel()
-                with suppress(asyncio.CancelledError):
-                    await committing
-                log.commit()
+                for task in writing:
+                    task.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await task
+                self._share()
         if len(log.unfinished()):
             self._display.say(self._stopped())
             return None
@@ -186,6 +197,28 @@ class RunningJob:
             optimal_cached_share=job.prefix_sharing_ratio,
             engines=self._engines(),
         )
+
+    async def _share_regularly(self, stop: asyncio.Event) -> None:
+        """Write results to the state's URL. Stop the job if another run has taken it over."""
+        failing = False
+        while True:
+            await asyncio.sleep(SHARE_EVERY_S)
+            try:
+                await asyncio.to_thread(self._share)
+                failing = False
+            except TakenOver:
+                stop.set()
+                return
+            except StoreError as error:
+                if not failing:
+                    self._display.say(f"{error}. The job runs on and tries again.")
+                failing = True
+
+    def _share(self) -> None:
+        """Make all results so far survive a power cut, and the end of this machine."""
+        self._log.commit()
+        if self._directory.shared is not None:
+            self._directory.shared.share()
 
     def _engines(self) -> list[WorkerState]:
         """All engines of a fleet, none for an engine in this process."""
@@ -238,7 +271,7 @@ class RunningJob:
     def _died(self) -> NoReturn:
         """SGLang is about to end this process. End it with the reason instead."""
         with suppress(Exception):
-            self._log.commit()
+            self._share()
         if self._signals.received:
             # The signal reached all processes, as it does under Slurm.
             said, status = self._stopped(), ExitStatus.INTERRUPTED

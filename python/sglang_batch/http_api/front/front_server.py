@@ -28,6 +28,7 @@ from ...job.planner_compiler import compile_planner
 from ...server.batch_metrics import published
 from ...server.service import BatchService
 from ...store.batch_store import BatchStore
+from ...store.epochs import next_epoch
 from ..all_routes import install
 from ..authorization.given_keys import given_keys
 from ..authorization.key_middleware import KeyMiddleware
@@ -83,7 +84,7 @@ def serve(options: FrontOptions) -> None:
 
 async def _serve(options: FrontOptions, keys: tuple[FixedKeys, Caller | None]) -> None:
     store = BatchStore(options.directory)
-    head = HeadState.begin("front", options.directory)
+    head = HeadState.begin("front", options.directory, next_epoch(options.directory))
     engine = FleetEngine(
         [HttpPlace(url, options.workers_key) for url in options.urls],
         head.epoch,

@@ -6,14 +6,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from servers import SERVER_ARGS, Server, free_port, kill_group, wait_until_ready
+from servers import (
+    SERVER_ARGS,
+    Server,
+    free_port,
+    kill_group,
+    quick_server,
+    wait_until_ready,
+)
 
 # Requests in the decode server at a time: few, so that a batch takes a while.
 MAX_INFLIGHT = 24
@@ -85,7 +91,7 @@ class ApartServers:
     def _start(self, mode: str, port: int, *args: str) -> Server:
         log_path = self._directory / f"{mode}-{time.monotonic_ns()}.log"
         command = [
-            *(sys.executable, "-m", "sglang.launch_server"),
+            *quick_server(),
             *(f"--model-path={self._model}", "--host=127.0.0.1", f"--port={port}"),
             *(
                 "--offline-batch",

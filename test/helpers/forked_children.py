@@ -4,9 +4,9 @@ An engine starts two processes, and SGLang has Python start them anew: each impo
 SGLang for ten seconds of processor time. Scripts run by :func:`command` import it once.
 Their children come from a fork server, as those of Python's ``forkserver`` method:
 forked before any plugin was loaded, and given the pickled target and arguments that a
-new process would get. Servers of tests start as a user starts them, because a fork
-cannot show it all: prometheus_client, for one, is imported before SGLang sets its
-directory.
+new process would get. A fork cannot show it all: prometheus_client, for one, is imported
+before SGLang sets its directory. So servers with metrics or several tokenizer workers, and
+the one that most tests share, start as a user starts them.
 """
 
 from __future__ import annotations

@@ -49,6 +49,7 @@ def offline_server(
         "--offline-batch",
         f"--offline-batch-dir={directory / 'batches'}",
         log_dir=directory,
+        as_user=True,
     ) as running:
         yield running
 

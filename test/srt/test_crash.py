@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import forked_children
 import psutil
 from batches import client, jsonl, line, results, submit, wait
 from prompts import questions
@@ -125,9 +126,10 @@ def test_run_killed_continues_when_started_again(
     elsewhere = tmp_path / "elsewhere" / "out.jsonl"
     elsewhere.parent.mkdir()
 
-    def writing(output: Path) -> list[str]:
+    def writing(output: Path, *start: str) -> list[str]:
         return [
-            *(sys.executable, "-m", "sglang_batch", "run"),
+            *(start or forked_children.command("cli_main")),
+            "run",
             *("-i", str(source), str(rest), "-o", str(output)),
             *("--state", f"file://{tmp_path}/state"),
             *("--max-inflight", str(MAX_INFLIGHT)),
@@ -166,7 +168,9 @@ def test_run_killed_continues_when_started_again(
     assert "lower --max-total-tokens" in last and "The same command continues" in last
     assert "Traceback" not in ended.stderr
 
-    interrupted = run_until(command, log, 3 * NUM_LINES // 4, press_ctrl_c)
+    # Started as a user does: all its processes get the signal.
+    as_user = writing(output, sys.executable, "-m", "sglang_batch")
+    interrupted = run_until(as_user, log, 3 * NUM_LINES // 4, press_ctrl_c)
     before = finished_lines(log)
     assert interrupted.returncode == 130, interrupted.stderr
     last = interrupted.stderr.splitlines()[-1]

@@ -106,6 +106,7 @@ def test_flag_reaches_every_scheduler(
         f"--offline-batch-config={CONFIG % policy}",
         *args,
         log_dir=tmp_path,
+        as_user=True,
         # On a CPU, SGLang wants to be told which cores each rank may use.
         env={
             "SGLANG_CPU_OMP_THREADS_BIND": "0|1",

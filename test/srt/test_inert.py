@@ -129,7 +129,12 @@ def serve(
 ) -> dict[str, Any]:
     """What a server without the flag answers and says of itself."""
     with server(
-        model, "--sleep-on-idle", log_dir=log_dir, python=python, env=env
+        model,
+        "--sleep-on-idle",
+        log_dir=log_dir,
+        python=python,
+        env=env,
+        as_user=True,
     ) as running:
         body = {
             "input_ids": None,

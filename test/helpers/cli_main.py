@@ -1,0 +1,9 @@
+"""The command ``sglang-batch``, for :mod:`forked_children`."""
+
+from __future__ import annotations
+
+from sglang_batch.cli import command
+
+
+def main() -> None:
+    command()

@@ -46,7 +46,9 @@ def test_attention_ranks_have_a_shard_each(experts: Path) -> None:
     assert len(found["shards"]["ranks"]) == 2
     # Each prefix was computed once by each rank that has lines of it.
     assert found["shards"]["computed"] == found["shards"]["least"]
-    assert found["shards"]["places"] <= 9
+    # Dealt line by line, the eight families would have 16 places. How many are opened
+    # twice depends on the ranks' progress: the one that is ahead takes from the other.
+    assert 8 <= found["shards"]["places"] <= 11
     assert found["random"]["lines"] > 50
     assert found["aborts"]["running"] == [2, 2]  # one on each rank
     assert found["totals"]["offloaded"] > 0

@@ -176,6 +176,7 @@ def ray_engine(
         ConfigError: there is no cluster, or too little room.
     """
     import ray
+    import uvloop
 
     from .ray_place import RayPlace
 

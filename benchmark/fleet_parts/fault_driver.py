@@ -1,6 +1,6 @@
 """One head of one job on a Ray cluster, as a process of its own that can be killed.
 
-    python -m fleet_parts.fault_driver ADDRESS INPUT DIRECTORY MODEL ENGINES WAIT_FOR
+    python -m fleet_parts.fault_driver ADDRESS INPUT DIRECTORY MODEL ENGINES WAIT_FOR COPIES
 
 It finds the engines of earlier heads, and leaves them when the job has ended, so that a
 series of jobs loads models only where engines were killed. The result log is
@@ -32,9 +32,9 @@ ENGINE = ("--dtype", "float32", "--device", "cpu", "--max-total-tokens", "20000"
           "--max-running-requests", "8", "--random-seed", "0")  # fmt: skip
 
 
-def read_requests(path: Path) -> list[BatchRequestInput]:
-    """The lines of a batch file."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+def read_requests(path: Path, copies: int = 1) -> list[BatchRequestInput]:
+    """The lines of a batch file, several times one after the other."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] * copies
     return [
         BatchRequestInput(
             i, line["custom_id"], line["url"], json.dumps(line["body"]).encode()
@@ -95,10 +95,9 @@ def main() -> int:
         filename=directory / "head.log", format="%(created).3f %(message)s", level=30
     )
     join_cluster(address)
-    num_engines, wait_for = map(int, numbers)
-    asyncio.run(
-        _main(read_requests(Path(source)), directory, model, num_engines, wait_for)
-    )
+    num_engines, wait_for, copies = map(int, numbers)
+    requests = read_requests(Path(source), copies)
+    asyncio.run(_main(requests, directory, model, num_engines, wait_for))
     sys.stdout.flush()
     os._exit(0)  # the engines stay
 

@@ -85,6 +85,24 @@ def engine(name: str, status: str) -> WorkerState:
     return WorkerState(name, status, 0, 0, 0, 0, None, 0.0, 0, "")
 
 
+def test_a_job_in_buckets_renders_as_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, log = Clock(monkeypatch), ResultLog(tmp_path / "log", 4)
+    shown = Progress(Display(io.StringIO()), 4, log)
+    shown.renders_as_it_runs()
+    shown.rendered()
+    assert str(shown).startswith("Planning")
+    for index in range(2):
+        clock.now += 5
+        shown.rendered()
+        log.put(index, b"{}", ok=True, usage=Usage())
+        shown.answered()
+    assert str(shown).startswith("Running") and "2/4" in str(shown)
+    assert "00:10" in str(shown)
+    log.close()
+
+
 def test_progress_tells_how_many_engines_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

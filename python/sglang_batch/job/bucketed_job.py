@@ -36,6 +36,7 @@ class BucketedJob:
     """Runs the requests ``todo`` of ``requests``, as :class:`~.job.Job` does.
 
     Attributes:
+        in_one_piece: whether it is one job.
         num_buckets: 1 for a job in one piece. Of another one, 0 until it is dealt.
     """
 
@@ -61,8 +62,8 @@ class BucketedJob:
         self._directory = directory
         self._prompt_tokens = self._unique_tokens = 0
         planned = POLICY_TABLE[config.policy].uses_prompts
-        self._in_one_piece = not planned or len(requests) <= config.bucket_requests
-        self.num_buckets = int(self._in_one_piece)
+        self.in_one_piece = not planned or len(requests) <= config.bucket_requests
+        self.num_buckets = int(self.in_one_piece)
 
     @property
     def prefix_sharing_ratio(self) -> float | None:
@@ -75,7 +76,7 @@ class BucketedJob:
         Raises:
             Exception: as of :meth:`.job.Job.run`.
         """
-        if self._in_one_piece:
+        if self.in_one_piece:
             job = self._job(self._job_id, self._requests, self._todo, self._sink)
             return await self._finish(job, stop)
         buckets = await asyncio.to_thread(
@@ -136,7 +137,7 @@ class BucketedJob:
         priority: int = 0,
     ) -> Job:
         config = self._config
-        if not self._in_one_piece and config.max_inflight is not None:
+        if not self.in_one_piece and config.max_inflight is not None:
             share = max(1, config.max_inflight // OPEN_BUCKETS)
             config = dataclasses.replace(config, max_inflight=share)
         return Job(

@@ -136,6 +136,7 @@ class Progress:
         self._compiling = compiling
         self._engines = engines
         self._num_before = log.num_done
+        self._num_to_render = num_requests - self._num_before
         self._num_rendered = 0
         self._num_refused = 0
         self._began = self._answers_began = time.monotonic()
@@ -143,16 +144,17 @@ class Progress:
     def rendered(self) -> None:
         """Another prompt was rendered."""
         self._num_rendered += 1
-        self._answers_began = time.monotonic()
+        if self._num_rendered <= self._num_to_render:
+            self._answers_began = time.monotonic()
 
     def answered(self) -> None:
         """Another answer was stored."""
         if self._num_rendered < self._num_to_render:
             self._num_refused += 1  # by the endpoint, while others are rendered
 
-    @property
-    def _num_to_render(self) -> int:
-        return self._num_requests - self._num_before
+    def renders_as_it_runs(self) -> None:
+        """There is no time in which most prompts are rendered: the job is in buckets."""
+        self._num_to_render = 0
 
     def __str__(self) -> str:
         now = time.monotonic()

@@ -172,6 +172,12 @@ class RunningJob:
             self._job_id, self._requests, log.unfinished(), engine, self._config, store,
             on_rendered=progress.rendered,
         )  # fmt: skip
+        if not job.in_one_piece:
+            progress.renders_as_it_runs()
+            self._display.say(
+                "Planned in buckets of about "
+                f"{self._config.bucket_requests:,} requests whose prompts begin alike."
+            )
         stop = asyncio.Event()
         writing = [
             asyncio.create_task(_commit_regularly(log)),

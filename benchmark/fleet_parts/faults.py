@@ -256,7 +256,7 @@ def answers_in(path: Path) -> tuple[dict[int, bytes], int]:
     answers: dict[int, bytes] = {}
     doubled = 0
     for line in path.read_bytes().splitlines():
-        index, ok, _, body = json.loads(line)
+        index, ok, _, body, *_ = json.loads(line)
         doubled += index in answers
         text = body["choices"] if ok else body
         answers[index] = json.dumps(text, sort_keys=True).encode()

@@ -130,6 +130,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
             overwrite=options.overwrite,
             policy=options.policy,
             max_inflight=options.max_inflight,
+            dedupe=options.dedupe,
             skip_invalid=options.skip_invalid,
             server_argv=rest,
             backend=options.backend,

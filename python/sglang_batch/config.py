@@ -24,6 +24,8 @@ SCHEDULERS = ("offline", "stock")
 ATTENTIONS = ("auto", "triton", "flashinfer", "torch", "stock")
 # Whether mixed steps run as two forwards at the same time.
 OVERLAPS = ("auto", "on", "off")
+# Whether requests that must have equal answers are computed once.
+DEDUPES = ("auto", "off")
 # Earlier names of settings, which work for one release.
 RENAMED_SETTINGS = {"max_line_tries": "max_line_attempts"}
 
@@ -32,6 +34,7 @@ _CHOICES = {
     "scheduler": SCHEDULERS,
     "attention": ATTENTIONS,
     "overlap": OVERLAPS,
+    "dedupe": DEDUPES,
 }
 
 
@@ -210,6 +213,9 @@ class OfflineBatchConfig:
         enough to keep it full, few enough to keep its queue short.
     render_lookahead: requests rendered (template and tokenizer) ahead of being sent,
         in threads.
+    dedupe: one of ``DEDUPES``. ``auto`` computes requests of a job that must have equal answers
+        once: greedy ones, those with a seed, and those for embeddings and scores. ``off``
+        computes each.
     bucket_requests: a job of more requests than this is planned in buckets of about so many
         whose prompts begin alike. It bounds the memory of ``sglang-batch run``: 0.5 kB
         for each request of two buckets.
@@ -295,6 +301,7 @@ class OfflineBatchConfig:
     seed: int = 0
     max_inflight: int | None = None
     render_lookahead: int = 8
+    dedupe: str = "auto"
     bucket_requests: int = 4_000_000
     scheduler: str = "offline"
     learn_costs: bool = True

@@ -94,12 +94,15 @@ class RequestOutput:
     status_code: HTTP status, 200 for an answer, 4xx/5xx for an error.
     request_id: the engine's id for the request.
     body: JSON body of the answer, or ``{"error": {...}}``.
+    merged_with: the ``custom_id`` of an equal request whose answer this is. None if it was
+        computed.
     """
 
     status_code: int
     request_id: str
     body: bytes
     usage: Usage = Usage()
+    merged_with: str | None = None
 
     @property
     def ok(self) -> bool:

@@ -90,7 +90,7 @@ def test_a_job_in_buckets_renders_as_it_runs(
 ) -> None:
     clock, log = Clock(monkeypatch), ResultLog(tmp_path / "log", 4)
     shown = Progress(Display(io.StringIO()), 4, log)
-    shown.renders_as_it_runs()
+    shown.will_render(0)
     shown.rendered()
     assert str(shown).startswith("Planning")
     for index in range(2):

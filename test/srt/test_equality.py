@@ -67,6 +67,7 @@ BAD_LINES = {
     "messages": line("bad-messages", {"messages": "hi"}, CHAT),
     "role": line("bad-role", {"messages": [{"role": "cat", "content": "x"}]}, CHAT),
 }
+NUM_REPEATED = 10
 # Endpoints by the names that vLLM has for them. This model can score, but not rerank.
 PAIR = {"query": "q", "documents": ["a", "b"]}
 SCORED = {"query": "q", "items": ["a"], "label_token_ids": [65], "temperature": 1}
@@ -83,11 +84,13 @@ def run_job(
 ) -> dict[str, Any]:
     """The output of one run of good and bad lines, its summary and its exit status."""
     directory = tmp_path_factory.mktemp("run")
+    repeated = input_lines(cases[: 2 * NUM_REPEATED : 2], CHAT)
     lines = [
         *input_lines(cases[::2], CHAT),
         *BAD_LINES.values(),
         *input_lines(cases[1::2], COMPLETIONS),
         *OTHER_NAMES,
+        *({**one, "custom_id": f"again-{one['custom_id']}"} for one in repeated),
     ]
     (directory / "in.jsonl").write_bytes(jsonl(lines))
     command = [
@@ -120,6 +123,20 @@ def test_run_command_answers_as_transformers(
     assert 0 < summary["cached_share"] <= most
 
 
+def test_a_line_that_repeats_another_gets_its_answer(run_job: dict[str, Any]) -> None:
+    results = run_job["results"]
+    merged = {x: y["merged_with"] for x, y in results.items() if "merged_with" in y}
+    assert merged.pop("rerank-2") == "rerank"
+    assert len(merged) == NUM_REPEATED
+    for name, other in merged.items():
+        assert name == f"again-{other}"
+        assert results[name]["response"]["body"] == results[other]["response"]["body"]
+    summary = run_job["summary"]
+    assert summary["merged"] == NUM_REPEATED + 1
+    assert 0 < summary["merged_output_tokens"] < summary["output_tokens"]
+    assert "merged requests" in run_job["stdout"]
+
+
 def test_run_is_quiet_and_keeps_the_log_of_the_engine(run_job: dict[str, Any]) -> None:
     assert len(run_job["stderr"].splitlines()) <= 15, run_job["stderr"]
     assert "server_args" not in run_job["stderr"] + run_job["stdout"]
@@ -133,7 +150,7 @@ def test_bad_lines_have_an_error_each_and_the_others_their_answers(
     run_job: dict[str, Any], cases: list[Case]
 ) -> None:
     assert run_job["status"] == 0
-    assert run_job["summary"]["completed"] == len(cases) + 1
+    assert run_job["summary"]["completed"] == len(cases) + 1 + NUM_REPEATED
     for bad in BAD_LINES.values():
         result = run_job["results"][bad["custom_id"]]
         assert result["response"]["status_code"] == 400

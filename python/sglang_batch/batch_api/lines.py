@@ -101,12 +101,15 @@ class ResultLine(msgspec.Struct):
     custom_id: None for a line of the input that has none, or one that cannot be used.
     response: None for a request that was cancelled, expired or never began.
     error: None for a request that was answered, also with an error.
+    merged_with: the ``custom_id`` of an equal request that was computed for both. Not there
+        if this one was computed.
     """
 
     id: str
     custom_id: str | None
     response: ResultResponse | None
     error: ResultError | None
+    merged_with: str | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def index(self) -> int:
@@ -123,7 +126,10 @@ def result_line(
     response = ResultResponse(
         output.status_code, output.request_id, msgspec.Raw(output.body)
     )
-    return _encode(request.index, request.custom_id, job_id, response, None)
+    merged_with = msgspec.UNSET if output.merged_with is None else output.merged_with
+    return _encode(
+        request.index, request.custom_id, job_id, response, None, merged_with
+    )
 
 
 def invalid_line(
@@ -153,7 +159,10 @@ def _encode(
     job_id: str,
     response: ResultResponse | None,
     error: ResultError | None,
+    merged_with: str | msgspec.UnsetType = msgspec.UNSET,
 ) -> bytes:
     # The engine's id of the request, with OpenAI's prefix.
     line_id = f"batch_req_{engine_request_id(job_id, index).removeprefix('batch_')}"
-    return msgspec.json.encode(ResultLine(line_id, custom_id, response, error))
+    return msgspec.json.encode(
+        ResultLine(line_id, custom_id, response, error, merged_with)
+    )

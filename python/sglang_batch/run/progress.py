@@ -152,9 +152,9 @@ class Progress:
         if self._num_rendered < self._num_to_render:
             self._num_refused += 1  # by the endpoint, while others are rendered
 
-    def renders_as_it_runs(self) -> None:
-        """There is no time in which most prompts are rendered: the job is in buckets."""
-        self._num_to_render = 0
+    def will_render(self, num_requests: int) -> None:
+        """So many prompts are rendered before the last plan. 0 for a job in buckets."""
+        self._num_to_render = num_requests
 
     def __str__(self) -> str:
         now = time.monotonic()

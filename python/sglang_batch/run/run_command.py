@@ -49,6 +49,7 @@ class RunOptions:
     overwrite: bool
     policy: str | None
     max_inflight: int | None
+    dedupe: str | None
     skip_invalid: bool
     server_argv: list[str]
     backend: str = BACKENDS[0]
@@ -167,6 +168,7 @@ def _settings(options: RunOptions) -> EngineSettings:
         options.server_argv,
         policy=options.policy,
         max_inflight=options.max_inflight,
+        dedupe=options.dedupe,
     )
 
 

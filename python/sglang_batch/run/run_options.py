@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..batch_api.protocol import ENDPOINTS
+from ..config import DEDUPES
 from ..errors import ConfigError
 from ..option_types import count
 from ..policies import POLICIES, POLICY_HELP
@@ -92,6 +93,11 @@ def add_run(commands: Any, run: Callable[..., int]) -> None:
     parser.add_argument(
         "--max-inflight", type=count, metavar="N",
         help="most requests in the engine at a time (default: chosen by the engine)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dedupe", choices=DEDUPES,
+        help="auto (default) computes requests that must have equal answers once: greedy "
+        "ones, those with a seed, and those for embeddings and scores",
     )  # fmt: skip
     _add_backend(parser)
     add_fleet(parser)

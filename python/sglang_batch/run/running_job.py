@@ -11,6 +11,7 @@ import traceback
 from contextlib import ExitStack, suppress
 from typing import Any, NoReturn
 
+from ..batch_api.equal_requests import find_equal
 from ..batch_api.jsonl import BatchFile
 from ..batch_api.lines import invalid_line, result_line
 from ..config import OfflineBatchConfig
@@ -165,15 +166,28 @@ class RunningJob:
 
         def store(request: BatchRequestInput, output: RequestOutput) -> None:
             line = result_line(request, self._job_id, output)
-            log.put(request.index, line, ok=output.ok, usage=output.usage)
+            log.put(
+                request.index,
+                line,
+                ok=output.ok,
+                usage=output.usage,
+                merged=output.merged_with is not None,
+            )
             progress.answered()
 
+        equal = await asyncio.to_thread(
+            find_equal, self._requests, log.unfinished(), self._config.dedupe
+        )
         job = BucketedJob(
-            self._job_id, self._requests, log.unfinished(), engine, self._config, store,
-            on_rendered=progress.rendered,
+            self._job_id, self._requests, equal.todo, engine, self._config,
+            equal.sharing(store), on_rendered=progress.rendered,
         )  # fmt: skip
+        if equal.num_merged:
+            self._display.say(
+                f"{equal.num_merged:,} requests are equal to others and get their answers."
+            )
+        progress.will_render(len(equal.todo) if job.in_one_piece else 0)
         if not job.in_one_piece:
-            progress.renders_as_it_runs()
             self._display.say(
                 "Planned in buckets of about "
                 f"{self._config.bucket_requests:,} requests whose prompts begin alike."

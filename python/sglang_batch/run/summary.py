@@ -22,13 +22,21 @@ MAX_REASON_CHARS = 160
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Requests and tokens of a log, at some moment."""
+    """Requests and tokens of a log, at some moment.
+
+    merged: requests that got the answer of an equal one. The tokens of these are among the
+        others, as if they had been computed.
+    """
 
     completed: int = 0
     failed: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    merged: int = 0
+    merged_prompt_tokens: int = 0
+    merged_cached_tokens: int = 0
+    merged_output_tokens: int = 0
 
     @classmethod
     def of(cls, log: ResultLog) -> Counts:
@@ -38,6 +46,19 @@ class Counts:
             prompt_tokens=log.usage.input_tokens,
             cached_tokens=log.usage.cached_tokens,
             output_tokens=log.usage.output_tokens,
+            merged=log.num_merged,
+            merged_prompt_tokens=log.merged_usage.input_tokens,
+            merged_cached_tokens=log.merged_usage.cached_tokens,
+            merged_output_tokens=log.merged_usage.output_tokens,
+        )
+
+    @property
+    def computed(self) -> Counts:
+        """The tokens of the requests that were computed, not merged."""
+        return Counts(
+            prompt_tokens=self.prompt_tokens - self.merged_prompt_tokens,
+            cached_tokens=self.cached_tokens - self.merged_cached_tokens,
+            output_tokens=self.output_tokens - self.merged_output_tokens,
         )
 
     def since(self, before: Counts) -> Counts:
@@ -114,13 +135,17 @@ class Summary:
     """Counts of a finished job, and rates of the run that finished it.
 
     completed, failed: requests of the whole job, as are the tokens.
+    merged: those that got the answer of an equal request, so nothing was computed for
+        them, and their part of the tokens (``merged_prompt_tokens``, ...).
     refused: those of ``failed`` that were no valid requests.
     seconds: wall time of this run of the job, from the first request rendered to
         the last answer stored. Excludes loading the model.
-    tokens_per_second: prompt and output tokens of this run over ``seconds``.
+    tokens_per_second: prompt and output tokens of this run over ``seconds``, as are all
+        rates without merged requests.
     output_tokens_per_second, computed_tokens_per_second: of this run: generated, and
         prompt tokens that were not cached.
-    cached_share: share of the prompt tokens that came from the prefix cache, 0 to 1.
+    cached_share: share of the prompt tokens that came from the prefix cache, 0 to 1,
+        without merged requests.
     optimal_cached_share: share that a perfect prefix cache would have saved, 0 to 1.
         None if the policy does not compute it.
     this_run: the part of the job that this run did. None: all of it.
@@ -143,6 +168,10 @@ class Summary:
     this_run: Counts | None = None
     errors: tuple[ErrorGroup, ...] = ()
     engines: tuple[EngineWork, ...] = ()
+    merged: int = 0
+    merged_prompt_tokens: int = 0
+    merged_cached_tokens: int = 0
+    merged_output_tokens: int = 0
 
     @classmethod
     def of_log(
@@ -186,7 +215,7 @@ class Summary:
         engines: tuple[EngineWork, ...] = (),
     ) -> Summary:
         """The summary of a job with these counts. See :class:`Summary`."""
-        part = this_run or job
+        part, whole = (this_run or job).computed, job.computed
 
         def rate(tokens: int) -> float:
             return round(tokens / seconds, 1) if seconds else 0.0
@@ -197,7 +226,7 @@ class Summary:
             **dataclasses.asdict(job),
             seconds=round(seconds, 3),
             tokens_per_second=rate(part.prompt_tokens + part.output_tokens),
-            cached_share=round(job.cached_tokens / max(job.prompt_tokens, 1), 4),
+            cached_share=round(whole.cached_tokens / max(whole.prompt_tokens, 1), 4),
             optimal_cached_share=optimal_cached_share,
             refused=refused,
             output_tokens_per_second=rate(part.output_tokens),
@@ -250,10 +279,17 @@ class Summary:
             ("prompt tokens", f"{self.prompt_tokens:,}"),
             (
                 "cached tokens",
-                f"{self.cached_tokens:,} = {self.cached_share:.1%}{possible}",
+                f"{self.cached_tokens - self.merged_cached_tokens:,} = "
+                f"{self.cached_share:.1%}{possible}",
             ),
             ("output tokens", f"{self.output_tokens:,}"),
         ]
+        if self.merged:
+            rows.append(
+                ("merged requests",
+                 f"{self.merged:,}, equal to others: {self.merged_prompt_tokens:,} prompt and "
+                 f"{self.merged_output_tokens:,} output tokens were not computed")
+            )  # fmt: skip
         if (run := self.this_run) is not None:
             done = f"{run.completed + run.failed:,} requests"
             rows.append(

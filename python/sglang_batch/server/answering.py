@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+from ..batch_api.equal_requests import find_equal
 from ..batch_api.jsonl import BatchFile
 from ..batch_api.lines import result_line
 from ..config import OfflineBatchConfig
@@ -60,6 +61,7 @@ class Answering:
         self._priority = priority
         self._count_every_s = count_every_s
         self._job: Job | None = None
+        self._equal = find_equal(requests, (), config.dedupe)
 
     async def set_priority(self, priority: int) -> None:
         """Change the priority of the lines that are sent from now on."""
@@ -74,12 +76,22 @@ class Answering:
         """
         counting = asyncio.create_task(self._count_regularly())
         try:
-            self._reject_deadly()
             groups = self._suspects.groups()
             suspects = {index for group in groups for index in group}
-            todo = [index for index in self._unfinished() if index not in suspects]
+            # Lines that are equal to a suspect wait for its answer.
+            self._equal = await asyncio.to_thread(
+                find_equal,
+                self._requests,
+                self._saver.log.unfinished(),
+                self._config.dedupe,
+                suspects | set(self._suspects.never()),
+            )
+            self._reject_deadly()
+            computed = self._equal.todo.tolist()
+            done = suspects | set(self._suspects.never())
+            todo = [index for index in computed if index not in done]
             await self._run_job(todo, stop)
-            unfinished = set(self._unfinished())
+            unfinished = set(self._unfinished()) & suspects & set(computed)
             for group in groups:
                 if todo := [index for index in group if index in unfinished]:
                     async with self._alone():
@@ -100,7 +112,7 @@ class Answering:
         for index in self._suspects.never():
             rid = engine_request_id(self._saver.batch_id, index)
             died = engine_died(rid, self._suspects.num_deaths)
-            self._store(self._requests[index], died)
+            self._equal.sharing(self._store)(self._requests[index], died)
 
     async def _run_job(self, todo: list[int], stop: asyncio.Event) -> None:
         if not todo or stop.is_set():
@@ -111,7 +123,7 @@ class Answering:
             todo,
             self._engine,
             self._config,
-            self._store,
+            self._equal.sharing(self._store),
             limit=self._limit,
             directory=self._directory,
             priority=self._priority,
@@ -122,7 +134,8 @@ class Answering:
             ratio = self._job.prefix_sharing_ratio
             self._job = None
             # The ratio of only some of the lines would not describe the batch.
-            if ratio is not None and len(todo) == len(self._requests):
+            num_answered = len(todo) + self._equal.num_merged
+            if ratio is not None and num_answered == len(self._requests):
                 self._saver.save_optimal_share(ratio)
 
     def _store(self, request: BatchRequestInput, output: RequestOutput) -> None:

@@ -130,7 +130,13 @@ class ResultSaver:
         """
         while self._unsaved:
             index, line, output = self._unsaved[0]
-            self.log.put(index, line, ok=output.ok, usage=output.usage)
+            self.log.put(
+                index,
+                line,
+                ok=output.ok,
+                usage=output.usage,
+                merged=output.merged_with is not None,
+            )
             self._unsaved.popleft()
 
     async def save_counts(self) -> None:

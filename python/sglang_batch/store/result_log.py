@@ -34,6 +34,8 @@ class _Record(msgspec.Struct, array_like=True):
     ok: bool
     usage: tuple[int, int, int, int]
     line: msgspec.Raw
+    # Absent in logs of earlier releases.
+    merged: bool = False
 
 
 class _Response(msgspec.Struct):
@@ -81,6 +83,9 @@ class ResultLog:
         num_completed, num_failed: requests with an answer, and with an error.
         num_refused: those of ``num_failed`` that were no valid requests, but have an id:
             their status is 4xx.
+        usage: tokens of all requests.
+        num_merged, merged_usage: the requests that got the answer of an equal one, and their
+            share of ``usage``: nothing was computed for them.
     """
 
     def __init__(self, path: Path, num_requests: int) -> None:
@@ -94,6 +99,8 @@ class ResultLog:
         self.num_failed = 0
         self.num_refused = 0
         self.usage = Usage()
+        self.num_merged = 0
+        self.merged_usage = Usage()
         self._offsets = array("q", [_MISSING]) * num_requests
         self._log = AppendLog(path, self._read, _keep_damaged)
 
@@ -109,7 +116,15 @@ class ResultLog:
         offsets = np.array(self._offsets, dtype=np.int64)
         return np.flatnonzero(offsets == _MISSING).astype(np.int64)
 
-    def put(self, index: int, line: bytes, *, ok: bool, usage: Usage) -> None:
+    def put(
+        self,
+        index: int,
+        line: bytes,
+        *,
+        ok: bool,
+        usage: Usage,
+        merged: bool = False,
+    ) -> None:
         """Append a result. From here on it survives a crash of this process.
 
         A second result of the same request is dropped, so a reader of the growing log
@@ -126,7 +141,7 @@ class ResultLog:
             usage.output_tokens,
             usage.reasoning_tokens,
         )
-        record = _Record(index, ok, counts, msgspec.Raw(line))
+        record = _Record(index, ok, counts, msgspec.Raw(line), merged)
         offset = self._log.append(_encoder.encode(record) + b"\n")
         self._account(record, offset)
 
@@ -188,6 +203,9 @@ class ResultLog:
             self.num_failed += 1
             self.num_refused += _is_refused(record.line)
         self.usage += Usage(*record.usage)
+        if record.merged:
+            self.num_merged += 1
+            self.merged_usage += Usage(*record.usage)
 
     def _read(self, offset: int, data: bytes) -> bool:
         """Count a record of this job. False if the line is not one."""

@@ -1,0 +1,143 @@
+"""Equal requests computed once: tokens, seconds and memory.
+
+A job of lines of which 30 % repeat others, at random places, is compared with the job of its first
+lines of each kind. A job without equal lines is run with and without looking for them. All with
+``sglang-batch run`` on the demo model; seconds are those of the summary, without the start of
+the engine, the least of several runs of each kind in turn.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from report import Figure
+
+from sglang_batch.batch_api.equal_requests import find_equal
+from sglang_batch.demo_model import write_demo_model
+from sglang_batch.request import BatchRequestInput
+
+LINES, REPEATS = 20_000, 0.3
+# Lines of the job whose memory is measured.
+MEMORY_LINES = 1_000_000
+RUNS = 2
+SEED = 0
+URL = "/v1/completions"
+ENGINE = ("--dtype=float32", "--max-total-tokens=40000", "--max-running-requests=128")
+
+
+def measure(quick: bool) -> list[Figure]:
+    """Jobs with and without equal lines."""
+    scale = 20 if quick else 1
+    texts = [
+        f"{'Answer briefly. ' * 4}Question {i}: why?" for i in range(LINES // scale)
+    ]
+    num_unique = int(len(texts) * (1 - REPEATS))
+    unique = texts[:num_unique]
+    rng = random.Random(SEED)
+    repeated = [*unique, *rng.choices(unique, k=len(texts) - num_unique)]
+    rng.shuffle(repeated)
+    # The unique job has the order in which lines come first in the other.
+    unique = list(dict.fromkeys(repeated))
+    with tempfile.TemporaryDirectory(prefix="bench-savings-") as scratch:
+        place = Path(scratch)
+        write_demo_model(place / "model")
+        kinds = {
+            "unique": (unique, "auto"),
+            "repeated": (repeated, "auto"),
+            "off": (unique, "off"),
+        }
+        runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+        for nth in range(RUNS):
+            for kind, (prompts, dedupe) in kinds.items():
+                summary = run(place, prompts, dedupe)
+                runs[kind].append(summary)
+                print(f"{kind} {nth}: {summary['seconds']} s", file=sys.stderr)
+    alone, merged = runs["unique"][0], runs["repeated"][0]
+    seconds = {kind: min(x["seconds"] for x in found) for kind, found in runs.items()}
+    return [
+        Figure(
+            f"{len(repeated):,} lines, {len(repeated) - len(unique):,} of them equal to "
+            "others: prompt and output tokens computed, off those of the unique lines",
+            abs(answered(merged) - answered(alone)), target=("=", 0),
+            note=f"{answered(alone):,}",
+        ),
+        Figure(
+            "  lines answered, off all", abs(merged["completed"] - len(repeated)),
+            target=("=", 0),
+        ),
+        Figure(
+            "  seconds, of those of the unique lines",
+            seconds["repeated"] / seconds["unique"], target=("<=", 1.03),
+            note=f"{seconds['repeated']} s against {seconds['unique']} s",
+        ),
+        Figure(
+            "nothing equal: seconds, of those with --dedupe off",
+            seconds["unique"] / seconds["off"], target=("<=", 1.01),
+            note=f"{seconds['unique']} s against {seconds['off']} s",
+        ),
+        memory(MEMORY_LINES // scale),
+    ]  # fmt: skip
+
+
+def answered(summary: dict[str, Any]) -> int:
+    """Prompt and output tokens of the requests that were computed."""
+    tokens: int = summary["prompt_tokens"] + summary["output_tokens"]
+    merged: int = summary["merged_prompt_tokens"] + summary["merged_output_tokens"]
+    return tokens - merged
+
+
+def run(place: Path, prompts: Sequence[str], dedupe: str) -> dict[str, Any]:
+    """Run a job of these prompts. Returns its summary."""
+    source, output = place / "in.jsonl", place / "out.jsonl"
+    source.write_bytes(b"".join(line(i, text) for i, text in enumerate(prompts)))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "sglang_batch", "run", "--overwrite"),
+            *("-i", str(source), "-o", str(output), f"--dedupe={dedupe}"),
+            *(f"--model-path={place / 'model'}", "--served-model-name=demo", *ENGINE),
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def line(number: int, text: str) -> bytes:
+    body = {"model": "demo", "prompt": text, "max_tokens": 8, "temperature": 0}
+    body |= {"ignore_eos": True}
+    entry = {"custom_id": f"line-{number}", "method": "POST", "url": URL, "body": body}
+    return json.dumps(entry).encode() + b"\n"
+
+
+class _Lines:
+    """Requests that take no memory, none equal to another."""
+
+    def __getitem__(self, index: int) -> BatchRequestInput:
+        body = json.loads(line(index, f"Question {index}"))["body"]
+        return BatchRequestInput(index, f"{index}", URL, json.dumps(body).encode())
+
+
+def memory(num_lines: int) -> Figure:
+    """What is kept while a job without equal lines is searched, and while it runs."""
+    numbers = np.arange(num_lines)
+    find_equal(_Lines(), numbers[:100])
+    tracemalloc.start()
+    found = find_equal(_Lines(), numbers)
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert not found.num_merged
+    return Figure(
+        "nothing equal: bytes a line while lines are compared", peak / num_lines,
+        target=("<=", 16), note=f"{kept / num_lines:.1f} afterwards",
+    )  # fmt: skip

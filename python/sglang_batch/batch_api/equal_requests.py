@@ -1,0 +1,151 @@
+"""Requests of a job that must have equal answers: one of them is computed for all.
+
+Two requests are equal if endpoint and body are, whatever the order of the body's keys, and apart
+from ``user``. Below the first level the order of keys counts: it is that of a tool's or a schema's text in
+the prompt. Their answers must be equal where nothing is drawn at random, or all of it from the same
+seed. Requests whose sampling is left to a default are not merged, as the default may be the
+model's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from ..request import BatchRequestInput, RequestOutput
+
+Sink = Callable[[BatchRequestInput, RequestOutput], None]
+
+# Endpoints whose answers have nothing random.
+_EXACT = {"/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/classify"}
+# A body without any of these leaves its sampling to defaults.
+_SAMPLING = (b"temperature", b"top_k", b"seed")
+# Hashes compared at once.
+_BLOCK = 1 << 16
+
+
+class _Requests(Protocol):
+    def __getitem__(self, index: int) -> BatchRequestInput: ...
+
+
+def request_key(request: BatchRequestInput) -> bytes | None:
+    """16 bytes, the same for equal requests. None if its answer may differ from theirs."""
+    exact = request.url in _EXACT
+    if not exact and not any(name in request.body for name in _SAMPLING):
+        return None
+    try:
+        body = orjson.loads(request.body)
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(body, dict) or not (exact or _is_settled(body)):
+        return None
+    body.pop("user", None)
+    fields = orjson.dumps([request.url, sorted(body.items(), key=lambda item: item[0])])
+    return hashlib.blake2b(fields, digest_size=16).digest()
+
+
+def _is_settled(body: dict[str, Any]) -> bool:
+    """Whether nothing is drawn, or all of it from a seed."""
+    temperature, top_k, seed = (
+        body.get(key) for key in ("temperature", "top_k", "seed")
+    )
+    numbers = (temperature, top_k, seed)
+    if any(isinstance(value, bool) for value in numbers):
+        return False
+    return temperature == 0 or top_k == 1 or isinstance(seed, int)
+
+
+@dataclass(frozen=True, slots=True)
+class EqualRequests:
+    """The requests of a job that are computed, and those that get their answers.
+
+    todo: int64, numbers of the former, in the order given.
+    merged: the numbers of the latter, by that of the request whose answer they get.
+    """
+
+    todo: NDArray[np.int64]
+    merged: dict[int, NDArray[np.int64]]
+    requests: _Requests
+
+    @property
+    def num_merged(self) -> int:
+        return sum(map(len, self.merged.values()))
+
+    def sharing(self, sink: Sink) -> Sink:
+        """A sink that passes each answer on to all that are equal."""
+
+        def share(request: BatchRequestInput, output: RequestOutput) -> None:
+            sink(request, output)
+            others = self.merged.get(request.index)
+            if others is None:
+                return
+            shared = dataclasses.replace(output, merged_with=request.custom_id)
+            for number in others.tolist():
+                sink(self.requests[number], shared)
+
+        return share
+
+
+def find_equal(
+    requests: _Requests,
+    todo: Sequence[int] | NDArray[np.int64],
+    dedupe: str = "auto",
+    first: Iterable[int] = (),
+) -> EqualRequests:
+    """Find equal requests among those of ``todo``. Takes 16 bytes for each.
+
+    The first of equal requests is computed.
+
+    Args:
+        dedupe: the setting of :class:`~sglang_batch.config.OfflineBatchConfig`.
+        first: numbers of requests that come before all others.
+    """
+    numbers = np.asarray(todo, np.int64)
+    if dedupe == "off":
+        return EqualRequests(numbers, {}, requests)
+    before = set(first)
+    if before:
+        early = np.isin(numbers, list(before))
+        numbers = np.concatenate([numbers[early], numbers[~early]])
+    hashes = np.zeros(len(numbers), np.uint64)
+    for place in range(len(numbers)):
+        key = request_key(requests[int(numbers[place])])
+        if key is not None:
+            hashes[place] = int.from_bytes(key[:8], "little") or 1
+    merged: dict[int, NDArray[np.int64]] = {}
+    for places in _places_of_equal(hashes):
+        alike: dict[bytes | None, list[int]] = {}
+        for number in numbers[places].tolist():
+            # The hash has half of the key.
+            alike.setdefault(request_key(requests[number]), []).append(number)
+        for computed, *others in alike.values():
+            if others:
+                merged[computed] = np.array(others, np.int64)
+    if not merged:
+        return EqualRequests(np.asarray(todo, np.int64), {}, requests)
+    dropped = np.concatenate(list(merged.values()))
+    kept = np.setdiff1d(np.asarray(todo, np.int64), dropped, assume_unique=True)
+    return EqualRequests(kept, merged, requests)
+
+
+def _places_of_equal(hashes: NDArray[np.uint64]) -> Iterator[NDArray[np.int64]]:
+    """The places of each hash that is there several times, rising. 0 is no hash."""
+    order = hashes.argsort()
+    found = [np.zeros(0, np.int64)]
+    for first in range(0, len(order) - 1, _BLOCK):
+        block = hashes[order[first : first + _BLOCK + 1]]
+        same = (block[1:] == block[:-1]) & (block[1:] != 0)
+        found.append(first + np.flatnonzero(same))
+    equal_to_next = np.concatenate(found)
+    if not len(equal_to_next):
+        return
+    ends = np.flatnonzero(np.diff(equal_to_next) > 1) + 1
+    for stretch in np.split(equal_to_next, ends):
+        yield np.sort(order[stretch[0] : stretch[-1] + 2])

@@ -10,6 +10,15 @@ from .files import atomic_write
 NAME = "epoch"
 
 
+def epoch_after(last: int) -> int:
+    """An epoch above ``last``, and above those of heads that began earlier elsewhere.
+
+    By the clock, in milliseconds: two heads that know nothing of each other should not begin
+    in the same one.
+    """
+    return max(last + 1, time.time_ns() // 1_000_000)
+
+
 def next_epoch(directory: Path) -> int:
     """The epoch of a head that keeps its state in ``directory``, written there.
 
@@ -17,7 +26,7 @@ def next_epoch(directory: Path) -> int:
     """
     path = directory / NAME
     last = int(path.read_bytes()) if path.exists() else 0
-    epoch = max(last + 1, int(time.time()))
+    epoch = epoch_after(last)
     with atomic_write(path) as file:
         file.write(str(epoch).encode())
     return epoch

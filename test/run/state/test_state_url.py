@@ -76,9 +76,14 @@ def test_a_damaged_part_is_named(tmp_path: Path) -> None:
     claim = state.claim(None, ())
     state.put_part(claim, 1, b"a\n" * 1000)
     (part,) = (tmp_path / "parts").iterdir()
+    state.put_part(claim, 2, b"b\n")
     os.truncate(part, part.stat().st_size - 5)
-    with pytest.raises(StoreError, match=f"{part.name} is damaged"):
+    with pytest.raises(StoreError, match=f"{part.name} is damaged .*; remove it"):
         records(state)
+    part.unlink()
+    assert records(state) == b"b\n"
+    # As do the heads that come after it.
+    assert b"".join(state.records(state.parts(state.claim(claim, (part.name,))))) == b""
 
 
 def test_removed_parts_are_gone(state: StateUrl) -> None:

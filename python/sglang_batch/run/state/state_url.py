@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +28,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ...errors import ConfigError, StoreError
 from ...inputs import urls
+from ...store.epochs import epoch_after
 from ...store.files import atomic_write
 
 # Parts read at once: stores answer many requests at a time.
@@ -100,8 +100,8 @@ class StateUrl:
 
     def claim(self, last: Claim | None, parts: tuple[str, ...]) -> Claim:
         """Run the job from here on, in place of the head of ``last``."""
-        epoch = max(0 if last is None else last.epoch + 1, int(time.time()))
-        head = f"{epoch:012d}-{secrets.token_hex(4)}"
+        epoch = epoch_after(0 if last is None else last.epoch)
+        head = f"{epoch:015d}-{secrets.token_hex(4)}"
         claim = Claim(epoch=epoch, head=head, host=socket.gethostname(), parts=parts)
         self.put(f"{_HEADS}/{head}.json", msgspec.json.encode(claim))
         return claim
@@ -130,8 +130,9 @@ class StateUrl:
 
     def parts(self, claim: Claim) -> tuple[str, ...]:
         """The names of all parts that count, in their order."""
-        own = [x for x in self._names(_PARTS) if x.startswith(f"{claim.head}-")]
-        return (*claim.parts, *own)
+        names = self._names(_PARTS)
+        listed = set(claim.parts)
+        return tuple(x for x in names if x in listed or x.startswith(f"{claim.head}-"))
 
     def put_part(self, claim: Claim, number: int, records: bytes) -> None:
         """Write a part of a head. A number may be written again with the same records."""
@@ -151,7 +152,9 @@ class StateUrl:
                 try:
                     yield zstandard.ZstdDecompressor().decompress(data)
                 except zstandard.ZstdError as error:
-                    raise StoreError(f"{path} is damaged: {error}") from None
+                    raise StoreError(
+                        f"{path} is damaged ({error}); remove it, and its lines run again."
+                    ) from None
 
     def remove_parts(self) -> None:
         """Remove all parts. Some may stay: they do no harm."""

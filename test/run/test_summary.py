@@ -126,3 +126,30 @@ def test_a_recorded_summary_is_read_back(tmp_path: Path) -> None:
     log, before = resumed_log(tmp_path / "log")
     summary = Summary.of_log(log, before, seconds=2.0)
     assert Summary.of_record(json.loads(summary.as_json())) == summary
+
+
+def test_merged_requests_are_counted_and_in_no_rate(tmp_path: Path) -> None:
+    log = ResultLog(tmp_path / "log", 3)
+    usage = Usage(input_tokens=100, cached_tokens=60, output_tokens=10)
+    log.put(0, answer("a"), ok=True, usage=usage)
+    log.put(1, answer("b"), ok=True, usage=usage, merged=True)
+    log.put(2, answer("c"), ok=True, usage=usage, merged=True)
+    log.close()
+    log = ResultLog(tmp_path / "log", 3)  # as a run that resumes the job reads it
+    summary = Summary.of_log(log, Counts(), seconds=2.0)
+    assert (summary.completed, summary.merged) == (3, 2)
+    assert (summary.prompt_tokens, summary.merged_prompt_tokens) == (300, 200)
+    assert (summary.output_tokens, summary.merged_output_tokens) == (30, 20)
+    assert summary.merged_cached_tokens == 120
+    assert summary.cached_share == 0.6
+    assert summary.output_tokens_per_second == 5.0
+    assert summary.computed_tokens_per_second == 20.0
+    assert "2, equal to others: 200 prompt and 20 output" in summary.as_table()
+    assert (
+        "merged"
+        not in Summary.of_log(
+            ResultLog(tmp_path / "none", 0), Counts(), seconds=1.0
+        ).as_table()
+    )
+    assert Summary.of_record(summary.as_dict()) == summary
+    log.close()

@@ -80,6 +80,16 @@ def test_the_order_of_keys_counts_where_it_is_in_the_prompt() -> None:
     assert raw(tools % '{"x": 1, "y": 2}') != raw(tools % '{"y": 2, "x": 1}')
 
 
+def test_a_call_of_a_program_has_its_sampling_in_an_object() -> None:
+    greedy = '{"text": "a", "sampling_params": {"temperature": 0}}'
+    assert raw(greedy, "/generate") == raw(greedy, "/generate") is not None
+    seeded = '{"text": "a", "sampling_params": {"sampling_seed": 1}}'
+    assert raw(seeded, "/generate") is not None
+    for params in ('{"temperature": 1}', "null", "[]", "{}"):
+        body = '{"text": "a", "temperature": 0, "sampling_params": %s}'
+        assert raw(body % params, "/generate") is None
+
+
 @pytest.mark.parametrize("body", ["[]", "{", '{"temperature": 0, "x": NaN}', '"seed"'])
 def test_what_cannot_be_read_is_equal_to_nothing(body: str) -> None:
     assert raw(body) is None

@@ -13,7 +13,7 @@ from batch_service import (
     submit,
     until_over,
 )
-from builders import ids_of, make_body, make_line, run
+from builders import Answers, ids_of, make_body, make_line, make_request, run
 from fake_engine import FakeEngine
 
 from sglang_batch.batch_api.protocol import error_body
@@ -102,5 +102,21 @@ def test_lines_that_equal_a_suspect_wait_for_it(tmp_path: Path) -> None:
             died = errors[0]["response"]["body"]["error"]
             assert died["code"] == "engine_died"
             assert set(died) == set(error_body("")["error"])
+
+    run(scenario())
+
+
+def test_equal_calls_of_a_wave_are_one(tmp_path: Path) -> None:
+    requests = [make_request(i, text, temperature=0) for i, text in enumerate("abaab")]
+
+    async def scenario() -> None:
+        engine = FakeEngine()
+        async with running_service(tmp_path, engine) as service:
+            answers = Answers()
+            async for request, output in service.run_requests("wave_1", requests):
+                answers(request, output)
+            assert sorted(engine.executed) == ["r0", "r1"]
+            assert sorted(answers) == ids_of(range(5))
+            assert answers["r3"].body == answers["r0"].body
 
     run(scenario())

@@ -53,9 +53,11 @@ def request_key(request: BatchRequestInput) -> bytes | None:
 
 def _is_settled(body: dict[str, Any]) -> bool:
     """Whether nothing is drawn, or all of it from a seed."""
-    temperature, top_k, seed = (
-        body.get(key) for key in ("temperature", "top_k", "seed")
-    )
+    params = body.get("sampling_params", body)  # as SGLang's own endpoint has them
+    if not isinstance(params, dict):
+        return False
+    temperature, top_k = params.get("temperature"), params.get("top_k")
+    seed = params.get("seed", params.get("sampling_seed"))
     numbers = (temperature, top_k, seed)
     if any(isinstance(value, bool) for value in numbers):
         return False

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from ..batch_api.equal_requests import find_equal
 from ..batch_api.protocol import INTERACTIVE_PRIORITY
 from ..config import OfflineBatchConfig
 from ..engine import GENERATE_URL, WAVE_PATH
@@ -185,14 +186,17 @@ class EngineTransport:
             BatchRequestInput(index, str(index), GENERATE_URL, body)
             for index, body in enumerate(bodies)
         ]
+        equal = find_equal(requests, range(len(requests)), self._config.dedupe)
         await Job(
             f"wave_{uuid.uuid4().hex}",
             requests,
-            range(len(requests)),
+            equal.todo,
             self._engine,
             self._config,
-            lambda request, output: on_answer(
-                request.index, output.status_code, output.body
+            equal.sharing(
+                lambda request, output: on_answer(
+                    request.index, output.status_code, output.body
+                )
             ),
             priority=self._priority,
         ).run()

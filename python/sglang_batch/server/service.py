@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 from ..access.keys import UNLIMITED, Allowance
 from ..access.usage import add_usage, check_limits, used_today
 from ..batch_api import protocol as api
+from ..batch_api.equal_requests import find_equal
 from ..batch_api.jsonl import count_lines
 from ..config import OfflineBatchConfig
 from ..engine import Engine
@@ -280,14 +281,17 @@ class BatchService:
         )
         if self._engine is None or self.runner is None:
             raise StoreError("the batch service has not been started")
+        equal = await asyncio.to_thread(
+            find_equal, requests, range(len(requests)), self.config.dedupe
+        )
         with self.runner.share.wave() as limit:
             job = Job(
                 job_id,
                 requests,
-                range(len(requests)),
+                equal.todo,
                 self._engine,
                 self.config,
-                lambda request, output: answers.put_nowait((request, output)),
+                equal.sharing(lambda *answer: answers.put_nowait(answer)),
                 limit=limit,
                 priority=priority,
             )

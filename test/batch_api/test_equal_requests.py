@@ -90,6 +90,15 @@ def test_a_call_of_a_program_has_its_sampling_in_an_object() -> None:
         assert raw(body % params, "/generate") is None
 
 
+def test_a_body_of_any_depth_and_with_any_number_has_a_key() -> None:
+    deep = "[" * 900 + "]" * 900
+    assert raw('{"temperature": 0, "x": ' + deep + "}") is not None
+    long = '{"temperature": 0, "prompt": "a", "x": %d}'
+    assert raw(long % (10**30)) != raw(long % (10**30 + 1))
+    # Names and values do not run into each other.
+    assert raw('{"temperature": 0, "ab": 1}') != raw('{"temperature": 0, "a": "b1"}')
+
+
 @pytest.mark.parametrize("body", ["[]", "{", '{"temperature": 0, "x": NaN}', '"seed"'])
 def test_what_cannot_be_read_is_equal_to_nothing(body: str) -> None:
     assert raw(body) is None

@@ -1,8 +1,8 @@
 """Requests of a job that must have equal answers: one of them is computed for all.
 
 Two requests are equal if endpoint and body are, whatever the order of the body's keys, and apart
-from ``user``. Below the first level the order of keys counts: it is that of a tool's or a schema's text in
-the prompt. Their answers must be equal where nothing is drawn at random, or all of it from the same
+from ``user``. Values are compared byte for byte: the order of keys in a tool or a schema is that of
+its text in the prompt. Their answers must be equal where nothing is drawn at random, or all of it from the same
 seed. Requests whose sampling is left to a default are not merged, as the default may be the
 model's own.
 """
@@ -13,10 +13,10 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+import msgspec
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from ..request import BatchRequestInput, RequestOutput
@@ -26,7 +26,10 @@ Sink = Callable[[BatchRequestInput, RequestOutput], None]
 # Endpoints whose answers have nothing random.
 _EXACT = {"/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/classify"}
 # A body without any of these leaves its sampling to defaults.
-_SAMPLING = (b"temperature", b"top_k", b"seed")
+_SAMPLING = ("temperature", "top_k", "seed", "sampling_seed")
+_NAMES = tuple(name.encode() for name in _SAMPLING)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_number = msgspec.json.Decoder(int | float | None)
 # Hashes compared at once.
 _BLOCK = 1 << 16
 
@@ -38,30 +41,38 @@ class _Requests(Protocol):
 def request_key(request: BatchRequestInput) -> bytes | None:
     """16 bytes, the same for equal requests. None if its answer may differ from theirs."""
     exact = request.url in _EXACT
-    if not exact and not any(name in request.body for name in _SAMPLING):
+    if not exact and not any(name in request.body for name in _NAMES):
         return None
     try:
-        body = orjson.loads(request.body)
-    except orjson.JSONDecodeError:
+        fields = _fields.decode(request.body)
+        if not exact and not _is_settled(fields):
+            return None
+    except msgspec.DecodeError:
         return None
-    if not isinstance(body, dict) or not (exact or _is_settled(body)):
-        return None
-    body.pop("user", None)
-    fields = orjson.dumps([request.url, sorted(body.items(), key=lambda item: item[0])])
-    return hashlib.blake2b(fields, digest_size=16).digest()
+    fields.pop("user", None)
+    key = hashlib.blake2b(request.url.encode(), digest_size=16)
+    for name in sorted(fields):
+        # Lengths tell where a name and a value end.
+        key.update(b"%d %d " % (len(name), len(fields[name])))
+        key.update(name.encode())
+        key.update(fields[name])
+    return key.digest()
 
 
-def _is_settled(body: dict[str, Any]) -> bool:
-    """Whether nothing is drawn, or all of it from a seed."""
-    params = body.get("sampling_params", body)  # as SGLang's own endpoint has them
-    if not isinstance(params, dict):
-        return False
-    temperature, top_k = params.get("temperature"), params.get("top_k")
-    seed = params.get("seed", params.get("sampling_seed"))
-    numbers = (temperature, top_k, seed)
-    if any(isinstance(value, bool) for value in numbers):
-        return False
-    return temperature == 0 or top_k == 1 or isinstance(seed, int)
+def _is_settled(body: dict[str, msgspec.Raw]) -> bool:
+    """Whether nothing is drawn, or all of it from a seed.
+
+    Raises:
+        msgspec.DecodeError: the values are none that an engine takes.
+    """
+    params = body
+    if "sampling_params" in body:  # as SGLang's own endpoint has them
+        params = _fields.decode(body["sampling_params"])
+    temperature, top_k, seed, own_seed = (
+        _number.decode(params[name]) if name in params else None for name in _SAMPLING
+    )
+    seeded = isinstance(seed, int) or isinstance(own_seed, int)
+    return temperature == 0 or top_k == 1 or seeded
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ def test_cancelling_keeps_what_is_finished(offline_server: Server) -> None:
     api = client(offline_server.url)
     total = 600
     lines = [
-        line(f"l{i}", {**QUESTION, "max_tokens": 200, "ignore_eos": True})
+        line(f"l{i}", {**QUESTION, "seed": i, "max_tokens": 200, "ignore_eos": True})
         for i in range(total)
     ]
     batch = submit(api, jsonl(lines))
@@ -166,7 +166,9 @@ def test_cancelling_keeps_what_is_finished(offline_server: Server) -> None:
 
 def test_online_requests_are_served_beside_a_batch(offline_server: Server) -> None:
     api = client(offline_server.url)
-    lines = [line(f"l{i}", {**QUESTION, "max_tokens": 60}) for i in range(200)]
+    lines = [
+        line(f"l{i}", {**QUESTION, "seed": i, "max_tokens": 60}) for i in range(200)
+    ]
     batch_id = submit(api, jsonl(lines)).id
     answer = api.chat.completions.create(model="demo", **SHORT)
     assert answer.usage is not None and answer.usage.completion_tokens > 0

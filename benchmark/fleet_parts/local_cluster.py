@@ -52,7 +52,7 @@ class LocalCluster:
             ray.shutdown()
 
     def kill_node(self) -> None:
-        """Kill the raylet of a node, with all that it has started."""
+        """Kill the raylet of a node. Its engine works on until Ray gives the node up."""
         self._kill_processes(self._nodes.pop(0), "raylet")
 
     def add_node(self) -> None:

@@ -36,7 +36,7 @@ class Log:
         log = cls()
         whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         for record in whole:
-            index, _, _, line = json.loads(record)
+            index, _, _, line, *_ = json.loads(record)
             log.repeated += index in log.answers
             log.answers.setdefault(index, line)
         return log

@@ -24,7 +24,7 @@ import numpy as np
 import uvloop
 from report import Figure, print_table
 
-from sglang_batch.batch_api.jsonl import FileErrors, validate
+from sglang_batch.batch_api.jsonl import BatchFile, FileErrors, validate
 from sglang_batch.batch_api.line_checks import LineRules
 from sglang_batch.batch_api.lines import result_line
 from sglang_batch.config import OfflineBatchConfig
@@ -35,6 +35,7 @@ from sglang_batch.fleet.session_ends import MAX_PER_CALL, HeadEnd
 from sglang_batch.job.bucketed_job import BucketedJob
 from sglang_batch.job.dispatcher import Dispatcher
 from sglang_batch.job.job_planner import JobPlanner
+from sglang_batch.job.prompt_buckets import deal_requests
 from sglang_batch.planner.requests import PlanRequests
 from sglang_batch.request import (
     BatchRequestInput,
@@ -53,7 +54,9 @@ from .simulated_fleet import MACHINE, URL, World
 RECORDS, LINES = 1_000_000, 20_000
 MEMORY_LINES = (1_000_000, 10_000_000)
 # Lines of a job that runs in one piece and in buckets, and of a bucket.
-JOB_LINES, BUCKET = 100_000, 10_000
+JOB_LINES, BUCKET = 40_000, 4_000
+# Lines dealt to buckets.
+DEALT_LINES = 300_000
 # Bytes of an answer: a chat completion of about 100 tokens.
 _TEXT = "word " * 100
 
@@ -66,6 +69,7 @@ def measure(quick: bool) -> list[Figure]:
         uvloop.run(lines(LINES // scale)),
         *memory(tuple(count // scale for count in MEMORY_LINES)),
         *buckets(JOB_LINES // scale, BUCKET // scale),
+        dealing(DEALT_LINES // scale),
     ]
 
 
@@ -198,6 +202,33 @@ def buckets(num_lines: int, bucket: int) -> list[Figure]:
     ]  # fmt: skip
 
 
+def dealing(num_lines: int) -> Figure:
+    """Lines a second from a file to their buckets, without rendering them."""
+    with tempfile.TemporaryDirectory(prefix="bench-fleet-") as scratch:
+        requests = _file(Path(scratch) / "input.jsonl", num_lines)
+        deal_requests(MadeLines(1000), 100, 0)  # compiles
+        begun = time.perf_counter()
+        found = deal_requests(requests, num_lines // 10, 0)
+        seconds = time.perf_counter() - begun
+    return Figure(
+        "lines dealt to buckets a second", num_lines / seconds,
+        note=f"{len(found)} buckets",
+    )  # fmt: skip
+
+
+def _file(path: Path, num_lines: int) -> BatchFile:
+    """A file of lines that are no larger than they must be."""
+    with open(path, "w") as file:
+        for i in range(num_lines):
+            file.write(
+                f'{{"custom_id": "line-{i}", "method": "POST", "url": "{URL}", '
+                f'"body": {{"model": "m", "prompt": "q{i}"}}}}\n'
+            )
+    requests = validate(path, LineRules(models=None, require_model=False))
+    assert not isinstance(requests, FileErrors)
+    return requests
+
+
 def _in_new_process(what: str, num_lines: int) -> int:
     """Peak bytes of a process that does this, above those of one that does nothing."""
     peaks = []
@@ -213,15 +244,7 @@ def _in_new_process(what: str, num_lines: int) -> int:
 def keep(num_lines: int) -> None:
     """What a head has of a job from its files, once all lines are answered."""
     with tempfile.TemporaryDirectory(prefix="bench-fleet-") as scratch:
-        path = Path(scratch) / "input.jsonl"
-        with open(path, "w") as file:
-            for i in range(num_lines):
-                file.write(
-                    f'{{"custom_id": "line-{i}", "method": "POST", "url": "{URL}", '
-                    f'"body": {{"model": "m", "prompt": "q{i}"}}}}\n'
-                )
-        requests = validate(path, LineRules(models=None, require_model=False))
-        assert not isinstance(requests, FileErrors)
+        requests = _file(Path(scratch) / "input.jsonl", num_lines)
         log = ResultLog(Path(scratch) / "results.jsonl", num_lines)
         engine: Any = None
         dispatcher = Dispatcher(
@@ -231,6 +254,7 @@ def keep(num_lines: int) -> None:
         answer = b'{"a": 1}'
         for i in range(num_lines):
             log.put(i, answer, ok=True, usage=Usage(1, 1, 1, 0))
+        assert len(requests) == num_lines  # kept until now, as in a run
         log.close()
 
 

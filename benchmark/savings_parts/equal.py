@@ -123,6 +123,12 @@ def line(number: int, text: str) -> bytes:
 class _Lines:
     """Requests that take no memory, none equal to another."""
 
+    def __init__(self, num_lines: int) -> None:
+        self._num_lines = num_lines
+
+    def __len__(self) -> int:
+        return self._num_lines
+
     def __getitem__(self, index: int) -> BatchRequestInput:
         body = json.loads(line(index, f"Question {index}"))["body"]
         return BatchRequestInput(index, f"{index}", URL, json.dumps(body).encode())
@@ -131,9 +137,9 @@ class _Lines:
 def memory(num_lines: int) -> Figure:
     """What is kept while a job without equal lines is searched, and while it runs."""
     numbers = np.arange(num_lines)
-    find_equal(_Lines(), numbers[:100])
+    find_equal(_Lines(100), numbers[:100])
     tracemalloc.start()
-    found = find_equal(_Lines(), numbers)
+    found = find_equal(_Lines(num_lines), numbers)
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert not found.num_merged

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +109,15 @@ class RequestOutput:
     @property
     def ok(self) -> bool:
         return self.status_code < 400
+
+
+class Requests(Protocol):
+    """The requests of a job, by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> BatchRequestInput: ...
+
+
+Sink = Callable[[BatchRequestInput, RequestOutput], None]
+"""Takes the answer of a request."""

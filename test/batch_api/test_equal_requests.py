@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_batch.batch_api.equal_requests import find_equal, request_key
 from sglang_batch.batch_api.lines import result_line
+from sglang_batch.job.prompt_buckets import prompt_text
 from sglang_batch.request import BatchRequestInput, RequestOutput
 
 EMBEDDINGS = "/v1/embeddings"
@@ -97,6 +98,14 @@ def test_a_body_of_any_depth_and_with_any_number_has_a_key() -> None:
     assert raw(long % (10**30)) != raw(long % (10**30 + 1))
     # Names and values do not run into each other.
     assert raw('{"temperature": 0, "ab": 1}') != raw('{"temperature": 0, "a": "b1"}')
+
+
+def test_bytes_that_are_no_text_and_any_depth_end_nothing() -> None:
+    bodies = [b'{"seed": 1, "x": %b}' % (b"[" * 99_999), b'{"seed": 1, "\xff": 1}']
+    for body in bodies:
+        made = BatchRequestInput(0, "a", CHAT, body)
+        assert request_key(made) is None
+        assert prompt_text(made) == b""
 
 
 @pytest.mark.parametrize("body", ["[]", "{", '{"temperature": 0, "x": NaN}', '"seed"'])

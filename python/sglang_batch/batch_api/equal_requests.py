@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..request import BatchRequestInput, RequestOutput
-
-Sink = Callable[[BatchRequestInput, RequestOutput], None]
+from ..request import BatchRequestInput, RequestOutput, Requests, Sink
 
 # Endpoints whose answers have nothing random.
 _EXACT = {"/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/classify"}
@@ -34,10 +31,6 @@ _number = msgspec.json.Decoder(int | float | None)
 _BLOCK = 1 << 16
 
 
-class _Requests(Protocol):
-    def __getitem__(self, index: int) -> BatchRequestInput: ...
-
-
 def request_key(request: BatchRequestInput) -> bytes | None:
     """16 bytes, the same for equal requests. None if its answer may differ from theirs."""
     exact = request.url in _EXACT
@@ -47,7 +40,7 @@ def request_key(request: BatchRequestInput) -> bytes | None:
         fields = _fields.decode(request.body)
         if not exact and not _is_settled(fields):
             return None
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     fields.pop("user", None)
     key = hashlib.blake2b(request.url.encode(), digest_size=16)
@@ -63,7 +56,7 @@ def _is_settled(body: dict[str, msgspec.Raw]) -> bool:
     """Whether nothing is drawn, or all of it from a seed.
 
     Raises:
-        msgspec.DecodeError: the values are none that an engine takes.
+        msgspec.DecodeError: a value is none that an engine takes.
     """
     params = body
     if "sampling_params" in body:  # as SGLang's own endpoint has them
@@ -85,7 +78,7 @@ class EqualRequests:
 
     todo: NDArray[np.int64]
     merged: dict[int, NDArray[np.int64]]
-    requests: _Requests
+    requests: Requests
 
     @property
     def num_merged(self) -> int:
@@ -107,12 +100,12 @@ class EqualRequests:
 
 
 def find_equal(
-    requests: _Requests,
+    requests: Requests,
     todo: Sequence[int] | NDArray[np.int64],
     dedupe: str = "auto",
     first: Iterable[int] = (),
 ) -> EqualRequests:
-    """Find equal requests among those of ``todo``. Takes 16 bytes for each.
+    """Find equal requests among those of ``todo``, with a hash and a place for each.
 
     The first of equal requests is computed.
 

@@ -11,6 +11,8 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import uvloop
+
 from ..errors import ConfigError
 from ..fleet.fleet_engine import FleetEngine
 from ..fleet.head_state import HeadState
@@ -176,7 +178,6 @@ def ray_engine(
         ConfigError: there is no cluster, or too little room.
     """
     import ray
-    import uvloop
 
     from .ray_place import RayPlace
 

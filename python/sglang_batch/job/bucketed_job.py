@@ -20,11 +20,10 @@ from ..config import OfflineBatchConfig
 from ..engine import Engine
 from ..planner.requests import Int64s
 from ..policies import POLICY_TABLE
-from ..request import BatchRequestInput, RequestOutput
-from .dispatcher import Sink
+from ..request import BatchRequestInput, RequestOutput, Requests, Sink
 from .job import Job, sharing_ratio
 from .prompt_buckets import deal_requests
-from .rendering import Indices, Requests
+from .rendering import Indices
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ import numpy as np
 from ..config import OfflineBatchConfig
 from ..engine import Engine, PreparedRequest, ReplicaLost
 from ..planner.requests import LEFT, RIGHT, Int32s, Int64s
-from ..request import BatchRequestInput, RequestOutput
+from ..request import BatchRequestInput, RequestOutput, Sink
 from .answer_feedback import AnswerFeedback
 from .inflight_limit import InflightLimit
 from .job_shards import JobProgress
@@ -31,7 +31,6 @@ from .rendering import Rendered
 from .replicas import Replica, SendQueue, divide_window
 from .shard_plan import ShardPlan
 
-Sink = Callable[[BatchRequestInput, RequestOutput], None]
 # Renders one request of the job, by its number.
 Render = Callable[[int], Coroutine[Any, Any, Rendered]]
 # A replica that runs dry gets no more while the unsent requests are over this share of those

@@ -18,12 +18,12 @@ import numpy as np
 from ..config import OfflineBatchConfig
 from ..engine import Engine
 from ..policies import POLICY_TABLE
-from ..request import RequestOutput
+from ..request import RequestOutput, Requests, Sink
 from ..scheduling.job_plan import unplanned
-from .dispatcher import Dispatcher, Sink
+from .dispatcher import Dispatcher
 from .inflight_limit import InflightLimit
 from .live_plan import LivePlan
-from .rendering import Indices, JobRenderer, Rendered, Requests
+from .rendering import Indices, JobRenderer, Rendered
 from .retrying_engine import retrying
 
 

@@ -20,8 +20,7 @@ from ..planner.buckets.splitters import (
     sample_numbers,
 )
 from ..planner.requests import Int32s, Int64s
-from ..request import BatchRequestInput
-from .rendering import Requests
+from ..request import BatchRequestInput, Requests
 
 # Bytes of text compared at once, and of the sample. Four times as much is in memory.
 MAX_BYTES = 1 << 26
@@ -55,7 +54,7 @@ def prompt_text(request: BatchRequestInput) -> bytes:
     """The text that a request's prompt begins with, as JSON."""
     try:
         prompt = _decoder.decode(request.body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return b""
     return b"".join(getattr(prompt, name) for name in _FIELDS)[:PROMPT_BYTES]
 

@@ -14,14 +14,13 @@ from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..engine import Engine, PreparedRequest
 from ..planner.requests import UNKNOWN, Int64s, PlanRequests
-from ..request import BatchRequestInput, RequestOutput, engine_request_id
+from ..request import BatchRequestInput, RequestOutput, Requests, engine_request_id
 from ..store.token_spool import RecordSpool, TokenSpool
 
 # For requests that declare no limit. Longer than any context.
@@ -34,14 +33,6 @@ KEPT_TOKENS = 1 << 21
 Indices = Sequence[int] | NDArray[np.int64]
 # A request with its rendered form, or with its error if it cannot be rendered.
 Rendered = tuple[BatchRequestInput, PreparedRequest | RequestOutput]
-
-
-class Requests(Protocol):
-    """The requests of a job, by index."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> BatchRequestInput: ...
 
 
 @dataclass(frozen=True, slots=True)

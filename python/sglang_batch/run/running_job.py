@@ -220,6 +220,8 @@ class RunningJob:
 
     async def _share_regularly(self, stop: asyncio.Event) -> None:
         """Write results to the state's URL. Stop the job if another run has taken it over."""
+        if self._directory.shared is None:
+            return
         failing = False
         while True:
             await asyncio.sleep(SHARE_EVERY_S)

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import uvloop
+
 from ...errors import ConfigError
 from ..head_state import HeadState
 from .http_place import CONNECT_S, HttpPlace
@@ -57,8 +59,6 @@ def http_engine(
     urls: Sequence[str], api_key: str | None, head: HeadState
 ) -> Iterator[tuple[FleetEngine, asyncio.AbstractEventLoop]]:
     """The engines of the servers at these URLs, and the event loop for calls to them."""
-    import uvloop
-
     from ..fleet_engine import FleetEngine  # takes half a second to import
 
     loop = uvloop.new_event_loop()

@@ -35,11 +35,7 @@ class _Place(msgspec.Struct, kw_only=True):
 
 
 class SharedState:
-    """The state of a job in ``directory``, and at a URL.
-
-    Raises:
-        ConfigError: the URL cannot be written.
-    """
+    """The state of a job in ``directory``, and at a URL."""
 
     def __init__(self, state: StateUrl, directory: Path) -> None:
         self._state = state

@@ -24,7 +24,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 import zstandard
-from fsspec.implementations.local import LocalFileSystem
 
 from ...errors import ConfigError, StoreError
 from ...inputs import urls
@@ -64,8 +63,7 @@ class StateUrl:
     Every method raises :class:`StoreError` if the store does not answer, or refuses.
 
     Raises:
-        ConfigError: the scheme is unknown or its package is missing, or nothing can be
-            written there.
+        ConfigError: the scheme is unknown, is HTTP, or its package is missing.
     """
 
     def __init__(self, url: str) -> None:
@@ -77,6 +75,9 @@ class StateUrl:
             )
         self._files, root = urls.filesystem(url)
         self._root = str(root).rstrip("/")
+        from fsspec.implementations.local import LocalFileSystem
+
+        self._is_local = isinstance(self._files, LocalFileSystem)
 
     def __str__(self) -> str:
         return urls.shown(self.url) if urls.is_url(self.url) else self.url
@@ -115,7 +116,10 @@ class StateUrl:
         try:
             return msgspec.json.decode(data or b"", type=Claim)
         except msgspec.DecodeError as error:
-            raise StoreError(f"{self}/{_HEADS}/{names[-1]}: {error}") from None
+            raise StoreError(
+                f"{self}/{_HEADS}/{names[-1]} cannot be read ({error}); remove it, and the "
+                "job resumes from the head before."
+            ) from None
 
     def check_in_force(self, claim: Claim) -> None:
         """Raises :class:`TakenOver` if a later head runs the job."""
@@ -164,7 +168,7 @@ class StateUrl:
     def put(self, name: str, data: bytes) -> None:
         """Write a small file, all of it or nothing."""
         path = self._at(name)
-        if not isinstance(self._files, LocalFileSystem):
+        if not self._is_local:
             self._call(self._files.pipe_file, path, data)
             return
         try:

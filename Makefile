@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # The demo model is so small that a second thread only gets in the way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo demo-embeddings fleet-demo test test-fast lint types unit format constraints clean
+.PHONY: env demo demo-embeddings fleet-demo test test-fast lint types compile unit format constraints clean
 
 env: $(STAMP)
 
@@ -26,7 +26,11 @@ demo-embeddings: env
 fleet-demo: env
 	$(BIN)/python benchmark/fleet_demo.py
 
-test: lint types unit
+# Types are checked on one core while the planner is compiled on another. Otherwise each
+# process of the tests would compile it.
+test: lint
+	$(MAKE) -j 2 types compile
+	$(MAKE) unit
 
 # All but test/srt, the tests that import or start SGLang.
 test-fast: lint types
@@ -38,6 +42,11 @@ lint: env
 
 types: env
 	$(BIN)/mypy
+
+compile: env
+	$(BIN)/python -c "from sglang_batch.config import OfflineBatchConfig as Config; \
+	from sglang_batch.job.planner_compiler import compile_planner; \
+	compile_planner(Config(policy='auto'))"
 
 # Two at a time; by test/conftest.py, files that share a server share a process.
 unit: env

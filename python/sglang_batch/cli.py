@@ -131,6 +131,8 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
             policy=options.policy,
             max_inflight=options.max_inflight,
             dedupe=options.dedupe,
+            enough=options.enough,
+            dollars_per_hour=options.dollars_per_hour,
             skip_invalid=options.skip_invalid,
             server_argv=rest,
             backend=options.backend,

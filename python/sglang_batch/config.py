@@ -101,6 +101,7 @@ _FITS: dict[str, tuple[_Fits, str]] = {
         "a device such as 'cuda:1'",
     ),
     "sleep_on_idle": (lambda v: isinstance(v, bool), "true or false"),
+    "dollars_per_hour": (lambda v: _number(v) and v > 0, "a number of dollars above 0"),
     "max_line_attempts": _FROM_1,
     "line_timeout_s": (lambda v: _number(v) and v > 0, "a number of seconds above 0"),
     "max_batches": _FROM_1,
@@ -151,6 +152,7 @@ _OPTIONAL = {
     "prefetch_device",
     "mixed_chunk",
     "line_timeout_s",
+    "dollars_per_hour",
     "batch_hours",
     "max_batch_requests",
     "max_file_bytes",
@@ -158,6 +160,15 @@ _OPTIONAL = {
     "public_url",
     "api_keys",
 }
+
+
+def dollars(engine_s: float, price: float) -> float:
+    """What seconds of an engine cost.
+
+    Args:
+        price: dollars for an hour.
+    """
+    return round(engine_s * price / 3600, 6)
 
 
 _T = TypeVar("_T")
@@ -262,6 +273,8 @@ class OfflineBatchConfig:
     line_timeout_s: seconds after its first step in the engine when a line without an
         answer is an error. None waits forever.
 
+    dollars_per_hour: what an engine costs, for the costs of batches. None tells seconds alone.
+
     max_batches: batches that a server runs at a time. Batches of a higher priority
         start in addition to them.
     gather_s: seconds that a single call waits for others, to be planned with them. None
@@ -317,6 +330,7 @@ class OfflineBatchConfig:
     sleep_on_idle: bool = True
     max_line_attempts: int = 3
     line_timeout_s: float | None = None
+    dollars_per_hour: float | None = None
     max_batches: int = 4
     gather_s: float | None = None
     batch_hours: str | None = None

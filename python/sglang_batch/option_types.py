@@ -63,6 +63,18 @@ def positive_share(text: str) -> float:
     return value
 
 
+def enough(text: str) -> float:
+    """A share above 0, also as a percentage such as 99%."""
+    value = number(text.removesuffix("%"))
+    if text.endswith("%"):
+        value /= 100
+    if not 0 < value <= 1:
+        raise ArgumentTypeError(
+            f"{text!r} must be a share above 0 and at most 1, such as 0.99 or 99%"
+        )
+    return value
+
+
 def exponent(text: str) -> float:
     value = number(text)
     if not value >= 1:

@@ -42,6 +42,10 @@ POLICY_TABLE = {
     "dfs-weight": Policy(
         "depth-first, at each node the subtree with most requests first"
     ),
+    "dfs-longest": Policy(
+        "depth-first, at each node the subtree with the longest expected answer first",
+        needs_estimates=True,
+    ),
     "dual-scan": Policy(
         "BlendServe's tree sorted by compute density, taken from both ends",
         needs_estimates=True,

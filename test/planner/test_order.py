@@ -207,6 +207,20 @@ def test_dfs_weight_keeps_all_sharing(prompts: list[Prompt]) -> None:
     assert shared_in(prompts, order.requests.tolist()) == most_shared(prompts)
 
 
+def test_dfs_longest_takes_the_subtree_of_the_longest_answer_first() -> None:
+    prompts: list[Prompt] = [(1, 1), (1, 2), (2, 1), (2, 2), (3,), (4,)]
+    order = order_of("dfs-longest", prompts, np.array([1.0, 5.0, 9.0, 2.0, 7.0, 6.0]))
+    assert order.requests.tolist() == [2, 3, 4, 5, 1, 0]
+    assert order_of("dfs-longest", [], np.zeros(0)).requests.tolist() == []
+
+
+@settings(deadline=None)
+@given(PROMPTS, SEEDS)
+def test_dfs_longest_keeps_all_sharing(prompts: list[Prompt], seed: int) -> None:
+    order = order_of("dfs-longest", prompts, outputs_of(len(prompts), seed))
+    assert shared_in(prompts, order.requests.tolist()) == most_shared(prompts)
+
+
 @settings(deadline=None)
 @given(PROMPTS, SEEDS)
 def test_prefix_groups_stay_together(prompts: list[Prompt], seed: int) -> None:

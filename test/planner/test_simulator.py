@@ -481,3 +481,14 @@ def plan_requests(prompts: list[Prompt]) -> PlanRequests:
         max_new_tokens=np.full(n, 2000, np.int32),
         known_output_len=np.full(n, UNKNOWN, np.int32),
     )
+
+
+def test_the_tail_begins_when_fewer_than_half_are_left() -> None:
+    prompts: list[Prompt] = [(i, 1) for i in range(4)]
+    one_by_one = run(make_job(prompts, [2, 3, 4, 10]))
+    seconds, rows = one_by_one.samples[0], one_by_one.samples[3]
+    assert rows.max() == 4
+    assert one_by_one.tail_s == pytest.approx(seconds[rows == 1][-6:].sum())
+    assert 0 < one_by_one.tail_s < one_by_one.seconds
+    together = run(make_job(prompts, [5, 5, 5, 5]))
+    assert together.tail_s == 0.0

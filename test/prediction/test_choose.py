@@ -96,7 +96,6 @@ def test_what_cannot_be_chosen(
     [
         ("--fleet", "8xh200"),
         ("--deadline", "1h"),
-        ("--price-per-gpu-hour", "2"),
         ("--allow-quantization", "fp8"),
     ],
 )
@@ -105,6 +104,18 @@ def test_options_of_the_choice_alone(
 ) -> None:
     assert main(["simulate", *JOB, *options]) == 2
     assert f"{options[0]} has no use without --choose" in capsys.readouterr().err
+
+
+def test_a_price_alone_tells_the_cost_of_each_order(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--price-per-gpu-hour", "3.6", "--tp", "2"]
+    assert main(["simulate", *JOB, *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for order in found["policies"]:
+        assert order["dollars"] == pytest.approx(order["seconds"] * 0.002, abs=1e-6)
+    assert main(["simulate", *JOB, *options]) == 0
+    assert "cost" in capsys.readouterr().out
 
 
 def test_several_devices_need_the_choice(capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,7 +190,7 @@ def test_an_error_line_of_another_shape_is_an_unknown_error(
     log = ResultLog(tmp_path / "log", 1)
     log.put(0, line, ok=False, usage=NO_USAGE)
     pauses = Pauses("batch_1", service.store, InflightLimit())
-    saver = ResultSaver("batch_1", service.store, log, pauses)
+    saver = ResultSaver("batch_1", service.store, log, pauses, lambda: 0.0)
     assert saver.errors.by_code() == {"unknown": 1}
     log.close()
     service.store.close()

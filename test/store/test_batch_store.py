@@ -269,7 +269,8 @@ COLUMNS = {
         "finalizing_at completed_at failed_at cancelling_at cancelled_at total "
         "completed failed input_tokens cached_tokens output_tokens reasoning_tokens "
         "optimal_cached_share owner api priority expired_at output_expires_after "
-        "paused_reason line_errors error_reasons"
+        "paused_reason line_errors error_reasons dedupe enough merged "
+        "merged_input_tokens merged_cached_tokens merged_output_tokens engine_s"
     ),
     "uploads": (
         "seq id owner status purpose filename mime_type bytes created_at expires_at "
@@ -279,7 +280,10 @@ COLUMNS = {
     "idempotent_answers": "owner key request_sha256 status_code body created_at",
     "clients": "name role models batches lines tokens",
     "keys": "id name sha256 hint created_at revoked_at",
-    "usage": "day name batches lines calls input_tokens cached_tokens output_tokens",
+    "usage": (
+        "day name batches lines calls input_tokens cached_tokens output_tokens "
+        "merged_tokens engine_s"
+    ),
     "migrations": "name",
 }
 

@@ -14,6 +14,8 @@ from .keys import Allowance
 #   batches, lines   when a batch is created
 #   calls            online calls that reached the engine
 #   tokens           of finished lines, and of online calls as they end
+#   merged_tokens    those of them that were not computed, but are an equal line's
+#   engine_s         seconds of the engine for finished lines
 COUNTS = (
     "batches",
     "lines",
@@ -21,6 +23,8 @@ COUNTS = (
     "input_tokens",
     "cached_tokens",
     "output_tokens",
+    "merged_tokens",
+    "engine_s",
 )
 _DAY_S = 86_400
 
@@ -35,7 +39,7 @@ def seconds_left(unix: float) -> int:
     return int(_DAY_S - unix % _DAY_S)
 
 
-def add_usage(store: BatchStore, name: str, **counts: int) -> None:
+def add_usage(store: BatchStore, name: str, **counts: float) -> None:
     """Count for a client, today. A call without a named key is not counted."""
     if not name or not any(counts.values()):
         return
@@ -123,6 +127,6 @@ def tokens_used_up(store: BatchStore, name: str) -> str | None:
 
 def usage_object(row: dict[str, Any]) -> dict[str, Any]:
     """A row as the API shows it."""
-    return {key: row[key] for key in ("day", "name", *COUNTS)} | {
-        "total_tokens": row["input_tokens"] + row["output_tokens"]
-    }
+    shown = {key: row[key] for key in ("day", "name", *COUNTS)}
+    shown["engine_seconds"] = round(shown.pop("engine_s"), 3)
+    return shown | {"total_tokens": row["input_tokens"] + row["output_tokens"]}

@@ -38,6 +38,14 @@ class UsageMetrics:
             "includes cached tokens.",
             "kind",
         )
+        self._merged = counter(
+            "merged_tokens",
+            "Those of the tokens that were not computed, but are an equal line's.",
+        )
+        self._engine_s = counter(
+            "engine_seconds",
+            "Seconds of the engine for finished lines, by name of the key.",
+        )
         self._before: dict[str, Row] | None = None
         self._labels: dict[str, str] = {}
 
@@ -63,3 +71,5 @@ class UsageMetrics:
             counter.labels(label).inc(grown[count])
         for kind in TOKEN_KINDS:
             self._tokens.labels(label, kind).inc(grown[f"{kind}_tokens"])
+        self._merged.labels(label).inc(grown["merged_tokens"])
+        self._engine_s.labels(label).inc(grown["engine_s"])

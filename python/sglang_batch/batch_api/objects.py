@@ -8,11 +8,17 @@ from typing import Any
 from openai.types import Batch, FileObject, Upload
 from openai.types.uploads import UploadPart
 
+from ..config import dollars
+
 Row = dict[str, Any]
 
 
-def batch_object(row: Row) -> dict[str, Any]:
-    """A batch as the API shows it; null values are included, as at OpenAI."""
+def batch_object(row: Row, price: float | None = None) -> dict[str, Any]:
+    """A batch as the API shows it; null values are included, as at OpenAI.
+
+    Args:
+        price: dollars for an hour of an engine.
+    """
     fields = {
         key: row[key]
         for key in Batch.model_fields
@@ -34,11 +40,26 @@ def batch_object(row: Row) -> dict[str, Any]:
         "output_tokens": row["output_tokens"],
         "output_tokens_details": {"reasoning_tokens": row["reasoning_tokens"]},
         "total_tokens": row["input_tokens"] + row["output_tokens"],
+        **_cost(row, price),
     }
     shown = Batch.model_validate(fields).model_dump(mode="json")
     # Not OpenAI's either, and only included if set.
-    extra = {key: row.get(key) for key in ("priority", "paused_reason")}
+    extra = {
+        key: row.get(key) for key in ("priority", "paused_reason", "enough", "dedupe")
+    }
     return shown | {key: value for key, value in extra.items() if value}
+
+
+def _cost(row: Row, price: float | None) -> dict[str, Any]:
+    """What a batch cost, not OpenAI's: seconds of the engine, and lines that cost nothing."""
+    engine_s = row.get("engine_s") or 0.0
+    cost: dict[str, Any] = {"engine_seconds": round(engine_s, 3)}
+    if price is not None:
+        cost["dollars"] = dollars(engine_s, price)
+    if merged := row.get("merged"):
+        cost["merged_requests"] = merged
+        cost["merged_tokens"] = row["merged_input_tokens"] + row["merged_output_tokens"]
+    return cost
 
 
 def file_object(row: Row) -> dict[str, Any]:

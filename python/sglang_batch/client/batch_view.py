@@ -223,7 +223,22 @@ def _tokens(batch: Batch) -> list[tuple[str, str]]:
         ("cached tokens", cached),
         ("output tokens", f"{usage['output_tokens']:,}"),
         ("of reasoning", f"{reasoning:,}" if reasoning else ""),
+        ("merged requests", _merged(usage)),
+        ("engine seconds", _engine_seconds(usage)),
     ]
+
+
+def _merged(usage: dict[str, Any]) -> str:
+    if not (merged := usage.get("merged_requests")):
+        return ""
+    return f"{merged:,}, {usage['merged_tokens']:,} tokens not computed"
+
+
+def _engine_seconds(usage: dict[str, Any]) -> str:
+    if (seconds := usage.get("engine_seconds")) is None:
+        return ""
+    dollars = usage.get("dollars")
+    return f"{seconds:,.1f}" + (f" = ${dollars:,.4f}" if dollars is not None else "")
 
 
 def _times(batch: Batch) -> list[tuple[str, str]]:

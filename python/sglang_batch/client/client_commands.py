@@ -38,8 +38,9 @@ def submit(server: BatchClient, options: argparse.Namespace) -> int:
     fields: dict[str, Any] = {"completion_window": options.window}
     if options.metadata:
         fields["metadata"] = dict(options.metadata)
-    if options.priority is not None:
-        fields["extra_body"] = {"priority": options.priority}
+    extra = {name: getattr(options, name) for name in ("priority", "enough", "dedupe")}
+    if any(value is not None for value in extra.values()):
+        fields["extra_body"] = {k: v for k, v in extra.items() if v is not None}
     with submission(
         options.input_file, options.endpoint, check=not options.no_check
     ) as sent:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ..batch_api import protocol as api
+from ..config import DEDUPES
 from ..engine import MAX_TREE_NODES
 from ..errors import ExitStatus
-from ..option_types import whole
+from ..option_types import enough, whole
 from .key_options import add_keys
 
 DEFAULT_URL = "http://127.0.0.1:30000"
@@ -91,6 +92,19 @@ def _add_submit(commands: Subparsers) -> None:
         type=_whole_number,
         metavar="N",
         help="batches with a higher priority run first (default: 0)",
+    )
+    submit.add_argument(
+        "--enough",
+        type=enough,
+        metavar="SHARE",
+        help="end when this share of the requests, such as 99%%, has an answer, and give "
+        "the others up",
+    )
+    submit.add_argument(
+        "--dedupe",
+        choices=DEDUPES,
+        help="whether requests that must have equal answers are computed once (default: "
+        "the server's setting)",
     )
     submit.add_argument(
         "--metadata",

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from ..access.costs import cost_object, costs_by_label
 from ..batch_api import protocol as api
 from ..batch_api.objects import batch_object, list_object
 from ..errors import ApiError
@@ -20,6 +21,7 @@ from .openapi import (
     BatchDeleted,
     BatchObject,
     BatchPage,
+    CostList,
     NewBatch,
     answers,
     takes_json,
@@ -28,6 +30,8 @@ from .openapi import (
 from .parameters import (
     check_choice,
     check_completion_window,
+    check_dedupe,
+    check_enough,
     check_expires_after,
     check_length,
     check_limit,
@@ -43,6 +47,7 @@ from .result_responses import JSONL, batch_results
 API = "openai"
 MAX_BATCH_PAGE = 100
 MAX_LINES = 1 << 62
+MAX_COST_DAYS = 366
 
 router = APIRouter(route_class=OpenAIRoute, responses=OPENAI_ERRORS, tags=["Batches"])
 
@@ -96,6 +101,8 @@ def _checked_fields(body: dict[str, Any]) -> dict[str, Any]:
     name = "output_expires_after"
     return {
         "priority": check_priority(body.get("priority")),
+        "enough": check_enough(body.get("enough")),
+        "dedupe": check_dedupe(body.get("dedupe")),
         name: check_expires_after(body.get(name), name),
     }
 
@@ -163,7 +170,29 @@ def cancel_batch(request: Request, batch_id: str) -> JSONResponse:
 
 def _shown(request: Request, row: Row) -> dict[str, Any]:
     """A batch as its owner sees it. An admin also sees whose it is."""
-    return batch_object(row) | owner_field(request, row)
+    price = service_of(request).config.dollars_per_hour
+    return batch_object(row, price) | owner_field(request, row)
+
+
+@router.get("/offline_batch/costs", response_model=CostList)
+def list_costs(
+    request: Request,
+    label: str,
+    days: Annotated[int, whole_number(1, MAX_COST_DAYS)] = 30,
+) -> JSONResponse:
+    """List what the batches of the last days cost, by a key of their metadata.
+
+    ``label`` is the key, such as ``project``. Batches without it are those of null. A client sees
+    the costs of its own batches, an admin those of all.
+    """
+    if not 1 <= days <= MAX_COST_DAYS:
+        raise invalid("days", days, f"Expected 1 to {MAX_COST_DAYS}.")
+    service = service_of(request)
+    since = now() - days * 86_400
+    rows = costs_by_label(service.store, label, since, owner_seen(request))
+    price = service.config.dollars_per_hour
+    data = [cost_object(row, price) for row in rows]
+    return JSONResponse({"object": "list", "label": label, "data": data})
 
 
 @router.delete("/v1/batches/{batch_id}", response_model=BatchDeleted)

@@ -114,6 +114,10 @@ class NewBatch(_RepeatableBody):
     ) = None
     priority: Priority | None = None
     """Extension of OpenAI's API: batches with a higher priority run first. Default: 0."""
+    enough: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Extension: the batch ends when this share of its requests has an answer."""
+    dedupe: Literal["auto", "off"] | None = None
+    """Extension: whether requests that must have equal answers are computed once."""
     output_expires_after: ExpiresAfter | None = None
     """Lifetime of the result files."""
 
@@ -198,7 +202,34 @@ class DayOfUsage(BaseModel):
     input_tokens: int
     cached_tokens: int
     output_tokens: int
+    merged_tokens: int
+    """Tokens of lines that got the answer of an equal one: nothing was computed for them."""
+    engine_seconds: float
+    """Seconds of the engine for finished lines, divided among the lines that were in it."""
     total_tokens: int
+
+
+class LabelCosts(BaseModel):
+    value: str | None
+    """Of the label. Null: the batches without it."""
+    batches: int
+    requests: int
+    """Lines with a result."""
+    merged_requests: int
+    """Those of them that got the answer of an equal one."""
+    computed_input_tokens: int
+    cached_input_tokens: int
+    computed_output_tokens: int
+    merged_tokens: int
+    engine_seconds: float
+    dollars: float | None
+    """At the server's `dollars_per_hour`. Null without."""
+
+
+class CostList(BaseModel):
+    object: Literal["list"]
+    label: str
+    data: list[LabelCosts]
 
 
 class UsageList(BaseModel):
@@ -290,6 +321,8 @@ class BatchObject(official.Batch):
     """Name of the key that created it. Only admins see it."""
     priority: int | None = None
     paused_reason: str | None = None
+    enough: float | None = None
+    dedupe: str | None = None
 
 
 class BatchDeleted(BaseModel):

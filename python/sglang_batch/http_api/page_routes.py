@@ -133,7 +133,12 @@ async def page_data(
     history = service.history
     points = [dataclasses.asdict(point) for point in history.points(after)]
     batches = await asyncio.to_thread(
-        _batches, service.store, caller_of(request), history.rates(), search.strip()
+        _batches,
+        service.store,
+        caller_of(request),
+        history.rates(),
+        search.strip(),
+        service.config.dollars_per_hour,
     )
     is_admin = caller_of(request).role is Role.ADMIN
     content = {
@@ -193,7 +198,7 @@ def _usage(store: BatchStore, caller: Caller) -> list[dict[str, Any]]:
             "name": name,
             "today": next(
                 (day for day in days if day["day"] == today),
-                dict.fromkeys((*COUNTS, "total_tokens"), 0),
+                usage_object(dict.fromkeys(("day", "name", *COUNTS), 0)),
             ),
             "week_tokens": sum(day["total_tokens"] for day in days),
             "tokens_per_day": find_allowance(store.rows, name).tokens,
@@ -203,7 +208,11 @@ def _usage(store: BatchStore, caller: Caller) -> list[dict[str, Any]]:
 
 
 def _batches(
-    store: BatchStore, caller: Caller, rates: dict[str, Rate], search: str
+    store: BatchStore,
+    caller: Caller,
+    rates: dict[str, Rate],
+    search: str,
+    price: float | None,
 ) -> list[dict[str, Any]]:
     rows = (
         store.search_batches(search, limit=MAX_BATCHES, owner=caller.sees)
@@ -214,19 +223,21 @@ def _batches(
     for row in rows:
         file = store.get_file(row["input_file_id"], row["owner"])
         filename = file["filename"] if file else None
-        batch = _batch(row, filename, rates.get(row["id"]))
+        batch = _batch(row, filename, rates.get(row["id"]), price)
         if caller.sees_all:
             batch["owner"] = row["owner"]
         shown.append(batch)
     return shown
 
 
-def _batch(row: Row, filename: str | None, rate: Rate | None) -> dict[str, Any]:
+def _batch(
+    row: Row, filename: str | None, rate: Rate | None, price: float | None
+) -> dict[str, Any]:
     """A batch as the API shows it, with further fields for the page.
 
     Paths have no leading slash, so the page resolves them relative to its own address.
     """
-    batch = batch_object(row)
+    batch = batch_object(row, price)
     found = batch["errors"] or {}
     errors = found.get("data") or []
     path = f"v1/batches/{row['id']}"

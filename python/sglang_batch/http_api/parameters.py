@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import Request
 
 from ..batch_api import protocol as api
+from ..config import DEDUPES
 from ..errors import ApiError
 from ..server.service import BatchService
 
@@ -151,6 +152,23 @@ def check_priority(priority: Any) -> int:
     most = api.MAX_PRIORITY
     value = 0 if priority is None else priority
     return check_whole_number("priority", value, -most, most)
+
+
+def check_enough(share: Any) -> float | None:
+    """Check the share of answers after which a batch ends. None is all of them."""
+    if share is None:
+        return None
+    number = isinstance(share, int | float) and not isinstance(share, bool)
+    if not number or not 0 < share <= 1:
+        raise invalid("enough", share, "Use a share above 0 and at most 1.")
+    return float(share)
+
+
+def check_dedupe(value: Any) -> str | None:
+    """Check whether equal lines of a batch are computed once. None: as the server does."""
+    if value is not None and value not in DEDUPES:
+        raise invalid("dedupe", value, f"Use one of {', '.join(DEDUPES)}.")
+    return None if value is None else str(value)
 
 
 def check_metadata(metadata: Any) -> None:

@@ -21,6 +21,7 @@ from ..engine import Engine
 from ..planner.requests import Int64s
 from ..policies import POLICY_TABLE
 from ..request import BatchRequestInput, RequestOutput, Requests, Sink
+from .accounting.occupancy import Tail
 from .job import Job, sharing_ratio
 from .prompt_buckets import deal_requests
 from .rendering import Indices
@@ -36,6 +37,7 @@ class BucketedJob:
 
     Attributes:
         in_one_piece: whether it is one job.
+        tail: of the job in one piece, or of its last bucket.
         num_buckets: 1 for a job in one piece. Of another one, 0 until it is dealt.
     """
 
@@ -63,6 +65,7 @@ class BucketedJob:
         planned = POLICY_TABLE[config.policy].uses_prompts
         self.in_one_piece = not planned or len(requests) <= config.bucket_requests
         self.num_buckets = int(self.in_one_piece)
+        self.tail = Tail()
 
     @property
     def prefix_sharing_ratio(self) -> float | None:
@@ -105,14 +108,21 @@ class BucketedJob:
                     if stop is not None and stop.is_set():
                         break
                     job = self._bucket_job(bucket, numbers, left)
-                    running = group.create_task(self._finish(job, stop))
+                    running = group.create_task(self._finish(job, stop, numbers))
                     running.add_done_callback(lambda _: room.release())
         except BaseExceptionGroup as failures:
             # The first failure cancelled the rest; it is the one to report.
             raise failures.exceptions[0] from None
 
-    async def _finish(self, job: Job, stop: asyncio.Event | None) -> None:
+    async def _finish(
+        self, job: Job, stop: asyncio.Event | None, numbers: Int64s | None = None
+    ) -> None:
+        """Run a job, of the bucket of ``numbers`` unless it is the whole one."""
         await job.run(stop)
+        self.tail = tail = job.tail()
+        if numbers is not None:
+            last = tuple(numbers[list(tail.last)].tolist())
+            self.tail = dataclasses.replace(tail, last=last)
         self._prompt_tokens += job.num_prompt_tokens
         self._unique_tokens += job.num_unique_tokens
 

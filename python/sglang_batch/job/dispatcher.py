@@ -24,6 +24,7 @@ from ..config import OfflineBatchConfig
 from ..engine import Engine, PreparedRequest, ReplicaLost
 from ..planner.requests import LEFT, RIGHT, Int32s, Int64s
 from ..request import BatchRequestInput, RequestOutput, Sink
+from .accounting.occupancy import Occupancy, Tail
 from .answer_feedback import AnswerFeedback
 from .inflight_limit import InflightLimit
 from .job_shards import JobProgress
@@ -108,7 +109,7 @@ class Dispatcher:
         """
         single = len(plans) == 1 and self._engine.replica_changes is None
         self._replicas += [
-            Replica(None if single else i, tells=self.engine_tells and not single)
+            Replica(None if single else i, tells=self.engine_tells)
             for i in range(len(self._replicas), len(plans))
         ]
         self._note_live()
@@ -152,6 +153,10 @@ class Dispatcher:
         self._replicas_changed = True
         self._note_live()
         self._changed.set()
+
+    def tail(self) -> Tail:
+        """The tail of the job, if it ends now."""
+        return Occupancy.tail([replica.occupancy for replica in self._replicas])
 
     def _check_replicas(self) -> None:
         changes = self._engine.replica_changes

@@ -20,6 +20,7 @@ from ..engine import Engine
 from ..policies import POLICY_TABLE
 from ..request import RequestOutput, Requests, Sink
 from ..scheduling.job_plan import unplanned
+from .accounting.occupancy import Tail
 from .dispatcher import Dispatcher
 from .inflight_limit import InflightLimit
 from .live_plan import LivePlan
@@ -85,6 +86,10 @@ class Job:
     @property
     def num_unique_tokens(self) -> int:
         return self._plan.num_unique_tokens
+
+    def tail(self) -> Tail:
+        """Its tail, if it ends now."""
+        return self._dispatcher.tail()
 
     @property
     def prefix_sharing_ratio(self) -> float | None:

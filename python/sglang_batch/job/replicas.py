@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..planner.requests import LEFT, RIGHT, Int64s
+from .accounting.occupancy import Occupancy
 
 # Least requests of a side that a replica is sent ahead of those that it runs.
 MIN_AHEAD = 8
@@ -66,17 +67,20 @@ class Replica:
 
     index: None where the engine chooses the replica.
     sides: the left and the right side of the order.
-    tells: whether it tells which requests it runs.
+    tells: whether it tells which requests it runs. One of several is sent few others then.
     is_live: whether it takes requests. One that is gone keeps those that were not sent until
         the next plan.
     rest: sent after both sides: requests that are too large.
     returned: numbers of requests that it had when it was lost.
     in_flight: the side of each request in flight, by its number.
+    occupancy: of the requests that it runs. One that does not tell is taken to run all that
+        are in flight.
     """
 
     def __init__(self, index: int | None, *, tells: bool = False) -> None:
         self.index = index
         self._tells = tells
+        self._few_ahead = tells and index is not None
         self.sides = (empty_queue(), empty_queue())
         self.is_live = True
         self.rest = empty_queue()
@@ -87,6 +91,7 @@ class Replica:
         self._ahead: set[int] = set()
         self._num_ahead = [0, 0]
         self._joined_lately = 0.0
+        self.occupancy = Occupancy()
 
     def set_sides(
         self, sides: tuple[Int64s, Int64s], window: int, both_ends: bool
@@ -133,7 +138,7 @@ class Replica:
     @property
     def runs_dry(self) -> bool:
         """Whether there is nothing to send to it, or will not be soon."""
-        if self._tells:
+        if self._few_ahead:
             return self.num_unsent < self.most_ahead
         return not self.num_unsent and len(self.in_flight) < self.window
 
@@ -158,7 +163,7 @@ class Replica:
         """
         if not self.is_live or len(self.in_flight) >= self.window:
             return False
-        if self._tells and self._num_ahead[side] >= self.most_ahead:
+        if self._few_ahead and self._num_ahead[side] >= self.most_ahead:
             return False
         is_below = self._num_in_flight[side] < self._windows[side]
         return is_below or not self.sides[1 - side]
@@ -169,6 +174,12 @@ class Replica:
         if self._tells:
             self._ahead.add(number)
             self._num_ahead[side] += 1
+        else:
+            self.occupancy.runs(self._num_running)
+
+    @property
+    def _num_running(self) -> int:
+        return len(self.in_flight) - len(self._ahead)
 
     def joined(self, numbers: Iterable[int]) -> list[int]:
         """It runs these requests now. Returns those of them that it was sent."""
@@ -177,6 +188,8 @@ class Replica:
             self._joined_lately = max(len(found), _LATELY * self._joined_lately)
         for number in found:
             self._no_longer_ahead(number)
+        if self._tells:
+            self.occupancy.runs(self._num_running)
         return found
 
     def _no_longer_ahead(self, number: int) -> None:
@@ -185,6 +198,8 @@ class Replica:
             self._num_ahead[self.in_flight[number]] -= 1
 
     def remove_in_flight(self, number: int) -> None:
+        if number not in self._ahead:
+            self.occupancy.ended(number, self._num_running)
         self._no_longer_ahead(number)
         self._num_in_flight[self.in_flight.pop(number)] -= 1
 

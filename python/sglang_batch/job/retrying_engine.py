@@ -18,6 +18,7 @@ from ..request import (
     attempt_request_id,
     line_request_id,
 )
+from .accounting.engine_time import EngineTime
 from .forwarding_engine import ForwardingEngine
 
 # HTTP statuses of errors that may not recur.
@@ -85,13 +86,21 @@ class RetryingEngine(ForwardingEngine):
     Attributes:
         in_flight: indices of the lines that are in the engine.
         num_retries: how often a line was sent again.
+        engine_s: seconds of the engine for the lines that have left it. 0 without ``time``.
     """
 
-    def __init__(self, engine: Engine, config: OfflineBatchConfig) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: OfflineBatchConfig,
+        time: EngineTime | None = None,
+    ) -> None:
         super().__init__(engine)
         self._config = config
         self.in_flight: set[int] = set()
         self.num_retries = 0
+        self.engine_s = 0.0
+        self._time = time
 
     async def prepare(
         self, request: BatchRequestInput, rid: str, *, tokenize: bool
@@ -117,10 +126,13 @@ class RetryingEngine(ForwardingEngine):
     async def execute(self, prepared: Any, replica: int | None = None) -> RequestOutput:
         index = prepared.request.index
         self.in_flight.add(index)
+        entered = 0.0 if self._time is None else self._time.enter()
         try:
             return await self._execute(prepared, replica)
         finally:
             self.in_flight.discard(index)
+            if self._time is not None:
+                self.engine_s += self._time.leave(entered)
 
     async def _execute(self, line: _PreparedLine, replica: int | None) -> RequestOutput:
         output = await self._attempt(line.prepared, line.rid, replica)

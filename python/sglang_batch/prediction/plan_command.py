@@ -185,6 +185,7 @@ def _report(
         verdict=f"auto chooses {chosen}" if auto else f"order: {chosen}",
         lengths=_origin_of_lengths(known, len(requests), options.default_output_len),
         num_lines=num_lines,
+        gpu_price=options.price_per_gpu_hour,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..config import dollars
 from ..planner.costs.hardware import HardwareSpec
 from ..planner.simulator.simulator import Simulation
 from ..scheduling.reports.step_record import Steps, summarize
@@ -72,6 +73,7 @@ class Report:
     verdict: that policy in words. Comparisons with other policies are added to it.
     lengths: the origin of the output lengths, in words.
     measured: the steps of a run to compare the prediction with.
+    gpu_price: dollars for an hour of a device. None: costs are not told.
     """
 
     job: str
@@ -83,6 +85,7 @@ class Report:
     lengths: str
     num_lines: int | None = None
     measured: Measured | None = None
+    gpu_price: float | None = None
 
     def as_json(self) -> str:
         """One JSON document. Infinite numbers and NaN become null."""
@@ -144,8 +147,12 @@ class Report:
     def policy_figures(self, run: Simulation) -> dict[str, Any]:
         best = self.forecast.tree.prefix_sharing_ratio
         kept = run.achieved_prefix_sharing_ratio
-        return {
+        cost = {}
+        if self.gpu_price is not None:
+            cost["dollars"] = dollars(run.seconds * self.machine.tp, self.gpu_price)
+        return cost | {
             "seconds": run.seconds,
+            "tail_s": run.tail_s,
             "tokens_per_second": run.total_throughput,
             "prefix_sharing_ratio": kept,
             "share_of_optimal_sharing": kept / best if best else None,

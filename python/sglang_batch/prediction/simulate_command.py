@@ -60,6 +60,7 @@ def simulate(options: argparse.Namespace) -> int:
         verdict=f"auto chooses {found.best}",
         lengths=f"true lengths; the orders use estimates learnt from "
         f"{found.num_sampled:,} answers",
+        gpu_price=options.price_per_gpu_hour,
     )
     return show(report, options)
 

@@ -162,7 +162,7 @@ def _policies(report: Report) -> str:
     unit = time_unit(slowest)
     header = (
         "policy", f"time ({unit.name})", "tokens/s", "cache hits", "of possible", "steps",
-        "retractions", "of bound",
+        "retractions", "of bound", "tail", *(["cost"] * (report.gpu_price is not None)),
     )  # fmt: skip
     lines = [header]
     for name in f.ranking:
@@ -178,6 +178,8 @@ def _policies(report: Report) -> str:
                 f"{run['steps']:,}",
                 f"{run['retractions']:,}",
                 f"{run['share_of_bound']:.1%}",
+                f"{run['tail_s'] / max(run['seconds'], 1e-300):.1%}",
+                *([f"${run['dollars']:,.4f}"] if "dollars" in run else []),
             )
         )
     return "Predicted, fastest first\n" + _table(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -229,15 +230,20 @@ class JobDirectory:
             self.shared.share()
         return self._log
 
-    def finish(self, summary: Summary) -> None:
-        """Write the output files in input order. Only then is the job complete."""
+    def finish(
+        self, summary: Summary, unrun_line: Callable[[int], bytes] | None = None
+    ) -> None:
+        """Write the output files in input order. Only then is the job complete.
+
+        unrun_line: see :meth:`.ResultLog.write_ordered`.
+        """
         assert self._log is not None, "open_log() comes first"
         with ExitStack() as stack:
             output = stack.enter_context(self.outputs.output.writing())
             errors = output
             if self.outputs.errors is not None:
                 errors = stack.enter_context(self.outputs.errors.writing())
-            self._log.write_ordered(output, errors)
+            self._log.write_ordered(output, errors, unrun_line)
         self.record.complete = True
         self.record.summary = summary.as_dict()
         self._write_record()

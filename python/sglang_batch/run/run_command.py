@@ -38,6 +38,8 @@ from .summary import Summary
 class RunOptions:
     """The options of ``sglang-batch run``.
 
+    enough: the share of answers after which the job ends.
+    dollars_per_hour: price of an engine.
     server_argv: the options that are the engine's.
     backend: one of :data:`.backend_options.BACKENDS`.
     fleet: the engines, if not one in this process.
@@ -50,6 +52,8 @@ class RunOptions:
     policy: str | None
     max_inflight: int | None
     dedupe: str | None
+    enough: float | None
+    dollars_per_hour: float | None
     skip_invalid: bool
     server_argv: list[str]
     backend: str = BACKENDS[0]
@@ -129,8 +133,9 @@ def _run_input(
                 skip_invalid=options.skip_invalid,
             )  # fmt: skip
             job = RunningJob(
-                directory, local, requests, settings.config, engine_log, display
-            )
+                directory, local, requests, settings.config, engine_log, display,
+                enough=options.enough, price=_price(options, settings),
+            )  # fmt: skip
             with requests.closing():
                 summary = job.run(
                     _start(options, settings, directory),
@@ -193,6 +198,13 @@ def _started_fleet(
     head = HeadState.begin(job.job_id, job.path, job.epoch())
     start = options.fleet.start(settings, options.backend, options.server_argv, head)
     return start()
+
+
+def _price(options: RunOptions, settings: EngineSettings) -> float | None:
+    """Dollars for an hour of an engine: of the option, or else of the settings."""
+    if options.dollars_per_hour is not None:
+        return options.dollars_per_hour
+    return settings.config.dollars_per_hour
 
 
 def _model_name(settings: EngineSettings) -> str:

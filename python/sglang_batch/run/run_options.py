@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..batch_api.protocol import ENDPOINTS
 from ..config import DEDUPES
 from ..errors import ConfigError
-from ..option_types import count
+from ..option_types import count, enough, positive
 from ..policies import POLICIES, POLICY_HELP
 from .backend_options import BACKENDS
 from .fleet_options import add_fleet
@@ -52,7 +52,8 @@ type; inside a longer string it becomes text. Missing values and NaN become null
 empty inside a longer string. Dates, decimals and all CSV values become text.
 
 exit status:
-  0  every request was answered; with --skip-invalid, or refused as invalid
+  0  every request was answered; with --skip-invalid, or refused as invalid; with
+     --enough, or given up
   1  the engine, the disk or the network failed, or another run writes this output;
      the same command resumes the job
   2  the input, the model or an option cannot be used; nothing ran, and the same
@@ -98,6 +99,15 @@ def add_run(commands: Any, run: Callable[..., int]) -> None:
         "--dedupe", choices=DEDUPES,
         help="auto (default) computes requests that must have equal answers once: greedy "
         "ones, those with a seed, and those for embeddings and scores",
+    )  # fmt: skip
+    parser.add_argument(
+        "--enough", type=enough, metavar="SHARE",
+        help="end when this share of the requests, such as 99%%, has an answer: the others "
+        "are given up, and their lines say so",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dollars-per-hour", type=positive, metavar="PRICE",
+        help="what an engine costs, for the cost in the summary",
     )  # fmt: skip
     _add_backend(parser)
     add_fleet(parser)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ..batch_api.equal_requests import find_equal
 from ..batch_api.jsonl import BatchFile
-from ..batch_api.lines import invalid_line, result_line
+from ..batch_api.lines import invalid_line, result_line, unrun_line
 from ..config import OfflineBatchConfig
 from ..errors import (
     ConfigError,
@@ -25,6 +25,8 @@ from ..errors import (
 from ..fleet.fleet_engine import FleetEngine
 from ..fleet.fleet_worker import WorkerState
 from ..inputs.local_input import LocalInput
+from ..job.accounting.enough import GIVEN_UP, given_up_message, num_enough
+from ..job.accounting.occupancy import Tail
 from ..job.bucketed_job import BucketedJob
 from ..job.planner_compiler import compile_planner
 from ..request import BatchRequestInput, RequestOutput, Usage
@@ -35,7 +37,7 @@ from .job_directory import JobDirectory, JobRecord
 from .progress import Display, Progress, engines_running
 from .state.state_url import TakenOver
 from .stop_signals import StopSignals
-from .summary import Counts, Summary
+from .summary import Counts, LastRequests, Summary
 
 COMMIT_EVERY_S = 0.5
 SHARE_EVERY_S = 10.0
@@ -52,7 +54,15 @@ class RunningJob:
         config: OfflineBatchConfig,
         engine_log: EngineLog,
         display: Display,
+        *,
+        enough: float | None = None,
+        price: float | None = None,
     ) -> None:
+        """
+        Args:
+            enough: the share of answers after which the job ends.
+            price: dollars for an hour of an engine.
+        """
         self._job_id = directory.job_id
         self._directory = directory
         self._local = local
@@ -60,6 +70,8 @@ class RunningJob:
         self._config = config
         self._engine_log = engine_log
         self._display = display
+        self._enough = enough
+        self._price = price
         self._begun = time.monotonic()
         self._started = False
         self._fleet: FleetEngine | None = None
@@ -106,13 +118,31 @@ class RunningJob:
             f"{len(requests):,} requests{resumed}. Engine's log: {self._engine_log.path}"
         )
         _answer_invalid(log, self._local, requests, self._job_id)
-        if len(log.unfinished()):
-            summary = self._run_unfinished(start, memory_note)
-        else:
+        summary: Summary | None
+        if self._is_over:
             summary = Summary.of_log(log, self._before, seconds=0.0)
+        else:
+            summary = self._run_unfinished(start, memory_note)
         if summary is not None:
-            self._directory.finish(summary)
+            self._directory.finish(summary, self._given_up_line)
         return summary
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether every request has a result, or enough of them have an answer."""
+        log = self._log
+        if self._enough is None:
+            return log.num_done == len(log)
+        return log.num_completed >= num_enough(self._enough, len(log), log.num_failed)
+
+    def _given_up_line(self, index: int) -> bytes:
+        assert self._enough is not None
+        return unrun_line(
+            self._requests[index],
+            self._job_id,
+            GIVEN_UP,
+            given_up_message(self._enough),
+        )
 
     def _run_unfinished(self, start: StartEngine, memory_note: str) -> Summary | None:
         try:
@@ -174,7 +204,10 @@ class RunningJob:
                 merged=output.merged_with is not None,
             )
             progress.answered()
+            if self._enough is not None and self._is_over:
+                stop.set()
 
+        stop = asyncio.Event()
         equal = await asyncio.to_thread(
             find_equal, self._requests, log.unfinished(), self._config.dedupe
         )
@@ -192,7 +225,6 @@ class RunningJob:
                 "Planned in buckets of about "
                 f"{self._config.bucket_requests:,} requests whose prompts begin alike."
             )
-        stop = asyncio.Event()
         writing = [
             asyncio.create_task(_commit_regularly(log)),
             asyncio.create_task(self._share_regularly(stop)),
@@ -207,7 +239,7 @@ class RunningJob:
                     with suppress(asyncio.CancelledError):
                         await task
                 self._share()
-        if len(log.unfinished()):
+        if not self._is_over:
             self._display.say(self._stopped())
             return None
         return Summary.of_log(
@@ -216,7 +248,14 @@ class RunningJob:
             time.monotonic() - started,
             optimal_cached_share=job.prefix_sharing_ratio,
             engines=self._engines(),
+            tail=self._named(job.tail),
+            price=self._price,
         )
+
+    def _named(self, tail: Tail) -> LastRequests:
+        """The tail with the ids of its requests."""
+        ids = tuple(self._requests[number].custom_id for number in tail.last)
+        return LastRequests(round(tail.engine_s, 3), tail.requests, ids)
 
     async def _share_regularly(self, stop: asyncio.Event) -> None:
         """Write results to the state's URL. Stop the job if another run has taken it over."""

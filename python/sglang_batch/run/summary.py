@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..batch_api.error_reasons import without_details
+from ..config import dollars
 from ..store.result_log import ResultLog, finished_lines
 from .outputs import Outputs
 
@@ -131,6 +132,27 @@ class EngineWork:
 
 
 @dataclass(frozen=True, slots=True)
+class LastRequests:
+    """The tail of a run: its last part, in which engines were less than half full.
+
+    engine_s: seconds of all engines, after each last ran half as many requests as when nothing
+        waited for it any more.
+    requests: those that ended in it.
+    last: ``custom_id`` of the last of them, the very last one first.
+    """
+
+    engine_s: float
+    requests: int
+    last: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.requests:
+            return f"{self.engine_s:,.1f} engine seconds less than half full"
+        named = f"{self.requests:,} requests, the last of them {self.last[0]}"
+        return f"{self.engine_s:,.1f} engine seconds less than half full, for {named}"
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """Counts of a finished job, and rates of the run that finished it.
 
@@ -149,6 +171,10 @@ class Summary:
     optimal_cached_share: share that a perfect prefix cache would have saved, 0 to 1.
         None if the policy does not compute it.
     this_run: the part of the job that this run did. None: all of it.
+    given_up: requests without an answer, as enough of the others have one.
+    engine_s: seconds of this run, times the engines of the fleet at its end.
+    dollars: for these, at the price that the run was given. None without one.
+    tail: of this run.
     errors: failed requests by reason, most frequent first.
     engines: what each engine did, if there are several.
     """
@@ -172,6 +198,10 @@ class Summary:
     merged_prompt_tokens: int = 0
     merged_cached_tokens: int = 0
     merged_output_tokens: int = 0
+    given_up: int = 0
+    engine_s: float = 0.0
+    dollars: float | None = None
+    tail: LastRequests | None = None
 
     @classmethod
     def of_log(
@@ -181,6 +211,8 @@ class Summary:
         seconds: float,
         optimal_cached_share: float | None = None,
         engines: Sequence[WorkerState] = (),
+        tail: LastRequests | None = None,
+        price: float | None = None,
     ) -> Summary:
         """The summary of the results in a log.
 
@@ -188,6 +220,8 @@ class Summary:
             before: of the log when this run began.
             seconds: see :class:`Summary`.
             engines: all of a fleet.
+            tail: of this run.
+            price: dollars for an hour of an engine.
         """
         job = Counts.of(log)
         return cls.of_counts(
@@ -200,6 +234,10 @@ class Summary:
             engines=tuple(EngineWork.of(state, seconds) for state in engines)
             if len(engines) > 1
             else (),
+            given_up=len(log) - log.num_done,
+            num_engines=max(1, len(engines)),
+            tail=tail,
+            price=price,
         )
 
     @classmethod
@@ -213,6 +251,10 @@ class Summary:
         this_run: Counts | None = None,
         errors: tuple[ErrorGroup, ...] = (),
         engines: tuple[EngineWork, ...] = (),
+        given_up: int = 0,
+        num_engines: int = 1,
+        tail: LastRequests | None = None,
+        price: float | None = None,
     ) -> Summary:
         """The summary of a job with these counts. See :class:`Summary`."""
         part, whole = (this_run or job).computed, job.computed
@@ -234,6 +276,10 @@ class Summary:
             this_run=this_run,
             errors=errors,
             engines=engines,
+            given_up=given_up,
+            engine_s=round(seconds * num_engines, 3),
+            dollars=None if price is None else dollars(seconds * num_engines, price),
+            tail=tail,
         )
 
     @classmethod
@@ -242,6 +288,9 @@ class Summary:
         values = dict(values)
         if values.get("this_run") is not None:
             values["this_run"] = Counts(**values["this_run"])
+        if values.get("tail") is not None:
+            tail = values["tail"]
+            values["tail"] = LastRequests(**{**tail, "last": tuple(tail["last"])})
         values["errors"] = tuple(
             ErrorGroup(**group) for group in values.get("errors", ())
         )
@@ -276,6 +325,7 @@ class Summary:
             ("requests completed", f"{self.completed:,}"),
             ("requests failed", f"{self.failed:,}{refused}"),
             *(("", shown) for shown in self._reasons()),
+            *self._given_up_row(),
             ("prompt tokens", f"{self.prompt_tokens:,}"),
             (
                 "cached tokens",
@@ -298,6 +348,7 @@ class Summary:
             )  # fmt: skip
         rows += [
             ("seconds", f"{self.seconds:,.1f}"),
+            *self._cost_rows(),
             ("output tokens/s", f"{self.output_tokens_per_second:,.0f}"),
             (
                 "prompt tokens/s",
@@ -315,6 +366,19 @@ class Summary:
                 where = "among the results" if among else str(outputs.errors)
                 rows.append(("errors", where))
         return "\n".join(f"{name:<20} {value}" for name, value in rows)
+
+    def _given_up_row(self) -> list[tuple[str, str]]:
+        if not self.given_up:
+            return []
+        return [("requests given up", f"{self.given_up:,}, as enough have an answer")]
+
+    def _cost_rows(self) -> list[tuple[str, str]]:
+        rows = []
+        if self.dollars is not None:
+            rows.append(("cost", f"${self.dollars:,.4f} of this run"))
+        if self.tail is not None and self.tail.engine_s >= 0.05:
+            rows.append(("tail", str(self.tail)))
+        return rows
 
     def _reasons(self) -> list[str]:
         shown = [

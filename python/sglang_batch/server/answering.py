@@ -30,6 +30,7 @@ class Answering:
         saver: stores each result, and has those of earlier servers.
         suspects: lines that may have taken the engine down.
         alone: entered for the suspects.
+        on_answer: called after each result.
         limit: how many lines may be in the engine.
         directory: holds temporary files.
         priority: higher goes first among the batches that run.
@@ -45,6 +46,7 @@ class Answering:
         alone: AloneInEngine,
         config: OfflineBatchConfig,
         *,
+        on_answer: Callable[[], None],
         limit: InflightLimit,
         directory: Path,
         priority: int,
@@ -56,6 +58,7 @@ class Answering:
         self._engine = engine
         self._alone = alone
         self._config = config
+        self._on_answer = on_answer
         self._limit = limit
         self._directory = directory
         self._priority = priority
@@ -141,6 +144,7 @@ class Answering:
     def _store(self, request: BatchRequestInput, output: RequestOutput) -> None:
         line = result_line(request, self._saver.batch_id, output)
         self._saver.put(request.index, line, output)
+        self._on_answer()
 
     async def _count_regularly(self) -> None:
         while True:

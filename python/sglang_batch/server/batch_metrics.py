@@ -24,6 +24,8 @@ from .store_sample import StoreSample
 
 logger = logging.getLogger(__name__)
 
+# The outcome of lines without an answer in a batch that had enough of them.
+GIVEN_UP = "given_up"
 PREFIX = "sglang_batch_"
 SAMPLE_EVERY_S = 5.0
 
@@ -132,7 +134,7 @@ class BatchMetrics:
         self._lines = counter(
             "lines",
             "Lines that ended, by endpoint and outcome: completed, failed, or never run "
-            "because their batch expired or was cancelled.",
+            "because their batch expired, was cancelled or had enough answers.",
             "endpoint",
             "outcome",
         )
@@ -234,6 +236,8 @@ class BatchMetrics:
         self._ended.labels(status).inc()
         if status in (api.CANCELLED, api.EXPIRED):
             _add(self._lines.labels(endpoint, status), _num_left(row))
+        if status == api.COMPLETED:  # with enough answers
+            _add(self._lines.labels(endpoint, GIVEN_UP), _num_left(row))
         ended_at = row.get(f"{status}_at")
         if ended_at:
             self._duration.observe(ended_at - row["created_at"])

@@ -15,6 +15,7 @@ the batch at any point.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from ..batch_api.jsonl import BatchFile, FileErrors
 from ..config import OfflineBatchConfig
 from ..engine import Engine
 from ..errors import StoreError
+from ..job.accounting.engine_time import EngineTime
+from ..job.accounting.enough import num_enough
 from ..job.inflight_limit import InflightLimit
 from ..job.retrying_engine import RetryingEngine
 from ..store.batch_store import BatchStore, Row, now
@@ -60,6 +63,7 @@ class BatchRun:
         alone: see :data:`~.answering.AloneInEngine`.
         count_every_s: how often the batch's counts are written.
         on_valid: called when the input was found valid.
+        engine_time: divides the seconds of the engine among the batches.
 
     Attributes:
         may_run: set by the runner to start the batch.
@@ -77,11 +81,12 @@ class BatchRun:
         alone: AloneInEngine,
         count_every_s: float,
         on_valid: Callable[[], None],
+        engine_time: EngineTime,
     ) -> None:
         self.batch_id = batch_id
         self.store = store
         self._config = config
-        self.engine = RetryingEngine(engine, config)
+        self.engine = RetryingEngine(engine, config, engine_time)
         self._alone = alone
         self._count_every_s = count_every_s
         self._on_valid = on_valid
@@ -249,6 +254,7 @@ class BatchRun:
         try:
             if row["status"] == api.FINALIZING and row["expired_at"]:
                 stop.set(api.EXPIRED)  # an earlier server had begun to expire it
+            self._stop_if_enough(row["enough"], log)
             if row["paused_reason"]:
                 self.pauses.tell()
             if len(log.unfinished()) and not stop.event.is_set():
@@ -258,7 +264,8 @@ class BatchRun:
                     self._suspects,
                     self.engine,
                     self._alone,
-                    self._config,
+                    self._config_of(row),
+                    on_answer=lambda: self._stop_if_enough(row["enough"], log),
                     limit=self.limit,
                     directory=directory,
                     priority=self._priority,
@@ -275,12 +282,31 @@ class BatchRun:
         finally:
             log.close()
 
+    def _config_of(self, row: Row) -> OfflineBatchConfig:
+        """The settings with those that the batch has of its own."""
+        if row["dedupe"] is None:
+            return self._config
+        return dataclasses.replace(self._config, dedupe=row["dedupe"])
+
+    def _stop_if_enough(self, share: float | None, log: ResultLog) -> None:
+        """Complete the batch once this share of its lines has an answer."""
+        if share is None or self.stop.event.is_set():
+            return
+        if log.num_completed >= num_enough(share, len(log), log.num_failed):
+            self.stop.set(api.COMPLETED)
+
     async def _open_results(self, num_requests: int) -> ResultSaver:
         """The results so far. Reading a large log back takes seconds."""
+        earlier_s = self.row()["engine_s"]
 
         def opened() -> ResultSaver:
             path = self.store.work_dir(self.batch_id) / "results.jsonl"
-            log = ResultLog(path, num_requests)
-            return ResultSaver(self.batch_id, self.store, log, self.pauses)
+            return ResultSaver(
+                self.batch_id,
+                self.store,
+                ResultLog(path, num_requests),
+                self.pauses,
+                lambda: earlier_s + self.engine.engine_s,
+            )
 
         return await in_thread(opened)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..batch_api import protocol as api
 from ..batch_api.jsonl import BatchFile
 from ..batch_api.lines import unrun_line
+from ..job.accounting.enough import GIVEN_UP, given_up_message
 from ..store.batch_store import BatchStore, Row, now
 from ..store.files import atomic_write
 from .batch_log import batch_changed
@@ -115,8 +116,13 @@ def _write(saver: ResultSaver, requests: BatchFile, end: str) -> dict[str, str |
     """Write both files and return their ids, None for a file that would be empty."""
     batch_id = saver.batch_id
 
+    share = None
+    if end == api.COMPLETED and (row := saver.store.get_batch(batch_id)) is not None:
+        share = row["enough"]
+
     def unrun(index: int) -> bytes:
-        return unrun_line(requests[index], batch_id, *UNRUN[end])
+        reason = UNRUN[end] if share is None else (GIVEN_UP, given_up_message(share))
+        return unrun_line(requests[index], batch_id, *reason)
 
     # The same ids each time: if the server dies here, the next one overwrites these
     # files, and none is orphaned.

@@ -35,8 +35,15 @@ RETRY_S = 2.0
 WRITE_ERRORS = (StoreWriteError, OSError, sqlite3.OperationalError)
 # Of all errors of the system, those that mean no space, or no permission, to write.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-# The tokens that count as used by the batch's owner.
-TOKENS = ("input_tokens", "cached_tokens", "output_tokens")
+# What counts as used by the batch's owner.
+COUNTED = (
+    "input_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "merged_input_tokens",
+    "merged_output_tokens",
+    "engine_s",
+)
 
 
 def is_write_error(error: Exception) -> bool:
@@ -95,19 +102,28 @@ class ResultSaver:
     reason. No more of its lines are sent, so at most the lines that were in flight are
     kept.
 
+    Args:
+        engine_s: seconds of the engine that the batch has used.
+
     Attributes:
         log: the results on disk.
         errors: the error lines by reason.
     """
 
     def __init__(
-        self, batch_id: str, store: BatchStore, log: ResultLog, pauses: Pauses
+        self,
+        batch_id: str,
+        store: BatchStore,
+        log: ResultLog,
+        pauses: Pauses,
+        engine_s: Callable[[], float],
     ) -> None:
         self.batch_id = batch_id
         self.store = store
         self.log = log
         self.errors = _errors_of(log)
         self._pauses = pauses
+        self._engine_s = engine_s
         self._unsaved: deque[tuple[int, bytes, RequestOutput]] = deque()
         self._paused = False
 
@@ -162,8 +178,10 @@ class ResultSaver:
             if before is not None:
                 # The difference to what is written: a line counts once, whichever
                 # server it ends in.
-                used = {key: counts[key] - before[key] for key in TOKENS}
-                add_usage(self.store, before["owner"], **used)
+                more = {key: counts[key] - before[key] for key in COUNTED}
+                merged = more.pop("merged_input_tokens")
+                merged += more.pop("merged_output_tokens")
+                add_usage(self.store, before["owner"], merged_tokens=merged, **more)
 
     def _counts(self) -> dict[str, Any]:
         log = self.log
@@ -175,6 +193,11 @@ class ResultSaver:
             "cached_tokens": log.usage.cached_tokens,
             "output_tokens": log.usage.output_tokens,
             "reasoning_tokens": log.usage.reasoning_tokens,
+            "merged": log.num_merged,
+            "merged_input_tokens": log.merged_usage.input_tokens,
+            "merged_cached_tokens": log.merged_usage.cached_tokens,
+            "merged_output_tokens": log.merged_usage.output_tokens,
+            "engine_s": self._engine_s(),
             "line_errors": json.dumps(codes) if codes else None,
             "error_reasons": self.errors.as_json(),
         }

@@ -21,6 +21,7 @@ from ..batch_api.jsonl import FileErrors
 from ..config import OfflineBatchConfig
 from ..engine import Engine
 from ..errors import StoreError
+from ..job.accounting.engine_time import EngineTime
 from ..job.inflight_limit import EngineShare
 from ..request import parse_request_id
 from ..store.batch_store import BatchStore, Row, now
@@ -99,6 +100,7 @@ class BatchRunner:
         self._runs: dict[str, BatchRun] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._isolation = Isolation(self._runs)
+        self._engine_time = EngineTime(lambda: engine.num_replicas)
         self._failures = _Failures()
         self._collector = Collector(store, config)
         self._urgent: set[str] = set()
@@ -213,6 +215,7 @@ class BatchRunner:
             partial(self._isolation.alone, batch_id),
             POLL_S,
             self.wake,
+            self._engine_time,
         )
         self._isolation.admit(run)
         self._runs[batch_id] = run

@@ -177,12 +177,38 @@ def m005_keys(db: sqlite3.Connection) -> None:
     )
 
 
+def m006_costs(db: sqlite3.Connection) -> None:
+    """What batches and clients cost, and options of a batch that save some of it.
+
+    dedupe: the batch's own setting, NULL for the server's.
+    enough: the share of answers after which the batch ends, NULL for all.
+    merged: lines that got the answer of an equal one, ``merged_*`` their tokens.
+    engine_s: seconds of the engine, divided among the lines that were in it.
+    """
+    for column in (
+        "dedupe TEXT",
+        "enough REAL",
+        "merged INTEGER NOT NULL DEFAULT 0",
+        "merged_input_tokens INTEGER NOT NULL DEFAULT 0",
+        "merged_cached_tokens INTEGER NOT NULL DEFAULT 0",
+        "merged_output_tokens INTEGER NOT NULL DEFAULT 0",
+        "engine_s REAL NOT NULL DEFAULT 0",
+    ):
+        db.execute(f"ALTER TABLE batches ADD COLUMN {column}")
+    for column in (
+        "merged_tokens INTEGER NOT NULL DEFAULT 0",
+        "engine_s REAL NOT NULL DEFAULT 0",
+    ):
+        db.execute(f"ALTER TABLE usage ADD COLUMN {column}")
+
+
 MIGRATIONS = (
     m001_files_and_batches,
     m002_optimal_cached_share,
     m003_service,
     m004_error_reasons,
     m005_keys,
+    m006_costs,
 )
 
 

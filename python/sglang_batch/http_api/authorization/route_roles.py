@@ -56,6 +56,7 @@ CLIENT = frozenset(
         # Ours.
         "/batches/data",
         "/offline_batch/usage",
+        "/offline_batch/costs",
         "/v1/batches",
         "/v1/batches/{batch_id}",
         "/v1/batches/{batch_id}/cancel",

@@ -21,6 +21,11 @@ const millions = new Intl.NumberFormat(undefined, {
   minimumFractionDigits: 2,
   maximumFractionDigits: 2,
 });
+const money = new Intl.NumberFormat("en-US", {
+  style: "currency",
+  currency: "USD",
+  maximumSignificantDigits: 3,
+});
 const percent = new Intl.NumberFormat(undefined, { style: "percent" });
 const day = new Intl.DateTimeFormat(undefined, { day: "numeric", month: "short" });
 const clock = new Intl.DateTimeFormat(undefined, { timeStyle: "short", hourCycle: "h23" });
@@ -239,6 +244,10 @@ function tokensCell(batch) {
   const complete = ACTIVE.has(batch.status) || batch.status === "completed";
   const possible = details.optimal_cached_share ?? null;
   if (complete && possible !== null) lines.push([percent.format(possible), "at best"]);
+  const { merged_requests: merged, engine_seconds: engine, dollars } = batch.usage;
+  if (merged) lines.push(counted(merged, merged === 1 ? "line merged" : "lines merged"));
+  if (engine) lines.push([tenths.format(engine), "engine seconds"]);
+  if (dollars !== undefined) lines.push([money.format(dollars), "cost"]);
   return [figures(...lines)];
 }
 

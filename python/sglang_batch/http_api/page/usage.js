@@ -15,6 +15,8 @@ const COLUMNS = [
   ["Prompt tokens", ({ today }) => whole.format(today.input_tokens)],
   ["Cached prompt tokens", ({ today }) => whole.format(today.cached_tokens)],
   ["Output tokens", ({ today }) => whole.format(today.output_tokens)],
+  ["Merged tokens", ({ today }) => whole.format(today.merged_tokens)],
+  ["Engine seconds", ({ today }) => whole.format(today.engine_seconds)],
   ["Token limit used", limitText],
   ["Tokens in 7 days", ({ week_tokens }) => whole.format(week_tokens)],
 ];

@@ -14,7 +14,7 @@ import numpy as np
 from ..compiled import jit
 from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Floats, Int32s, Int64s
-from .layer_sort import depth_first, sort_children
+from .longest_first import longest_first
 
 # A common prefix of fewer tokens is computed again: computing it costs less than rows of
 # other lengths.
@@ -30,13 +30,8 @@ def aligned_order(tree: PrefixTree, est_output_len: Floats) -> Int64s:
     Returns:
         int64 ``[n]``, the requests. A group has the place of its longest request.
     """
-    if not tree.num_requests:
-        return tree.order
-    kept = _without_short_nodes(tree)
     leaves = tree.input_len + est_output_len[tree.order]
-    nodes = _longest_below(kept.parent, kept.leaf_parent, leaves)
-    children, begin = sort_children(kept, nodes[1:], leaves)
-    return tree.order[depth_first(children, begin, kept.num_nodes)]
+    return longest_first(_without_short_nodes(tree), leaves)
 
 
 def _without_short_nodes(tree: PrefixTree) -> PrefixTree:
@@ -65,15 +60,3 @@ def _kept_above(parent: Int32s, depth: Int32s, least: int) -> Int64s:
         if depth[node] - depth[over] < least:
             above[node] = over
     return above
-
-
-@jit
-def _longest_below(parent: Int32s, leaf_parent: Int32s, leaves: Floats) -> Floats:
-    """The largest value of the leaves below each node, float64 ``[m]``."""
-    longest = np.zeros(len(parent))
-    for leaf in range(len(leaves)):
-        node = leaf_parent[leaf]
-        longest[node] = max(longest[node], leaves[leaf])
-    for node in range(len(parent) - 1, 0, -1):
-        longest[parent[node]] = max(longest[parent[node]], longest[node])
-    return longest

@@ -23,6 +23,7 @@ from .aligned_order import aligned_order
 from .dual_scan_order import dual_scan_order
 from .layer_sort import depth_first, sort_children
 from .length_order import length_aligned_order, length_tree_order
+from .longest_first import longest_first
 from .order import Order, OrderSettings
 
 
@@ -124,6 +125,11 @@ def _dfs_weight(job: _Job) -> Order:
     weights = (tree.leaf_end - tree.leaf_begin)[1:].astype(np.float64)
     children, begin = sort_children(tree, weights, np.ones(tree.num_requests))
     return Order(tree.order[depth_first(children, begin, tree.num_nodes)])
+
+
+@_makes("dfs-longest")
+def _dfs_longest(job: _Job) -> Order:
+    return Order(longest_first(job.tree, job.est_output_len[job.tree.order]))
 
 
 @_makes("prefix-groups")

@@ -92,6 +92,18 @@ class Simulation:
         return tokens / self.seconds if self.seconds else 0.0
 
     @property
+    def tail_s(self) -> float:
+        """Seconds at the end in which fewer than half as many rows run as when the last of
+        all joined, to within a sample.
+        """
+        seconds, rows = self.samples[0], self.samples[3]
+        if not len(rows):
+            return 0.0
+        joined = int(np.flatnonzero(np.diff(rows, prepend=0.0) > 0).max(initial=0))
+        full = np.flatnonzero(2 * rows >= rows[joined])
+        return float(seconds[full[-1] + 1 :].sum())
+
+    @property
     def achieved_prefix_sharing_ratio(self) -> float:
         """Share of the prompt tokens that were not computed, less recomputed tokens."""
         if not self.prompt_tokens:

@@ -41,8 +41,8 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--price-per-gpu-hour", type=positive, metavar="PRICE",
-        help="with --choose: price of a device for an hour, where --fleet and --prices "
-        "have none",
+        help="price of a device for an hour, for the cost of each order; with --choose, "
+        "where --fleet and --prices have none",
     )  # fmt: skip
     group.add_argument(
         "--prices", type=Path, metavar="FILE",
@@ -66,8 +66,7 @@ def check_choice(options: argparse.Namespace) -> None:
             raise ConfigError("--fleet replaces --hardware: give one of them.")
         return
     for name in (
-        "allow_quantization", "allow_kv_cache_dtype", "fleet", "price_per_gpu_hour",
-        "prices", "deadline",
+        "allow_quantization", "allow_kv_cache_dtype", "fleet", "prices", "deadline",
     ):  # fmt: skip
         if getattr(options, name):
             raise ConfigError(

@@ -1,0 +1,146 @@
+"""What batches cost, and options that save some of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from batch_service import (
+    batch_row,
+    check_results,
+    custom_ids,
+    running_service,
+    submit,
+    until_over,
+)
+from builders import ids_of, make_body, make_line, make_lines, run
+from fake_engine import FakeEngine
+
+from sglang_batch.access.costs import cost_object, costs_by_label
+from sglang_batch.access.usage import usage_since
+from sglang_batch.batch_api.objects import batch_object
+from sglang_batch.job.accounting.engine_time import EngineTime
+
+pytestmark = pytest.mark.usefixtures("quick_polling")
+
+
+def test_a_batch_ends_when_enough_of_its_lines_have_an_answer(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(failing={"r1": 400})
+        engine.hold(["r8", "r9"])
+        async with running_service(tmp_path, engine, max_inflight=4) as service:
+            # 8 of the 9 that do not fail would be too many.
+            batch_id = submit(service, make_lines(10), enough=0.7)
+            row = await until_over(service, batch_id)
+            outputs, errors = check_results(service, row)
+            assert row["status"] == "completed"
+            assert len(outputs) >= 7
+            assert (row["total"], row["failed"]) == (10, 1)
+            given_up = [line for line in errors if line["custom_id"] != "r1"]
+            assert {"r8", "r9"} <= set(custom_ids(given_up))
+            assert given_up[0]["error"] == {
+                "code": "enough_answers",
+                "message": "This request was given up because enough of the others had "
+                "an answer (0.7 of all).",
+            }
+            assert set(engine.aborted) <= {"r8", "r9"} | set(custom_ids(given_up))
+            shown = batch_object(row)
+            assert shown["enough"] == 0.7
+            assert shown["request_counts"]["total"] == 10
+
+    run(scenario())
+
+
+def test_the_next_server_ends_a_batch_that_had_enough(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        engine.hold(ids_of(range(2, 6)))
+        async with running_service(tmp_path, engine) as service:
+            batch_id = submit(service, make_lines(6))
+            await engine.until_stalled(2, 4)
+        # It had not noticed.
+        again = FakeEngine()
+        again.hold(ids_of(range(2, 6)))
+        service_of_next = running_service(tmp_path, again)
+        async with service_of_next as service:
+            row = batch_row(service, batch_id)
+            assert row["completed"] == 2
+            service.store.update_batch(batch_id, enough=0.3)
+        last = FakeEngine()
+        async with running_service(tmp_path, last) as service:
+            row = await until_over(service, batch_id)
+            assert (row["status"], row["completed"]) == ("completed", 2)
+            assert last.executed == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("own", "executed"), [("off", 4), ("auto", 1)])
+def test_a_batch_has_its_own_setting_for_equal_lines(
+    own: str, executed: int, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        other = {"off": "auto", "auto": "off"}[own]
+        async with running_service(tmp_path, engine, dedupe=other) as service:
+            body = make_body("a", temperature=0)
+            same = [make_line(f"r{i}", body=body) for i in range(4)]
+            row = await until_over(service, submit(service, same, dedupe=own))
+            assert len(engine.executed) == executed
+            assert row["merged"] == 4 - executed
+            merged = row["merged_input_tokens"] + row["merged_output_tokens"]
+            assert merged * 4 == (4 - executed) * (
+                row["input_tokens"] + row["output_tokens"]
+            )
+            usage = batch_object(row, price=7200.0)["usage"]
+            assert usage.get("merged_requests") == ((4 - executed) or None)
+            assert usage["dollars"] == pytest.approx(2 * row["engine_s"], abs=1e-6)
+
+    run(scenario())
+
+
+def test_costs_are_summed_by_a_label_and_by_owner(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        async with running_service(tmp_path, engine) as service:
+            labels = [
+                {"project": "a"},
+                {"project": "b", "x": "a"},
+                {"project": "a"},
+                None,
+            ]
+            for number, metadata in enumerate(labels):
+                batch_id = submit(
+                    service, make_lines(2), metadata=metadata, owner=f"o{number % 2}"
+                )
+                row = await until_over(service, batch_id)
+            rows = costs_by_label(service.store, "project", 0, None)
+            found = {row["value"]: cost_object(row, None) for row in rows}
+            assert {key: each["batches"] for key, each in found.items()} == {
+                None: 1, "a": 2, "b": 1,
+            }  # fmt: skip
+            assert found["a"]["requests"] == 4
+            assert found["a"]["computed_output_tokens"] == 2 * row["output_tokens"]
+            assert found["a"]["dollars"] is None
+            [own] = costs_by_label(service.store, "project", 0, "o0")
+            assert (own["value"], own["batches"]) == ("a", 2)
+            assert not costs_by_label(service.store, "project", 1 << 40, None)
+            used = usage_since(service.store, "", "o0")
+            assert used[0]["engine_s"] == pytest.approx(own["engine_s"])
+            assert used[0]["engine_s"] > 0
+
+    run(scenario())
+
+
+def test_seconds_are_divided_among_the_lines_that_an_engine_has() -> None:
+    now = 0.0
+    time = EngineTime(lambda: 2, lambda: now)
+    now = 5.0  # without lines
+    a = time.enter()
+    now = 6.0
+    b = time.enter()
+    now = 8.0
+    assert time.leave(a) == 2 * (1 + 2 / 2)
+    now = 9.0
+    assert time.leave(b) == 2 * (2 / 2 + 1)
+    assert time.leave(time.enter()) == 0.0

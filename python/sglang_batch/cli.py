@@ -131,6 +131,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
             policy=options.policy,
             max_inflight=options.max_inflight,
             dedupe=options.dedupe,
+            answer_cache=options.answer_cache,
             enough=options.enough,
             dollars_per_hour=options.dollars_per_hour,
             skip_invalid=options.skip_invalid,

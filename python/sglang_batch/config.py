@@ -89,6 +89,12 @@ _FITS: dict[str, tuple[_Fits, str]] = {
     "max_inflight": _FROM_1,
     "render_lookahead": _FROM_1,
     "bucket_requests": _FROM_1,
+    "answer_cache": (
+        lambda v: isinstance(v, str) and v != "",
+        "the path of a directory",
+    ),
+    "answer_cache_bytes": _FROM_1,
+    "answer_cache_days": (lambda v: _number(v) and v > 0, "a number of days above 0"),
     "mixed_chunk": (lambda v: isinstance(v, bool), "true or false"),
     "step_log": _PATH,
     "learn_costs": (lambda v: isinstance(v, bool), "true or false"),
@@ -149,6 +155,7 @@ _OPTIONAL = {
     "step_log",
     "max_wait_steps",
     "offload_bytes",
+    "answer_cache",
     "prefetch_device",
     "mixed_chunk",
     "line_timeout_s",
@@ -230,6 +237,10 @@ class OfflineBatchConfig:
     bucket_requests: a job of more requests than this is planned in buckets of about so many
         whose prompts begin alike. It bounds the memory of ``sglang-batch run``: 0.5 kB
         for each request of two buckets.
+    answer_cache: a directory that keeps the answers of such requests for later jobs with the same
+        model and options, of the same owner. None keeps none.
+    answer_cache_bytes: most bytes of answers in it: the least recently used make room.
+    answer_cache_days: days after which an answer in it is too old.
     scheduler: one of ``SCHEDULERS``. ``offline`` replaces SGLang's scheduler and
         prefix cache with versions that follow the plan. ``stock`` keeps SGLang's own,
         and the plan is only the order in which requests are sent.
@@ -316,6 +327,9 @@ class OfflineBatchConfig:
     render_lookahead: int = 8
     dedupe: str = "auto"
     bucket_requests: int = 4_000_000
+    answer_cache: str | None = None
+    answer_cache_bytes: int = 10 << 30
+    answer_cache_days: float = 30.0
     scheduler: str = "offline"
     learn_costs: bool = True
     step_log: str | None = None

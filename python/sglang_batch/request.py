@@ -98,6 +98,7 @@ class RequestOutput:
     body: JSON body of the answer, or ``{"error": {...}}``.
     merged_with: the ``custom_id`` of an equal request whose answer this is. None if it was
         computed.
+    from_cache: whether an earlier job computed it.
     """
 
     status_code: int
@@ -105,6 +106,12 @@ class RequestOutput:
     body: bytes
     usage: Usage = Usage()
     merged_with: str | None = None
+    from_cache: bool = False
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the job computed it."""
+        return self.merged_with is None and not self.from_cache
 
     @property
     def ok(self) -> bool:

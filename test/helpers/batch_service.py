@@ -14,6 +14,7 @@ from fake_engine import FakeEngine
 
 from sglang_batch.batch_api import protocol as api
 from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.job.answers.cached_answers import ModelAnswers
 from sglang_batch.server.service import BatchService
 from sglang_batch.store.batch_store import BatchStore, Row
 
@@ -24,11 +25,14 @@ UNRUN = {
 
 
 def make_service(
-    directory: Path, server_name: str = "server", **config: Any
+    directory: Path,
+    server_name: str = "server",
+    answers: ModelAnswers | None = None,
+    **config: Any,
 ) -> BatchService:
     """A service that has not been started, with an open store."""
     return BatchService(
-        BatchStore(directory), OfflineBatchConfig(**config), server_name
+        BatchStore(directory), OfflineBatchConfig(**config), server_name, answers
     )
 
 

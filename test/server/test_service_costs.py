@@ -9,6 +9,7 @@ from batch_service import (
     batch_row,
     check_results,
     custom_ids,
+    result_lines,
     running_service,
     submit,
     until_over,
@@ -19,7 +20,9 @@ from fake_engine import FakeEngine
 from sglang_batch.access.costs import cost_object, costs_by_label
 from sglang_batch.access.usage import usage_since
 from sglang_batch.batch_api.objects import batch_object
+from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job.accounting.engine_time import EngineTime
+from sglang_batch.job.answers.cached_answers import ModelAnswers
 
 pytestmark = pytest.mark.usefixtures("quick_polling")
 
@@ -144,3 +147,28 @@ def test_seconds_are_divided_among_the_lines_that_an_engine_has() -> None:
     now = 9.0
     assert time.leave(b) == 2 * (2 / 2 + 1)
     assert time.leave(time.enter()) == 0.0
+
+
+def test_a_later_batch_has_the_answers_of_an_earlier_one(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        config = OfflineBatchConfig(answer_cache=str(tmp_path / "answers"))
+        answers = ModelAnswers(config, "org/model", {})
+        engine = FakeEngine()
+        async with running_service(tmp_path, engine, answers=answers) as service:
+            lines = [
+                make_line(f"r{i}", body=make_body(text, temperature=0))
+                for i, text in enumerate("abab")
+            ]
+            for run_number in range(2):
+                row = await until_over(service, submit(service, lines))
+                assert row["completed"] == 4
+                assert row["merged"] == (4 if run_number else 2)
+                assert sorted(engine.executed) == ["r0", "r1"]
+            found = result_lines(service, row, "output")
+            assert all(line["from_cache"] for line in found)
+            assert found[2]["merged_with"] == "r0"
+            # Another owner's are computed.
+            await until_over(service, submit(service, lines[:1], owner="bob"))
+            assert sorted(engine.executed) == ["r0", "r0", "r1"]
+
+    run(scenario())

@@ -103,6 +103,7 @@ class ResultLine(msgspec.Struct):
     error: None for a request that was answered, also with an error.
     merged_with: the ``custom_id`` of an equal request that was computed for both. Not there
         if this one was computed.
+    from_cache: true if an earlier job computed the answer. Not there otherwise.
     """
 
     id: str
@@ -110,6 +111,7 @@ class ResultLine(msgspec.Struct):
     response: ResultResponse | None
     error: ResultError | None
     merged_with: str | msgspec.UnsetType = msgspec.UNSET
+    from_cache: bool | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def index(self) -> int:
@@ -128,7 +130,13 @@ def result_line(
     )
     merged_with = msgspec.UNSET if output.merged_with is None else output.merged_with
     return _encode(
-        request.index, request.custom_id, job_id, response, None, merged_with
+        request.index,
+        request.custom_id,
+        job_id,
+        response,
+        None,
+        merged_with,
+        output.from_cache or msgspec.UNSET,
     )
 
 
@@ -160,9 +168,10 @@ def _encode(
     response: ResultResponse | None,
     error: ResultError | None,
     merged_with: str | msgspec.UnsetType = msgspec.UNSET,
+    from_cache: bool | msgspec.UnsetType = msgspec.UNSET,
 ) -> bytes:
     # The engine's id of the request, with OpenAI's prefix.
     line_id = f"batch_req_{engine_request_id(job_id, index).removeprefix('batch_')}"
     return msgspec.json.encode(
-        ResultLine(line_id, custom_id, response, error, merged_with)
+        ResultLine(line_id, custom_id, response, error, merged_with, from_cache)
     )

@@ -58,7 +58,7 @@ class Dispatcher:
 
     Attributes:
         grows: whether further plans will have more requests.
-        engine_tells: whether :meth:`joined` is called. Set it before :meth:`set_plans`.
+        engine_tells: whether :meth:`joined` is called. Set it before the first plan.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Dispatcher:
     def set_order(self, order: Int64s) -> None:
         """Send requests in this order and let the engine choose the replicas."""
         self._most_in_flight = self._window(False)
-        replica = Replica(None)
+        replica = Replica(None, tells=self.engine_tells)
         replica.set_sides((order, order[:0]), self._most_in_flight, False)
         self._replicas = [replica]
 

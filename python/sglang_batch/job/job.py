@@ -138,6 +138,9 @@ class Job:
             await self._engine.close_job(self._job_id)
 
     async def _run_in_input_order(self) -> None:
+        self._dispatcher.engine_tells = self._engine.watch_job(
+            self._job_id, self._dispatcher.joined
+        )
         self._dispatcher.set_order(np.asarray(self._todo, dtype=np.int64))
         await self._engine.open_job(self._job_id, [unplanned(self._engine.machine)])
         await self._apply_priority()

@@ -14,9 +14,9 @@ import sys
 import traceback
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..errors import EngineError, ExitStatus, SGLangBatchError
+from ..errors import ConfigError, EngineError, ExitStatus, SGLangBatchError
 from ..fleet.head_state import HeadState
 from ..inputs.job_input import JobInput
 from ..inputs.staging import Staging
@@ -32,6 +32,9 @@ from .outputs import Outputs
 from .progress import Display, elapsed
 from .state.state_url import StateUrl
 from .summary import Summary
+
+if TYPE_CHECKING:
+    from ..job.answers.cached_answers import CachedAnswers
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class RunOptions:
     policy: str | None
     max_inflight: int | None
     dedupe: str | None
+    answer_cache: str | None
     enough: float | None
     dollars_per_hour: float | None
     skip_invalid: bool
@@ -135,6 +139,7 @@ def _run_input(
             job = RunningJob(
                 directory, local, requests, settings.config, engine_log, display,
                 enough=options.enough, price=_price(options, settings),
+                cached=_cached(options, settings),
             )  # fmt: skip
             with requests.closing():
                 summary = job.run(
@@ -174,6 +179,7 @@ def _settings(options: RunOptions) -> EngineSettings:
         policy=options.policy,
         max_inflight=options.max_inflight,
         dedupe=options.dedupe,
+        answer_cache=options.answer_cache,
     )
 
 
@@ -198,6 +204,25 @@ def _started_fleet(
     head = HeadState.begin(job.job_id, job.path, job.epoch())
     start = options.fleet.start(settings, options.backend, options.server_argv, head)
     return start()
+
+
+def _cached(options: RunOptions, settings: EngineSettings) -> CachedAnswers | None:
+    """The answers of earlier jobs, if they are kept.
+
+    Raises:
+        ConfigError: they cannot be, or the model is on other servers.
+    """
+    if settings.config.answer_cache is None:
+        return None
+    if isinstance(options.fleet, WorkerOptions):
+        raise ConfigError(
+            "--answer-cache has no use with --workers, whose model may change: start the "
+            "servers with --offline-batch-config '{\"answer_cache\": ...}'."
+        )
+    from ..job.answers.cached_answers import ModelAnswers
+
+    model = settings.model
+    return ModelAnswers(settings.config, model, vars(settings.server_args)).of()
 
 
 def _price(options: RunOptions, settings: EngineSettings) -> float | None:

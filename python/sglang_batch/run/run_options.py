@@ -101,6 +101,12 @@ def add_run(commands: Any, run: Callable[..., int]) -> None:
         "ones, those with a seed, and those for embeddings and scores",
     )  # fmt: skip
     parser.add_argument(
+        "--answer-cache",
+        metavar="DIR",
+        help="keep the answers of such requests in this directory for later jobs with the "
+        "same model and options, and use those that are there",
+    )
+    parser.add_argument(
         "--enough", type=enough, metavar="SHARE",
         help="end when this share of the requests, such as 99%%, has an answer: the others "
         "are given up, and their lines say so",

@@ -27,6 +27,7 @@ from ..fleet.fleet_worker import WorkerState
 from ..inputs.local_input import LocalInput
 from ..job.accounting.enough import GIVEN_UP, given_up_message, num_enough
 from ..job.accounting.occupancy import Tail
+from ..job.answers.cached_answers import CachedAnswers, answer_known
 from ..job.bucketed_job import BucketedJob
 from ..job.planner_compiler import compile_planner
 from ..request import BatchRequestInput, RequestOutput, Usage
@@ -57,11 +58,13 @@ class RunningJob:
         *,
         enough: float | None = None,
         price: float | None = None,
+        cached: CachedAnswers | None = None,
     ) -> None:
         """
         Args:
             enough: the share of answers after which the job ends.
             price: dollars for an hour of an engine.
+            cached: answers of earlier jobs, and those of this one for later ones.
         """
         self._job_id = directory.job_id
         self._directory = directory
@@ -72,6 +75,7 @@ class RunningJob:
         self._display = display
         self._enough = enough
         self._price = price
+        self._cached = cached
         self._begun = time.monotonic()
         self._started = False
         self._fleet: FleetEngine | None = None
@@ -201,7 +205,7 @@ class RunningJob:
                 line,
                 ok=output.ok,
                 usage=output.usage,
-                merged=output.merged_with is not None,
+                merged=not output.is_computed,
             )
             progress.answered()
             if self._enough is not None and self._is_over:
@@ -211,15 +215,21 @@ class RunningJob:
         equal = await asyncio.to_thread(
             find_equal, self._requests, log.unfinished(), self._config.dedupe
         )
+        todo, sink = await answer_known(
+            self._cached, self._requests, equal.todo, equal.sharing(store)
+        )
         job = BucketedJob(
-            self._job_id, self._requests, equal.todo, engine, self._config,
-            equal.sharing(store), on_rendered=progress.rendered,
+            self._job_id, self._requests, todo, engine, self._config, sink,
+            on_rendered=progress.rendered,
         )  # fmt: skip
+        if len(todo) < len(equal.todo):
+            num_known = len(equal.todo) - len(todo)
+            self._display.say(f"{num_known:,} requests have an answer in the cache.")
         if equal.num_merged:
             self._display.say(
                 f"{equal.num_merged:,} requests are equal to others and get their answers."
             )
-        progress.will_render(len(equal.todo) if job.in_one_piece else 0)
+        progress.will_render(len(todo) if job.in_one_piece else 0)
         if not job.in_one_piece:
             self._display.say(
                 "Planned in buckets of about "

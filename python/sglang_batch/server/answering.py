@@ -11,10 +11,11 @@ from ..batch_api.equal_requests import find_equal
 from ..batch_api.jsonl import BatchFile
 from ..batch_api.lines import result_line
 from ..config import OfflineBatchConfig
+from ..job.answers.cached_answers import CachedAnswers, answer_known
 from ..job.inflight_limit import InflightLimit
 from ..job.job import Job
 from ..job.retrying_engine import RetryingEngine, engine_died
-from ..request import BatchRequestInput, RequestOutput, engine_request_id
+from ..request import BatchRequestInput, RequestOutput, Sink, engine_request_id
 from ..store.suspects import Suspects
 from .result_saver import ResultSaver
 
@@ -30,6 +31,7 @@ class Answering:
         saver: stores each result, and has those of earlier servers.
         suspects: lines that may have taken the engine down.
         alone: entered for the suspects.
+        cached: answers of earlier batches of the owner. None if there are none.
         on_answer: called after each result.
         limit: how many lines may be in the engine.
         directory: holds temporary files.
@@ -46,6 +48,7 @@ class Answering:
         alone: AloneInEngine,
         config: OfflineBatchConfig,
         *,
+        cached: CachedAnswers | None,
         on_answer: Callable[[], None],
         limit: InflightLimit,
         directory: Path,
@@ -58,7 +61,9 @@ class Answering:
         self._engine = engine
         self._alone = alone
         self._config = config
+        self._cached = cached
         self._on_answer = on_answer
+        self._sink: Sink = self._store
         self._limit = limit
         self._directory = directory
         self._priority = priority
@@ -90,7 +95,13 @@ class Answering:
                 suspects | set(self._suspects.never()),
             )
             self._reject_deadly()
-            computed = self._equal.todo.tolist()
+            left, self._sink = await answer_known(
+                self._cached,
+                self._requests,
+                self._equal.todo,
+                self._equal.sharing(self._store),
+            )
+            computed = left.tolist()
             done = suspects | set(self._suspects.never())
             todo = [index for index in computed if index not in done]
             await self._run_job(todo, stop)
@@ -126,7 +137,7 @@ class Answering:
             todo,
             self._engine,
             self._config,
-            self._equal.sharing(self._store),
+            self._sink,
             limit=self._limit,
             directory=self._directory,
             priority=self._priority,

@@ -27,6 +27,7 @@ from ..engine import Engine
 from ..errors import StoreError
 from ..job.accounting.engine_time import EngineTime
 from ..job.accounting.enough import num_enough
+from ..job.answers.cached_answers import ModelAnswers
 from ..job.inflight_limit import InflightLimit
 from ..job.retrying_engine import RetryingEngine
 from ..store.batch_store import BatchStore, Row, now
@@ -64,6 +65,7 @@ class BatchRun:
         count_every_s: how often the batch's counts are written.
         on_valid: called when the input was found valid.
         engine_time: divides the seconds of the engine among the batches.
+        answers: those of earlier batches, if they are kept.
 
     Attributes:
         may_run: set by the runner to start the batch.
@@ -82,12 +84,14 @@ class BatchRun:
         count_every_s: float,
         on_valid: Callable[[], None],
         engine_time: EngineTime,
+        answers: ModelAnswers | None = None,
     ) -> None:
         self.batch_id = batch_id
         self.store = store
         self._config = config
         self.engine = RetryingEngine(engine, config, engine_time)
         self._alone = alone
+        self._answers = answers
         self._count_every_s = count_every_s
         self._on_valid = on_valid
         self.may_run = asyncio.Event()
@@ -265,6 +269,9 @@ class BatchRun:
                     self.engine,
                     self._alone,
                     self._config_of(row),
+                    cached=None
+                    if self._answers is None
+                    else self._answers.of(row["owner"]),
                     on_answer=lambda: self._stop_if_enough(row["enough"], log),
                     limit=self.limit,
                     directory=directory,

@@ -151,7 +151,7 @@ class ResultSaver:
                 line,
                 ok=output.ok,
                 usage=output.usage,
-                merged=output.merged_with is not None,
+                merged=not output.is_computed,
             )
             self._unsaved.popleft()
 

@@ -22,6 +22,7 @@ from ..config import OfflineBatchConfig
 from ..engine import Engine
 from ..errors import StoreError
 from ..job.accounting.engine_time import EngineTime
+from ..job.answers.cached_answers import ModelAnswers
 from ..job.inflight_limit import EngineShare
 from ..request import parse_request_id
 from ..store.batch_store import BatchStore, Row, now
@@ -72,6 +73,7 @@ class BatchRunner:
         closing: whether the server is shutting down. From then on no more requests are
             sent, and unfinished batches wait for the next server.
         rate_of: how fast a batch progresses, by its id.
+        answers: those of earlier batches, if they are kept.
 
     Attributes:
         share: the part of the engine for batches and waves.
@@ -85,6 +87,7 @@ class BatchRunner:
         engine: Engine,
         closing: Callable[[], bool],
         rate_of: RateOf = lambda batch_id: None,
+        answers: ModelAnswers | None = None,
     ) -> None:
         self.store = store
         self._config = config
@@ -100,6 +103,7 @@ class BatchRunner:
         self._runs: dict[str, BatchRun] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._isolation = Isolation(self._runs)
+        self._answers = answers
         self._engine_time = EngineTime(lambda: engine.num_replicas)
         self._failures = _Failures()
         self._collector = Collector(store, config)
@@ -216,6 +220,7 @@ class BatchRunner:
             POLL_S,
             self.wake,
             self._engine_time,
+            self._answers,
         )
         self._isolation.admit(run)
         self._runs[batch_id] = run

@@ -26,6 +26,7 @@ from ..config import OfflineBatchConfig
 from ..engine import Engine
 from ..errors import StoreError
 from ..fleet.worker_host import WorkerHost
+from ..job.answers.cached_answers import ModelAnswers
 from ..job.job import Job
 from ..request import BatchRequestInput, RequestOutput
 from ..scheduling.reports.running_tree import TreeNow
@@ -51,9 +52,14 @@ class BatchService:
     """
 
     def __init__(
-        self, store: BatchStore, config: OfflineBatchConfig, server_name: str
+        self,
+        store: BatchStore,
+        config: OfflineBatchConfig,
+        server_name: str,
+        answers: ModelAnswers | None = None,
     ) -> None:
         self.store = store
+        self._answers = answers
         self.config = config
         self._server_name = server_name
         self._engine: Engine | None = None
@@ -81,6 +87,7 @@ class BatchService:
             engine,
             closing,
             self.history.rate,
+            self._answers,
         )
         await self.runner.start()
         self.history.start()

@@ -18,6 +18,7 @@ from ...access.access_control import AccessControl
 from ...errors import SGLangBatchError
 from ...http_api.all_routes import install
 from ...http_api.authorization.key_middleware import KeyMiddleware
+from ...job.answers.cached_answers import ModelAnswers
 from ...job.planner_compiler import compile_planner
 from ...server.batch_metrics import published
 from ...server.service import BatchService
@@ -117,6 +118,9 @@ async def _start_service() -> BatchService:
         BatchStore(directory),
         server_args.offline_config,
         server_name=f"pid {get_main_process_id()}",
+        answers=ModelAnswers(
+            server_args.offline_config, server_args.model_path, vars(server_args)
+        ),
     )
     if server_args.tokenizer_worker_num == 1:  # else one of several makes the plans
         threading.Thread(

@@ -131,6 +131,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
             policy=options.policy,
             max_inflight=options.max_inflight,
             dedupe=options.dedupe,
+            stop_rules=options.stop_rules,
             skip_invalid=options.skip_invalid,
             server_argv=rest,
             backend=options.backend,

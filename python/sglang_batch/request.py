@@ -90,6 +90,22 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Cuts:
+    """Answers that each stop rule has ended."""
+
+    json: int = 0
+    regex: int = 0
+    repetition: int = 0
+
+    def __add__(self, other: Cuts) -> Cuts:
+        return Cuts(
+            self.json + other.json,
+            self.regex + other.regex,
+            self.repetition + other.repetition,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The answer to one request, as HTTP would have returned it.
 
@@ -98,6 +114,7 @@ class RequestOutput:
     body: JSON body of the answer, or ``{"error": {...}}``.
     merged_with: the ``custom_id`` of an equal request whose answer this is. None if it was
         computed.
+    cuts: those of its answers, of which there are several with ``n``.
     """
 
     status_code: int
@@ -105,6 +122,7 @@ class RequestOutput:
     body: bytes
     usage: Usage = Usage()
     merged_with: str | None = None
+    cuts: Cuts = Cuts()
 
     @property
     def ok(self) -> bool:

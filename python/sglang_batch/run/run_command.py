@@ -50,6 +50,7 @@ class RunOptions:
     policy: str | None
     max_inflight: int | None
     dedupe: str | None
+    stop_rules: str | None
     skip_invalid: bool
     server_argv: list[str]
     backend: str = BACKENDS[0]
@@ -169,6 +170,7 @@ def _settings(options: RunOptions) -> EngineSettings:
         policy=options.policy,
         max_inflight=options.max_inflight,
         dedupe=options.dedupe,
+        stop_rules=options.stop_rules,
     )
 
 

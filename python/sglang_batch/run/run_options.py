@@ -99,6 +99,12 @@ def add_run(commands: Any, run: Callable[..., int]) -> None:
         help="auto (default) computes requests that must have equal answers once: greedy "
         "ones, those with a seed, and those for embeddings and scores",
     )  # fmt: skip
+    parser.add_argument(
+        "--stop-rules", metavar="JSON",
+        help="what ends the answers of requests without stop_rules of their own, such as "
+        """'{"json": true}' once their JSON is complete, '{"regex": "..."}' or """
+        """'{"repetition": true}' once they loop""",
+    )  # fmt: skip
     _add_backend(parser)
     add_fleet(parser)
     parser.add_argument(

@@ -11,6 +11,7 @@ import traceback
 from contextlib import ExitStack, suppress
 from typing import Any, NoReturn
 
+from ..batch_api.default_stop_rules import with_stop_rules
 from ..batch_api.equal_requests import find_equal
 from ..batch_api.jsonl import BatchFile
 from ..batch_api.lines import invalid_line, result_line
@@ -172,14 +173,16 @@ class RunningJob:
                 ok=output.ok,
                 usage=output.usage,
                 merged=output.merged_with is not None,
+                cuts=output.cuts,
             )
             progress.answered()
 
+        requests = with_stop_rules(self._requests, self._config.stop_rules)
         equal = await asyncio.to_thread(
-            find_equal, self._requests, log.unfinished(), self._config.dedupe
+            find_equal, requests, log.unfinished(), self._config.dedupe
         )
         job = BucketedJob(
-            self._job_id, self._requests, equal.todo, engine, self._config,
+            self._job_id, requests, equal.todo, engine, self._config,
             equal.sharing(store), on_rendered=progress.rendered,
         )  # fmt: skip
         if equal.num_merged:

@@ -136,6 +136,7 @@ class ResultSaver:
                 ok=output.ok,
                 usage=output.usage,
                 merged=output.merged_with is not None,
+                cuts=output.cuts,
             )
             self._unsaved.popleft()
 

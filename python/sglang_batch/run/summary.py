@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..batch_api.error_reasons import without_details
+from ..stop_rules.rule_settings import RULES
 from ..store.result_log import ResultLog, finished_lines
 from .outputs import Outputs
 
@@ -301,11 +302,7 @@ class Summary:
                  f"{self.merged:,}, equal to others: {self.merged_prompt_tokens:,} prompt and "
                  f"{self.merged_output_tokens:,} output tokens were not computed")
             )  # fmt: skip
-        cuts = {
-            rule: cut
-            for rule in ("json", "regex", "repetition")
-            if (cut := getattr(self, f"cut_{rule}"))
-        }
+        cuts = {rule: cut for rule in RULES if (cut := getattr(self, f"cut_{rule}"))}
         if cuts:
             shown = ", ".join(f"{cut:,} by {rule}" for rule, cut in cuts.items())
             rows.append(

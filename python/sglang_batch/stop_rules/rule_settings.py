@@ -10,6 +10,7 @@ from typing import Any
 from .regex_rule import check_regex
 
 FIELD = "stop_rules"
+RULES = ("json", "regex", "repetition")
 # Most patterns of a request. Each is matched against every byte of the answer.
 MAX_REGEXES = 8
 # Counts for each size of a pattern are kept while the answer grows.
@@ -86,12 +87,12 @@ class StopRules:
         if not isinstance(value, Mapping):
             raise ValueError(
                 f"{_short(value)} is not an object of rules; the rules are "
-                f"{', '.join(_RULES)}"
+                f"{', '.join(RULES)}"
             )
         for name in value:
-            if name not in _RULES:
+            if name not in RULES:
                 raise ValueError(
-                    f"there is no rule {_short(name)}; the rules are {', '.join(_RULES)}"
+                    f"there is no rule {_short(name)}; the rules are {', '.join(RULES)}"
                 )
         return cls(
             json=_parse_json(value.get("json")),
@@ -131,7 +132,7 @@ class StopRules:
         return json.dumps(self.to_value())
 
 
-_RULES = ("json", "regex", "repetition")
+NO_RULES = StopRules()
 
 
 def _parse_json(value: object) -> bool:

@@ -62,8 +62,11 @@ class MarkedScheduler(Scheduler):  # type: ignore[misc]
         self, recv_req: object, *args: object, **kwargs: object
     ) -> Req:
         req: Req = super()._create_generation_req(recv_req, *args, **kwargs)
-        watch_request(req, self.tokenizer, self.model_config)
+        watch_request(req, self.tokenizer, self.model_config, self._count_cut)
         return req
+
+    def _count_cut(self, rule: str) -> None:
+        """SGLang's own scheduler has no counts of ours."""
 
     def _answer(self, message: type, handle: Callable[[Any], object]) -> None:
         self._request_dispatcher += TypeBasedDispatcher([(message, handle)])

@@ -38,11 +38,17 @@ class FinishedByRule(BaseFinishReason):  # type: ignore[misc]
         return self.cut.to_reason()
 
 
-def watch_request(req: Req, tokenizer: Any, model_config: ModelConfig) -> None:
+def watch_request(
+    req: Req,
+    tokenizer: Any,
+    model_config: ModelConfig,
+    on_cut: Callable[[str], None],
+) -> None:
     """Have a request end by its stop rules, if it has any.
 
     Args:
         tokenizer: None for a server that has none.
+        on_cut: called with the rule that ends it.
     """
     custom = req.sampling_params.custom_params
     text = custom.get(FIELD) if isinstance(custom, dict) else None
@@ -60,7 +66,8 @@ def watch_request(req: Req, tokenizer: Any, model_config: ModelConfig) -> None:
         )
         return
     # In the place of the method: it costs nothing for requests without rules.
-    endings = _RuleEndings(req, rules, tokenizer, _reasoning_end(req, model_config))
+    reasoning_end = _reasoning_end(req, model_config)
+    endings = _RuleEndings(req, rules, tokenizer, reasoning_end, on_cut)
     vars(req)["update_finish_state"] = endings
 
 
@@ -84,6 +91,7 @@ class _RuleEndings:
         rules: StopRules,
         tokenizer: Any,
         reasoning_end: Sequence[int] | None,
+        on_cut: Callable[[str], None],
     ) -> None:
         # The request has this object, and should be freed with its last reference.
         self._req = weakref.ref(req)
@@ -95,6 +103,7 @@ class _RuleEndings:
                 skip_special_tokens=req.sampling_params.skip_special_tokens,
             )
         self._watch = AnswerWatch(rules, text, reasoning_end)
+        self._on_cut = on_cut
         self._num_read = 0
 
     def __call__(self, new_accepted_len: int = 1) -> None:
@@ -124,6 +133,7 @@ class _RuleEndings:
         ):
             req.finished_reason = FinishedByRule(cut)
             req.finished_len = self._num_read
+            self._on_cut(cut.rule)
 
     def _next_cut(self, ids: Sequence[int], end: int) -> Cut | None:
         """The first cut among the new tokens, of which those up to it are read then."""

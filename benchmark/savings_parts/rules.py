@@ -2,8 +2,7 @@
 
 Grammars make the demo model, whose weights are random, write a JSON object and then go on, or
 repeat a phrase, as models do that were not told when to stop. Each job runs with ``sglang-batch
-run``, with rules and without. A job whose answers no rule cuts shows what rules cost, and one
-without any shows that they cost nothing there.
+run``, with rules and without. A job whose answers no rule cuts shows what rules cost.
 
 Seconds are those of the summary, without the start of the engine, the least of several runs of
 each kind in turn.
@@ -16,8 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 from report import Figure
 
@@ -31,7 +32,7 @@ LINES, RUNS = 2_000, 3
 MOST = 200
 URL = "/v1/completions"
 ENGINE = ("--dtype=float32", "--max-total-tokens=40000", "--max-running-requests=128")
-OBJECT = r'\{"n": \[[0-9]{3}, [0-9]{2}\], "ok": (true|false)\}'
+OBJECT = r'\{"n": \[[1-9][0-9]{2}, [1-9][0-9]\], "ok": (true|false)\}'
 # By kind: what every answer is, and the rule that cuts it.
 KINDS = {
     "json": (OBJECT + r"\n\nNote: [a-z ]{300}", {"json": True}),
@@ -47,39 +48,55 @@ def measure(quick: bool) -> list[Figure]:
     """Jobs with and without rules."""
     scale = 20 if quick else 1
     num_lines, num_runs = LINES // scale, 1 if quick else RUNS
-    figures = []
     with tempfile.TemporaryDirectory(prefix="bench-savings-") as scratch:
         place = Path(scratch)
         write_demo_model(place / "model")
-        for kind, (grammar, rules) in KINDS.items():
-            figures += cut_job(place, kind, grammar, rules, num_lines // 4)
-        figures += plain_job(place, num_lines, num_runs)
-        figures += rule_times(place / "model")
+        return [
+            *cut_job(place, num_lines),
+            *plain_job(place, num_lines, num_runs),
+            *rule_times(place / "model"),
+            time_without_rules(),
+        ]
+
+
+def cut_job(place: Path, num_lines: int) -> list[Figure]:
+    """A job of which every answer is cut, a third of the lines by each rule."""
+    kinds = [list(KINDS)[i % len(KINDS)] for i in range(num_lines)]
+    lines = [{"regex": KINDS[kind][0]} for kind in kinds]
+    ruled = [
+        {**fields, "stop_rules": KINDS[kind][1]}
+        for kind, fields in zip(kinds, lines, strict=True)
+    ]
+    whole, full = run(place, lines)
+    cut, short = run(place, ruled)
+    print(f"cut: {whole['seconds']} s, {cut['seconds']} s", file=sys.stderr)
+    figures = []
+    for kind in KINDS:
+        numbers = [i for i, each in enumerate(kinds) if each == kind]
+        before, after = (sum(x[i].tokens for i in numbers) for x in (full, short))
+        good = sum(
+            full[i].text.startswith(short[i].text) and is_complete(kind, short[i].text)
+            for i in numbers
+        )
+        figures += [
+            Figure(
+                f"{kind}: output tokens, of those without the rule", after / before,
+                target=("<=", 0.6), note=f"{after:,} of {before:,}",
+            ),
+            Figure(
+                "  share of answers that are cut, complete, and the beginning of those "
+                "without the rule",
+                min(good, cut[f"cut_{kind}"]) / len(numbers), target=("=", 1),
+            ),
+        ]  # fmt: skip
+    figures.append(
+        Figure(
+            "all three: seconds, of those without rules",
+            cut["seconds"] / whole["seconds"],
+            note=f"{cut['seconds']} s against {whole['seconds']} s",
+        )
+    )
     return figures
-
-
-def cut_job(
-    place: Path, kind: str, grammar: str, rules: dict[str, Any], num_lines: int
-) -> list[Figure]:
-    """A job of which every answer is cut."""
-    fields = {"regex": grammar}
-    whole, full = run(place, num_lines, fields, None)
-    cut, short = run(place, num_lines, fields, rules)
-    beginnings = sum(full[i].startswith(short[i]) for i in full)
-    complete = sum(is_complete(kind, text) for text in short.values())
-    print(f"{kind}: {whole['seconds']} s, {cut['seconds']} s", file=sys.stderr)
-    return [
-        Figure(
-            f"{kind}: output tokens, of those without the rule",
-            cut["output_tokens"] / whole["output_tokens"], target=("<=", 0.6),
-            note=f"{cut['output_tokens']:,} of {whole['output_tokens']:,}",
-        ),
-        Figure("  seconds, of those without it", cut["seconds"] / whole["seconds"]),
-        Figure(
-            "  answers cut that are complete, and begin the answer without the rule",
-            min(cut[f"cut_{kind}"], beginnings, complete) / num_lines, target=("=", 1),
-        ),
-    ]  # fmt: skip
 
 
 def is_complete(kind: str, text: str) -> bool:
@@ -93,27 +110,24 @@ def is_complete(kind: str, text: str) -> bool:
 
 def plain_job(place: Path, num_lines: int, num_runs: int) -> list[Figure]:
     """A job of plain answers, with rules that cut none, and without rules."""
-    found: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
-    texts = {}
+    lines = [{"ignore_eos": True, "max_tokens": 64}] * num_lines
+    found: dict[bool, list[float]] = {False: [], True: []}
+    answers = {}
     for nth in range(num_runs):
         for ruled in (False, True) if nth % 2 == 0 else (True, False):
-            fields = {"ignore_eos": True, "max_tokens": 64}
-            summary, texts[ruled] = run(
-                place, num_lines, fields, IDLE if ruled else None
-            )
-            found[ruled].append(summary)
+            summary, answers[ruled] = run(place, lines, IDLE if ruled else None)
+            found[ruled].append(summary["seconds"])
             print(f"plain, rules {ruled}: {summary['seconds']} s", file=sys.stderr)
-    plain, ruled_s = (min(x["seconds"] for x in found[key]) for key in (False, True))
-    tokens = found[False][0]["output_tokens"]
+    plain, checked = min(found[False]), min(found[True])
     return [
         Figure(
             "nothing cut: answers with rules that differ from those without",
-            sum(texts[False][i] != texts[True][i] for i in texts[False]),
-            target=("=", 0), note=f"{num_lines:,} lines",
+            sum(a != b for a, b in zip(answers[False], answers[True], strict=True)),
+            target=("=", 0), note=f"{num_lines:,} lines of 64 tokens",
         ),
         Figure(
-            "  seconds with all three rules, of those without rules", ruled_s / plain,
-            note=f"{ruled_s} s against {plain} s for {tokens:,} tokens",
+            "  seconds with all three rules, of those without rules", checked / plain,
+            note=f"{checked} s against {plain} s",
         ),
     ]  # fmt: skip
 
@@ -145,12 +159,39 @@ def rule_times(model: Path) -> list[Figure]:
     return figures
 
 
+def time_without_rules() -> Figure:
+    """What a request without rules pays: once, when it arrives. Its tokens pay nothing."""
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    from sglang_batch.srt.scheduler.finishing.rule_endings import watch_request
+
+    req: Any = SimpleNamespace(sampling_params=SamplingParams(), update_finish_state=1)
+    begun = time.process_time()
+    for _ in range(TOKENS):
+        watch_request(req, None, req, print)
+    seconds = time.process_time() - begun
+    assert req.update_finish_state == 1
+    return Figure(
+        "no rules: processor time for a request",
+        seconds / TOKENS * 1e6,
+        "µs",
+        ("<=", 2),
+    )
+
+
+class Answer(NamedTuple):
+    """An answer's text and its number of tokens."""
+
+    text: str
+    tokens: int
+
+
 def run(
-    place: Path, num_lines: int, fields: dict[str, Any], rules: dict[str, Any] | None
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Run a job of lines with these fields. Returns its summary and its texts."""
+    place: Path, lines: Sequence[dict[str, Any]], rules: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], list[Answer]]:
+    """Run a job of lines with these fields. Returns its summary and its answers."""
     source, output = place / "in.jsonl", place / "out.jsonl"
-    source.write_bytes(b"".join(line(i, fields) for i in range(num_lines)))
+    source.write_bytes(b"".join(line(i, fields) for i, fields in enumerate(lines)))
     done = subprocess.run(
         [
             *(sys.executable, "-m", "sglang_batch", "run", "--overwrite"),
@@ -162,11 +203,12 @@ def run(
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
-    texts = {}
+    answers = []
     for result in map(json.loads, output.read_text().splitlines()):
-        choice = result["response"]["body"]["choices"][0]
-        texts[result["custom_id"]] = choice["text"]
-    return json.loads(done.stdout.splitlines()[-1]), texts
+        body = result["response"]["body"]
+        tokens = body["usage"]["completion_tokens"]
+        answers.append(Answer(body["choices"][0]["text"], tokens))
+    return json.loads(done.stdout.splitlines()[-1]), answers
 
 
 def line(number: int, fields: dict[str, Any]) -> bytes:

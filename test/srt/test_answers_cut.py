@@ -14,7 +14,7 @@ from batches import client, jsonl, line, results, submit, wait
 from servers import Server
 
 ASK = {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 120}
-OBJECT = r'\{"n": \[[0-9]{3}\]\}'
+OBJECT = r'\{"n": \[[1-9][0-9]{2}\]\}'
 LINES: dict[str, dict[str, Any]] = {
     "json": {"regex": f"{OBJECT} and [a-z]{{150}}", "stop_rules": {"json": True}},
     # The value ends before the last token's text.

@@ -37,7 +37,7 @@ from ..compat.server_types import (
 from ..compat.support import STATE_KEY
 from .body_checks import parse_body
 from .checks.request_checks import check_line
-from .checks.stop_rule_checks import take_rules
+from .checks.stop_rule_checks import has_rules, take_rules
 from .endpoints import Converted, ServingEndpoints
 from .measuring.learnt_machine import LearntMachine
 from .media.media_sources import check_sources
@@ -523,4 +523,5 @@ def _output_limits(adapted: EngineRequest) -> tuple[int | None, bool]:
     most = params.get("max_new_tokens")
     if most in (0, 1):
         return 1, True  # a prompt's logprobs, or one token: it cannot end earlier
-    return most, bool(params.get("ignore_eos")) and most is not None
+    exact = bool(params.get("ignore_eos")) and not has_rules(params)
+    return most, exact and most is not None

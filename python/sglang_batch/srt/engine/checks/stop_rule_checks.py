@@ -7,7 +7,7 @@ Calls of SGLang's own routes give them there, as text or as an object.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from ....batch_api.protocol import GENERATING_URLS
@@ -40,6 +40,12 @@ def add_rules(adapted: Any, rules: StopRules | None) -> None:
         custom = params.get("custom_params")
         given = custom if isinstance(custom, dict) else {}
         params["custom_params"] = {**given, FIELD: rules.to_text()}
+
+
+def has_rules(params: Mapping[str, Any]) -> bool:
+    """Whether sampling parameters have rules, which may end an answer at any token."""
+    custom = params.get("custom_params")
+    return isinstance(custom, dict) and bool(custom.get(FIELD))
 
 
 def settle_rules(adapted: Any) -> None:

@@ -44,7 +44,6 @@ BAD: dict[str, Any] = {
     "unknown": {"looping": {}},
     "no pattern": {"regex": "("},
     "empty": {"regex": "x*"},
-    "beams": {"json": True},
 }
 
 
@@ -66,7 +65,6 @@ def test_lines_end_by_their_rules(offline_server: Server) -> None:
     api = client(offline_server.url)
     lines = [line(name, {**ASK, **fields}) for name, fields in LINES.items()]
     lines += [line(name, {**ASK, "stop_rules": rules}) for name, rules in BAD.items()]
-    lines[-1]["body"] |= {"beam_width": 2}
     batch = wait(api, submit(api, jsonl(lines)).id)
     found = {each["custom_id"]: each for each in results(api, batch.output_file_id)}
     [(text, reason, matched, tokens)] = choices(found["json"])

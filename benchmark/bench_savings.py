@@ -13,9 +13,9 @@ import sys
 from parts_main import Parts, run_parts
 
 PARTS = Parts(
-    about="Tokens that need not be computed: equal requests, the tail.",
+    about="Tokens that need not be computed, and what they would have cost.",
     package="savings_parts",
-    names=("equal", "tail"),
+    names=("equal", "tail", "rules"),
     results="savings.json",
 )
 

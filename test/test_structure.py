@@ -24,7 +24,7 @@ KERNELS = ROOT / "sgl_kernel_ext"
 # neighbours in the same layer.
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "sglang_batch": (
-        ("errors", "option_types", "policies"),
+        ("errors", "option_types", "policies", "stop_rules"),
         ("config", "request"),
         ("store", "batch_api", "planner"),
         ("workloads", "scheduling", "inputs", "access"),
@@ -64,8 +64,9 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
 # The packages that run without SGLang, torch and a web server, and which other
 # packages each may import besides SHARED.
 PURE: dict[str, set[str]] = {
+    "stop_rules": set(),
     "planner": set(),
-    "batch_api": set(),
+    "batch_api": {"stop_rules"},
     "store": set(),
     "workloads": {"planner"},
     "scheduling": {"planner"},

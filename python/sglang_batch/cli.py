@@ -134,6 +134,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
             answer_cache=options.answer_cache,
             enough=options.enough,
             dollars_per_hour=options.dollars_per_hour,
+            stop_rules=options.stop_rules,
             skip_invalid=options.skip_invalid,
             server_argv=rest,
             backend=options.backend,

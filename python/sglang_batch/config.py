@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from .errors import ConfigError
 from .policies import POLICIES
+from .stop_rules.rule_settings import StopRules
 
 # The scheduler in SGLang's scheduler processes.
 SCHEDULERS = ("offline", "stock")
@@ -78,6 +79,23 @@ def _is_place(value: object) -> bool:
     return isinstance(value, str) and len(value) > 1 and value.endswith("/")
 
 
+def _rules_text(value: object) -> str | None:
+    """The JSON of rules that are given as JSON or as an object, None for no rules.
+
+    Raises:
+        ConfigError: they cannot be used.
+    """
+    try:
+        rules = (
+            StopRules.from_text(value)
+            if isinstance(value, str)
+            else StopRules.parse(value)
+        )
+    except ValueError as error:
+        raise ConfigError(f"stop_rules: {error}.") from None
+    return rules.to_text() if rules else None
+
+
 _DEVICE = re.compile(r"[a-z]+(:[0-9]+)?")
 _Fits = Callable[[Any], bool]
 _FROM_0: tuple[_Fits, str] = (lambda v: _whole(v, 0), "a whole number of 0 or more")
@@ -95,6 +113,7 @@ _FITS: dict[str, tuple[_Fits, str]] = {
     ),
     "answer_cache_bytes": _FROM_1,
     "answer_cache_days": (lambda v: _number(v) and v > 0, "a number of days above 0"),
+    "stop_rules": (lambda v: isinstance(v, str), "an object of rules"),
     "mixed_chunk": (lambda v: isinstance(v, bool), "true or false"),
     "step_log": _PATH,
     "learn_costs": (lambda v: isinstance(v, bool), "true or false"),
@@ -151,6 +170,7 @@ _FITS: dict[str, tuple[_Fits, str]] = {
 }
 _OPTIONAL = {
     "gather_s",
+    "stop_rules",
     "max_inflight",
     "step_log",
     "max_wait_steps",
@@ -234,6 +254,8 @@ class OfflineBatchConfig:
     dedupe: one of ``DEDUPES``. ``auto`` computes requests of a job that must have equal answers
         once: greedy ones, those with a seed, and those for embeddings and scores. ``off``
         computes each.
+    stop_rules: JSON of the rules that end the answers of lines which have no ``stop_rules``
+        themselves. May be given as an object, too. None is none.
     bucket_requests: a job of more requests than this is planned in buckets of about so many
         whose prompts begin alike. It bounds the memory of ``sglang-batch run``: 0.5 kB
         for each request of two buckets.
@@ -326,6 +348,7 @@ class OfflineBatchConfig:
     max_inflight: int | None = None
     render_lookahead: int = 8
     dedupe: str = "auto"
+    stop_rules: str | None = None
     bucket_requests: int = 4_000_000
     answer_cache: str | None = None
     answer_cache_bytes: int = 10 << 30
@@ -367,6 +390,8 @@ class OfflineBatchConfig:
         for name in ("allowed_origins", "prefill_servers", "media_sources"):
             if isinstance(getattr(self, name), list):  # of JSON
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.stop_rules is not None:
+            object.__setattr__(self, "stop_rules", _rules_text(self.stop_rules))
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:

@@ -90,6 +90,22 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Cuts:
+    """Answers that each stop rule has ended."""
+
+    json: int = 0
+    regex: int = 0
+    repetition: int = 0
+
+    def __add__(self, other: Cuts) -> Cuts:
+        return Cuts(
+            self.json + other.json,
+            self.regex + other.regex,
+            self.repetition + other.repetition,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The answer to one request, as HTTP would have returned it.
 
@@ -99,6 +115,7 @@ class RequestOutput:
     merged_with: the ``custom_id`` of an equal request whose answer this is. None if it was
         computed.
     from_cache: whether an earlier job computed it.
+    cuts: those of its answers, of which there are several with ``n``.
     """
 
     status_code: int
@@ -112,6 +129,8 @@ class RequestOutput:
     def is_computed(self) -> bool:
         """Whether the job computed it."""
         return self.merged_with is None and not self.from_cache
+
+    cuts: Cuts = Cuts()
 
     @property
     def ok(self) -> bool:

@@ -16,6 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from sglang_batch.demo_model import SPECIAL_IDS, write_demo_model
 from sglang_batch.dense.row_request import Stopping
 from sglang_batch.dense.stopping import Ending, RowStopping, ending_ids
+from sglang_batch.stop_rules.answer_watch import Cut
+from sglang_batch.stop_rules.rule_settings import Repetition, StopRules
 
 EOS = SPECIAL_IDS["<|end|>"]
 MANY = 10_000
@@ -195,3 +197,40 @@ def test_the_tail_tells_as_much_as_the_whole_answer_of_pieces(
     stopping = Stopping(MANY, strings=tuple(strings), regexes=tuple(regexes))
     expected = first_match(tokens, stopping, piece_tokens)
     assert run(tokens, stopping, piece_tokens) == expected
+
+
+def test_rules_end_an_answer_within_a_token(
+    piece_tokens: Any, byte_tokens: Any
+) -> None:
+    json_rule = Stopping(MANY, rules=StopRules(json=True))
+    assert run_text('{"a": [1]} and', json_rule, byte_tokens) == (
+        10,
+        Ending("stop", Cut("json")),
+    )
+    tokens = [PIECES.index(piece) for piece in ("a", "aST", "OPb", "a")]
+    regex = Stopping(MANY, rules=StopRules(regexes=("STO",)))
+    assert run(tokens, regex, piece_tokens) == (3, Ending("stop", Cut("regex", 2)))
+    loop = Stopping(MANY, rules=StopRules(repetition=Repetition(min_tokens=6)))
+    assert run_text("x" + "ab" * 9, loop, byte_tokens) == (
+        9,
+        Ending("stop", Cut("repetition")),
+    )
+
+
+def test_an_ending_token_wins_over_a_rule_and_a_rule_over_the_length(
+    byte_tokens: Any,
+) -> None:
+    rules = StopRules(json=True, repetition=Repetition(min_tokens=6))
+    stopping = Stopping(MANY, token_ids=frozenset({ord("a")}), rules=rules)
+    assert run_text("aaaaaaaa", stopping, byte_tokens) == (1, Ending("stop", ord("a")))
+    assert run_text("[1]", Stopping(3, rules=rules), byte_tokens) == (
+        3,
+        Ending("stop", Cut("json")),
+    )
+
+
+def test_a_regex_at_its_limits_aborts_its_row(byte_tokens: Any) -> None:
+    stopping = Stopping(2_000, rules=StopRules(regexes=(".{900}y",)))
+    found = run_text("x" * 1_999, stopping, byte_tokens)
+    assert found is not None and found[1].reason == "abort"
+    assert "fewer repeats" in (found[1].error or "")

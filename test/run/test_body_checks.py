@@ -113,3 +113,25 @@ def test_a_body_need_not_name_a_model(url: str) -> None:
 
 def test_neither_torch_nor_sglang_stays_imported(found: Any) -> None:
     assert found[1] == []
+
+
+def test_stop_rules_are_checked_without_an_engine() -> None:
+    def errors(url: str, **body: Any) -> list[tuple[str, str | None]]:
+        return body_errors(url, json.dumps(body).encode())
+
+    good = {"messages": [{"role": "user", "content": "a"}]}
+    url = "/v1/chat/completions"
+    assert errors(url, **good, stop_rules={"json": True}) == []
+    [(message, param)] = errors(url, **good, stop_rules={"regex": "a|("})
+    assert param == "body.stop_rules"
+    assert message == (
+        "stop_rules: regex 'a|(' is not a regular expression (unclosed group)"
+    )
+    found = errors(url, messages=1, stop_rules={"x": 1})
+    assert {param for _, param in found} == {"body.messages", "body.stop_rules"}
+    assert errors("/v1/embeddings", input="a", stop_rules={"json": True}) == [
+        (
+            "stop_rules: /v1/embeddings generates nothing that could be cut; drop them",
+            "body.stop_rules",
+        )
+    ]

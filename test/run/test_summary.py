@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from sglang_batch.fleet.fleet_worker import WorkerState
-from sglang_batch.request import Usage
+from sglang_batch.request import Cuts, Usage
 from sglang_batch.run.outputs import Outputs
 from sglang_batch.run.summary import Counts, ErrorGroup, Summary, error_groups
 from sglang_batch.store.result_log import ResultLog
@@ -152,4 +152,20 @@ def test_merged_requests_are_counted_and_in_no_rate(tmp_path: Path) -> None:
         ).as_table()
     )
     assert Summary.of_record(summary.as_dict()) == summary
+    log.close()
+
+
+def test_answers_cut_by_stop_rules_are_counted(tmp_path: Path) -> None:
+    log = ResultLog(tmp_path / "results.jsonl", 3)
+    usage = Usage(10, 0, 5)
+    log.put(0, answer("a"), ok=True, usage=usage, cuts=Cuts(json=2))
+    log.put(1, answer("b"), ok=True, usage=usage, cuts=Cuts(repetition=1))
+    log.close()
+    log = ResultLog(tmp_path / "results.jsonl", 3)
+    before = Counts.of(log)
+    log.put(2, answer("c"), ok=True, usage=usage, cuts=Cuts(json=1))
+    summary = Summary.of_log(log, before, seconds=1.0)
+    assert (summary.cut_json, summary.cut_regex, summary.cut_repetition) == (3, 0, 1)
+    assert summary.this_run is not None and summary.this_run.cut_json == 1
+    assert "4 by stop rules: 3 by json, 1 by repetition" in summary.as_table()
     log.close()

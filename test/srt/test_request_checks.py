@@ -29,6 +29,7 @@ from sglang_batch.srt.engine.checks.request_fields import (
     SAMPLING_FIELDS,
     SCHEDULER_FIELDS,
 )
+from sglang_batch.srt.engine.checks.stop_rule_checks import has_rules, settle_rules
 from sglang_batch.srt.engine.checks.value_checks import FieldError, check_text
 from sglang_batch.srt.engine.request_ids import set_rid
 
@@ -296,3 +297,31 @@ def test_half_a_character_is_refused(text: str) -> None:
 
 def test_whole_characters_are_not() -> None:
     check_text({"messages": [{"content": "\U0001f600 \u00e9"}]})
+
+
+# Stop rules ---------------------------------------------------------------------------
+
+
+def test_stop_rules_become_text_and_other_custom_params_stay() -> None:
+    custom = {"stop_rules": {"json": True, "repetition": {}}, "mood": "calm"}
+    request = GenerateReqInput(
+        text=["a", "b"], sampling_params=[{"custom_params": custom}, {"n": 1}]
+    )
+    settle_rules(request)
+    first, second = request.sampling_params
+    text = first["custom_params"]["stop_rules"]
+    assert text.startswith('{"json": true, "repetition": {"max_pattern_size": 64')
+    assert first["custom_params"]["mood"] == "calm"
+    assert (has_rules(first), has_rules(second)) == (True, False)
+    settle_rules(request)
+    assert first["custom_params"]["stop_rules"] == text
+
+
+@pytest.mark.parametrize(
+    "fields", [{"custom_params": {"stop_rules": 5}}, {"beam_width": 2}]
+)
+def test_stop_rules_that_cannot_be_used_are_refused(fields: dict[str, Any]) -> None:
+    params = {"custom_params": {"stop_rules": {"json": True}}, **fields}
+    with pytest.raises(FieldError, match=r"^stop_rules: ") as caught:
+        settle_rules(GenerateReqInput(text="a", sampling_params=params))
+    assert caught.value.param == "body.stop_rules"

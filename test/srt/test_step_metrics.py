@@ -31,12 +31,12 @@ def record(**values: Any) -> StepRecord:
 
 
 def values(registry: CollectorRegistry) -> dict[str, float]:
-    """By metric, followed by its side if it has one. All have our labels."""
+    """By metric, followed by its side or rule if it has one. All have our labels."""
     found = {}
     for metric in registry.collect():
         for sample in metric.samples:
             labels = dict(sample.labels)
-            side = labels.pop("side", None)
+            side = labels.pop("side", None) or labels.pop("rule", None)
             assert labels == LABELS
             if not sample.name.endswith("_created"):
                 found[sample.name + (f"/{side}" if side else "")] = sample.value
@@ -53,8 +53,12 @@ def test_counters_add_up_and_gauges_are_the_last_step() -> None:
     metrics.observe(first._replace(kv_left=70, kv_shared=80, waiting=3))
     metrics.flush()
     metrics.flush()
+    metrics.cut("json")
     assert values(registry) == {
         "sglang_batch_steps_total": 2,
+        "sglang_batch_answers_cut_total/json": 1,
+        "sglang_batch_answers_cut_total/regex": 0,
+        "sglang_batch_answers_cut_total/repetition": 0,
         "sglang_batch_prefill_tokens_total/left": 4,
         "sglang_batch_prefill_tokens_total/right": 6,
         "sglang_batch_prefill_tokens_total/online": 8,

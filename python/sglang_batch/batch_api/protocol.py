@@ -48,11 +48,13 @@ class Endpoint:
 
     title: its name in error messages.
     required: the keys that a body must have.
+    generates: whether its answers are generated, token by token.
     """
 
     url: str
     title: str
     required: tuple[str, ...]
+    generates: bool = False
 
 
 TRANSCRIPTIONS_URL = "/v1/audio/transcriptions"
@@ -60,17 +62,18 @@ TRANSCRIPTIONS_URL = "/v1/audio/transcriptions"
 ENDPOINTS = {
     endpoint.url: endpoint
     for endpoint in (
-        Endpoint("/v1/chat/completions", "Chat Completions", ("messages",)),
-        Endpoint("/v1/completions", "Completions", ("prompt",)),
+        Endpoint("/v1/chat/completions", "Chat Completions", ("messages",), True),
+        Endpoint("/v1/completions", "Completions", ("prompt",), True),
         Endpoint("/v1/embeddings", "Embeddings", ("input",)),
-        Endpoint("/v1/responses", "Responses", ("input",)),
-        Endpoint("/v1/messages", "Messages", ("messages", "max_tokens")),
+        Endpoint("/v1/responses", "Responses", ("input",), True),
+        Endpoint("/v1/messages", "Messages", ("messages", "max_tokens"), True),
         Endpoint("/v1/score", "Score", ("items",)),
         Endpoint("/v1/rerank", "Rerank", ("query", "documents")),
         Endpoint("/v1/classify", "Classify", ("input",)),
-        Endpoint(TRANSCRIPTIONS_URL, "Transcriptions", ("file_url",)),
+        Endpoint(TRANSCRIPTIONS_URL, "Transcriptions", ("file_url",), True),
     )
 }
+GENERATING_URLS = frozenset(each.url for each in ENDPOINTS.values() if each.generates)
 
 # vLLM's other names of these endpoints.
 _ALIASES = {

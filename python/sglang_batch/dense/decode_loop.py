@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..scheduling.dense_batches.length_rows import ByLength, LengthAdmission
+from ..stop_rules.answer_watch import Cut
 from .model import LoadedModel
 from .prefill import Prefilled
 from .query import LoopCounts, Query, WaitingQueries
@@ -471,7 +472,7 @@ class DecodeLoop:
             ending = Ending("length")
         if ending is None:
             return False
-        self._answer(query, ending.reason, ending.matched)
+        self._answer(query, ending.reason, ending.matched, ending.error)
         return True
 
     def _fail(self, query: Query, error: str) -> None:
@@ -481,7 +482,7 @@ class DecodeLoop:
         self,
         query: Query,
         reason: str,
-        matched: int | str | None = None,
+        matched: int | str | Cut | None = None,
         error: str | None = None,
     ) -> None:
         self._changed = True

@@ -43,7 +43,8 @@ class QueryOpener:
         self._check_length(request)
         self._check_tokens(request)
         stopping, sampling = request.stopping, request.sampling
-        if self._tokenizer is None and (stopping.strings or stopping.regexes):
+        reads_text = stopping.strings or stopping.regexes or stopping.rules.reads_text
+        if self._tokenizer is None and reads_text:
             raise ValueError("Stop strings and regexes need the model's tokenizer.")
         grammar = None
         if sampling.grammar is not None:
@@ -57,7 +58,12 @@ class QueryOpener:
             ending_ids=ending_ids(stopping, ends),
             min_new_tokens=stopping.min_new_tokens,
         )
-        row_stopping = RowStopping(stopping, eos_ids=ends, tokenizer=self._tokenizer)
+        row_stopping = RowStopping(
+            stopping,
+            eos_ids=ends,
+            tokenizer=self._tokenizer,
+            prompt_ids=request.input_ids,
+        )
         return Query(request, number, sampler, row_stopping, grammar, [], [])
 
     def _check_length(self, request: DenseRequest) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..scheduling.dense_batches.length_rows import ByLength
+from ..stop_rules.answer_watch import Cut
+from ..stop_rules.rule_settings import NO_RULES, StopRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,9 @@ class Stopping:
     token_ids: tokens that end the answer, and are its last one. With those of the model
         unless ``ignore_eos``.
     strings, regexes: end the answer once its text has one.
+    rules: end it where the rest is useless.
+    skip_special_tokens: whether these are no part of the text that rules read.
+    reasoning_end: tokens behind which rules read the text, none without reasoning.
     """
 
     max_new_tokens: int
@@ -56,6 +61,9 @@ class Stopping:
     token_ids: frozenset[int] = frozenset()
     strings: tuple[str, ...] = ()
     regexes: tuple[str, ...] = ()
+    rules: StopRules = NO_RULES
+    skip_special_tokens: bool = True
+    reasoning_end: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +125,14 @@ class DenseAnswer:
 
     output_ids: the tokens, with the one that ended it.
     reason: ``length``, ``stop`` or ``abort``.
-    matched: for ``stop``, the token id or the text that ended it.
+    matched: for ``stop``, the token id, the text or the rule that ended it.
     error: for ``abort``, why, in a sentence.
     cached_tokens: tokens of the prompt that were computed for another row.
     """
 
     output_ids: Sequence[int]
     reason: str
-    matched: int | str | None = None
+    matched: int | str | Cut | None = None
     error: str | None = None
     cached_tokens: int = 0
     logprobs: Sequence[TokenLogprobs] = ()

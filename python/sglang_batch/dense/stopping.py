@@ -1,7 +1,8 @@
 """When a row's answer ends.
 
 As in SGLang, a stop string wins over a regex, that over an ending token, that over the
-length, and that over the end of the grammar, where several come with one token.
+length, and that over the end of the grammar, where several come with one token. A stop rule
+wins over the length.
 ``min_new_tokens`` is kept when tokens are chosen, and holds back no stop string.
 """
 
@@ -9,11 +10,14 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
+from ..stop_rules.answer_text import AnswerText
+from ..stop_rules.answer_watch import AnswerWatch, Cut
+from ..stop_rules.regex_rule import RegexTooComplex
 from .row_request import Stopping
 
 # Bytes of one character in UTF-8, each of which may be a token.
@@ -26,12 +30,14 @@ _LOOK_AROUNDS = ("(?=", "(?!", "(?<=", "(?<!")
 class Ending:
     """Why an answer ended.
 
-    reason: ``stop`` or ``length``.
-    matched: for ``stop``, the token, stop string or regex that ended it.
+    reason: ``stop``, ``length`` or ``abort``.
+    matched: for ``stop``, the token, stop string, regex or rule that ended it.
+    error: for ``abort``, why.
     """
 
     reason: str
-    matched: int | str | None = None
+    matched: int | str | Cut | None = None
+    error: str | None = None
 
 
 def ending_ids(stopping: Stopping, eos_ids: Iterable[int]) -> frozenset[int]:
@@ -50,14 +56,20 @@ class RowStopping:
     Args:
         stopping: the row's settings.
         eos_ids: the ending tokens of the model.
-        tokenizer: of transformers; not used without stop strings and regexes.
+        tokenizer: of transformers; not used where nothing reads text.
+        prompt_ids: the prompt's token ids.
 
     Raises:
         ValueError: a regex is invalid, or ``max_new_tokens`` is less than 1.
     """
 
     def __init__(
-        self, stopping: Stopping, *, eos_ids: Iterable[int], tokenizer: Any
+        self,
+        stopping: Stopping,
+        *,
+        eos_ids: Iterable[int],
+        tokenizer: Any,
+        prompt_ids: Sequence[int] = (),
     ) -> None:
         if stopping.max_new_tokens < 1:
             raise ValueError(
@@ -69,6 +81,13 @@ class RowStopping:
         self._regexes = [_compiled(regex) for regex in stopping.regexes]
         self._tail: deque[int] = deque(maxlen=_tail_len(stopping))
         self.num_tokens = 0
+        self._watch: AnswerWatch | None = None
+        if rules := stopping.rules:
+            skips = stopping.skip_special_tokens
+            text = None
+            if rules.reads_text:
+                text = AnswerText(tokenizer, prompt_ids, skip_special_tokens=skips)
+            self._watch = AnswerWatch(rules, text, stopping.reasoning_end)
 
     def append(self, token: int, *, grammar_ended: bool = False) -> Ending | None:
         """Add a token to the answer.
@@ -86,9 +105,20 @@ class RowStopping:
             return Ending("stop", text)
         if token in self._ending_ids:
             return Ending("stop", token)
+        if (ending := self._by_rule(token)) is not None:
+            return ending
         if self.num_tokens >= self._stopping.max_new_tokens:
             return Ending("length")
         return Ending("stop", token) if grammar_ended else None
+
+    def _by_rule(self, token: int) -> Ending | None:
+        if self._watch is None:
+            return None
+        try:
+            cut = self._watch.feed(token)
+        except RegexTooComplex as error:
+            return Ending("abort", error=f"stop_rules: {error}.")
+        return None if cut is None else Ending("stop", cut)
 
     def _matched_text(self) -> str | None:
         if not self._stopping.strings and not self._regexes:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from ..planner.requests import Int32s
-from ..request import BatchRequestInput, RequestOutput, Usage
+from ..request import BatchRequestInput, Cuts, RequestOutput, Usage
 
 
 class Session(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -102,12 +102,14 @@ class LinesJoined(msgspec.Struct, tag="joined", frozen=True):
 
 
 class LineAnswer(msgspec.Struct, tag="answer", frozen=True):
-    """The answer to a line. ``usage``: the fields of a :class:`~.request.Usage`."""
+    """The answer to a line. ``usage``, ``cuts``: the fields of a
+    :class:`~.request.Usage` and of a :class:`~.request.Cuts`."""
 
     rid: str
     status_code: int
     body: bytes
     usage: tuple[int, int, int, int] = (0, 0, 0, 0)
+    cuts: tuple[int, int, int] = (0, 0, 0)
 
     @classmethod
     def of(cls, rid: str, output: RequestOutput) -> LineAnswer:
@@ -122,10 +124,17 @@ class LineAnswer(msgspec.Struct, tag="answer", frozen=True):
                 usage.output_tokens,
                 usage.reasoning_tokens,
             ),
+            (output.cuts.json, output.cuts.regex, output.cuts.repetition),
         )
 
     def output(self) -> RequestOutput:
-        return RequestOutput(self.status_code, self.rid, self.body, Usage(*self.usage))
+        return RequestOutput(
+            self.status_code,
+            self.rid,
+            self.body,
+            Usage(*self.usage),
+            cuts=Cuts(*self.cuts),
+        )
 
 
 class Leaving(msgspec.Struct, tag="leaving", frozen=True):

@@ -58,6 +58,7 @@ class RunOptions:
     answer_cache: str | None
     enough: float | None
     dollars_per_hour: float | None
+    stop_rules: str | None
     skip_invalid: bool
     server_argv: list[str]
     backend: str = BACKENDS[0]
@@ -180,6 +181,7 @@ def _settings(options: RunOptions) -> EngineSettings:
         max_inflight=options.max_inflight,
         dedupe=options.dedupe,
         answer_cache=options.answer_cache,
+        stop_rules=options.stop_rules,
     )
 
 

@@ -115,6 +115,12 @@ def add_run(commands: Any, run: Callable[..., int]) -> None:
         "--dollars-per-hour", type=positive, metavar="PRICE",
         help="what an engine costs, for the cost in the summary",
     )  # fmt: skip
+    parser.add_argument(
+        "--stop-rules", metavar="JSON",
+        help="what ends the answers of requests without stop_rules of their own, such as "
+        """'{"json": true}' once their JSON is complete, '{"regex": "..."}' or """
+        """'{"repetition": true}' once they loop""",
+    )  # fmt: skip
     _add_backend(parser)
     add_fleet(parser)
     parser.add_argument(

@@ -11,6 +11,7 @@ import traceback
 from contextlib import ExitStack, suppress
 from typing import Any, NoReturn
 
+from ..batch_api.default_stop_rules import with_stop_rules
 from ..batch_api.equal_requests import find_equal
 from ..batch_api.jsonl import BatchFile
 from ..batch_api.lines import invalid_line, result_line, unrun_line
@@ -206,20 +207,22 @@ class RunningJob:
                 ok=output.ok,
                 usage=output.usage,
                 merged=not output.is_computed,
+                cuts=output.cuts,
             )
             progress.answered()
             if self._enough is not None and self._is_over:
                 stop.set()
 
         stop = asyncio.Event()
+        requests = with_stop_rules(self._requests, self._config.stop_rules)
         equal = await asyncio.to_thread(
-            find_equal, self._requests, log.unfinished(), self._config.dedupe
+            find_equal, requests, log.unfinished(), self._config.dedupe
         )
         todo, sink = await answer_known(
-            self._cached, self._requests, equal.todo, equal.sharing(store)
+            self._cached, requests, equal.todo, equal.sharing(store)
         )
         job = BucketedJob(
-            self._job_id, self._requests, todo, engine, self._config, sink,
+            self._job_id, requests, todo, engine, self._config, sink,
             on_rendered=progress.rendered,
         )  # fmt: skip
         if len(todo) < len(equal.todo):

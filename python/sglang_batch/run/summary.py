@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..batch_api.error_reasons import without_details
 from ..config import dollars
+from ..stop_rules.rule_settings import RULES
 from ..store.result_log import ResultLog, finished_lines
 from .outputs import Outputs
 
@@ -27,6 +28,7 @@ class Counts:
 
     merged: requests that got the answer of an equal one. The tokens of these are among the
         others, as if they had been computed.
+    cut_json, cut_regex, cut_repetition: answers that each stop rule has ended.
     """
 
     completed: int = 0
@@ -38,6 +40,9 @@ class Counts:
     merged_prompt_tokens: int = 0
     merged_cached_tokens: int = 0
     merged_output_tokens: int = 0
+    cut_json: int = 0
+    cut_regex: int = 0
+    cut_repetition: int = 0
 
     @classmethod
     def of(cls, log: ResultLog) -> Counts:
@@ -51,6 +56,9 @@ class Counts:
             merged_prompt_tokens=log.merged_usage.input_tokens,
             merged_cached_tokens=log.merged_usage.cached_tokens,
             merged_output_tokens=log.merged_usage.output_tokens,
+            cut_json=log.cuts.json,
+            cut_regex=log.cuts.regex,
+            cut_repetition=log.cuts.repetition,
         )
 
     @property
@@ -159,6 +167,7 @@ class Summary:
     completed, failed: requests of the whole job, as are the tokens.
     merged: those that got the answer of an equal request, so nothing was computed for
         them, and their part of the tokens (``merged_prompt_tokens``, ...).
+    cut_json, cut_regex, cut_repetition: answers that each stop rule has ended.
     refused: those of ``failed`` that were no valid requests.
     seconds: wall time of this run of the job, from the first request rendered to
         the last answer stored. Excludes loading the model.
@@ -202,6 +211,9 @@ class Summary:
     engine_s: float = 0.0
     dollars: float | None = None
     tail: LastRequests | None = None
+    cut_json: int = 0
+    cut_regex: int = 0
+    cut_repetition: int = 0
 
     @classmethod
     def of_log(
@@ -340,6 +352,12 @@ class Summary:
                  f"{self.merged:,}, equal to others: {self.merged_prompt_tokens:,} prompt and "
                  f"{self.merged_output_tokens:,} output tokens were not computed")
             )  # fmt: skip
+        cuts = {rule: cut for rule in RULES if (cut := getattr(self, f"cut_{rule}"))}
+        if cuts:
+            shown = ", ".join(f"{cut:,} by {rule}" for rule, cut in cuts.items())
+            rows.append(
+                ("answers cut", f"{sum(cuts.values()):,} by stop rules: {shown}")
+            )
         if (run := self.this_run) is not None:
             done = f"{run.completed + run.failed:,} requests"
             rows.append(

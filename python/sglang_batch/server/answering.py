@@ -7,15 +7,21 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+from ..batch_api.default_stop_rules import with_stop_rules
 from ..batch_api.equal_requests import find_equal
-from ..batch_api.jsonl import BatchFile
 from ..batch_api.lines import result_line
 from ..config import OfflineBatchConfig
 from ..job.answers.cached_answers import CachedAnswers, answer_known
 from ..job.inflight_limit import InflightLimit
 from ..job.job import Job
 from ..job.retrying_engine import RetryingEngine, engine_died
-from ..request import BatchRequestInput, RequestOutput, Sink, engine_request_id
+from ..request import (
+    BatchRequestInput,
+    RequestOutput,
+    Requests,
+    Sink,
+    engine_request_id,
+)
 from ..store.suspects import Suspects
 from .result_saver import ResultSaver
 
@@ -41,7 +47,7 @@ class Answering:
 
     def __init__(
         self,
-        requests: BatchFile,
+        requests: Requests,
         saver: ResultSaver,
         suspects: Suspects,
         engine: RetryingEngine,
@@ -55,7 +61,7 @@ class Answering:
         priority: int,
         count_every_s: float,
     ) -> None:
-        self._requests = requests
+        self._requests = with_stop_rules(requests, config.stop_rules)
         self._saver = saver
         self._suspects = suspects
         self._engine = engine
@@ -69,7 +75,7 @@ class Answering:
         self._priority = priority
         self._count_every_s = count_every_s
         self._job: Job | None = None
-        self._equal = find_equal(requests, (), config.dedupe)
+        self._equal = find_equal(self._requests, (), config.dedupe)
 
     async def set_priority(self, priority: int) -> None:
         """Change the priority of the lines that are sent from now on."""

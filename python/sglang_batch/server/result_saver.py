@@ -152,6 +152,7 @@ class ResultSaver:
                 ok=output.ok,
                 usage=output.usage,
                 merged=not output.is_computed,
+                cuts=output.cuts,
             )
             self._unsaved.popleft()
 

@@ -21,12 +21,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..request import Usage
+from ..request import Cuts, Usage
 from .append_log import AppendLog, whole_lines
 
 logger = logging.getLogger(__name__)
 
 _MISSING = -1
+NO_CUTS = Cuts()
 
 
 class _Record(msgspec.Struct, array_like=True):
@@ -36,6 +37,7 @@ class _Record(msgspec.Struct, array_like=True):
     line: msgspec.Raw
     # Absent in logs of earlier releases.
     merged: bool = False
+    cuts: tuple[int, int, int] = (0, 0, 0)
 
 
 class _Response(msgspec.Struct):
@@ -86,6 +88,7 @@ class ResultLog:
         usage: tokens of all requests.
         num_merged, merged_usage: the requests that got the answer of an equal one, and their
             share of ``usage``: nothing was computed for them.
+        cuts: answers that stop rules have ended, those of merged requests included.
     """
 
     def __init__(self, path: Path, num_requests: int) -> None:
@@ -101,6 +104,7 @@ class ResultLog:
         self.usage = Usage()
         self.num_merged = 0
         self.merged_usage = Usage()
+        self.cuts = Cuts()
         self._offsets = array("q", [_MISSING]) * num_requests
         self._log = AppendLog(path, self._read, _keep_damaged)
 
@@ -124,6 +128,7 @@ class ResultLog:
         ok: bool,
         usage: Usage,
         merged: bool = False,
+        cuts: Cuts = NO_CUTS,
     ) -> None:
         """Append a result. From here on it survives a crash of this process.
 
@@ -141,7 +146,8 @@ class ResultLog:
             usage.output_tokens,
             usage.reasoning_tokens,
         )
-        record = _Record(index, ok, counts, msgspec.Raw(line), merged)
+        cut = (cuts.json, cuts.regex, cuts.repetition)
+        record = _Record(index, ok, counts, msgspec.Raw(line), merged, cut)
         offset = self._log.append(_encoder.encode(record) + b"\n")
         self._account(record, offset)
 
@@ -203,6 +209,8 @@ class ResultLog:
             self.num_failed += 1
             self.num_refused += _is_refused(record.line)
         self.usage += Usage(*record.usage)
+        if any(record.cuts):
+            self.cuts += Cuts(*record.cuts)
         if record.merged:
             self.num_merged += 1
             self.merged_usage += Usage(*record.usage)

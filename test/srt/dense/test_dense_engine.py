@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,7 +20,12 @@ import torch
 
 from sglang_batch.engine import GENERATE_URL
 from sglang_batch.planner.length_batches.batch_state import TREE
-from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
+from sglang_batch.request import (
+    BatchRequestInput,
+    Cuts,
+    RequestOutput,
+    engine_request_id,
+)
 from sglang_batch.run.backend_options import transformers_engine
 from sglang_batch.scheduling.dense_batches.length_rows import MAX_TICKS, ByLength
 from sglang_batch.scheduling.job_plan import JobPlan, unplanned
@@ -169,6 +175,21 @@ def test_a_stop_string_ends_an_answer_and_is_not_in_it(
     choice = body_of(output)["choices"][0]
     assert choice["text"] == text[: text.index(stop)]
     assert (choice["finish_reason"], choice["matched_stop"]) == ("stop", stop)
+
+
+def test_a_stop_rule_ends_an_answer_within_its_last_token(neo_engine: Engine) -> None:
+    body = {"prompt": [60, 70], "max_tokens": 60, "temperature": 0}
+    number = {"regex": "-[1-9][0-9] [a-z]{50}", "stop_rules": {"json": True}}
+    (output,) = answers(neo_engine, {**body, **number})
+    choice = body_of(output)["choices"][0]
+    assert re.fullmatch("-[0-9]{2}", choice["text"])
+    assert (choice["finish_reason"], choice["matched_stop"]) == (
+        "stop", "stop_rules.json"
+    )  # fmt: skip
+    assert output.cuts == Cuts(json=1)
+    (output,) = answers(neo_engine, {**body, "stop_rules": {"regex": "("}})
+    assert output.status_code == 400
+    assert body_of(output)["error"]["param"] == "body.stop_rules"
 
 
 @pytest.mark.parametrize(

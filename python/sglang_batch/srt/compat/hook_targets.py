@@ -35,6 +35,9 @@ MODEL_CONFIG_HOOK = "sglang.srt.configs.model_config.ModelConfig.__init__"
 FORWARD_HOOK = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 LOAD_MODEL_HOOK = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 SCHEDULER_HOOK = "sglang.srt.managers.scheduler.Scheduler"
+TRIM_HOOK = (
+    "sglang.srt.managers.detokenizer_manager.DetokenizerManager.trim_matched_stop"
+)
 GRAMMAR_HOOK = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.fill_vocab_mask"
 _RESULTS = (
     "sglang.srt.managers.scheduler_components.batch_result_processor"

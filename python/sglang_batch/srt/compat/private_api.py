@@ -42,6 +42,7 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "get_output_streamer_class": ("", "skips requests of which nothing is sent"),
         "init_batch_result_processor": ("", "does less for requests that continue"),
         "init_request_dispatcher": ("", "control messages of jobs"),
+        "_create_generation_req": ("recv_req, *args, **kwargs", "stop rules"),
         "init_load_inquirer": (
             "",
             "makes our parts; load reports count the backlog",
@@ -368,6 +369,17 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "sglang.srt.managers.schedule_batch:Req": {
         "reset_for_retract": ("", "for an offloaded request that cannot resume"),
         "finished": ("", "whether a request is done"),
+        "update_finish_state": ("new_accepted_len", "stop rules, after each step"),
+        "set_finish_with_abort": (
+            "error_msg, status_code, err_type",
+            "stop rules that cannot be checked",
+        ),
+    },
+    "sglang.srt.managers.detokenizer_manager:DetokenizerManager": {
+        "trim_matched_stop": (
+            "output, finished_reason, no_stop_trim",
+            "text behind the end that a stop rule found",
+        ),
     },
     "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo": {
         "from_schedule_batch": ("batch, vocab_size", "sampling of a resumed batch"),

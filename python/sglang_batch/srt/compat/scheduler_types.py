@@ -32,6 +32,8 @@ class TreeLock(Protocol):
 class SamplingParams(Protocol):
     max_new_tokens: int | None
     min_new_tokens: int
+    skip_special_tokens: bool
+    custom_params: object
     frequency_penalty: float
     presence_penalty: float
     repetition_penalty: float
@@ -87,6 +89,9 @@ class Req(Protocol):
     # The reason once the request has ended, or once it will end with its next token.
     finished_reason: object | None
     to_finish: object | None
+    # Tokens of the output up to its end.
+    finished_len: int | None
+    require_reasoning: bool
     kv: ReqKv
     lock: TreeLock | None
     last_node: TreeNode | None
@@ -110,6 +115,10 @@ class Req(Protocol):
     @property
     def seqlen(self) -> int: ...
     def finished(self) -> bool: ...
+    def update_finish_state(self, new_accepted_len: int = 1) -> None: ...
+    def set_finish_with_abort(
+        self, error_msg: str, status_code: int, err_type: str
+    ) -> None: ...
     def reset_for_retract(self) -> None: ...
 
 
@@ -130,8 +139,6 @@ class ReceivedReq(Req, Protocol):
     # While all of its tokens are computed again, but for the last one, which was sent.
     pd_rebootstrap_in_progress: bool
     pd_rebootstrap_forced_output_id: int | None
-
-    def update_finish_state(self) -> None: ...
 
 
 # Batches ------------------------------------------------------------------------------

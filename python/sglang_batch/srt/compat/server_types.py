@@ -50,6 +50,9 @@ class ModelConfig(Protocol):
     full_attention_layer_ids: list[int] | None
     use_ngram_embedding: bool
     use_engram: bool
+    # Of a server with a reasoning parser.
+    think_end_ids: list[int] | None
+    request_selectable_think_end_id_sequences: list[list[int]] | None
     attention_arch: AttentionArch
     embedding_model_spec: EmbeddingModelSpec
 

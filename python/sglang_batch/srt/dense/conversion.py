@@ -38,6 +38,8 @@ from ...dense.row_request import (
     TokenLogprobs,
 )
 from ...scheduling.dense_batches.length_rows import ByLength
+from ...stop_rules.answer_watch import Cut
+from ...stop_rules.rule_settings import FIELD, NO_RULES, StopRules
 from ..compat.server_types import JsonObject
 
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -62,6 +64,7 @@ def dense_request(
     *,
     longest: int,
     end_ids: frozenset[int],
+    reasoning_end: Sequence[int] = (),
     place: int = 0,
     priority: int = 0,
     expected_len: int | None = None,
@@ -73,6 +76,7 @@ def dense_request(
         longest: most tokens that the context leaves for the answer, at least 1.
         end_ids: tokens that end an answer besides the model's own, unless it ignores
             them.
+        reasoning_end: tokens that end the reasoning of this request, if it reasons.
         place, priority, expected_len, by_length: see
             :class:`~sglang_batch.dense.row_request.DenseRequest`.
 
@@ -90,7 +94,7 @@ def dense_request(
     return DenseRequest(
         rid=message.rid,
         input_ids=list(message.input_ids),
-        stopping=_stopping(params, longest, end_ids),
+        stopping=_stopping(params, longest, end_ids, reasoning_end),
         sampling=_sampling(params, grammar, message.rid),
         logprobs=_logprobs_wanted(message),
         place=place,
@@ -150,7 +154,11 @@ def embedding_output(
     )
 
 
-def _stopping(params: Any, longest: int, end_ids: frozenset[int]) -> Stopping:
+def _stopping(
+    params: Any, longest: int, end_ids: frozenset[int], reasoning_end: Sequence[int]
+) -> Stopping:
+    custom = params.custom_params
+    rules = custom.get(FIELD) if isinstance(custom, dict) else None
     asked = longest if params.max_new_tokens is None else params.max_new_tokens
     most = max(1, min(asked, longest))  # none: its one token is dropped
     ends = frozenset() if params.ignore_eos else end_ids
@@ -163,6 +171,9 @@ def _stopping(params: Any, longest: int, end_ids: frozenset[int]) -> Stopping:
         token_ids=ends,
         strings=tuple(params.stop_strs or ()),
         regexes=tuple(params.stop_regex_strs or ()),
+        rules=NO_RULES if rules is None else StopRules.from_text(rules),
+        skip_special_tokens=params.skip_special_tokens,
+        reasoning_end=tuple(reasoning_end),
     )
 
 
@@ -260,6 +271,8 @@ def finish_reason(answer: DenseAnswer, length: int) -> JsonObject:
     if answer.reason == "abort":
         status = None if answer.error is None else HTTPStatus.BAD_REQUEST
         reason = FINISH_ABORT(answer.error, status)
+    elif isinstance(answer.matched, Cut):
+        return answer.matched.to_reason()
     elif answer.reason == "stop" and length and answer.matched is not None:
         reason = FINISH_MATCHED_TOKEN(answer.matched)  # SGLang's for a text is alike
     else:

@@ -36,6 +36,7 @@ from ...dense.model import LoadedModel
 from ...dense.row_request import DenseAnswer, DenseRequest
 from ...scheduling.dense_batches.length_rows import ByLength
 from ..compat.server_types import OfflineArgs
+from ..scheduler.finishing.rule_endings import trim_matched_stop
 from .conversion import (
     dense_request,
     embedding_output,
@@ -124,6 +125,12 @@ class AnswerDetokenizer(DetokenizerManager):  # type: ignore[misc]
         self.tokenizer = tokenizer
         self.vocab_size = len(tokenizer)
         self.init_running_status(server_args)
+
+    def trim_matched_stop(
+        self, output: Any, finished_reason: Any, no_stop_trim: bool
+    ) -> Any:
+        stock = DetokenizerManager.trim_matched_stop
+        return trim_matched_stop(stock, self, output, finished_reason, no_stop_trim)
 
 
 class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
@@ -259,6 +266,9 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
             message,
             longest=max(1, longest),
             end_ids=self._end_ids,
+            reasoning_end=(self._think_end_ids or ())
+            if message.require_reasoning
+            else (),
             **planned._asdict(),
         )
 

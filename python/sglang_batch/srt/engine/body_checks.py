@@ -24,6 +24,7 @@ from ...batch_api.protocol import TRANSCRIPTIONS_URL
 from ..compat.server_types import JsonObject
 from .checks.endpoint_checks import check_parsed
 from .checks.request_fields import SAMPLING_FIELDS, Real, Whole
+from .checks.stop_rule_checks import take_rules
 from .checks.value_checks import OPENAI_NAMES, FieldError, check_text, check_value
 from .media.transcriptions import TranscriptionBody
 
@@ -88,16 +89,25 @@ def body_errors(url: str, body: bytes) -> list[tuple[str, str | None]]:
         return [(str(error), "body")]
     if value.get("model") is None:
         value["model"] = "any"  # a job does so too, with its own
+    found: dict[str, str] = {}
+    try:
+        take_rules(url, value)
+    except FieldError as error:
+        found[error.param] = str(error)
     try:
         parsed = _checked_classes()[url].model_validate(value)
     except ValidationError as error:
-        return _errors_by_field(error)
-    found = _sampling_errors(parsed)
+        return [*_errors_by_field(error), *_as_pairs(found)]
+    found |= _sampling_errors(parsed)
     try:
         # SGLang chooses a parser of tool calls for some models, once it is imported.
         check_parsed(url, parsed, tool_call_parser="unknown")
     except FieldError as error:
         found.setdefault(error.param, str(error))
+    return _as_pairs(found)
+
+
+def _as_pairs(found: dict[str, str]) -> list[tuple[str, str | None]]:
     return [(message, param) for param, message in found.items()]
 
 

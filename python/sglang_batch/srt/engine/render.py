@@ -27,6 +27,7 @@ from sglang.srt.runtime_context import (
 from ...errors import ConfigError
 from ...request import BatchRequestInput, RequestOutput
 from ..compat.server_types import EngineRequest, JsonObject, OfflineArgs
+from .checks.stop_rule_checks import has_rules
 from .sglang_engine import SGLangEngine, shareable_len, text_token_ids
 
 
@@ -116,6 +117,7 @@ class Renderer:
         free = [self.context_len - 2 - len(prompt) for prompt in prompts]
         lengths = [max(1, most if asked is None else min(asked, most)) for most in free]
         fixed = bool(sampling.get("ignore_eos")) and asked is not None
+        fixed = fixed and not has_rules(sampling)
         fixed = fixed or asked in (0, 1)
         return RenderedRequest(prompts, shareable_len(adapted), lengths, fixed)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import orjson
 from fastapi import HTTPException, Response
@@ -12,7 +12,8 @@ from pydantic import BaseModel, ValidationError
 from sglang.srt.entrypoints.openai.encoding_dsv32 import DS32EncodingError
 
 from ...batch_api.protocol import error_body
-from ...request import RequestOutput, Usage
+from ...request import Cuts, RequestOutput, Usage
+from ...stop_rules.answer_watch import REASON_KEY
 from ..compat.server_types import EngineAnswer, JsonObject, UsageInfo
 from .body_checks import MESSAGES_URL, describe_validation_error
 from .checks.value_checks import FieldError
@@ -75,7 +76,7 @@ def aborted(url: str, rid: str, reason: str) -> RequestOutput:
 
 
 def output_of(
-    url: str, rid: str, answer: object, engine_answers: Iterable[EngineAnswer]
+    url: str, rid: str, answer: object, engine_answers: Sequence[EngineAnswer]
 ) -> RequestOutput:
     """The answer of an endpoint, as HTTP would have returned it.
 
@@ -93,7 +94,8 @@ def output_of(
         or not hasattr(usage, "prompt_tokens")  # that of sounds: seconds
         else _openai_usage(usage)
     )
-    return RequestOutput(200, rid, _json(answer), counted)
+    cuts = sum((_cuts(item) for item in engine_answers), Cuts())
+    return RequestOutput(200, rid, _json(answer), counted, cuts=cuts)
 
 
 def _json(answer: object) -> bytes:
@@ -180,6 +182,17 @@ def _openai_usage(usage: UsageInfo) -> Usage:
         output_tokens=usage.completion_tokens or 0,
         reasoning_tokens=usage.reasoning_tokens or 0,
     )
+
+
+def _cuts(engine_answer: EngineAnswer) -> Cuts:
+    """How many sequences of an answer each stop rule has ended."""
+    if engine_answer is None:
+        return Cuts()
+    if isinstance(engine_answer, list):
+        return sum((_cuts(item) for item in engine_answer), Cuts())
+    reason = engine_answer["meta_info"].get("finish_reason")
+    rule = reason.get(REASON_KEY) if isinstance(reason, dict) else None
+    return Cuts() if rule is None else Cuts(**{rule: 1})
 
 
 def _native_usage(engine_answer: EngineAnswer) -> Usage:

@@ -19,7 +19,9 @@ from sglang.srt.managers.tokenizer_manager_score_mixin import (
     TokenizerManagerScoreMixin,
 )
 
+from ...stop_rules.rule_settings import StopRules
 from ..compat.server_types import EngineAnswer, EngineRequest, TokenizerManager
+from .checks.stop_rule_checks import add_rules
 from .endpoints import ServingCoroutine
 from .request_ids import set_rid
 
@@ -68,13 +70,19 @@ class ServingCall:
 
     A call that is dropped before its end leaves nothing behind.
 
+    Args:
+        rules: of the requests that it passes to the engine.
+
     submissions: the requests passed to the engine so far, one for most calls.
     answer: the call's return value, or None until it returns.
     """
 
-    def __init__(self, call: ServingCoroutine, rid: str) -> None:
+    def __init__(
+        self, call: ServingCoroutine, rid: str, rules: StopRules | None = None
+    ) -> None:
         self._call = call
         self._rid = rid
+        self._rules = rules
         self.submissions: list[Submission] = []
         self.answer: object = None
 
@@ -108,6 +116,7 @@ class ServingCall:
         number = len(self.submissions)
         rid = f"{self._rid}.call{number:06d}" if number else self._rid
         set_rid(submission.adapted, rid)
+        add_rules(submission.adapted, self._rules)
         self.submissions.append(submission)
 
     @coroutine

@@ -37,6 +37,7 @@ from ..compat.server_types import (
 from ..compat.support import STATE_KEY
 from .body_checks import parse_body
 from .checks.request_checks import check_line
+from .checks.stop_rule_checks import has_rules, take_rules
 from .endpoints import Converted, ServingEndpoints
 from .measuring.learnt_machine import LearntMachine
 from .media.media_sources import check_sources
@@ -351,7 +352,9 @@ class SGLangEngine:
         converted: list[Converted] = []
         try:
             body = parse_body(request.body)
-            call = ServingCall(self._endpoints.call(url, body, converted.append), rid)
+            rules = take_rules(url, body)
+            work = self._endpoints.call(url, body, converted.append)
+            call = ServingCall(work, rid, rules)
             adapted = call.render()
             if adapted is None:
                 return output_of(url, rid, call.answer, ())
@@ -520,4 +523,5 @@ def _output_limits(adapted: EngineRequest) -> tuple[int | None, bool]:
     most = params.get("max_new_tokens")
     if most in (0, 1):
         return 1, True  # a prompt's logprobs, or one token: it cannot end earlier
-    return most, bool(params.get("ignore_eos")) and most is not None
+    exact = bool(params.get("ignore_eos")) and not has_rules(params)
+    return most, exact and most is not None

@@ -26,6 +26,7 @@ def register() -> None:
         # once it has stopped their work.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         scheduler_process.hook_scheduler()
+        scheduler_process.hook_detokenizer()
     elif not _is_sglang_child():
         _hook_flag()
         # SGLang swallows exceptions of plugins, and a release without the private API

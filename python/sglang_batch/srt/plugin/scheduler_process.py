@@ -14,6 +14,7 @@ from ..compat.hook_targets import (
     RESULT_HOOKS,
     SCHEDULER_HOOK,
     TRANSFER_QUEUE_HOOK,
+    TRIM_HOOK,
 )
 
 if TYPE_CHECKING:  # it imports torch
@@ -57,7 +58,7 @@ def hook_scheduler() -> None:
     from ..disaggregation import backend
     from ..engine import pooling
     from ..overlap import overlapped_steps
-    from ..scheduler import dead_grammars
+    from ..scheduler.finishing import dead_grammars
     from ..scheduler.kv import planned_cache
     from . import quiet_log
 
@@ -92,6 +93,17 @@ def hook_scheduler() -> None:
         HookRegistry.register(
             DP_CONTROLLER_HOOK, dp_controller.wait_for_messages, HookType.AROUND
         )
+
+
+def hook_detokenizer() -> None:
+    """Have texts end where a stop rule says, in a process that makes them. Elsewhere do nothing."""
+    if "sglang.srt.managers.detokenizer_manager" not in sys.modules:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from ..scheduler.finishing import rule_endings
+
+    HookRegistry.register(TRIM_HOOK, rule_endings.trim_matched_stop, HookType.AROUND)
 
 
 def _scheduler_class() -> type:

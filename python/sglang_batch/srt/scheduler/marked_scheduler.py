@@ -25,6 +25,7 @@ from ..compat.scheduler_types import (
 )
 from ..compat.server_types import OfflineArgs
 from ..compat.support import STATE_KEY
+from .finishing.rule_endings import watch_request
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,16 @@ class MarkedScheduler(Scheduler):  # type: ignore[misc]
         super().init_request_dispatcher()
         self._answer(RunningQuery, self._running_s)
         self._answer(StepsQuery, self._timed_steps)
+
+    def _create_generation_req(
+        self, recv_req: object, *args: object, **kwargs: object
+    ) -> Req:
+        req: Req = super()._create_generation_req(recv_req, *args, **kwargs)
+        watch_request(req, self.tokenizer, self.model_config, self._count_cut)
+        return req
+
+    def _count_cut(self, rule: str) -> None:
+        """SGLang's own scheduler has no counts of ours."""
 
     def _answer(self, message: type, handle: Callable[[Any], object]) -> None:
         self._request_dispatcher += TypeBasedDispatcher([(message, handle)])

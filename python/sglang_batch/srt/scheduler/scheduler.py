@@ -316,6 +316,9 @@ class OfflineScheduler(MarkedScheduler):
             self.jobs, self.kv_accounting, cache, log, metrics, self._make_samples()
         )
 
+    def _count_cut(self, rule: str) -> None:
+        self.recorder.cut(rule)
+
     def _make_samples(self) -> StepSamples | None:
         """None where a step's time is not that of its tokens: micro-batches alternate, and
         of drafts nobody knows how many are accepted."""

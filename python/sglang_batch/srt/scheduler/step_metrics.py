@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ...planner.requests import SIDES
 from ...scheduling.reports.step_record import COLUMNS, StepRecord
+from ...stop_rules.rule_settings import RULES
 from ..compat.scheduler_types import MeteredScheduler
 
 if TYPE_CHECKING:
@@ -117,10 +118,19 @@ class StepMetrics:
             "Requests on the host that lost their KV, or their prefix.",
             [named],
         )[0]
+        by_rule = [{**named, "rule": rule} for rule in RULES]
+        cuts = _labelled(
+            counter, "answers_cut", "Answers ended by stop rules.", by_rule
+        )
+        self._cuts = dict(zip(RULES, cuts, strict=True))
         self._gauges = [
             *_plain(gauge, _GAUGES, named),
             *_by_side(gauge, _GAUGES_BY_SIDE, named),
         ]
+
+    def cut(self, rule: str) -> None:
+        """Count an answer that a stop rule ended."""
+        self._cuts[rule].inc()
 
     def observe(self, record: StepRecord) -> None:
         """Take a record. Every ``PUBLISH_EVERY`` steps they become visible."""

@@ -12,6 +12,7 @@ from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.reports.step_record import StepLog, StepRecord
 from ...scheduling.reports.step_samples import StepSamples
 from ...scheduling.scheduled_request import ScheduledRequest
+from ...stop_rules.rule_settings import RULES
 from .kv.planned_cache import PlannedRadixCache
 from .step_metrics import StepMetrics
 
@@ -21,7 +22,7 @@ _NOTHING = (0, 0, 0)  # by side
 _TOTALS = (
     "steps", "prefill_tokens", "decode_tokens", "cached_tokens", "evicted_tokens",
     "offloaded", "resumed", "prefetched", "kv_waits",
-    "retracted",
+    "retracted", *(f"cut_{rule}" for rule in RULES),
 )  # fmt: skip
 
 
@@ -91,6 +92,12 @@ class StepRecorder:
         self._squares += (before + tokens) ** 2
         self._media += media
         self._attention += tokens * (2 * before + tokens)
+
+    def cut(self, rule: str) -> None:
+        """A stop rule ended an answer."""
+        self.totals[f"cut_{rule}"] += 1
+        if self._metrics is not None:
+            self._metrics.cut(rule)
 
     def record(self, num_offloaded: int, *, decodes: bool) -> StepRecord:
         """Close the step whose batch was just built.

@@ -31,6 +31,7 @@ from .request_fields import (
     TokenIds,
     Whole,
 )
+from .stop_rule_checks import settle_rules
 from .value_checks import FieldError, check_type, check_value, short
 
 # Most sequences of all prompts of a request.
@@ -58,6 +59,7 @@ def check_line(adapted: EngineRequest, vocab_size: int) -> None:
     Raises:
         FieldError: names the first field.
     """
+    settle_rules(adapted)
     check_request(adapted)
     check_value("input_ids", adapted.input_ids, TokenIds(), vocab_size, None)
     vars(adapted)[_CHECKED] = True
@@ -199,6 +201,7 @@ def normalize(original: Callable[[Any], None], adapted: Any) -> None:
     # SGLang reads it after a refusal too, to abort what was sent.
     adapted.is_single = True
     if not vars(adapted).pop(_CHECKED, False):
+        settle_rules(adapted)
         check_request(adapted)
     unnamed = adapted.rid is None
     try:

@@ -129,7 +129,9 @@ SAMPLING_FIELDS: dict[str, Rule] = {
     "stream_interval": Whole(1),
     "logit_bias": Biases(),
     "sampling_seed": Whole(-_INT63 - 1, _INT63),
-    "custom_params": Typed("read by custom logit processors"),
+    "custom_params": Typed(
+        "read by custom logit processors; our own checks read its stop_rules"
+    ),
     "watermark": Typed("SGLang checks each of its fields"),
     "stop_strs": _SET_BY_SGLANG,
     "stop_regex_strs": _SET_BY_SGLANG,

@@ -1,0 +1,163 @@
+"""Stop rules at the place where SGLang decides that a request has ended.
+
+SGLang calls ``update_finish_state`` of a request after each of its steps. For a request with
+rules, and for no other, that call also asks the rules. What they cut is released by SGLang as
+after a stop string: before the next step, and with the tokens behind the end of a step of several.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import (
+    FINISH_ABORT,
+    FINISH_LENGTH,
+    BaseFinishReason,
+)
+from sglang.srt.sampling.sampling_params import get_request_reasoning_end_token_ids
+
+from ....stop_rules.answer_text import AnswerText
+from ....stop_rules.answer_watch import AnswerWatch, Cut, without_extra
+from ....stop_rules.regex_rule import RegexTooComplex
+from ....stop_rules.rule_settings import FIELD, StopRules
+from ...compat.scheduler_types import Req
+from ...compat.server_types import ModelConfig
+
+
+class FinishedByRule(BaseFinishReason):  # type: ignore[misc]
+    """The reason of a request that a rule has ended."""
+
+    def __init__(self, cut: Cut) -> None:
+        super().__init__()
+        self.cut = cut
+
+    def to_json(self) -> dict[str, str | int]:
+        return self.cut.to_reason()
+
+
+def watch_request(
+    req: Req,
+    tokenizer: Any,
+    model_config: ModelConfig,
+    on_cut: Callable[[str], None],
+) -> None:
+    """Have a request end by its stop rules, if it has any.
+
+    Args:
+        tokenizer: None for a server that has none.
+        on_cut: called with the rule that ends it.
+    """
+    custom = req.sampling_params.custom_params
+    text = custom.get(FIELD) if isinstance(custom, dict) else None
+    if not isinstance(text, str):
+        return
+    rules = StopRules.from_text(text)
+    if not rules:
+        return
+    if rules.reads_text and tokenizer is None:
+        req.set_finish_with_abort(
+            "stop_rules json and regex need a tokenizer, which this server has none of; "
+            "use repetition only",
+            HTTPStatus.BAD_REQUEST,
+            "BadRequestError",
+        )
+        return
+    # In the place of the method: it costs nothing for requests without rules.
+    reasoning_end = _reasoning_end(req, model_config)
+    endings = _RuleEndings(req, rules, tokenizer, reasoning_end, on_cut)
+    vars(req)["update_finish_state"] = endings
+
+
+def _reasoning_end(req: Req, model_config: ModelConfig) -> Sequence[int] | None:
+    """The tokens that end the reasoning of a request, None if it does not reason."""
+    if not req.require_reasoning:
+        return None
+    chosen: Sequence[int] | None = get_request_reasoning_end_token_ids(
+        req.sampling_params.custom_params,
+        allowed_sequences=model_config.request_selectable_think_end_id_sequences,
+    )
+    return chosen or model_config.think_end_ids
+
+
+class _RuleEndings:
+    """``update_finish_state`` of one request."""
+
+    def __init__(
+        self,
+        req: Req,
+        rules: StopRules,
+        tokenizer: Any,
+        reasoning_end: Sequence[int] | None,
+        on_cut: Callable[[str], None],
+    ) -> None:
+        # The request has this object, and should be freed with its last reference.
+        self._req = weakref.ref(req)
+        text = None
+        if rules.reads_text:
+            text = AnswerText(
+                tokenizer,
+                req.origin_input_ids,
+                skip_special_tokens=req.sampling_params.skip_special_tokens,
+            )
+        self._watch = AnswerWatch(rules, text, reasoning_end)
+        self._on_cut = on_cut
+        self._num_read = 0
+
+    def __call__(self, new_accepted_len: int = 1) -> None:
+        req = self._req()
+        if req is None or req.finished():
+            return
+        type(req).update_finish_state(req, new_accepted_len)
+        if not isinstance(req.finished_reason, FINISH_ABORT):
+            self._read(req)
+
+    def _read(self, req: Req) -> None:
+        reason = req.finished_reason
+        end = len(req.output_ids)
+        if reason is not None and req.finished_len is not None:
+            end = req.finished_len
+        try:
+            cut = self._next_cut(req.output_ids, end)
+        except RegexTooComplex as error:
+            if reason is None:
+                req.finished_reason = FINISH_ABORT(
+                    f"stop_rules: {error}.", HTTPStatus.BAD_REQUEST, "BadRequestError"
+                )
+            return
+        # SGLang's own reason stands for the same token, unless the rule says more.
+        if cut is not None and (
+            reason is None or self._num_read < end or isinstance(reason, FINISH_LENGTH)
+        ):
+            req.finished_reason = FinishedByRule(cut)
+            req.finished_len = self._num_read
+            self._on_cut(cut.rule)
+
+    def _next_cut(self, ids: Sequence[int], end: int) -> Cut | None:
+        """The first cut among the new tokens, of which those up to it are read then."""
+        while self._num_read < end:
+            token = ids[self._num_read]
+            self._num_read += 1
+            if (cut := self._watch.feed(token)) is not None:
+                return cut
+        return None
+
+
+def trim_matched_stop(
+    original: Callable[..., str | list[int]],
+    detokenizer: object,
+    output: str | list[int],
+    finished_reason: Any,
+    no_stop_trim: bool,
+) -> str | list[int]:
+    """AROUND hook on ``DetokenizerManager.trim_matched_stop``.
+
+    A rule ends a text within its last token, and what matched stays.
+    """
+    if isinstance(output, str) and not no_stop_trim:
+        trimmed = without_extra(output, finished_reason)
+        if trimmed is not None:
+            return trimmed
+    return original(detokenizer, output, finished_reason, no_stop_trim)

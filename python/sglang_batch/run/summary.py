@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..batch_api.error_reasons import without_details
+from ..inputs.field_sample import FieldSaving
 from ..store.result_log import ResultLog, finished_lines
 from .outputs import Outputs
 
@@ -151,6 +152,8 @@ class Summary:
     this_run: the part of the job that this run did. None: all of it.
     errors: failed requests by reason, most frequent first.
     engines: what each engine did, if there are several.
+    fields: what the order of the fields saves, if it was optimized: a
+        :class:`~sglang_batch.inputs.field_sample.FieldSaving` as a dictionary.
     """
 
     completed: int
@@ -172,6 +175,7 @@ class Summary:
     merged_prompt_tokens: int = 0
     merged_cached_tokens: int = 0
     merged_output_tokens: int = 0
+    fields: dict[str, int] | None = None
 
     @classmethod
     def of_log(
@@ -254,6 +258,8 @@ class Summary:
         values = dataclasses.asdict(self)
         if not self.engines:
             del values["engines"]
+        if self.fields is None:
+            del values["fields"]
         return values
 
     def as_json(self) -> str:
@@ -284,6 +290,8 @@ class Summary:
             ),
             ("output tokens", f"{self.output_tokens:,}"),
         ]
+        if self.fields is not None:
+            rows.append(("order of fields", str(FieldSaving(**self.fields))))
         if self.merged:
             rows.append(
                 ("merged requests",

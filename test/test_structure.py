@@ -35,7 +35,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("http_api",),
         ("srt", "cluster"),
         ("client", "run", "programs"),
-        ("prediction", "calibration", "lang", "demo_model", "demo_adapter"),
+        ("prediction", "calibration", "frames", "lang", "demo_model", "demo_adapter"),
         ("cli",),
         ("__main__",),
     ),

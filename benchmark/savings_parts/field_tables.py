@@ -129,7 +129,9 @@ def local_times() -> Iterator[dict[str, str]]:
         if not city:
             continue
         for month in range(48):
-            utc = datetime(2020 + month // 12, month % 12 + 1, 1, 12, tzinfo=ZoneInfo("UTC"))
+            utc = datetime(
+                2020 + month // 12, month % 12 + 1, 1, 12, tzinfo=ZoneInfo("UTC")
+            )
             local = utc.astimezone(ZoneInfo(zone))
             yield {
                 "local time": local.strftime("%A, %d %B %Y, %H:%M"),

@@ -97,7 +97,9 @@ def _prompts(path: Path) -> list[bytes]:
 
 
 def _greedy(rows: Rows) -> list[bytes]:
-    texts = [[f"{name}: {value}".encode() for name, value in row.items()] for row in rows]
+    texts = [
+        [f"{name}: {value}".encode() for name, value in row.items()] for row in rows
+    ]
     orders = greedy_orders(_table_of(texts))
     return [
         BEFORE.encode() + b"\n".join(row[field] for field in order) + AFTER.encode()
@@ -108,7 +110,10 @@ def _greedy(rows: Rows) -> list[bytes]:
 def _table_of(texts: list[list[bytes]]) -> FieldTable:
     numbers: list[dict[bytes, int]] = [{} for _ in texts[0]]
     values = [
-        [known.setdefault(text, len(known)) for known, text in zip(numbers, row, strict=True)]
+        [
+            known.setdefault(text, len(known))
+            for known, text in zip(numbers, row, strict=True)
+        ]
         for row in texts
     ]
     return text_table(np.array(values, np.int32), [list(known) for known in numbers])
@@ -151,7 +156,9 @@ def _small_tables() -> list[Figure]:
         over, greedy = [], []
         for _ in range(SMALL_TABLES):
             num = int(rng.integers(2, 9)) if rows == 8 else rows
-            table = random_table(rng, num, int(rng.integers(2, 7)), [*range(1, num + 1)])
+            table = random_table(
+                rng, num, int(rng.integers(2, 7)), [*range(1, num + 1)]
+            )
             least = least_weight(table.edges.edge, table.edges.lens)
             found = field_orders(table, exact_rows=exact, merged_rows=merged)
             over.append(found.weight / least - 1)

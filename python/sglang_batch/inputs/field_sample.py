@@ -93,9 +93,12 @@ class FieldSample:
             else [_bytes_of(text) for text in found]
             for field, found in enumerate(self._texts)
         ]
-        found = field_orders(text_table(values, texts), head=self._head)
+        sampled = self._step > 1
+        found = field_orders(
+            text_table(values, texts), head=self._head, to_follow=sampled
+        )
         saving = FieldSaving(self._seen, len(values), found.own_weight, found.weight)
-        if self._step == 1:
+        if not sampled:
             by_row = found.orders[:, first:] - first
             return (lambda number, head, fields: by_row[number].tolist()), saving
         tree = OrderTree(values, found.orders)

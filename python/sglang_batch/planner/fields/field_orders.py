@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..compiled import jit
-from ..requests import Bools, Int32s
+from ..requests import Bools, Int32s, Int64s
 from . import best_splits, merged_splits
 from .best_splits import best_groups
 from .field_table import FieldTable, common_len
 from .merged_splits import merged_groups
 from .prefix_weight import Int16s, own_orders, prefix_weight
-from .value_splits import Scratch, group_by_edge, scratch, value_groups
+from .value_splits import BY_FIELD, WAYS, Scratch, scratch, value_groups
+
+# How many times all values of a table may be looked at by a way, and the fewest rows for
+# which ways are tried by themselves.
+_TRIED, _FEW = 20, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,7 @@ def field_orders(
     table: FieldTable,
     *,
     head: bool = False,
+    to_follow: bool = False,
     exact_rows: int = best_splits.MOST_ROWS,
     merged_rows: int = merged_splits.MOST_ROWS,
 ) -> FieldOrders:
@@ -47,6 +54,9 @@ def field_orders(
 
     Args:
         head: the first field stays first in all rows: it is the text before the fields.
+        to_follow: the rows are a sample, whose orders others follow
+            (:class:`.order_tree.OrderTree`). All rows of a group are then split by one field
+            where that is good, so that the others find their way.
         exact_rows: groups of up to so many rows are split in the best way.
         merged_rows: groups of up to so many rows are also split bottom up.
     """
@@ -55,60 +65,173 @@ def field_orders(
     if table.num_rows < 2 or table.num_fields < 2:
         return FieldOrders(own, own_weight, own_weight)
     kinds, kind = table.distinct_rows()
-    edges = table.edges
-    edge = np.ascontiguousarray(edges.edge[kinds])
-    found = np.zeros(edge.shape, np.int16)
-    _order_rows(
-        head, edge, edges.lens, edges.common, edges.blocks, edges.floors,
-        scratch(len(kinds), len(edges.lens)), exact_rows, merged_rows, found,
-    )  # fmt: skip
-    orders = found[kind]
+    ways = (BY_FIELD,) if to_follow else WAYS
+    search = _Search(table, kinds, ways, exact_rows, merged_rows)
+    every = np.arange(len(kinds), dtype=np.int32)
+    if head:
+        by_head = np.argsort(search.edge[:, 0], kind="stable").astype(np.int32)
+        cuts = np.flatnonzero(np.diff(search.edge[by_head, 0])) + 1
+        search.improve([(part, 1) for part in np.split(by_head, cuts)])
+    else:
+        search.improve([(every, 0)])
+    orders = search.orders[kind]
     weight = prefix_weight(table, orders)
     if weight >= own_weight:
         return FieldOrders(own, own_weight, own_weight)
     return FieldOrders(orders, weight, own_weight)
 
 
+class _Search:
+    """Tries the ways to choose groups, for the whole tree and then for its parts.
+
+    A way is tried by ordering all rows below with it. What is tried is limited by the
+    values that are looked at, not by time, so the result is the same on any machine.
+    """
+
+    def __init__(
+        self,
+        table: FieldTable,
+        kinds: Int64s,
+        ways: Sequence[int],
+        exact_rows: int,
+        merged_rows: int,
+    ) -> None:
+        edges = table.edges
+        self.edge = np.ascontiguousarray(edges.edge[kinds])
+        self.orders = np.zeros(self.edge.shape, np.int16)
+        self.orders[:] = np.arange(table.num_fields)
+        self._ways = ways
+        self._limits = exact_rows, merged_rows
+        self._edges = self.edge, edges.lens, edges.common, edges.blocks, edges.floors
+        self._work = scratch(len(kinds), len(edges.lens))
+
+    def improve(self, parts: list[tuple[Int32s, int]]) -> None:
+        """Order parts of the rows, each of which lists the same first fields.
+
+        Args:
+            parts: the rows of each, and the fields that they list already.
+        """
+        left = _TRIED * self.edge.size
+        # The largest first: what is found for many rows is worth most.
+        waiting = [
+            (-len(rows), number, depth, rows)
+            for number, (rows, depth) in enumerate(parts)
+            if len(rows) > 1
+        ]
+        heapq.heapify(waiting)
+        number = len(parts)
+        while waiting:
+            size, _, depth, rows = heapq.heappop(waiting)
+            if left <= 0 and number > len(parts):
+                return
+            best = self._best_way(rows, depth)
+            if len(self._ways) == 1:
+                continue
+            left += len(self._ways) * size * (self.edge.shape[1] - depth)
+            for part, below in self._split(rows, depth, best):
+                if len(part) >= _FEW and len(part) < len(rows):
+                    heapq.heappush(waiting, (-len(part), number, below, part))
+                    number += 1
+
+    def _best_way(self, rows: Int32s, depth: int) -> int:
+        """Order rows in the way that saves most, and return it."""
+        most, best, found = -1, 0, self.orders[rows]
+        for way in self._ways:
+            saved = self._order(rows, depth, way)
+            if saved > most:
+                most, best, found = saved, way, self.orders[rows]
+        self.orders[rows] = found
+        return best
+
+    def _order(self, rows: Int32s, depth: int, way: int) -> int:
+        return order_rows(
+            *self._edges, self._work, rows.copy(), depth, *self._limits, way, self.orders
+        )  # fmt: skip
+
+    def _split(self, rows: Int32s, depth: int, way: int) -> list[tuple[Int32s, int]]:
+        """The parts into which a way splits rows first, and the fields that they list."""
+        depth, group = first_groups(
+            *self._edges[:2], self._work, rows, depth, *self._limits, way, self.orders
+        )  # fmt: skip
+        if not len(group):
+            return []
+        order = np.argsort(group, kind="stable")
+        cuts = np.flatnonzero(np.diff(group[order])) + 1
+        return [(rows[part], depth) for part in np.split(order, cuts)]
+
+
 @jit
-def _order_rows(
-    head: bool,
+def first_groups(
+    edge: Int32s,
+    lens: Int32s,
+    work: Scratch,
+    rows: Int32s,
+    depth: int,
+    exact_rows: int,
+    merged_rows: int,
+    way: int,
+    orders: Int16s,
+) -> tuple[int, Int32s]:
+    """How to split rows that list the same ``depth`` fields, after what they agree in.
+
+    Returns:
+        The fields that they list with these, and the group of each row; -1: in none. No
+        groups if the rows agree in no other value.
+    """
+    used = np.zeros(edge.shape[1], np.bool_)
+    for k in range(depth):
+        used[orders[rows[0], k]] = True
+    depth = _list_common(edge, rows, depth, used, orders)
+    active = _repeating(edge, rows, used, work)
+    if len(active) == 0:
+        return depth, np.zeros(0, np.int32)
+    return depth, _groups(edge, lens, rows, active, exact_rows, merged_rows, way, work)
+
+
+@jit
+def order_rows(
     edge: Int32s,
     lens: Int32s,
     common: Int32s,
     blocks: Int32s,
     floors: Int32s,
     work: Scratch,
+    rows: Int32s,
+    depth: int,
     exact_rows: int,
     merged_rows: int,
+    way: int,
     orders: Int16s,
-) -> None:
-    """Fill ``orders``, int16 ``[rows, fields]``, from the root of the tree down."""
-    n, m = edge.shape
-    rows = np.arange(n).astype(np.int32)
-    used = np.zeros(m, np.bool_)
-    waiting = [(0, n, 0)]  # rows[start:end] list the same first fields
-    if head:
-        waiting.pop()
-        ends = np.empty(n + 1, np.int32)
-        start = 0
-        for g in range(group_by_edge(edge[:, 0].copy(), rows, ends, 0, n, work)):
-            waiting.append((start, int(ends[g]), 1))
-            start = int(ends[g])
+) -> int:
+    """Order the fields of rows that list the same ``depth`` fields, from there on down.
+
+    Args:
+        rows: int32, sorted by this.
+        orders: int16 ``[rows, fields]``, filled for these rows.
+
+    Returns:
+        The length that their tree saves over listing everything for each row.
+    """
+    before = depth
+    saved = 0
+    used = np.zeros(edge.shape[1], np.bool_)
+    waiting = [(0, len(rows), depth)]
     while waiting:
-        start, end, depth = waiting.pop()
-        used[:] = False
-        for k in range(depth):
-            used[orders[rows[start], k]] = True
-        depth = _list_common(edge, rows[start:end], depth, used, orders)
-        active = _repeating(edge, rows[start:end], used, work)
-        groups = 0
-        group = np.zeros(0, np.int32)
-        if len(active):
-            group = _groups(
-                edge, lens, rows[start:end], active, exact_rows, merged_rows, work
-            )
-            groups = group.max() + 1
+        start, end, before = waiting.pop()
+        depth, group = first_groups(
+            edge, lens, work, rows[start:end], before, exact_rows, merged_rows, way, orders
+        )  # fmt: skip
+        for k in range(before, depth):
+            shared = lens[edge[rows[start], orders[rows[start], k]]]
+            saved += (end - start - 1) * shared
+        groups = -1
+        for g in group:
+            groups = max(groups, g)
+        groups += 1
         if groups == 0:
+            used[:] = False
+            for k in range(depth):
+                used[orders[rows[start], k]] = True
             field = _alike(edge, common, blocks, floors, rows[start:end], used)
             _list_rest(rows[start:end], depth, used, field, orders)
             continue
@@ -124,6 +247,7 @@ def _order_rows(
             if size[g]:
                 waiting.append((start, start + size[g], depth))
                 start += size[g]
+    return saved
 
 
 @jit
@@ -176,6 +300,7 @@ def _groups(
     active: Int32s,
     exact_rows: int,
     merged_rows: int,
+    way: int,
     work: Scratch,
 ) -> Int32s:
     """How to split rows: the group of each from 0, int32 ``[n]``; -1 for none."""
@@ -194,7 +319,7 @@ def _groups(
     for k in range(m):
         for i in range(n):
             columns[k, i] = edge[rows[i], active[k]]
-    by_value, grouped = value_groups(columns, lens, work)
+    by_value, grouped = value_groups(columns, lens, way, work)
     return merged if by_merging > by_value else grouped
 
 

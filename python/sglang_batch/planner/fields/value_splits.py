@@ -20,11 +20,13 @@ import heapq
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..compiled import jit
-from ..requests import Bools, Int32s, Int64s
+from ..requests import Bools, Floats, Int32s, Int64s
 
+# The ways to choose groups.
+BY_SAVED, PER_ROW, BY_SHARED, BY_FIELD = 0, 1, 2, 3
+WAYS = (BY_SAVED, PER_ROW, BY_SHARED, BY_FIELD)
 # Fields of which groups are tried out, among few and among many rows.
 _MOST_FIELDS, _FIELDS_OF_MANY, _MANY = 12, 6, 5_000
 # Fields by which all rows are split, to compare.
@@ -107,7 +109,9 @@ def group_by_edge(
 
 
 @jit
-def value_groups(edge: Int32s, lens: Int32s, work: Scratch) -> tuple[int, Int32s]:
+def value_groups(
+    edge: Int32s, lens: Int32s, way: int, work: Scratch
+) -> tuple[int, Int32s]:
     """Groups of rows, by the best of the ways above.
 
     Args:
@@ -122,7 +126,9 @@ def value_groups(edge: Int32s, lens: Int32s, work: Scratch) -> tuple[int, Int32s
     candidates = _candidates(edge, lens, work)
     num = len(candidates)
     by_edge = np.empty((num, n), np.int32)  # rows of each candidate, sorted by its edge
-    saves = np.zeros((num, n), np.int64)  # what the group of a row saves in all
+    # What the group of a row saves in all, and by the values that all of it share.
+    saves = np.zeros((num, n))
+    shares = np.zeros((num, n))
     size = np.zeros((num, n), np.int32)  # rows of the group of a row
     first = np.zeros((num, n), np.int32)  # where the group begins in by_edge
     chains = np.zeros((num, m), np.int32)
@@ -142,19 +148,24 @@ def value_groups(edge: Int32s, lens: Int32s, work: Scratch) -> tuple[int, Int32s
         start = 0
         for g in range(groups):
             end = group_ends[g]
+            shared = _shared_squares(edge, lens, by_edge[k, start:end])
             for at in range(start, end):
                 i = by_edge[k, at]
                 saves[k, i], size[k, i], first[k, i] = saved[g], end - start, start
+                shares[k, i] = shared * (end - start - 1)
             total[k] += saved[g]
             start = end
+    if way != BY_FIELD:
+        worth = shares if way == BY_SHARED else saves
+        taken = _choose(by_edge, worth, size, first, way == PER_ROW, -1)
+        saved_in_all = _saved_by(
+            edge, lens, candidates, by_edge, taken, chains, links, work
+        )
+        return saved_in_all, _numbered(edge, candidates, taken, work)
     most = -1
     chosen = np.full(n, -1, np.int32)
-    whole = np.argsort(-total, kind="mergesort")
-    for way in range(2 + min(num, _WHOLE_FIELDS)):
-        taken = _choose(
-            edge, candidates, by_edge, saves, size, first,
-            way == 1, whole[way - 2] if way >= 2 else -1,
-        )  # fmt: skip
+    for k in np.argsort(-total, kind="mergesort")[:_WHOLE_FIELDS]:
+        taken = _choose(by_edge, saves, size, first, False, k)
         length = _saved_by(edge, lens, candidates, by_edge, taken, chains, links, work)
         if length > most:
             most = length
@@ -209,7 +220,7 @@ def _add_below(
     edge: Int32s,
     lens: Int32s,
     left: Bools,
-    could: NDArray[np.float64],
+    could: Floats,
     work: Scratch,
 ) -> None:
     """Add to what fields save what others save within their groups, at most."""
@@ -334,10 +345,8 @@ def _chain_saves(
 
 @jit
 def _choose(
-    edge: Int32s,
-    candidates: Int32s,
     by_edge: Int32s,
-    saves: Int64s,
+    saves: Floats,
     size: Int32s,
     first: Int32s,
     per_row: bool,
@@ -388,10 +397,28 @@ def _choose(
 
 
 @jit
-def _score(saves: int, size: int, left: int, per_row: bool) -> float:
+def _score(saves: float, size: int, left: int, per_row: bool) -> float:
     """What a group saves with the rows that are left, as if all of it were common."""
     score = saves * (left - 1.0) / (size - 1.0)
     return score / left if per_row else score
+
+
+@jit
+def _shared_squares(edge: Int32s, lens: Int32s, rows: Int32s) -> float:
+    """The squared lengths of the values that all rows share."""
+    total = 0.0
+    if len(rows) < 2:
+        return total
+    for c in range(edge.shape[0]):
+        e = edge[c, rows[0]]
+        same = True
+        for i in rows[1:]:
+            if edge[c, i] != e:
+                same = False
+                break
+        if same:
+            total += float(lens[e]) ** 2
+    return total
 
 
 @jit

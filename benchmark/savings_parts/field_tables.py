@@ -88,13 +88,17 @@ def _packages() -> list[Distribution]:
 
 def _about(package: Distribution) -> dict[str, str]:
     meta = package.metadata
+
+    def first(*names: str) -> str:
+        return next((meta[name] for name in names if name in meta), "")
+
     return {
         "package": package.name,
         "version": package.version,
-        "license": (meta.get("License-Expression") or meta.get("License") or "")[:60],
-        "author": (meta.get("Author-email") or meta.get("Author") or "")[:80],
-        "python": meta.get("Requires-Python") or "",
-        "summary": meta.get("Summary") or "",
+        "license": first("License-Expression", "License")[:60],
+        "author": first("Author-email", "Author")[:80],
+        "python": first("Requires-Python"),
+        "summary": first("Summary"),
     }
 
 
@@ -159,6 +163,7 @@ def subdivisions() -> Iterator[dict[str, str]]:
     """Five questions about each subdivision of each country."""
     for place in sorted(pycountry.subdivisions, key=lambda place: place.code):
         country = pycountry.countries.get(alpha_2=place.country_code)
+        assert country is not None
         for question in QUESTIONS:
             yield {
                 "code": place.code,

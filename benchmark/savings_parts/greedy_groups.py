@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import heapq
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_batch.planner.compiled import jit
 from sglang_batch.planner.fields.field_table import FieldTable
 
 Int32s = NDArray[np.int32]
@@ -40,7 +40,7 @@ def dependencies(values: Int32s) -> Bools:
     return found
 
 
-@numba.njit(cache=True)
+@jit
 def _recurse(
     edge: Int32s, lens: Int32s, depends: Bools, orders: NDArray[np.int16]
 ) -> None:
@@ -109,7 +109,7 @@ def _recurse(
                         count[edge[rows[k], d]] = 0
 
 
-@numba.njit(cache=True)
+@jit
 def _hits(
     edge: Int32s, lens: Int32s, depends: Bools, used: Bools, row: int, c: int
 ) -> float:

@@ -20,7 +20,7 @@ def answers_of(
     """
     answers: list[Any] = [None] * num_rows
     errors: list[str | None] = ["no answer"] * num_rows
-    value = _VALUES.get(endpoint, _whole)
+    value: Callable[[dict[str, Any]], Any] = _VALUES.get(endpoint, _whole)
     with open(path, "rb") as file:
         for _, _, line in read_lines(file):
             entry = json.loads(line)

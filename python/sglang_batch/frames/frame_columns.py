@@ -69,19 +69,14 @@ class Frame:
 
     def with_columns(self, columns: Mapping[str, Sequence[Any]]) -> Any:
         """A frame of the same kind with further columns, or else a ``pyarrow.Table``."""
-        import pyarrow
-
         if self._is_pandas:
             return self._frame.assign(**columns)
+        added = _table_of(columns)
         if self._is_polars:
-            import polars
-
-            return self._frame.with_columns(
-                polars.Series(name, values) for name, values in columns.items()
-            )
+            return self._frame.hstack(type(self._frame)(added))
         table = self._whole
-        for name, values in columns.items():
-            table = table.append_column(name, pyarrow.array(values))
+        for name in added.column_names:
+            table = table.append_column(name, added[name])
         if not self._is_duckdb:
             return table
         answered = table  # noqa: F841 - DuckDB finds it by this name
@@ -93,3 +88,14 @@ class Frame:
         import pyarrow
 
         return pyarrow.table(self._frame)
+
+
+def _table_of(columns: Mapping[str, Sequence[Any]]) -> Any:
+    """Columns as a ``pyarrow.Table``, of text where they have no other values."""
+    import pyarrow
+
+    def typed(values: Sequence[Any]) -> Any:
+        is_text = all(value is None or isinstance(value, str) for value in values)
+        return pyarrow.array(values, pyarrow.string() if is_text else None)
+
+    return pyarrow.table({name: typed(values) for name, values in columns.items()})

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import ConfigError, InputError
 
 
-class Frame:
+class DataFrame:
     """A frame of some library.
 
     Args:

@@ -20,8 +20,8 @@ from ..inputs.input_sources import input_sources
 from ..inputs.job_input import DEFAULT_ENDPOINT, JobInput
 from ..inputs.staging import Staging
 from ..inputs.template import Template
-from .answers import answers_of
-from .frame_columns import Frame
+from .frame_columns import DataFrame
+from .row_answers import answers_of
 
 _JSON_OBJECT = re.compile(r'\s*\{\s*"')
 
@@ -84,7 +84,7 @@ def map_table(
             f"{next(iter(options))} is an option of an engine: the server has its own."
         )
     parsed = _template(template, endpoint)
-    given = Frame(frame)
+    given = DataFrame(frame)
     for name in (answer, error):
         if name in given.columns:
             raise ConfigError(

@@ -68,10 +68,9 @@ examples:
   sglang-batch run -i questions.parquet -o answers.jsonl.gz --id-column id \\
       --template '{"messages": [{"role": "user", "content": "{{question}}"}]}' \\
       --model-path meta-llama/Llama-3.1-8B-Instruct
-  sglang-batch run -i products.csv -o labels.jsonl --optimize-fields \\
-      --template '{"messages": [{"role": "user", "content": "Is it a toy? Say yes or no.\\n\\
-  {{#fields}}Name: {{name}}\\nMaker: {{maker}}\\nCategory: {{category}}{{/fields}}"}]}' \\
-      --model-path meta-llama/Llama-3.1-8B-Instruct
+  sglang-batch run -i products.csv -o labels.jsonl --optimize-fields --template \\
+      '{"prompt": "A toy?\\n{{#fields}}Name: {{name}}\\nMaker: {{maker}}{{/fields}}"}' \\
+      --url /v1/completions --model-path meta-llama/Llama-3.1-8B
   zcat day-*.jsonl.gz | sglang-batch run -i - -o s3://bucket/answers.jsonl.zst \\
       --model-path meta-llama/Llama-3.1-8B-Instruct
 """

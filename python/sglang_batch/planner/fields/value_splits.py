@@ -2,16 +2,19 @@
 
 Each group has one value in common, which its rows list first. A row may join the group
 of its value in any field, so it has to be chosen between them. What a group would save is
-tried out: its rows list the other fields in one order, those that save most first. Then
-some ways to choose are compared by what they save altogether:
+tried out: its rows list the other fields in one order, those that save most first. The ways to
+choose:
 
-- all rows by one field, and those that are left by the second way;
-- the group that saves most, then that which saves most of the rows that are left, ...;
-- the group that saves most per row first.
+- ``BY_SAVED``: the group that saves most, then that which saves most of the rows that are
+  left, and so on;
+- ``PER_ROW``: the same with what a group saves per row;
+- ``BY_SHARED``: the same with the squared lengths of the values that all of its rows share.
+  This is greedy group recursion ("Optimizing LLM Queries in Relational Data Analytics
+  Workloads", arXiv 2403.05821, algorithm 1), with dependencies as they are in the group;
+- ``BY_FIELD``: all rows by one field, the best of three, and rows whose value is their own
+  as ``BY_SAVED``.
 
-The second is close to greedy group recursion ("Optimizing LLM Queries in Relational Data
-Analytics Workloads", arXiv 2403.05821, algorithm 1), but counts what is saved below the
-group as well, and fields that depend on the value count by themselves.
+None is the best for all tables, so :mod:`.field_orders` tries them.
 """
 
 from __future__ import annotations
@@ -112,11 +115,12 @@ def group_by_edge(
 def value_groups(
     edge: Int32s, lens: Int32s, way: int, work: Scratch
 ) -> tuple[int, Int32s]:
-    """Groups of rows, by the best of the ways above.
+    """Groups of rows, chosen in one of the ways above.
 
     Args:
         edge: int32 ``[fields, n]``, each with values that repeat, and none with the same
             value for all.
+        way: one of ``WAYS``.
 
     Returns:
         The length that is saved at least, and the group of each row from 0, int32

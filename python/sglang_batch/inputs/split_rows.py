@@ -10,9 +10,13 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 import msgspec
+from tqdm import tqdm
 
 from .field_sample import FieldSample, FieldSaving
 from .template import RowRequests, SplitLine
+
+# Fewer rows take no time worth a progress bar.
+_QUIET_ROWS = 10_000
 
 
 class SplitRows:
@@ -66,18 +70,26 @@ class SplitRows:
             add: given each line.
             add_own: given each line in the template's own order.
         """
-        order_of, saving = self._sample.orders()
-        decoder = msgspec.json.Decoder(SplitLine)
-        sources = self._sources[::-1]
-        self._file.seek(0)
-        for number, encoded in enumerate(self._file):
-            while sources and sources[-1][1] == number:
-                begin(sources.pop()[0])
-            line = decoder.decode(encoded)
-            order = order_of(number, line.head, line.fields)
-            add(self._requests.joined(line, order))
-            if add_own is not None:
-                add_own(self._requests.joined(line, range(len(order))))
+        with tqdm(
+            desc="Ordering fields",
+            total=self.num_requests,
+            unit="row",
+            dynamic_ncols=True,
+            disable=self.num_requests < _QUIET_ROWS,
+        ) as bar:
+            order_of, saving = self._sample.orders()
+            decoder = msgspec.json.Decoder(SplitLine)
+            sources = self._sources[::-1]
+            self._file.seek(0)
+            for number, encoded in enumerate(self._file):
+                while sources and sources[-1][1] == number:
+                    begin(sources.pop()[0])
+                line = decoder.decode(encoded)
+                order = order_of(number, line.head, line.fields)
+                add(self._requests.joined(line, order))
+                if add_own is not None:
+                    add_own(self._requests.joined(line, range(len(order))))
+                bar.update()
         for title, _ in reversed(sources):  # of no row
             begin(title)
         return saving

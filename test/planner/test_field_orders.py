@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from sglang_batch.planner.fields import best_splits, merged_splits
+from sglang_batch.planner.fields import field_orders as orders_module
 from sglang_batch.planner.fields.best_splits import least_weight
 from sglang_batch.planner.fields.field_orders import field_orders
 from sglang_batch.planner.fields.field_table import FieldTable
@@ -151,6 +152,20 @@ def test_a_head_stays_first() -> None:
     head = field_orders(table, head=True)
     assert (head.orders[:, 0] == 0).all()
     assert field_orders(table).weight <= head.weight <= head.own_weight
+
+
+def test_all_rows_have_orders_where_little_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows of each head share values of the last field alone."""
+    heads = np.arange(4000) // 4
+    values = np.stack([heads, np.arange(4000), heads], 1).astype(np.int32)
+    lens = [np.full(each.max() + 1, 10, np.int32) for each in values.T]
+    monkeypatch.setattr(orders_module, "_TRIED", 0)
+    found = field_orders(FieldTable(values, lens), head=True)
+    assert (found.orders == [0, 2, 1]).all()
+    whole = field_orders(FieldTable(values, lens))
+    assert whole.weight == found.weight
 
 
 def test_own_order_stays_where_it_is_best() -> None:

@@ -121,22 +121,23 @@ class _Search:
         heapq.heapify(waiting)
         number = len(parts)
         while waiting:
-            size, _, depth, rows = heapq.heappop(waiting)
-            if left <= 0 and number > len(parts):
-                return
-            best = self._best_way(rows, depth)
-            if len(self._ways) == 1:
+            size, nth, depth, rows = heapq.heappop(waiting)
+            if left <= 0 and nth >= len(parts):
+                continue  # it has an order, by the way of the rows around it
+            ways = self._ways if left > 0 else self._ways[:1]
+            best = self._best_way(rows, depth, ways)
+            if len(ways) == 1:
                 continue
-            left += len(self._ways) * size * (self.edge.shape[1] - depth)
+            left += len(ways) * size * (self.edge.shape[1] - depth)
             for part, below in self._split(rows, depth, best):
                 if len(part) >= _FEW and len(part) < len(rows):
                     heapq.heappush(waiting, (-len(part), number, below, part))
                     number += 1
 
-    def _best_way(self, rows: Int32s, depth: int) -> int:
+    def _best_way(self, rows: Int32s, depth: int, ways: Sequence[int]) -> int:
         """Order rows in the way that saves most, and return it."""
         most, best, found = -1, 0, self.orders[rows]
-        for way in self._ways:
+        for way in ways:
             saved = self._order(rows, depth, way)
             if saved > most:
                 most, best, found = saved, way, self.orders[rows]
@@ -212,7 +213,6 @@ def order_rows(
     Returns:
         The length that their tree saves over listing everything for each row.
     """
-    before = depth
     saved = 0
     used = np.zeros(edge.shape[1], np.bool_)
     waiting = [(0, len(rows), depth)]

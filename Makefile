@@ -46,7 +46,8 @@ types: env
 compile: env
 	$(BIN)/python -c "from sglang_batch.config import OfflineBatchConfig as Config; \
 	from sglang_batch.job.planner_compiler import compile_planner; \
-	compile_planner(Config(policy='auto'))"
+	from sglang_batch.inputs.field_sample import compile_field_orders; \
+	compile_planner(Config(policy='auto')); compile_field_orders()"
 
 # Two at a time; by test/conftest.py, files that share a server share a process.
 unit: env

@@ -15,7 +15,7 @@ from parts_main import Parts, run_parts
 PARTS = Parts(
     about="Tokens that need not be computed, and what they would have cost.",
     package="savings_parts",
-    names=("equal", "tail", "rules"),
+    names=("equal", "fields", "rules", "tail"),
     results="savings.json",
 )
 

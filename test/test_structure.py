@@ -35,7 +35,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("http_api",),
         ("srt", "cluster"),
         ("client", "run", "programs"),
-        ("prediction", "calibration", "lang", "demo_model", "demo_adapter"),
+        ("prediction", "calibration", "frames", "lang", "demo_model", "demo_adapter"),
         ("cli",),
         ("__main__",),
     ),
@@ -43,7 +43,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("compiled", "requests"),
         ("prefixes",),
         ("costs", "lengths"),
-        ("length_batches", "steps"),
+        ("length_batches", "steps", "fields"),
         ("ordering", "machine_model"),
         ("sharding", "admission_rules"),
         ("simulator", "buckets"),
@@ -70,7 +70,7 @@ PURE: dict[str, set[str]] = {
     "store": set(),
     "workloads": {"planner"},
     "scheduling": {"planner"},
-    "inputs": {"batch_api", "store"},
+    "inputs": {"batch_api", "store", "planner"},
     "access": {"store"},
 }
 SHARED = {"request", "config", "errors", "option_types", "policies"}

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from sglang_batch.fleet.fleet_worker import WorkerState
+from sglang_batch.inputs.field_sample import FieldSaving
 from sglang_batch.request import Cuts, Usage
 from sglang_batch.run.outputs import Outputs
 from sglang_batch.run.summary import Counts, ErrorGroup, Summary, error_groups
@@ -169,3 +173,16 @@ def test_answers_cut_by_stop_rules_are_counted(tmp_path: Path) -> None:
     assert summary.this_run is not None and summary.this_run.cut_json == 1
     assert "4 by stop rules: 3 by json, 1 by repetition" in summary.as_table()
     log.close()
+
+
+def test_the_order_of_fields_is_told(tmp_path: Path) -> None:
+    log, before = resumed_log(tmp_path / "log")
+    summary = Summary.of_log(log, before, seconds=2.0)
+    assert "fields" not in summary.as_dict()
+    saving = FieldSaving(rows=6, sampled=3, own_bytes=5000, bytes=1200)
+    summary = replace(summary, fields=msgspec.structs.asdict(saving))
+    assert Summary.of_record(json.loads(summary.as_json())) == summary
+    assert (
+        "order of fields      1,200 bytes of different beginnings, 5,000 in the template's "
+        "order, by a sample of 3 rows\n"
+    ) in summary.as_table()

@@ -20,6 +20,7 @@ SCRIPTS = {
     "other_model.py": (False, "question-2: "),
     "plan_file.py": (False, "order: dfs"),
     "run_file.py": (False, "question-2: "),
+    "run_frame.py": (False, "Fire engine"),
     "run_table.py": (False, "c: "),
 }
 

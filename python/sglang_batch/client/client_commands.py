@@ -91,7 +91,7 @@ def results(server: BatchClient, options: argparse.Namespace) -> int:
     _check_results(batch, options)
     try:
         if errors is None:
-            note = _download_all(server, batch, output)
+            note = download_all(server, batch, output)
         else:
             note = _download_separately(server, batch, output, errors)
         sys.stdout.flush()
@@ -139,7 +139,7 @@ def _follow(server: BatchClient, batch: Batch, options: argparse.Namespace) -> i
     batch_id = batch["id"]
     try:
         with BatchBar() as bar:
-            batch = _until_ended(server, batch, bar)
+            batch = until_ended(server, batch, bar)
     except KeyboardInterrupt:
         print(
             f"interrupted. {batch_id} keeps running at {server.url}: use "
@@ -155,7 +155,7 @@ def _follow(server: BatchClient, batch: Batch, options: argparse.Namespace) -> i
     )
 
 
-def _until_ended(server: BatchClient, batch: Batch, bar: BatchBar) -> Batch:
+def until_ended(server: BatchClient, batch: Batch, bar: BatchBar) -> Batch:
     """Poll a batch until it ends.
 
     Raises:
@@ -180,7 +180,7 @@ def _until_ended(server: BatchClient, batch: Batch, bar: BatchBar) -> Batch:
     return batch
 
 
-def _download_all(server: BatchClient, batch: Batch, output: Path) -> str:
+def download_all(server: BatchClient, batch: Batch, output: Path) -> str:
     """Write answers and errors to one file, in input order if the batch has ended."""
     with _writing(output) as target:
         headers = server.download(f"/batches/{batch['id']}/results", target)

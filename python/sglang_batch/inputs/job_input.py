@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import ConfigError, InputError
 from .input_sources import STDIN, InputSource
 from .template import Template
+from .template_parts import BEGIN, END
 
 DEFAULT_ENDPOINT = "/v1/chat/completions"
 
@@ -24,6 +25,7 @@ class JobInput:
     endpoint: endpoint of requests made from rows.
     id_column: column with the custom_id of a row. None: the number of the row.
     max_requests: read only the first requests, up to this number. None: all.
+    optimize_fields: the order of the fields in the template's block is chosen for each row.
     """
 
     sources: tuple[InputSource, ...]
@@ -31,6 +33,7 @@ class JobInput:
     endpoint: str = DEFAULT_ENDPOINT
     id_column: str | None = None
     max_requests: int | None = None
+    optimize_fields: bool = False
 
     @property
     def title(self) -> str:
@@ -73,17 +76,26 @@ class JobInput:
             )
         if self.id_column is not None and self.template is None:
             raise ConfigError("--id-column can be used only with --template.")
+        if self.optimize_fields and self.template is None:
+            raise ConfigError("--optimize-fields can be used only with --template.")
+        if self.optimize_fields and self.template and self.template.block is None:
+            raise ConfigError(
+                "--optimize-fields has nothing to reorder: mark the lines of the template "
+                f"that may change places with {BEGIN} and {END}."
+            )
         for source in self.sources:
             source.check(has_template=self.template is not None)
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that decides which lines are staged, as JSON values."""
-        fingerprint = {
+        fingerprint: dict[str, Any] = {
             "inputs": [source.identity() for source in self.sources],
             "template": self.template.body if self.template else None,
             "url": self.endpoint,
             "id_column": self.id_column,
             "max_requests": self.max_requests,
         }
+        if self.optimize_fields:
+            fingerprint["optimize_fields"] = True
         found: dict[str, Any] = json.loads(json.dumps(fingerprint))
         return found

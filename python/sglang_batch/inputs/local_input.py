@@ -13,6 +13,7 @@ from tqdm import tqdm
 from ..batch_api.jsonl import BatchFile, FileErrors, validate
 from ..batch_api.line_checks import LineError, LineRules
 from ..errors import InputError
+from .field_sample import FieldSaving
 from .file_format import format_hint
 
 # A pass that takes longer shows a progress bar.
@@ -40,12 +41,14 @@ class LocalInput:
     title: the input in messages.
     parts: sources of a staged file, by line. Empty for the user's own file.
     staged_sha256: digest of a staged file, in hexadecimal. None for the user's own.
+    fields: what the order of fields saves, if it was optimized.
     """
 
     path: Path
     title: str
     parts: tuple[Part, ...] = ()
     staged_sha256: str | None = None
+    fields: FieldSaving | None = None
 
     def requests(
         self, rules: LineRules, *, skip_invalid: bool = False, way_out: str = ""

@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 import msgspec
 from tqdm import tqdm
 
 from ..errors import InputError, StoreWriteError
 from ..store.files import atomic_write
+from .field_sample import FieldSaving
 from .input_sources import InputSource
 from .job_input import JobInput
 from .local_input import LocalInput, Part
+from .split_rows import SplitRows
+from .tables import Row
 from .template import RowRequests
+
+Line = TypeVar("Line", contravariant=True)
 
 
 class Manifest(msgspec.Struct):
@@ -32,19 +39,27 @@ class Manifest(msgspec.Struct):
     sha256: digest of the staged file, in hexadecimal.
     size: of the staged file, in bytes.
     parts: its sources, in the order of the file.
+    fields: what the order of fields saves, if it was optimized.
     """
 
     asked: dict[str, Any]
     sha256: str
     size: int
     parts: list[Part]
+    fields: FieldSaving | None = None
 
 
 class Staging:
-    """The staged input in a job's directory."""
+    """The staged input in a job's directory.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        own_order: if the order of fields is optimized, where to write the lines in the
+            template's own order as well.
+    """
+
+    def __init__(self, directory: Path, own_order: Path | None = None) -> None:
         self.directory = directory
+        self._own_order = own_order
         self.path = directory / "input.jsonl"
         self._manifest_path = directory / "input.json"
 
@@ -68,7 +83,11 @@ class Staging:
             with atomic_write(self._manifest_path) as file:
                 file.write(msgspec.json.encode(manifest))
         return LocalInput(
-            self.path, job_input.title, tuple(manifest.parts), manifest.sha256
+            self.path,
+            job_input.title,
+            tuple(manifest.parts),
+            manifest.sha256,
+            manifest.fields,
         )
 
     def earlier(self, job_input: JobInput) -> Manifest | None:
@@ -102,12 +121,12 @@ class Staging:
         try:
             with atomic_write(self.path) as file:
                 staged = _StagedFile(file, job_input.max_requests)
-                _copy_sources(job_input, staged, scratch)
+                saving = _copy_sources(job_input, staged, scratch, self._own_order)
         except OSError as error:
             raise StoreWriteError(f"cannot write {self.path}: {error}") from None
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        return Manifest(fingerprint, staged.sha256(), staged.size, staged.parts)
+        return Manifest(fingerprint, staged.sha256(), staged.size, staged.parts, saving)
 
 
 class _StagedFile:
@@ -153,18 +172,28 @@ class _StagedFile:
         return self._hash.hexdigest()
 
 
-def _copy_sources(job_input: JobInput, staged: _StagedFile, scratch: Path) -> None:
-    rows = None
-    if job_input.template is not None:
-        rows = RowRequests(job_input.template, job_input.endpoint, job_input.id_column)
-    for source in job_input.sources:
-        if staged.full:
-            return
-        staged.begin(source.title, rows=rows is not None)
-        if rows is None:
+def _copy_sources(
+    job_input: JobInput, staged: _StagedFile, scratch: Path, own_order: Path | None
+) -> FieldSaving | None:
+    if job_input.template is None:
+        for source in job_input.sources:
+            if staged.full:
+                break
+            staged.begin(source.title, rows=False)
             _copy_lines(source, staged, scratch)
-        else:
-            _copy_rows(source, rows, staged, scratch)
+        return None
+    requests = RowRequests(job_input.template, job_input.endpoint, job_input.id_column)
+    if not job_input.optimize_fields:
+        _copy_rows(job_input, requests, requests.line, staged, scratch)
+        return None
+    with open(scratch / "rows", "w+b") as file:
+        split = SplitRows(file, requests, job_input.max_requests)
+        _copy_rows(job_input, requests, requests.split_line, split, scratch)
+        begin = partial(staged.begin, rows=True)
+        if own_order is None:
+            return split.write(begin, staged.add)
+        with open(own_order, "wb") as own:
+            return split.write(begin, staged.add, own.write)
 
 
 def _copy_lines(source: InputSource, staged: _StagedFile, scratch: Path) -> None:
@@ -175,23 +204,46 @@ def _copy_lines(source: InputSource, staged: _StagedFile, scratch: Path) -> None
                 return
 
 
+class _Rows(Protocol[Line]):
+    """What takes the lines that are made from rows."""
+
+    @property
+    def full(self) -> bool: ...
+
+    @property
+    def num_requests(self) -> int: ...
+
+    def begin(self, title: str, *, rows: bool) -> None: ...
+
+    def add(self, line: Line) -> None: ...
+
+
 def _copy_rows(
-    source: InputSource, requests: RowRequests, staged: _StagedFile, scratch: Path
+    job_input: JobInput,
+    requests: RowRequests,
+    make: Callable[[Row, int], Line],
+    into: _Rows[Line],
+    scratch: Path,
 ) -> None:
-    title = source.title
-    with closing(source.rows(requests.columns, scratch)) as rows:
-        # A table at a URL is fetched before its first row, with a bar of its own, and
-        # an unusable table mostly fails there.
-        first = list(islice(rows, 1))
-        with tqdm(
-            desc=f"Reading {title}", unit="row", dynamic_ncols=True, delay=1
-        ) as bar:
-            for number, row in enumerate(chain(first, rows)):
-                try:
-                    line = requests.line(row, staged.num_requests)
-                except InputError as error:
-                    raise InputError(f"{title}, row {number}: {error}") from None
-                staged.add(line)
-                bar.update()
-                if staged.full:
-                    return
+    """Make a line from each row."""
+    for source in job_input.sources:
+        if into.full:
+            return
+        title = source.title
+        into.begin(title, rows=True)
+        with closing(source.rows(requests.columns, scratch)) as rows:
+            # A table at a URL is fetched before its first row, with a bar of its own, and
+            # an unusable table mostly fails there.
+            first = list(islice(rows, 1))
+            with tqdm(
+                desc=f"Reading {title}", unit="row", dynamic_ncols=True, delay=1
+            ) as bar:
+                for number, row in enumerate(chain(first, rows)):
+                    try:
+                        line = make(row, into.num_requests)
+                    except InputError as error:
+                        raise InputError(f"{title}, row {number}: {error}") from None
+                    into.add(line)
+                    bar.update()
+                    if into.full:
+                        return

@@ -6,28 +6,26 @@ A template is a JSON object with placeholders such as ``{{question}}`` in its st
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..errors import ConfigError, InputError
-from .cell_values import NotJson, json_value, text_of
-
-_PLACEHOLDER = re.compile(r"\{\{\s*(.+?)\s*\}\}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """The place of a column in a template.
-
-    whole: the column becomes a JSON value of its own, not part of a string.
-    """
-
-    column: str
-    whole: bool
+from .cell_values import NotJson, text_of
+from .template_parts import (
+    BEGIN,
+    FieldBlock,
+    TemplatePart,
+    block_at,
+    columns_of,
+    filled,
+    has_marker,
+    parts_of,
+)
 
 
 class Template:
@@ -37,20 +35,27 @@ class Template:
     Inside a longer string the value is written as text. Values of columns are never
     searched for placeholders.
 
+    Lines between ``{{#fields}}`` and ``{{/fields}}`` in a string are a block of fields,
+    whose order carries no meaning. The markers themselves are not written.
+
     Attributes:
         body: as it was given.
         columns: names of the columns that it uses.
+        block: its block of fields. None: it has none.
 
     Raises:
-        ConfigError: the body uses no column, or has a placeholder in a key.
+        ConfigError: the body uses no column, has a placeholder in a key, or a block that
+            is not one.
     """
 
     def __init__(self, body: dict[str, Any]) -> None:
         self.body = body
-        self._parts = _joined(_parts_of_value(body))
-        self.columns = frozenset(
-            part.column for part in self._parts if isinstance(part, _Slot)
-        )
+        self._parts = parts_of(body)
+        self.columns = frozenset(columns_of(self._parts))
+        at = block_at(self._parts)
+        found = None if at is None else self._parts[at]
+        self.block = found if isinstance(found, FieldBlock) else None
+        self._before, self._after = self._parts[:at], self._parts[at or 0 :][1:]
         if not self.columns:
             raise ConfigError(
                 "the template uses no column: write one as {{name}}, such as "
@@ -80,7 +85,8 @@ class Template:
         try:
             body = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where} is not JSON: {error}") from None
+            outside = f"; {BEGIN} must be inside of a string" * has_marker(text)
+            raise ConfigError(f"{where} is not JSON: {error}{outside}") from None
         if not isinstance(body, dict):
             raise ConfigError(
                 f"{where} must be a JSON object, the body of a request; it is a "
@@ -94,10 +100,47 @@ class Template:
         Raises:
             InputError: a value of the row cannot be written as JSON.
         """
-        return "".join(
-            part if isinstance(part, str) else _written(part, row)
-            for part in self._parts
-        )
+        return filled(self._parts, row)
+
+    def fill_around(self, row: Mapping[str, Any]) -> tuple[str, str]:
+        """The JSON text before the fields of a row, and that after them.
+
+        Raises:
+            InputError: a value of the row cannot be written as JSON.
+        """
+        return filled(self._before, row), filled(self._after, row)
+
+    @cached_property
+    def _head(self) -> list[TemplatePart]:
+        """The parts of the prompt before its block, if columns are among them."""
+        for value in self.body.values():
+            parts = parts_of(value)
+            if (at := block_at(parts)) is not None:
+                return parts[:at] if any(columns_of(parts[:at])) else []
+        return []
+
+    @property
+    def has_head(self) -> bool:
+        """Whether columns are in the prompt before the block."""
+        return bool(self._head)
+
+    def head(self, row: Mapping[str, Any]) -> str:
+        """What the prompt of a row has before its block, if columns are in it."""
+        return filled(self._head, row)
+
+
+class SplitLine(msgspec.Struct, array_like=True):
+    """A batch line whose fields have no order yet.
+
+    before, after: its JSON text around the block of fields.
+    head: what its prompt has before the block, empty if no column is in that.
+    fields: the text of each field, as JSON without quotes.
+    """
+
+    before: str
+    head: str
+    fields: list[str]
+    after: str
 
 
 @dataclass(frozen=True)
@@ -130,6 +173,28 @@ class RowRequests:
         body = self.template.fill(row)
         return f'{self._start}{custom_id}, "body": {body}}}\n'.encode()
 
+    def split_line(self, row: Mapping[str, Any], number: int) -> SplitLine:
+        """The batch line for a row, cut around its fields. The template has a block.
+
+        Raises:
+            InputError: as :meth:`line`.
+        """
+        assert self.template.block is not None
+        custom_id = json.dumps(self._custom_id(row, number))
+        before, after = self.template.fill_around(row)
+        return SplitLine(
+            f'{self._start}{custom_id}, "body": {before}',
+            self.template.head(row),
+            self.template.block.texts(row),
+            f"{after}}}\n",
+        )
+
+    def joined(self, line: SplitLine, order: Iterable[int]) -> bytes:
+        """The batch line with its fields in an order, by their numbers."""
+        assert self.template.block is not None
+        block = self.template.block.joined(line.fields[field] for field in order)
+        return f"{line.before}{block}{line.after}".encode()
+
     @cached_property
     def _start(self) -> str:
         return f'{{"method": "POST", "url": {json.dumps(self.endpoint)}, "custom_id": '
@@ -146,58 +211,3 @@ class RowRequests:
                 f"column {self.id_column!r} is empty; --id-column needs a value."
             )
         return found
-
-
-def _written(slot: _Slot, row: Mapping[str, Any]) -> str:
-    value = row[slot.column]
-    try:
-        if slot.whole:
-            return json.dumps(json_value(value))
-        return json.dumps(text_of(value))[1:-1]
-    except NotJson as error:
-        raise InputError(f"column {slot.column!r} holds {error}") from None
-
-
-def _parts_of_value(value: Any) -> Iterator[str | _Slot]:
-    """The JSON of ``value``, cut at its placeholders."""
-    if isinstance(value, dict):
-        yield "{"
-        for i, (key, item) in enumerate(value.items()):
-            if _PLACEHOLDER.search(key):
-                raise ConfigError(f"the template's key {key!r} cannot be a column.")
-            yield f"{', ' if i else ''}{json.dumps(key)}: "
-            yield from _parts_of_value(item)
-        yield "}"
-    elif isinstance(value, list):
-        yield "["
-        for i, item in enumerate(value):
-            if i:
-                yield ", "
-            yield from _parts_of_value(item)
-        yield "]"
-    elif isinstance(value, str):
-        yield from _parts_of_text(value)
-    else:
-        yield json.dumps(value)
-
-
-def _parts_of_text(text: str) -> Iterator[str | _Slot]:
-    pieces = _PLACEHOLDER.split(text)  # text, column, text, column, ..., text
-    if len(pieces) == 3 and not pieces[0] and not pieces[2]:
-        yield _Slot(pieces[1], whole=True)
-        return
-    yield '"'
-    for i, piece in enumerate(pieces):
-        yield _Slot(piece, whole=False) if i % 2 else json.dumps(piece)[1:-1]
-    yield '"'
-
-
-def _joined(parts: Iterator[str | _Slot]) -> list[str | _Slot]:
-    """The parts with neighbouring strings joined."""
-    joined: list[str | _Slot] = []
-    for part in parts:
-        if isinstance(part, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += part
-        else:
-            joined.append(part)
-    return joined

@@ -8,6 +8,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from ..batch_api.jsonl import BatchFile
 from ..errors import ConfigError, InputError
@@ -17,6 +18,7 @@ from ..planner.costs.hardware import HardwareSpec
 from ..planner.costs.model_spec import ModelSpec
 from ..planner.machine_model import Machine
 from ..planner.ordering.order import OrderSettings
+from ..planner.prefixes.prefix_tree import build_prefix_tree
 from ..planner.requests import UNKNOWN, Int64s
 from ..policies import AUTO, PAGED_ORDERS
 from ..run.checked_input import checked_again, checked_requests
@@ -31,6 +33,9 @@ from .machine_search.choice_report import choose
 from .planned_engine import kept_kv_dtype, timed_machine
 from .rendered_file import RenderedFile, render_file
 from .report import LeftOut, MachineInfo, Measured, Report
+
+if TYPE_CHECKING:
+    from ..srt.engine.render import Renderer
 
 
 def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
@@ -55,9 +60,10 @@ def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
     inputs = job_input(options)
     inputs.check()
     with TemporaryDirectory(prefix="sglang-batch-") as directory:
-        local = Staging(Path(directory)).stage(inputs)
+        own = Path(directory, "own_order.jsonl") if inputs.optimize_fields else None
+        local = Staging(Path(directory), own).stage(inputs)
         return _plan_input(
-            options, server_argv, inputs.title, local, Path(directory), steps
+            options, server_argv, inputs.title, local, Path(directory), steps, own
         )
 
 
@@ -68,6 +74,7 @@ def _plan_input(
     local: LocalInput,
     directory: Path,
     steps: Measured | None,
+    own_order: Path | None,
 ) -> int:
     from ..srt.compat.command_line import check_arguments
 
@@ -124,6 +131,12 @@ def _plan_input(
                 count=count,
                 boxes=servers,
             )
+        own_tokens = None
+        if own_order is not None:
+            own_tokens = _unique_tokens(
+                LocalInput(own_order, local.title, local.parts),
+                model, skip, renderer, directory,
+            )  # fmt: skip
         counted = count(None, None)
         planned = make_machine(options, counted, device)
         planned, timed = timed_machine(
@@ -131,7 +144,22 @@ def _plan_input(
         )
         note = "; ".join(filter(None, (note, timed)))
         report = _report(options, title, rendered, planned, device, note, len(file))
-    return show(replace(report, measured=steps), options)
+    report = replace(report, measured=steps, own_order_tokens=own_tokens)
+    return show(report, options)
+
+
+def _unique_tokens(
+    local: LocalInput,
+    model: str,
+    skip_invalid: bool,
+    renderer: Renderer,
+    directory: Path,
+) -> int:
+    """Prompt tokens of a file that are computed if each prefix is computed once."""
+    file = checked_requests(local, model, skip_invalid=skip_invalid)
+    with file.closing(), TokenSpool(directory / "own_tokens.i32") as spool:
+        requests = asyncio.run(render_file(file, renderer, spool)).requests
+        return build_prefix_tree(requests.tokens, requests.offsets).num_unique_tokens
 
 
 def _check_spread(given: argparse.Namespace) -> None:

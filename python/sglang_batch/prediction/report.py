@@ -74,6 +74,8 @@ class Report:
     lengths: the origin of the output lengths, in words.
     measured: the steps of a run to compare the prediction with.
     gpu_price: dollars for an hour of a device. None: costs are not told.
+    own_order_tokens: unique prompt tokens with fields in the template's own order. None:
+        they are in that order.
     """
 
     job: str
@@ -86,6 +88,7 @@ class Report:
     num_lines: int | None = None
     measured: Measured | None = None
     gpu_price: float | None = None
+    own_order_tokens: int | None = None
 
     def as_json(self) -> str:
         """One JSON document. Infinite numbers and NaN become null."""
@@ -116,6 +119,7 @@ class Report:
             "left_out": [asdict(each) for each in self.left_out],
             "prompt_tokens": f.tree.num_tokens,
             "unique_prompt_tokens": f.tree.num_unique_tokens,
+            "unique_prompt_tokens_in_own_order": self.own_order_tokens,
             "prefix_sharing_ratio": f.tree.prefix_sharing_ratio,
             "expected_output_tokens": f.output_tokens,
             "simulated_output_tokens": int(f.output_len.sum(dtype=np.int64)),

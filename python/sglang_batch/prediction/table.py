@@ -64,6 +64,10 @@ def _job_rows(report: Report) -> list[Row]:
             f"{figures['unique_prompt_tokens']:,}  (a perfect prefix cache saves "
             f"{figures['prefix_sharing_ratio']:.1%})",
         ),
+    ]
+    if (own := report.own_order_tokens) is not None:
+        rows.append(("  in own order of fields", f"{own:,}"))
+    rows += [
         (
             "output tokens",
             f"{figures['expected_output_tokens']:,.0f}  ({report.lengths})",

@@ -9,7 +9,10 @@ import threading
 import time
 import traceback
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any, NoReturn
+
+import msgspec
 
 from ..batch_api.default_stop_rules import with_stop_rules
 from ..batch_api.equal_requests import find_equal
@@ -118,6 +121,8 @@ class RunningJob:
         self._directory.remember_input(self._local)
         self._log = log = self._directory.open_log()
         self._before = Counts.of(log)
+        if self._local.fields is not None:
+            self._display.say(f"Order of fields: {self._local.fields}.")
         resumed = f", {log.num_done:,} of them done" if log.num_done else ""
         self._display.say(
             f"{len(requests):,} requests{resumed}. Engine's log: {self._engine_log.path}"
@@ -128,6 +133,10 @@ class RunningJob:
             summary = Summary.of_log(log, self._before, seconds=0.0)
         else:
             summary = self._run_unfinished(start, memory_note)
+        if summary is not None and self._local.fields is not None:
+            summary = replace(
+                summary, fields=msgspec.structs.asdict(self._local.fields)
+            )
         if summary is not None:
             self._directory.finish(summary, self._given_up_line)
         return summary

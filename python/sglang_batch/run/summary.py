@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..batch_api.error_reasons import without_details
 from ..config import dollars
+from ..inputs.field_sample import FieldSaving
 from ..stop_rules.rule_settings import RULES
 from ..store.result_log import ResultLog, finished_lines
 from .outputs import Outputs
@@ -186,6 +187,8 @@ class Summary:
     tail: of this run.
     errors: failed requests by reason, most frequent first.
     engines: what each engine did, if there are several.
+    fields: what the order of the fields saves, if it was optimized: a
+        :class:`~sglang_batch.inputs.field_sample.FieldSaving` as a dictionary.
     """
 
     completed: int
@@ -214,6 +217,7 @@ class Summary:
     cut_json: int = 0
     cut_regex: int = 0
     cut_repetition: int = 0
+    fields: dict[str, int] | None = None
 
     @classmethod
     def of_log(
@@ -315,6 +319,8 @@ class Summary:
         values = dataclasses.asdict(self)
         if not self.engines:
             del values["engines"]
+        if self.fields is None:
+            del values["fields"]
         return values
 
     def as_json(self) -> str:
@@ -346,6 +352,8 @@ class Summary:
             ),
             ("output tokens", f"{self.output_tokens:,}"),
         ]
+        if self.fields is not None:
+            rows.append(("order of fields", str(FieldSaving(**self.fields))))
         if self.merged:
             rows.append(
                 ("merged requests",

@@ -56,6 +56,29 @@ def test_a_plan_of_a_table(
     assert "2  (of 2 lines)" in said
 
 
+def test_a_plan_tells_what_the_order_of_fields_saves(
+    tmp_path: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"Thing {i},The maker with number {i % 5}" for i in range(20)]
+    content = "\n".join(["name,maker", *rows, ""]).encode()
+    table = make_file(tmp_path, content, "t.csv")
+    block = "{{#fields}}Name: {{name}}\\nMaker: {{maker}}{{/fields}}"
+    options = ["--template", BODY.replace("{{question}}", block), "--hardware", "cpu"]
+    options += ["-i", str(table), "--model-path", str(demo_model), "--policy", "dfs"]
+
+    def job(*more: str) -> dict[str, Any]:
+        assert main(["plan", "--json", *options, *more]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)["job"]
+        return found
+
+    own, best = job(), job("--optimize-fields")
+    assert best["prompt_tokens"] == own["prompt_tokens"]
+    tokens = own["unique_prompt_tokens"]
+    assert best["unique_prompt_tokens_in_own_order"] == tokens
+    assert best["unique_prompt_tokens"] < 0.7 * tokens
+    assert own["unique_prompt_tokens_in_own_order"] is None
+
+
 def test_a_plan_counts_the_bits_of_weights_and_kv(
     tmp_path: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,1 @@
+"""Rows of data frames as requests, and their answers as a column."""

@@ -1,0 +1,234 @@
+"""A data frame in, the same frame with a column of answers out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ..batch_api.protocol import COMPLETED, ENDPOINTS
+from ..errors import ConfigError, EngineError, ExitStatus, InputError, ServerError
+from ..inputs.input_sources import input_sources
+from ..inputs.job_input import DEFAULT_ENDPOINT, JobInput
+from ..inputs.staging import Staging
+from ..inputs.template import Template
+from .frame_columns import DataFrame
+from .row_answers import answers_of
+
+_JSON_OBJECT = re.compile(r'\s*\{\s*"')
+
+
+def map_table(
+    frame: Any,
+    template: Mapping[str, Any] | str,
+    *,
+    model_path: str | None = None,
+    server: str | None = None,
+    api_key: str | None = None,
+    endpoint: str = DEFAULT_ENDPOINT,
+    optimize_fields: bool = True,
+    answer: str = "answer",
+    error: str = "error",
+    job: str | Path | None = None,
+    **options: Any,
+) -> Any:
+    """Answer one request per row of a table.
+
+    Args:
+        frame: a DataFrame of pandas or Polars, a ``pyarrow.Table``, a DuckDB relation, or
+            anything else with ``__arrow_c_stream__``.
+        template: the body of a request, in which ``"{{column}}"`` stands for a value of the
+            row: a dictionary, its JSON text, or ``@FILE``. A text that is no JSON is the
+            user's message, or the prompt or input of the endpoint. See ``docs/run.md``.
+        model_path: runs the job as ``sglang-batch run`` does, in a process of its own.
+        server: URL of a server with the batch API, which runs it instead.
+        api_key: of that server.
+        endpoint: of the requests.
+        optimize_fields: choose the order of the fields in the template's block, if it has
+            one.
+        answer: name of the column with answers: text, or for embeddings a list of numbers.
+            For ``/v1/score``, ``/v1/rerank`` and ``/v1/classify`` it is the body as JSON.
+        error: name of the column with errors. It is there only if a row has failed, with a
+            warning, and then null for all other rows. Failed rows have a null answer.
+        job: a directory that keeps the job. If it stops, the same call resumes it. By
+            default nothing is kept.
+        options: with ``model_path``: options of ``sglang-batch run`` and of SGLang, such as
+            ``tp=2`` for ``--tp 2``, and ``trust_remote_code=True`` for
+            ``--trust-remote-code``.
+
+    Returns:
+        A frame of the same kind with the rows in the same order. A ``pyarrow.Table`` if
+        that library is not among the four.
+
+    Raises:
+        ConfigError: an argument or the template cannot be used.
+        InputError: the table lacks a column, or ``sglang-batch run`` refuses a row, the model
+            or an option.
+        EngineError: the engine failed.
+        ServerError: the server failed, or ended the batch before its end.
+    """
+    if (model_path is None) == (server is None):
+        raise ConfigError("map_table needs either model_path or server.")
+    if endpoint not in ENDPOINTS:
+        raise ConfigError(f"endpoint {endpoint!r} is none of {', '.join(ENDPOINTS)}.")
+    if server is not None and options:
+        raise ConfigError(
+            f"{next(iter(options))} is an option of an engine: the server has its own."
+        )
+    parsed = _template(template, endpoint)
+    given = DataFrame(frame)
+    for name in (answer, error):
+        if name in given.columns:
+            raise ConfigError(
+                f"the table has a column {name!r} already: name others with answer= and "
+                "error=."
+            )
+    table = given.arrow(parsed.columns)
+    optimize = optimize_fields and parsed.block is not None
+    with contextlib.ExitStack() as stack:
+        if job is None:
+            job = stack.enter_context(TemporaryDirectory(prefix="sglang-batch-"))
+        place = Path(job)
+        place.mkdir(parents=True, exist_ok=True)
+        rows = place / "rows.arrow"
+        _write(table, rows)
+        if not table.num_rows:
+            return given.with_columns({answer: []})
+        results = place / "results.jsonl"
+        if model_path is not None:
+            flags = _flags({"model_path": model_path, "url": endpoint, **options})
+            body = json.dumps(parsed.body)
+            arguments = ["-i", str(rows), "-o", str(results), "--template", body]
+            _run([*arguments, *["--optimize-fields"] * optimize, *flags])
+        else:
+            assert server is not None
+            inputs = JobInput(input_sources([str(rows)]), parsed, endpoint)
+            _submit(server, api_key, inputs, optimize, place, results)
+        answers, errors = answers_of(results, endpoint, table.num_rows)
+    columns: dict[str, Any] = {answer: answers}
+    if failed := sum(each is not None for each in errors):
+        columns[error] = errors
+        first = next(each for each in errors if each is not None)
+        warnings.warn(
+            f"{failed:,} of {table.num_rows:,} rows failed, see column {error!r}: {first}",
+            stacklevel=2,
+        )
+    return given.with_columns(columns)
+
+
+def _template(template: Mapping[str, Any] | str, endpoint: str) -> Template:
+    if not isinstance(template, str):
+        return Template(dict(template))
+    if template.startswith("@") or _JSON_OBJECT.match(template):
+        return Template.parse(template)
+    field = ENDPOINTS[endpoint].required[0]
+    if field == "messages":
+        body: dict[str, Any] = {field: [{"role": "user", "content": template}]}
+    elif field in ("prompt", "input"):
+        body = {field: template}
+    else:
+        raise ConfigError(
+            f"a template for {endpoint} is a dictionary, the body of a request."
+        )
+    return Template(body)
+
+
+def _write(table: Any, path: Path) -> None:
+    import pyarrow
+
+    with pyarrow.ipc.new_file(path, table.schema) as file:
+        file.write_table(table)
+
+
+def _flags(options: Mapping[str, Any]) -> list[str]:
+    """Options as the command line has them."""
+    flags = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            flags.append(flag)
+        elif value is not None and value is not False:
+            values = value if isinstance(value, list | tuple) else [value]
+            flags += [flag, *map(str, values)]
+    return flags
+
+
+def _run(arguments: list[str]) -> None:
+    """Run ``sglang-batch run`` and pass on what it prints.
+
+    It has a process of its own, so that the engine's memory is free afterwards, and its end
+    is not that of the caller. Signals reach it through this one.
+    """
+    said: list[str] = []
+    with subprocess.Popen(
+        [sys.executable, "-m", "sglang_batch", "run", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                if said or line.startswith("error: "):
+                    said.append(line)
+                else:
+                    sys.stderr.write(line)
+        except BaseException:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
+        status = process.wait()
+    reason = "".join(said).removeprefix("error: ").strip()
+    if status in (ExitStatus.OK, ExitStatus.FAILED_LINES):
+        return
+    if status == ExitStatus.BAD_INPUT:
+        raise InputError(reason)
+    if status == ExitStatus.INTERRUPTED:
+        raise KeyboardInterrupt
+    raise EngineError(reason or f"sglang-batch run ended with status {status}.")
+
+
+def _submit(
+    server: str,
+    api_key: str | None,
+    inputs: JobInput,
+    optimize: bool,
+    place: Path,
+    results: Path,
+) -> None:
+    """Run a batch on a server."""
+    from ..client.batch_client import BatchClient
+    from ..client.batch_view import BatchBar
+    from ..client.client_commands import download_all, until_ended
+
+    with contextlib.closing(BatchClient(server, api_key)) as client:
+        template = inputs.template
+        assert template is not None
+        if "model" not in template.body:
+            model = client.call("GET", "/v1/models")["data"][0]["id"]
+            template = Template({"model": model, **template.body})
+        inputs = JobInput(
+            inputs.sources, template, inputs.endpoint, optimize_fields=optimize
+        )
+        local = Staging(place).stage(inputs)
+        batch = client.start(
+            local.path, "rows.jsonl", inputs.endpoint, completion_window="24h"
+        )
+        with BatchBar() as bar:
+            batch = until_ended(client, batch, bar)
+        if batch["status"] != COMPLETED:
+            raise ServerError(
+                f"{batch['id']} is {batch['status']} at {client.url}: "
+                f"`sglang-batch status {batch['id']}` says why."
+            )
+        download_all(client, batch, results)

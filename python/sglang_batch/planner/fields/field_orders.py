@@ -1,0 +1,363 @@
+"""An order of fields for each row of a table, such that the prompts share most."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..compiled import jit
+from ..requests import Bools, Int32s, Int64s
+from . import best_splits, merged_splits
+from .best_splits import best_groups
+from .field_table import FieldTable, common_len
+from .merged_splits import merged_groups
+from .prefix_weight import Int16s, own_orders, prefix_weight
+from .value_splits import BY_FIELD, WAYS, Scratch, scratch, value_groups
+
+# How many times all values of a table may be looked at by a way, and the fewest rows for
+# which ways are tried by themselves.
+_TRIED, _FEW = 20, 100
+
+
+@dataclass(frozen=True, slots=True)
+class FieldOrders:
+    """The order of the fields of each row.
+
+    orders: int16 ``[rows, fields]``, fields by their number in the table. Rows with equal
+        values have equal orders.
+    weight: of the prefix tree with these orders, in the unit of the table's lengths.
+    own_weight: with the table's own order. It is at least ``weight``.
+    """
+
+    orders: Int16s
+    weight: int
+    own_weight: int
+
+
+def field_orders(
+    table: FieldTable,
+    *,
+    head: bool = False,
+    to_follow: bool = False,
+    exact_rows: int = best_splits.MOST_ROWS,
+    merged_rows: int = merged_splits.MOST_ROWS,
+) -> FieldOrders:
+    """Find the order of the fields of each row for which the prefix tree is lightest.
+
+    Values that a group of rows has in common come first, which is best, and the group is
+    split by the values of other fields. Fields that depend on others in a group follow
+    them by that: nothing is assumed about other rows. Where the table's own order is
+    lighter after all, as it may be if texts that differ begin alike, it is kept.
+
+    Args:
+        head: the first field stays first in all rows: it is the text before the fields.
+        to_follow: the rows are a sample, whose orders others follow
+            (:class:`.order_tree.OrderTree`). All rows of a group are then split by one field
+            where that is good, so that the others find their way.
+        exact_rows: groups of up to so many rows are split in the best way.
+        merged_rows: groups of up to so many rows are also split bottom up.
+    """
+    own = own_orders(table)
+    own_weight = prefix_weight(table, own)
+    if table.num_rows < 2 or table.num_fields < 2:
+        return FieldOrders(own, own_weight, own_weight)
+    kinds, kind = table.distinct_rows()
+    ways = (BY_FIELD,) if to_follow else WAYS
+    search = _Search(table, kinds, ways, exact_rows, merged_rows)
+    every = np.arange(len(kinds), dtype=np.int32)
+    if head:
+        by_head = np.argsort(search.edge[:, 0], kind="stable").astype(np.int32)
+        cuts = np.flatnonzero(np.diff(search.edge[by_head, 0])) + 1
+        search.improve([(part, 1) for part in np.split(by_head, cuts)])
+    else:
+        search.improve([(every, 0)])
+    orders = search.orders[kind]
+    weight = prefix_weight(table, orders)
+    if weight >= own_weight:
+        return FieldOrders(own, own_weight, own_weight)
+    return FieldOrders(orders, weight, own_weight)
+
+
+class _Search:
+    """Tries the ways to choose groups, for the whole tree and then for its parts.
+
+    A way is tried by ordering all rows below with it. What is tried is limited by the
+    values that are looked at, not by time, so the result is the same on any machine.
+    """
+
+    def __init__(
+        self,
+        table: FieldTable,
+        kinds: Int64s,
+        ways: Sequence[int],
+        exact_rows: int,
+        merged_rows: int,
+    ) -> None:
+        edges = table.edges
+        self.edge = np.ascontiguousarray(edges.edge[kinds])
+        self.orders = np.zeros(self.edge.shape, np.int16)
+        self.orders[:] = np.arange(table.num_fields)
+        self._ways = ways
+        self._limits = exact_rows, merged_rows
+        self._edges = self.edge, edges.lens, edges.common, edges.blocks, edges.floors
+        self._work = scratch(len(kinds), len(edges.lens))
+
+    def improve(self, parts: list[tuple[Int32s, int]]) -> None:
+        """Order parts of the rows, each of which lists the same first fields.
+
+        Args:
+            parts: the rows of each, and the fields that they list already.
+        """
+        left = _TRIED * self.edge.size
+        # The largest first: what is found for many rows is worth most.
+        waiting = [
+            (-len(rows), number, depth, rows)
+            for number, (rows, depth) in enumerate(parts)
+            if len(rows) > 1
+        ]
+        heapq.heapify(waiting)
+        number = len(parts)
+        while waiting:
+            size, nth, depth, rows = heapq.heappop(waiting)
+            if left <= 0 and nth >= len(parts):
+                continue  # it has an order, by the way of the rows around it
+            ways = self._ways if left > 0 else self._ways[:1]
+            best = self._best_way(rows, depth, ways)
+            if len(ways) == 1:
+                continue
+            left += len(ways) * size * (self.edge.shape[1] - depth)
+            for part, below in self._split(rows, depth, best):
+                if len(part) >= _FEW and len(part) < len(rows):
+                    heapq.heappush(waiting, (-len(part), number, below, part))
+                    number += 1
+
+    def _best_way(self, rows: Int32s, depth: int, ways: Sequence[int]) -> int:
+        """Order rows in the way that saves most, and return it."""
+        most, best, found = -1, 0, self.orders[rows]
+        for way in ways:
+            saved = self._order(rows, depth, way)
+            if saved > most:
+                most, best, found = saved, way, self.orders[rows]
+        self.orders[rows] = found
+        return best
+
+    def _order(self, rows: Int32s, depth: int, way: int) -> int:
+        return order_rows(
+            *self._edges, self._work, rows.copy(), depth, *self._limits, way, self.orders
+        )  # fmt: skip
+
+    def _split(self, rows: Int32s, depth: int, way: int) -> list[tuple[Int32s, int]]:
+        """The parts into which a way splits rows first, and the fields that they list."""
+        depth, group = first_groups(
+            *self._edges[:2], self._work, rows, depth, *self._limits, way, self.orders
+        )  # fmt: skip
+        if not len(group):
+            return []
+        order = np.argsort(group, kind="stable")
+        cuts = np.flatnonzero(np.diff(group[order])) + 1
+        return [(rows[part], depth) for part in np.split(order, cuts)]
+
+
+@jit
+def first_groups(
+    edge: Int32s,
+    lens: Int32s,
+    work: Scratch,
+    rows: Int32s,
+    depth: int,
+    exact_rows: int,
+    merged_rows: int,
+    way: int,
+    orders: Int16s,
+) -> tuple[int, Int32s]:
+    """How to split rows that list the same ``depth`` fields, after what they agree in.
+
+    Returns:
+        The fields that they list with these, and the group of each row; -1: in none. No
+        groups if the rows agree in no other value.
+    """
+    used = np.zeros(edge.shape[1], np.bool_)
+    for k in range(depth):
+        used[orders[rows[0], k]] = True
+    depth = _list_common(edge, rows, depth, used, orders)
+    active = _repeating(edge, rows, used, work)
+    if len(active) == 0:
+        return depth, np.zeros(0, np.int32)
+    return depth, _groups(edge, lens, rows, active, exact_rows, merged_rows, way, work)
+
+
+@jit
+def order_rows(
+    edge: Int32s,
+    lens: Int32s,
+    common: Int32s,
+    blocks: Int32s,
+    floors: Int32s,
+    work: Scratch,
+    rows: Int32s,
+    depth: int,
+    exact_rows: int,
+    merged_rows: int,
+    way: int,
+    orders: Int16s,
+) -> int:
+    """Order the fields of rows that list the same ``depth`` fields, from there on down.
+
+    Args:
+        rows: int32, sorted by this.
+        orders: int16 ``[rows, fields]``, filled for these rows.
+
+    Returns:
+        The length that their tree saves over listing everything for each row.
+    """
+    saved = 0
+    used = np.zeros(edge.shape[1], np.bool_)
+    waiting = [(0, len(rows), depth)]
+    while waiting:
+        start, end, before = waiting.pop()
+        depth, group = first_groups(
+            edge, lens, work, rows[start:end], before, exact_rows, merged_rows, way, orders
+        )  # fmt: skip
+        for k in range(before, depth):
+            shared = lens[edge[rows[start], orders[rows[start], k]]]
+            saved += (end - start - 1) * shared
+        groups = -1
+        for g in group:
+            groups = max(groups, g)
+        groups += 1
+        if groups == 0:
+            used[:] = False
+            for k in range(depth):
+                used[orders[rows[start], k]] = True
+            field = _alike(edge, common, blocks, floors, rows[start:end], used)
+            _list_rest(rows[start:end], depth, used, field, orders)
+            continue
+        # The rows of each group together, and at the end those in none.
+        for i in range(len(group)):
+            if group[i] < 0:
+                group[i] = groups
+        rows[start:end] = rows[start:end][np.argsort(group, kind="mergesort")]
+        size = np.zeros(groups + 1, np.int64)
+        for g in group:
+            size[g] += 1
+        for g in range(groups + 1):
+            if size[g]:
+                waiting.append((start, start + size[g], depth))
+                start += size[g]
+    return saved
+
+
+@jit
+def _list_common(
+    edge: Int32s, rows: Int32s, depth: int, used: Bools, orders: Int16s
+) -> int:
+    """List the fields next in which these rows agree. Returns the fields listed."""
+    for c in range(edge.shape[1]):
+        if used[c]:
+            continue
+        equal = True
+        for i in rows[1:]:
+            if edge[i, c] != edge[rows[0], c]:
+                equal = False
+                break
+        if equal:
+            used[c] = True
+            for i in rows:
+                orders[i, depth] = c
+            depth += 1
+    return depth
+
+
+@jit
+def _repeating(edge: Int32s, rows: Int32s, used: Bools, work: Scratch) -> Int32s:
+    """The fields that are not used in which some of these rows agree."""
+    m = edge.shape[1]
+    found = np.empty(m, np.int32)
+    num = 0
+    for c in range(m):
+        if used[c]:
+            continue
+        work.tag[0] += 1
+        tag = work.tag[0]
+        for i in rows:
+            e = edge[i, c]
+            if work.seen[e] == tag:
+                found[num] = c
+                num += 1
+                break
+            work.seen[e] = tag
+    return found[:num]
+
+
+@jit
+def _groups(
+    edge: Int32s,
+    lens: Int32s,
+    rows: Int32s,
+    active: Int32s,
+    exact_rows: int,
+    merged_rows: int,
+    way: int,
+    work: Scratch,
+) -> Int32s:
+    """How to split rows: the group of each from 0, int32 ``[n]``; -1 for none."""
+    n, m = len(rows), len(active)
+    if n <= merged_rows:
+        few = np.empty((n, m), np.int32)
+        for i in range(n):
+            for k in range(m):
+                few[i, k] = edge[rows[i], active[k]]
+        if n <= exact_rows:
+            return best_groups(few, lens)
+        by_merging, merged = merged_groups(few, lens)
+    else:
+        by_merging, merged = 0, np.zeros(0, np.int32)
+    columns = np.empty((m, n), np.int32)
+    for k in range(m):
+        for i in range(n):
+            columns[k, i] = edge[rows[i], active[k]]
+    by_value, grouped = value_groups(columns, lens, way, work)
+    return merged if by_merging > by_value else grouped
+
+
+@jit
+def _alike(
+    edge: Int32s,
+    common: Int32s,
+    blocks: Int32s,
+    floors: Int32s,
+    rows: Int32s,
+    used: Bools,
+) -> int:
+    """The field whose texts begin most alike in rows that agree in none. -1: none left."""
+    most, found = -1, -1
+    for c in range(edge.shape[1]):
+        if used[c]:
+            continue
+        listed = np.sort(edge[rows, c])
+        total = 0
+        for i in range(1, len(listed)):
+            total += common_len(common, blocks, floors[c], listed[i - 1], listed[i])
+        if total > most:
+            most, found = total, c
+    return found
+
+
+@jit
+def _list_rest(
+    rows: Int32s, depth: int, used: Bools, field: int, orders: Int16s
+) -> None:
+    """List this field next, and then the others in the table's order."""
+    if field >= 0:
+        used[field] = True
+        for i in rows:
+            orders[i, depth] = field
+        depth += 1
+    for c in range(len(used)):
+        if not used[c]:
+            for i in rows:
+                orders[i, depth] = c
+            depth += 1

@@ -1,0 +1,148 @@
+"""The values of a table's fields, and what each weighs in a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..compiled import jit
+from ..requests import Int32s, Int64s
+
+Bools = NDArray[np.bool_]
+# Values of a field among which the least common length is kept.
+_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class FieldTable:
+    """Rows of fields, each value by its number among the values of its field.
+
+    values: int32 ``[rows, fields]``. Values of a field are numbered from 0 in the order
+        of their texts.
+    lens: for each field, int32 ``[values]``: length of the value's text with its label,
+        in tokens or bytes, at least 1.
+    common: for each field, int32 ``[values]``: length that the text of a value has in
+        common with that of the value before it. None: texts that differ share nothing.
+
+    Raises:
+        ValueError: shapes do not fit together, or a length is below 1.
+    """
+
+    values: Int32s
+    lens: Sequence[Int32s]
+    common: Sequence[Int32s] | None = None
+
+    def __post_init__(self) -> None:
+        rows, fields = self.values.shape
+        if len(self.lens) != fields:
+            raise ValueError(
+                f"{len(self.lens)} lists of lengths for {fields} fields: give one each."
+            )
+        for field, lens in enumerate(self.lens):
+            if rows and not self.values[:, field].min() >= 0:
+                raise ValueError(f"field {field} has a value below 0.")
+            if rows and self.values[:, field].max() >= len(lens):
+                raise ValueError(
+                    f"field {field} has value {self.values[:, field].max()}, but lengths "
+                    f"of {len(lens)} values."
+                )
+            if len(lens) and lens.min() < 1:
+                raise ValueError(
+                    f"a value of field {field} has length {lens.min()}: the least is 1."
+                )
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.values.shape[0])
+
+    @property
+    def num_fields(self) -> int:
+        return int(self.values.shape[1])
+
+    @cached_property
+    def edges(self) -> Edges:
+        """The values of all fields in one numbering."""
+        counts = np.array([0, *map(len, self.lens)], np.int64)
+        starts = np.cumsum(counts).astype(np.int32)
+        none = np.zeros(0, np.int32)
+        lens = np.concatenate([none, *self.lens]).astype(np.int32)
+        common = np.zeros(len(lens), np.int32)
+        if self.common is not None:
+            common = np.concatenate([none, *self.common]).astype(np.int32)
+        common[starts[:-1][counts[1:] > 0]] = 0  # a field's first value follows none
+        edge = np.ascontiguousarray(self.values + starts[:-1], np.int32)
+        padded = np.zeros(-len(common) % _BLOCK, np.int32)
+        blocks = np.concatenate([common, padded]).reshape(-1, _BLOCK).min(axis=1)
+        floors = np.zeros(self.num_fields, np.int32)
+        for field, (start, end) in enumerate(pairwise(starts.tolist())):
+            if end - start > 1:
+                floors[field] = common[start + 1 : end].min()
+        return Edges(edge, lens, common, blocks.astype(np.int32), floors)
+
+    def distinct_rows(self) -> tuple[Int64s, Int64s]:
+        """One row of each kind, and the kind of each row; both int64.
+
+        Rows count as equal if 64 bits of a hash of their values are.
+        """
+        keys = _row_keys(self.edges.edge)
+        _, first, kind = np.unique(keys, return_index=True, return_inverse=True)
+        in_order = np.argsort(first, kind="stable")
+        rank = np.empty(len(first), np.int64)
+        rank[in_order] = np.arange(len(first))
+        return first[in_order].astype(np.int64), rank[kind.reshape(-1)]
+
+
+@dataclass(frozen=True)
+class Edges:
+    """The values of all fields in one numbering: edges of the prefix tree.
+
+    edge: int32 ``[rows, fields]``.
+    lens: int32 ``[edges]``, as in :class:`FieldTable`.
+    common: int32 ``[edges]``, with the edge before; 0 for a field's first.
+    blocks: int32, the least ``common`` of each 64 edges.
+    floors: int32 ``[fields]``, what all values of a field have in common: its label.
+    """
+
+    edge: Int32s
+    lens: Int32s
+    common: Int32s
+    blocks: Int32s
+    floors: Int32s
+
+
+@jit
+def common_len(
+    common: Int32s, blocks: Int32s, floor: int, before: int, after: int
+) -> int:
+    """Length that two values of one field have in common: the least in between.
+
+    ``before`` and ``after`` are edges, ``before < after``. It is at least ``floor``.
+    """
+    least = common[after]
+    i = before + 1
+    while i < after and least > floor:
+        if i % 64 == 0 and i + 64 <= after:
+            least = min(least, blocks[i // 64])
+            i += 64
+        else:
+            least = min(least, common[i])
+            i += 1
+    return int(least)
+
+
+@jit
+def _row_keys(edge: Int32s) -> NDArray[np.uint64]:
+    n, m = edge.shape
+    keys = np.empty(n, np.uint64)
+    for i in range(n):
+        key = np.uint64(0x9E3779B97F4A7C15)
+        for c in range(m):
+            key = (key ^ np.uint64(edge[i, c])) * np.uint64(0xBF58476D1CE4E5B9)
+            key ^= key >> np.uint64(29)
+        keys[i] = key
+    return keys

@@ -3,7 +3,8 @@
     python benchmark/bench_savings.py --list
     python benchmark/bench_savings.py [PART ...] [--quick] [--save]
 
-Runs the demo model with ``sglang-batch run``, on a CPU.
+Runs the demo model, on a CPU. The part ``litellm`` installs LiteLLM in an environment of its
+own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from parts_main import Parts, run_parts
 PARTS = Parts(
     about="Tokens that need not be computed: equal requests.",
     package="savings_parts",
-    names=("equal",),
+    names=("equal", "litellm"),
     results="savings.json",
 )
 

@@ -1,3 +1,29 @@
 """Offline batch inference on SGLang."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .streams.answer_columns import AnswerColumns
+    from .streams.stream_rows import StreamAnswer
+    from .streams.streamer import Streamer, stream
+
 __version__ = "0.1.0"
+__all__ = ["AnswerColumns", "StreamAnswer", "Streamer", "__version__", "stream"]
+
+# Imported when they are first used: most commands need none of it.
+_PLACES = {
+    "AnswerColumns": "answer_columns",
+    "StreamAnswer": "stream_rows",
+    "Streamer": "streamer",
+    "stream": "streamer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".streams.{_PLACES[name]}", __name__), name)

@@ -132,8 +132,10 @@ class NewMessageBatch(_RequestBody):
 
 
 class NewWave(_RequestBody):
-    requests: list[dict[str, Any]]
+    requests: list[dict[str, Any]] | None = None
     """Bodies of `/generate` calls."""
+    lines: list[dict[str, Any]] | None = None
+    """Instead of `requests`: lines of a batch file."""
     priority: Priority | None = None
     """As that of a batch. Default: above all batches."""
 

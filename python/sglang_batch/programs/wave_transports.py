@@ -40,6 +40,7 @@ class HttpTransport:
     Args:
         verify: file with the certificate authority of the server's certificate.
         priority: see ``BatchBackend``.
+        kind: ``requests`` for native bodies, ``lines`` for lines of a batch file.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class HttpTransport:
         api_key: str | None,
         verify: str | None,
         priority: int | None = None,
+        kind: str = "requests",
     ) -> None:
         self._url = url
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._tls = ssl.create_default_context(cafile=verify) if verify else True
+        self._start = f'{{"{kind}":['.encode()
         self._end = b"]}" if priority is None else b'],"priority":%d}' % priority
         self._session: aiohttp.ClientSession | None = None
 
@@ -79,7 +82,7 @@ class HttpTransport:
             async with self._open_session().post(
                 self._url + WAVE_PATH,
                 # aiohttp sends a file in chunks, and reads answers between them.
-                data=io.BytesIO(b'{"requests":[' + b",".join(bodies) + self._end),
+                data=io.BytesIO(self._start + b",".join(bodies) + self._end),
                 headers=self._headers,
             ) as response:
                 if response.status != 200:

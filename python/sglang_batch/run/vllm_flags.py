@@ -99,7 +99,9 @@ SAME_FLAGS = (
 """What SGLang has by the same name, with the same meaning."""
 
 _EMBEDS = {"auto": None, "generate": None}
-_NO_POOLING = {None: "use --is-embedding for a model that embeds, scores or classifies"}
+_NO_POOLING: dict[str | None, str] = {
+    None: "use --is-embedding for a model that embeds, scores or classifies"
+}
 
 VLLM_FLAGS = (
     _renamed("--tokenizer", "--tokenizer-path"),

@@ -114,7 +114,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     from .run.fleet_options import fleet_options
     from .run.outputs import Outputs
     from .run.run_command import RunOptions, run
-    from .run.vllm_flags import sglang_argv
+    from .srt.compat.vllm_flags import sglang_argv
 
     job_input = run_options.job_input(options)
     outputs = Outputs.of(

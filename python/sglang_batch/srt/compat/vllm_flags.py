@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 
 
 class FlagUse(Enum):

@@ -3,8 +3,7 @@
     python benchmark/bench_savings.py --list
     python benchmark/bench_savings.py [PART ...] [--quick] [--save]
 
-Runs the demo model, on a CPU. The part ``litellm`` installs LiteLLM in an environment of its
-own.
+Runs the demo model, on a CPU. ``litellm`` and ``frames`` install packages in folders of their own.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import sys
 from parts_main import Parts, run_parts
 
 PARTS = Parts(
-    about="Tokens that need not be computed: equal requests.",
+    about="Tokens that need not be computed: equal requests; and rows from elsewhere.",
     package="savings_parts",
-    names=("equal", "litellm"),
+    names=("equal", "streams", "frames", "litellm"),
     results="savings.json",
 )
 

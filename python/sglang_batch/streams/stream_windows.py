@@ -87,7 +87,7 @@ class StreamWindows:
                 yielded first.
             Exception: an error of the rows, after the answers to those before it.
         """
-        while (found := self._found.get()) is not None:
+        while (found := self._found.get()) is not None and not self._closed.is_set():
             if isinstance(found, BaseException):
                 raise found
             yield found
@@ -101,7 +101,9 @@ class StreamWindows:
         if self._closed.is_set():
             return
         self._closed.set()
-        self._room.release()  # the reader may wait for it
+        # The reader and the caller may wait for these.
+        self._room.release()
+        self._found.put(None)
         asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._sender.join()

@@ -34,7 +34,8 @@ import itertools, sys
 from sglang_batch import stream
 
 rows = ({"prompt": f"row {i}", "max_tokens": 4} for i in itertools.count())
-where = {"model_path": sys.argv[1], "dtype": "float32", "max_total_tokens": 20000}
+# The engine that starts fastest.
+where = {"model_path": sys.argv[1], "backend": "transformers", "dtype": "float32"}
 for answer in stream(rows, url="/v1/completions", window=16, **where):
     print(answer.index, answer.status_code, flush=True)
 """
@@ -141,7 +142,7 @@ def test_an_engine_of_its_own_ends_with_the_program(demo_model: Path) -> None:
         process.stdout.close()
     assert [status for _, status in said] == ["200"] * 50
     assert len({index for index, _ in said}) == 50
-    assert len(engine) >= 4
+    assert len(engine) >= 2
     deadline = time.monotonic() + WAIT_S
     while any(child.is_running() for child in engine):
         assert time.monotonic() < deadline

@@ -16,6 +16,7 @@ def test_a_wave_answers_each_request_by_its_index(server: Server) -> None:
     bodies = [{"text": f"prompt {i}"} for i in range(3)]
     answer = server.http.post(WAVE_PATH, json={"requests": bodies})
     assert answer.status_code == 200
+    assert int(answer.headers["x-max-inflight"]) > 0
     lines = sorted(parse_lines(answer.content), key=lambda line: line["index"])
     assert [line["index"] for line in lines] == [0, 1, 2]
     assert [line["status_code"] for line in lines] == [200] * 3

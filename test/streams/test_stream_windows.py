@@ -31,6 +31,8 @@ class LocalTransport:
         windows: the custom ids of each window, as they were sent.
     """
 
+    max_inflight: int | None = None
+
     def __init__(self, hold: set[str] | None = None, fail_at: str = "") -> None:
         self.windows: list[list[str]] = []
         self.hold = hold or set()
@@ -189,12 +191,18 @@ def test_the_next_window_waits_until_little_of_the_last_is_unanswered() -> None:
     transport.release.set()
     taking.join(WAIT_S)
     assert len(found) == 80
-    # With a quarter left, it is sent.
-    transport = LocalTransport(hold=set(sorted(held)[:10]))
-    answers = LocalStreamer(transport).stream(numbered(80), window=40)
-    assert len(list(itertools.islice(answers, 70))) == 70
-    transport.release.set()
-    assert len(list(answers)) == 10
+    # With a quarter left it is sent, or with what keeps the engine full if that is less.
+    for max_inflight, left in ((None, 10), (500, 10), (3, 3)):
+        for more in (0, 1):
+            transport = LocalTransport(hold=set(sorted(held)[: left + more]))
+            transport.max_inflight = max_inflight
+            answers = LocalStreamer(transport).stream(numbered(80), window=40)
+            taken = 40 - left - more if more else 80 - left
+            assert len(list(itertools.islice(answers, taken))) == taken
+            time.sleep(0.02)
+            assert len(transport.windows) == (1 if more else 2)
+            transport.release.set()
+            assert len(list(answers)) == 80 - taken
 
 
 def test_a_window_has_no_more_bytes_than_a_server_takes(

@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from ..access.model_names import body_refusal, native_refusal
 from ..batch_api.line_checks import LineError, LineRules, check_line
 from ..batch_api.protocol import INTERACTIVE_PRIORITY, canonical_url, error_body
-from ..engine import GENERATE_URL, WAVE_PATH
+from ..engine import GENERATE_URL, MAX_INFLIGHT, WAVE_PATH
 from ..errors import ApiError
 from ..request import BatchRequestInput
 from ..server.service import new_id
@@ -64,7 +64,8 @@ async def run_wave(request: Request) -> StreamingResponse:
         _check_adapters(request, wave)
     places = [line.index for line in requests]
     requests = [replace(line, index=i) for i, line in enumerate(requests)]
-    answers = service_of(request).run_requests(new_id("wave_"), requests, priority)
+    service = service_of(request)
+    answers = service.run_requests(new_id("wave_"), requests, priority)
 
     async def lines() -> AsyncIterator[bytes]:
         for answer in refused:
@@ -72,7 +73,8 @@ async def run_wave(request: Request) -> StreamingResponse:
         async for line, output in answers:
             yield _answer(places[line.index], output.status_code, output.body)
 
-    return StreamingResponse(lines(), media_type=JSONL)
+    headers = {MAX_INFLIGHT: str(service.max_inflight)}
+    return StreamingResponse(lines(), media_type=JSONL, headers=headers)
 
 
 def _answer(index: int, status_code: int, body: bytes) -> bytes:

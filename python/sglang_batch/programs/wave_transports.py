@@ -17,7 +17,7 @@ import msgspec
 from ..batch_api.equal_requests import find_equal
 from ..batch_api.protocol import INTERACTIVE_PRIORITY
 from ..config import OfflineBatchConfig
-from ..engine import GENERATE_URL, WAVE_PATH
+from ..engine import GENERATE_URL, MAX_INFLIGHT, WAVE_PATH
 from ..errors import EngineError
 from ..job.job import Job
 from ..request import BatchRequestInput
@@ -41,7 +41,13 @@ class HttpTransport:
         verify: file with the certificate authority of the server's certificate.
         priority: see ``BatchBackend``.
         kind: ``requests`` for native bodies, ``lines`` for lines of a batch file.
+
+    Attributes:
+        max_inflight: how many requests keep the server's engine full, as it said with its
+            last wave. None before the first.
     """
+
+    max_inflight: int | None = None
 
     def __init__(
         self,
@@ -90,6 +96,7 @@ class HttpTransport:
                     raise EngineError(
                         f"{self._url} refused it with HTTP {response.status}: {text}"
                     )
+                self.max_inflight = int(response.headers.get(MAX_INFLIGHT, 0)) or None
                 parts: list[bytes] = []
                 async for chunk in response.content.iter_any():
                     parts.append(chunk)

@@ -4,8 +4,8 @@ Rows are read in a thread of its own, as far ahead as three windows, and windows
 event loop in another one, so the engine works while the caller does something else.
 
 A stream may be endless, so it cannot be one plan. A window is sent when it is full or the rows
-have ended, or when none has come for the quiet time. It waits until at most a quarter of a window
-is unanswered: a larger window shares more prefixes, and the engine has enough to do until then.
+have ended, or when none has come for the quiet time. It waits until no more requests are
+unanswered than keep the engine full: windows that run together need the KV of both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import EngineError
 from ..programs.waves import WaveTransport
@@ -23,7 +23,7 @@ from .stream_rows import RowLines, StreamAnswer, StreamLine
 
 # Windows whose rows may be in memory: read, and not yet taken by the caller.
 MAX_WINDOWS = 3
-# A window is sent while at most this part of one is unanswered.
+# A window is sent while at most this part of one is unanswered, if the engine needs no fewer.
 OVERLAP = 4
 QUIET_S = 0.05
 # The longest that a row waits, in quiet times, however fast others come.
@@ -33,6 +33,12 @@ MAX_WINDOW_BYTES = 64 << 20
 
 _Found = StreamAnswer | BaseException | None
 """An answer, what ended the stream early, or None for its end."""
+
+
+class WindowTransport(WaveTransport, Protocol):
+    """Sends windows, and knows after the first how many requests keep the engine full."""
+
+    max_inflight: int | None
 
 
 class StreamWindows:
@@ -48,7 +54,7 @@ class StreamWindows:
         self,
         rows: Iterable[Any],
         lines: RowLines,
-        transport: WaveTransport,
+        transport: WindowTransport,
         window: int,
     ) -> None:
         self._rows = rows
@@ -152,7 +158,7 @@ class StreamWindows:
             if self._ended and not self._tasks:
                 self._found.put(self._failure)
             return
-        if self._unanswered > self._window // OVERLAP:
+        if not self._has_room():
             return
         if (
             self._ended
@@ -168,8 +174,13 @@ class StreamWindows:
         self._timer = self._loop.call_at(at, self._send_quiet)
 
     def _send_quiet(self) -> None:
-        if self._pending and self._unanswered <= self._window // OVERLAP:
+        if self._pending and self._has_room():
             self._send()
+
+    def _has_room(self) -> bool:
+        """Whether the engine may run out of requests soon."""
+        full = self._transport.max_inflight or self._window
+        return self._unanswered <= min(full, self._window // OVERLAP)
 
     def _send(self) -> None:
         """Send as many of the pending rows as a window takes."""
@@ -199,7 +210,7 @@ class StreamWindows:
             answered[index] = True
             self._unanswered -= 1
             self._found.put(window[index].answered(status_code, body))
-            if self._unanswered == self._window // OVERLAP:
+            if self._pending and self._has_room():
                 self._schedule()
 
         try:

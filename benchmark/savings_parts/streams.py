@@ -29,7 +29,7 @@ BLOCK = 100
 WINDOWS = (4000, 2000, 1000, 500)
 SEED = 0
 MODEL = "demo"
-URL = "/v1/completions"
+URL: Any = "/v1/completions"
 # Fewer tokens than the families' prefixes have together, as with a real job.
 ENGINE = ("--dtype=float32", "--max-total-tokens=12000", "--max-running-requests=64")
 

@@ -83,3 +83,5 @@ def test_a_wave_of_lines_may_be_bad_altogether(bare_server: Server) -> None:
     assert [line["status_code"] for line in parse_lines(answer.content)] == [400, 400]
     answer = bare_server.http.post(WAVE_PATH, json={"lines": [1]})
     assert error_of(answer)["param"] == "lines"
+    answer = bare_server.http.post(WAVE_PATH, json={"lines": [], "requests": []})
+    assert "not both" in error_of(answer)["message"]

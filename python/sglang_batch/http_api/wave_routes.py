@@ -47,7 +47,10 @@ async def run_wave(request: Request) -> StreamingResponse:
     """
     with large_body(request):
         body, _ = await json_object(request, MAX_WAVE_BYTES)
-    kind = "lines" if "lines" in body and "requests" not in body else "requests"
+    if {"requests", "lines"} <= body.keys():
+        message = "A wave has either 'requests' or 'lines', not both."
+        raise ApiError(400, message, param="lines")
+    kind = "lines" if "lines" in body else "requests"
     wave = body.get(kind)
     if not isinstance(wave, list) or not all(isinstance(b, dict) for b in wave):
         raise ApiError(400, f"'{kind}' must be a list of objects.", param=kind)

@@ -3,7 +3,7 @@
     python benchmark/bench_savings.py --list
     python benchmark/bench_savings.py [PART ...] [--quick] [--save]
 
-Runs the demo model with ``sglang-batch run``, on a CPU.
+Runs the demo model, on a CPU. ``litellm`` and ``frames`` install packages in folders of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from parts_main import Parts, run_parts
 PARTS = Parts(
     about="Tokens that need not be computed, and what they would have cost.",
     package="savings_parts",
-    names=("equal", "fields", "rules", "tail"),
+    names=("equal", "fields", "rules", "tail", "streams", "frames", "litellm"),
     results="savings.json",
 )
 

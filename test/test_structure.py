@@ -35,6 +35,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("http_api",),
         ("srt", "cluster"),
         ("client", "run", "programs"),
+        ("streams",),
         ("prediction", "calibration", "frames", "lang", "demo_model", "demo_adapter"),
         ("cli",),
         ("__main__",),

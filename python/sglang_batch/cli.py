@@ -114,12 +114,14 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
     from .run.fleet_options import fleet_options
     from .run.outputs import Outputs
     from .run.run_command import RunOptions, run
+    from .srt.compat.vllm_flags import sglang_argv
 
     job_input = run_options.job_input(options)
     outputs = Outputs.of(
         options.output_file, options.error_file, options.output_tmp_dir
     )
     fleet = fleet_options(options)
+    rest = sglang_argv(rest, lambda note: print(note, file=sys.stderr))
     if options.dry_run:
         outputs.check(job_input)
         return _plan(*run_options.plan_options(_parser(), options, rest))

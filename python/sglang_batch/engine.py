@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 GENERATE_URL = "/generate"
 # The path at which an offline server accepts a list of these requests.
 WAVE_PATH = "/offline_batch/wave"
+# The header of its answer with the number of requests that keeps the engine full.
+MAX_INFLIGHT = "x-max-inflight"
 # The paths at which an offline server serves the head of a fleet.
 WORKER_PATH = "/offline_batch/worker"
 # Most nodes of the running tree that are shown of each replica.

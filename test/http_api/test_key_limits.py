@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from builders import CHAT, ids_of, make_line, make_lines
+from builders import CHAT, ids_of, make_line, make_lines, parse_lines
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from keyed_server import KEYS, KEYS_PATH, add, call, start, usage_of
@@ -246,6 +246,17 @@ def test_a_wave_without_an_adapter_runs_the_base_model(keyed: Server) -> None:
             answer = call(keyed, key, "POST", WAVE_PATH, json={"requests": [body]})
             allowed = ok and "lora_path" in body
             assert answer.status_code == (200 if allowed else 403), body
+
+
+def test_models_are_limited_in_every_line_of_a_wave(keyed: Server) -> None:
+    key = add(keyed, "bob", models=["sql"])["value"]
+    lines = [json.loads(make_line(f"line-{i}")) for i in range(3)]
+    lines[1]["body"]["model"] += ":sql"
+    del lines[2]["body"]["model"]
+    answer = call(keyed, key, "POST", WAVE_PATH, json={"lines": lines})
+    found = {line["index"]: line for line in parse_lines(answer.content)}
+    assert [found[i]["status_code"] for i in range(3)] == [403, 200, 403]
+    assert found[0]["body"]["error"]["code"] == "model_not_allowed"
 
 
 def test_a_limit_is_found_by_a_session_that_is_older(keyed: Server) -> None:

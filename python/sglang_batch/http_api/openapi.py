@@ -136,8 +136,16 @@ class NewMessageBatch(_RequestBody):
 
 
 class NewWave(_RequestBody):
-    requests: list[dict[str, Any]]
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [{"required": ["requests"]}, {"required": ["lines"]}]
+        }
+    )
+
+    requests: list[dict[str, Any]] = []
     """Bodies of `/generate` calls."""
+    lines: list[dict[str, Any]] = []
+    """Instead of `requests`: lines of a batch file."""
     priority: Priority | None = None
     """As that of a batch. Default: above all batches."""
 

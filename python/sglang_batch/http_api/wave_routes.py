@@ -1,17 +1,20 @@
-"""Waves of frontend programs: lists of native requests, each run as one job."""
+"""Waves: lists of requests whose answers arrive on one response, each run as one job."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
-from ..access.model_names import native_refusal
-from ..batch_api.protocol import INTERACTIVE_PRIORITY
-from ..engine import GENERATE_URL, WAVE_PATH
+from ..access.model_names import body_refusal, native_refusal
+from ..batch_api.line_checks import LineError, LineRules, check_line
+from ..batch_api.protocol import INTERACTIVE_PRIORITY, canonical_url, error_body
+from ..engine import GENERATE_URL, MAX_INFLIGHT, WAVE_PATH
 from ..errors import ApiError
 from ..request import BatchRequestInput
 from ..server.service import new_id
@@ -34,36 +37,81 @@ router = APIRouter(route_class=OpenAIRoute, responses=OPENAI_ERRORS, tags=["Wave
     openapi_extra=takes_json(NewWave, repeatable=False),
 )
 async def run_wave(request: Request) -> StreamingResponse:
-    """Run a list of native ``/generate`` bodies as one job.
+    """Run a list of requests as one job.
 
-    The body is ``{"requests": [{...}, ...]}``, with a ``priority`` if the wave should
-    not go before all batches. Each request that finishes is answered
-    with a JSON line, ``{"index": i, "status_code": 200, "body": {...}}``.
+    The body is ``{"requests": [{...}, ...]}`` with native ``/generate`` bodies, or
+    ``{"lines": [{...}, ...]}`` with the lines of a batch file, for any of its endpoints. It has
+    a ``priority`` if the wave should not go before all batches. Each request that finishes is
+    answered with a JSON line, ``{"index": i, "status_code": 200, "body": {...}}``. A line that
+    is no valid request is answered so, too.
     """
     with large_body(request):
         body, _ = await json_object(request, MAX_WAVE_BYTES)
-    bodies = body.get("requests")
-    if not isinstance(bodies, list) or not all(isinstance(b, dict) for b in bodies):
-        raise ApiError(400, "'requests' must be a list of objects.", param="requests")
+    if {"requests", "lines"} <= body.keys():
+        message = "A wave has either 'requests' or 'lines', not both."
+        raise ApiError(400, message, param="lines")
+    kind = "lines" if "lines" in body else "requests"
+    wave = body.get(kind)
+    if not isinstance(wave, list) or not all(isinstance(b, dict) for b in wave):
+        raise ApiError(400, f"'{kind}' must be a list of objects.", param=kind)
     priority = body.get("priority")
     priority = INTERACTIVE_PRIORITY if priority is None else check_priority(priority)
-    requests = [
-        BatchRequestInput(i, str(i), GENERATE_URL, msgspec.json.encode(body))
-        for i, body in enumerate(bodies)
-    ]
-    _check_adapters(request, bodies)
-    answers = service_of(request).run_requests(new_id("wave_"), requests, priority)
+    refused: list[tuple[int, int, bytes]] = []
+    if kind == "lines":
+        requests, refused = await asyncio.to_thread(_checked_lines, request, wave)
+    else:
+        requests = [
+            BatchRequestInput(i, str(i), GENERATE_URL, msgspec.json.encode(body))
+            for i, body in enumerate(wave)
+        ]
+        _check_adapters(request, wave)
+    places = [line.index for line in requests]
+    requests = [replace(line, index=i) for i, line in enumerate(requests)]
+    service = service_of(request)
+    answers = service.run_requests(new_id("wave_"), requests, priority)
 
     async def lines() -> AsyncIterator[bytes]:
-        async for request, output in answers:
-            line = {
-                "index": request.index,
-                "status_code": output.status_code,
-                "body": msgspec.Raw(output.body),
-            }
-            yield msgspec.json.encode(line) + b"\n"
+        for answer in refused:
+            yield _answer(*answer)
+        async for line, output in answers:
+            yield _answer(places[line.index], output.status_code, output.body)
 
-    return StreamingResponse(lines(), media_type=JSONL)
+    headers = {MAX_INFLIGHT: str(service.max_inflight)}
+    return StreamingResponse(lines(), media_type=JSONL, headers=headers)
+
+
+def _answer(index: int, status_code: int, body: bytes) -> bytes:
+    line = {"index": index, "status_code": status_code, "body": msgspec.Raw(body)}
+    return msgspec.json.encode(line) + b"\n"
+
+
+def _checked_lines(
+    request: Request, lines: list[dict[str, Any]]
+) -> tuple[list[BatchRequestInput], list[tuple[int, int, bytes]]]:
+    """The lines that can run, and index, status and body of the answer to each other one."""
+    allowed = caller_of(request).allowance.models
+    served = service_of(request).model_names
+    rules = LineRules(models=served, require_model=False)
+    requests, refused = [], []
+    for i, line in enumerate(lines):
+        errors: list[LineError] = []
+        found = check_line(i + 1, msgspec.json.encode(line), rules, errors)
+        if errors:
+            first = errors[0]
+            error = error_body(first.message, param=first.param, code=first.code)
+            refused.append((i, 400, msgspec.json.encode(error)))
+            continue
+        url, body = canonical_url(found["url"]), found["body"]
+        if allowed is not None:
+            why = body_refusal(allowed, served or (), url, body)
+            if why is not None:
+                error = error_body(
+                    why[0], status_code=403, param=why[1], code="model_not_allowed"
+                )
+                refused.append((i, 403, msgspec.json.encode(error)))
+                continue
+        requests.append(BatchRequestInput(i, found["custom_id"], url, body))
+    return requests, refused
 
 
 def _check_adapters(request: Request, bodies: list[dict[str, Any]]) -> None:

@@ -10,6 +10,8 @@ from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
+import numpy as np
+
 
 class NotJson(ValueError):
     """A value that JSON cannot hold. The message names its type."""
@@ -19,7 +21,7 @@ def json_value(value: Any) -> Any:
     """A cell as a JSON value.
 
     Missing values and NaN become null. Dates, times and decimals become strings, so
-    that no digit is lost.
+    that no digit is lost. numpy's values become Python's, its arrays lists.
 
     Raises:
         NotJson: for bytes, infinity, or an unsupported type.
@@ -38,6 +40,12 @@ def json_value(value: Any) -> Any:
         return value.isoformat()
     if isinstance(value, Decimal | UUID | timedelta):
         return str(value)
+    if isinstance(value, np.ndarray):
+        return json_value(value.tolist())
+    if isinstance(value, np.generic) and not isinstance(
+        plain := value.item(), np.generic
+    ):
+        return json_value(plain)
     if isinstance(value, bytes | bytearray | memoryview):
         raise NotJson("bytes; write them as text first, such as base64 in a data: URL")
     raise NotJson(f"a {type(value).__name__}, which JSON cannot hold")

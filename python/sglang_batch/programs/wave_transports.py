@@ -17,7 +17,7 @@ import msgspec
 from ..batch_api.equal_requests import find_equal
 from ..batch_api.protocol import INTERACTIVE_PRIORITY
 from ..config import OfflineBatchConfig
-from ..engine import GENERATE_URL, WAVE_PATH
+from ..engine import GENERATE_URL, MAX_INFLIGHT, WAVE_PATH
 from ..errors import EngineError
 from ..job.job import Job
 from ..request import BatchRequestInput
@@ -40,7 +40,14 @@ class HttpTransport:
     Args:
         verify: file with the certificate authority of the server's certificate.
         priority: see ``BatchBackend``.
+        kind: ``requests`` for native bodies, ``lines`` for lines of a batch file.
+
+    Attributes:
+        max_inflight: how many requests keep the server's engine full, as it said with its
+            last wave. None before the first.
     """
+
+    max_inflight: int | None = None
 
     def __init__(
         self,
@@ -48,12 +55,14 @@ class HttpTransport:
         api_key: str | None,
         verify: str | None,
         priority: int | None = None,
+        kind: str = "requests",
     ) -> None:
         self._url = url
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._tls = ssl.create_default_context(cafile=verify) if verify else True
+        self._start = f'{{"{kind}":['.encode()
         self._end = b"]}" if priority is None else b'],"priority":%d}' % priority
         self._session: aiohttp.ClientSession | None = None
 
@@ -79,7 +88,7 @@ class HttpTransport:
             async with self._open_session().post(
                 self._url + WAVE_PATH,
                 # aiohttp sends a file in chunks, and reads answers between them.
-                data=io.BytesIO(b'{"requests":[' + b",".join(bodies) + self._end),
+                data=io.BytesIO(self._start + b",".join(bodies) + self._end),
                 headers=self._headers,
             ) as response:
                 if response.status != 200:
@@ -87,6 +96,7 @@ class HttpTransport:
                     raise EngineError(
                         f"{self._url} refused it with HTTP {response.status}: {text}"
                     )
+                self.max_inflight = int(response.headers.get(MAX_INFLIGHT, 0)) or None
                 parts: list[bytes] = []
                 async for chunk in response.content.iter_any():
                     parts.append(chunk)

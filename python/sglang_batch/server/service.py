@@ -101,6 +101,13 @@ class BatchService:
         return await self._engine.running_tree(limit) or []
 
     @property
+    def max_inflight(self) -> int:
+        """The number of requests that keeps the engine full, 0 while there is none."""
+        if self._engine is None:
+            return 0
+        return self.config.max_inflight or self._engine.default_max_inflight
+
+    @property
     def model_names(self) -> tuple[str, ...] | None:
         """The models served, or None before the start."""
         return None if self._engine is None else self._engine.model_names

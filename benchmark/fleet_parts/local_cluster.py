@@ -16,6 +16,10 @@ os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 # Ray lets what it starts wait for everything else.
 os.environ.setdefault("RAY_worker_niceness", "0")
 _ACTOR, _SCHEDULER = "ray::RayWorker", "sglang::scheduler"
+# Known by their environment, where a parent is killed too. A process that changes its title would
+# write over it by default.
+_MARK = ("SGLANG_BATCH_LOCAL_CLUSTER", f"{os.getpid()}-{time.time_ns()}")
+os.environ.update([_MARK, ("SPT_NOENV", "1")])
 
 
 class LocalCluster:
@@ -88,11 +92,12 @@ def local_cluster(num_nodes: int) -> Iterator[LocalCluster]:
 
 
 def processes(*names: str) -> list[psutil.Process]:
-    """The processes below this one, started from it or by Ray, that have such a title."""
+    """The processes that this one has started, or Ray for it, that have such a title."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if any(name in " ".join(process.cmdline()[:1]) for name in names):
+            titled = any(name in " ".join(process.cmdline()[:1]) for name in names)
+            if titled and process.environ().get(_MARK[0]) == _MARK[1]:
                 found.append(process)
     return sorted(found, key=lambda process: process.pid)
 

@@ -12,7 +12,13 @@ from sglang_batch.fleet.fleet_worker import WorkerState
 from sglang_batch.inputs.field_sample import FieldSaving
 from sglang_batch.request import Cuts, Usage
 from sglang_batch.run.outputs import Outputs
-from sglang_batch.run.summary import Counts, ErrorGroup, Summary, error_groups
+from sglang_batch.run.summary import (
+    Counts,
+    ErrorGroup,
+    LastRequests,
+    Summary,
+    error_groups,
+)
 from sglang_batch.store.result_log import ResultLog
 
 
@@ -186,3 +192,21 @@ def test_the_order_of_fields_is_told(tmp_path: Path) -> None:
         "order of fields      1,200 bytes of different beginnings, 5,000 in the template's "
         "order, by a sample of 3 rows\n"
     ) in summary.as_table()
+
+
+def test_the_tail_the_cost_and_what_was_given_up_are_told(tmp_path: Path) -> None:
+    log, before = resumed_log(tmp_path / "log")
+    tail = LastRequests(1.25, 2, ("z", "y"))
+    summary = Summary.of_log(log, before, seconds=9.0, tail=tail, price=4.0)
+    assert (summary.engine_s, summary.dollars) == (9.0, 0.01)
+    assert summary.given_up == 0
+    summary = replace(summary, given_up=2)
+    assert Summary.of_record(json.loads(summary.as_json())) == summary
+    shown = " ".join(summary.as_table().split())
+    assert "cost $0.0100 of this run" in shown
+    assert (
+        "tail 1.2 engine seconds less than half full, for 2 requests, the last of them z"
+    ) in shown
+    assert "requests given up 2, as enough have an answer" in shown
+    plain = Summary.of_log(log, before, seconds=9.0)
+    assert plain.dollars is None and "tail" not in plain.as_table()

@@ -99,7 +99,8 @@ def _plan_input(
         TokenSpool(directory / "tokens.i32") as spool,
         render.renderer(server_args) as renderer,
     ):
-        rendered = asyncio.run(render_file(file, renderer, spool))
+        dedupe = options.dedupe or "auto"
+        rendered = asyncio.run(render_file(file, renderer, spool, dedupe))
         rendered.refused[:0] = _invalid(file, local)
         if not len(rendered.requests):
             if not rendered.refused:
@@ -158,7 +159,7 @@ def _unique_tokens(
     """Prompt tokens of a file that are computed if each prefix is computed once."""
     file = checked_requests(local, model, skip_invalid=skip_invalid)
     with file.closing(), TokenSpool(directory / "own_tokens.i32") as spool:
-        requests = asyncio.run(render_file(file, renderer, spool)).requests
+        requests = asyncio.run(render_file(file, renderer, spool, "off")).requests
         return build_prefix_tree(requests.tokens, requests.offsets).num_unique_tokens
 
 
@@ -213,6 +214,7 @@ def _report(
         verdict=f"auto chooses {chosen}" if auto else f"order: {chosen}",
         lengths=_origin_of_lengths(known, len(requests), options.default_output_len),
         num_lines=num_lines,
+        num_merged=rendered.num_merged,
         gpu_price=options.price_per_gpu_hour,
     )
 

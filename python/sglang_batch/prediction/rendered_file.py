@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
+from ..batch_api.equal_requests import find_equal
 from ..batch_api.jsonl import BatchFile
 from ..planner.requests import UNKNOWN, PlanRequests
 from ..request import BatchRequestInput
@@ -31,30 +33,39 @@ class RenderedFile:
 
     custom_ids: the line of each prompt.
     refused: lines that SGLang cannot render.
+    num_merged: lines that get the answer of an equal one, and are not rendered.
     model_config: the model's config.json.
     """
 
     requests: PlanRequests
     custom_ids: list[str]
     refused: list[LeftOut]
+    num_merged: int
     model_config: dict[str, Any]
 
 
 async def render_file(
-    file: BatchFile, renderer: Renderer, spool: TokenSpool
+    file: BatchFile, renderer: Renderer, spool: TokenSpool, dedupe: str
 ) -> RenderedFile:
-    """Render every line and keep its tokens, in ``spool``, and its lengths."""
+    """Render every line that would be computed, and keep its tokens, in ``spool``, and its
+    lengths.
+
+    Args:
+        dedupe: see :class:`~sglang_batch.config.OfflineBatchConfig`.
+    """
+    valid = np.setdiff1d(np.arange(len(file)), np.array(list(file.invalid), np.int64))
+    equal = find_equal(file, valid, dedupe)
     custom_ids: list[str] = []
     refused: list[LeftOut] = []
     max_new_tokens, known = array("q"), array("q")
     adapters, adapter = {"": 0}, array("i")
     with tqdm(
-        total=len(file) - len(file.invalid),
+        total=len(equal.todo),
         desc="Rendering",
         unit="req",
         dynamic_ncols=True,
     ) as bar:
-        async for request, found in _rendered_in_order(file, renderer):
+        async for request, found in _rendered_in_order(file, equal.todo, renderer):
             bar.update()
             if isinstance(found, str):
                 refused.append(LeftOut(request.custom_id, found))
@@ -76,19 +87,18 @@ async def render_file(
         ),
         custom_ids,
         refused,
+        equal.num_merged,
         renderer.model_config,
     )
 
 
 async def _rendered_in_order(
-    file: BatchFile, renderer: Renderer
+    file: BatchFile, numbers: NDArray[np.int64], renderer: Renderer
 ) -> AsyncGenerator[tuple[BatchRequestInput, RenderedRequest | str]]:
     ahead: deque[tuple[BatchRequestInput, asyncio.Task[RenderedRequest | str]]]
     ahead = deque()
-    for index in range(len(file)):
-        if index in file.invalid:
-            continue
-        request = file[index]
+    for number in numbers.tolist():
+        request = file[number]
         ahead.append((request, asyncio.create_task(renderer.render(request))))
         if len(ahead) == LOOKAHEAD:
             first, task = ahead.popleft()

@@ -72,6 +72,7 @@ class Report:
     chosen: the policy that the report is about.
     verdict: that policy in words. Comparisons with other policies are added to it.
     lengths: the origin of the output lengths, in words.
+    num_merged: lines that get the answer of an equal one. They count nowhere else.
     measured: the steps of a run to compare the prediction with.
     gpu_price: dollars for an hour of a device. None: costs are not told.
     own_order_tokens: unique prompt tokens with fields in the template's own order. None:
@@ -86,6 +87,7 @@ class Report:
     verdict: str
     lengths: str
     num_lines: int | None = None
+    num_merged: int = 0
     measured: Measured | None = None
     gpu_price: float | None = None
     own_order_tokens: int | None = None
@@ -116,6 +118,7 @@ class Report:
             "name": self.job,
             "lines": self.num_lines,
             "requests": f.tree.num_requests,
+            "merged": self.num_merged,
             "left_out": [asdict(each) for each in self.left_out],
             "prompt_tokens": f.tree.num_tokens,
             "unique_prompt_tokens": f.tree.num_unique_tokens,

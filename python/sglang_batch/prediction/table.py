@@ -56,6 +56,8 @@ def _job_rows(report: Report) -> list[Row]:
     if report.num_lines is not None:
         requests += f"  (of {report.num_lines:,} lines)"
     rows = [("requests", requests)]
+    if report.num_merged:
+        rows.append(("merged", f"{report.num_merged:,} that are equal to others"))
     rows += _left_out_rows(report.left_out)
     rows += [
         ("prompt tokens", f"{figures['prompt_tokens']:,}"),

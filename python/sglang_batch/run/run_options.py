@@ -101,15 +101,10 @@ def add_run(commands: Any, run: Callable[..., int]) -> None:
         help="most requests in the engine at a time (default: chosen by the engine)",
     )  # fmt: skip
     parser.add_argument(
-        "--dedupe", choices=DEDUPES,
-        help="auto (default) computes requests that must have equal answers once: greedy "
-        "ones, those with a seed, and those for embeddings and scores",
-    )  # fmt: skip
-    parser.add_argument(
         "--answer-cache",
         metavar="DIR",
-        help="keep the answers of such requests in this directory for later jobs with the "
-        "same model and options, and use those that are there",
+        help="keep the answers that --dedupe takes for equal in this directory for later jobs "
+        "with the same model and options, and use those that are there",
     )
     parser.add_argument(
         "--enough", type=enough, metavar="SHARE",
@@ -251,6 +246,11 @@ def add_inputs(parser: argparse.ArgumentParser, *, required: bool) -> None:
         help="answer lines that are no valid requests with an error and run the others "
         "(default: refuse the input with a list of these lines)",
     )  # fmt: skip
+    parser.add_argument(
+        "--dedupe", choices=DEDUPES,
+        help="auto (default) computes requests that must have equal answers once: greedy "
+        "ones, those with a seed, and those for embeddings and scores",
+    )  # fmt: skip
 
 
 def job_input(options: argparse.Namespace) -> JobInput:
@@ -291,7 +291,7 @@ def plan_options(
     if planned.model_path is None:
         raise ConfigError("--dry-run needs --model-path MODEL, as the run does.")
     for name in (
-        "input_file", "template", "url", "id_column", "max_requests", "skip_invalid",
+        "input_file", "template", "url", "id_column", "max_requests", "skip_invalid", "dedupe",
         "optimize_fields",
     ):  # fmt: skip
         setattr(planned, name, getattr(options, name))

@@ -54,6 +54,21 @@ def test_json_has_the_job_the_bounds_and_every_policy(
     assert found["machine"]["interference_exponent"] == 1
 
 
+def test_equal_lines_are_planned_once(
+    tmp_path: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [chat(f"q{i}", f"Question {i % 3}?", temperature=0) for i in range(8)]
+    file = write(tmp_path, lines)
+    assert plan(file, demo_model, "--policy", "dfs") == 0
+    assert (
+        "merged                    5 that are equal to others"
+        in capsys.readouterr().out
+    )
+    assert plan(file, demo_model, "--policy", "dfs", "--dedupe", "off", "--json") == 0
+    job = json.loads(capsys.readouterr().out)["job"]
+    assert (job["requests"], job["merged"]) == (8, 0)
+
+
 def test_the_table_names_what_people_look_for(
     small_job: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,13 @@ CHAT = "/v1/chat/completions"
 ENDED = ("completed", "failed", "cancelled", "expired")
 TIMEOUT_S = 60
 # Keys of ours in objects of OpenAI's, each there only where it says something.
-OUR_KEYS = {"optimal_cached_share", "priority", "paused_reason", "total"}
+OUR_KEYS = {
+    "optimal_cached_share",
+    "priority",
+    "paused_reason",
+    "total",
+    "engine_seconds",
+}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..config import OfflineBatchConfig
 from ..engine import Engine
+from ..planner.requests import Int32s
 from ..policies import POLICY_TABLE
 from ..request import RequestOutput, Requests, Sink
 from ..scheduling.job_plan import unplanned
@@ -40,6 +41,8 @@ class Job:
         directory: where rendered requests are kept until they are sent. The system's
             temporary directory by default.
         priority: jobs of the highest priority are admitted first.
+        expected_output_len: int32 by number, tokens that each request is expected to
+            generate, or ``UNKNOWN``. None: nothing is known beforehand.
 
     Attributes:
         prefix_sharing_ratio: share of the prompt tokens that a perfect prefix cache
@@ -62,6 +65,7 @@ class Job:
         limit: InflightLimit | None = None,
         directory: Path | None = None,
         priority: int = 0,
+        expected_output_len: Int32s | None = None,
     ) -> None:
         self._job_id = job_id
         self._todo = todo
@@ -72,7 +76,9 @@ class Job:
         self._on_rendered = on_rendered
         self._directory = directory
         self._priority = priority
-        self._renderer = JobRenderer(job_id, requests, engine, config.render_lookahead)
+        self._renderer = JobRenderer(
+            job_id, requests, engine, config.render_lookahead, expected_output_len
+        )
         self._dispatcher = Dispatcher(
             engine, config, len(requests), self._renderer.render, sink, limit
         )

@@ -28,12 +28,15 @@ from ..errors import StoreError
 from ..fleet.worker_host import WorkerHost
 from ..job.job import Job
 from ..request import BatchRequestInput, RequestOutput
+from ..rollout.rollout_call import RolloutCall
+from ..rollout.rollout_results import GroupResult
 from ..scheduling.reports.running_tree import TreeNow
 from ..store.batch_store import BatchStore, OnMade, Row, now
 from ..store.files import move_into_place, sync_file
 from ..store.incoming import Room
 from .batch_log import batch_changed
 from .history import History
+from .rollout_run import RolloutRun
 from .runner import BatchRunner
 
 
@@ -61,6 +64,8 @@ class BatchService:
         self.worker: WorkerHost | None = None
         self.runner: BatchRunner | None = None
         self.history = History(store)
+        # Calls for groups of samples that this process answers, by id.
+        self.rollouts: dict[str, RolloutRun] = {}
         self.room = Room(store, config.storage_bytes, config.min_free_bytes)
         # Large bodies that this process is receiving, by owner.
         self.num_receiving: Counter[str] = Counter()
@@ -303,3 +308,26 @@ class BatchService:
                 await work
             finally:
                 work.cancel()
+
+    async def run_rollouts(
+        self, run: RolloutRun, priority: int = api.INTERACTIVE_PRIORITY
+    ) -> AsyncGenerator[GroupResult]:
+        """Sample groups, and yield each as it ends.
+
+        They have their part of the engine's share, as :meth:`run_requests`.
+        """
+        if self.runner is None:
+            raise StoreError("the batch service has not been started")
+        self.rollouts[run.id] = run
+        try:
+            with self.runner.share.wave() as limit:
+                async for group in run.groups(self.config, limit, priority):
+                    yield group
+        finally:
+            del self.rollouts[run.id]
+
+    def rollout_run(self, call: RolloutCall, owner: str) -> RolloutRun:
+        """A run of a call, which has not begun."""
+        if self._engine is None:
+            raise StoreError("the batch service has not been started")
+        return RolloutRun(new_id("rollout_"), call, self._engine, owner)

@@ -195,6 +195,10 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "reqs, return_logprob, skip_req, is_idle_batch",
             "gets only requests of which something is sent",
         ),
+        "stream_output": (
+            "reqs, return_logprob, skip_req",
+            "all tokens of an aborted request that waits to resume",
+        ),
     },
     "sglang.srt.managers.scheduler_components.batch_result_processor:"
     "SchedulerBatchResultProcessor": {
@@ -439,6 +443,7 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_collect_batch_responses": ("generators", "all answers, in input order"),
         "_stream_batch_responses": ("generators, rids", "answers as they come"),
         "_init_req_state": ("obj, request", "the state of a further sample"),
+        "_mark_state_dispatched": ("rid", "tells when the scheduler has a request"),
         "_handle_abort_req": ("recv_obj", "ends a request that was not sent yet"),
         "abort_request": ("rid, abort_all", "requests that were not sent yet"),
         "_create_tokenized_object": (

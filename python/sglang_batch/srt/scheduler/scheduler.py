@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from sglang.srt.arg_groups.model_override_base import resolved_view
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import _make_abort_req
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor,
@@ -459,6 +460,12 @@ class OfflineScheduler(MarkedScheduler):
             recv_req.rid, everything=recv_req.abort_all
         ):
             self._release_waiting(req)
+            if len(req.output_ids) and req.beam_group is None:
+                # It ran before. SGLang's answer to a waiting request has only the tokens
+                # that were sent so far, every 50th step.
+                req.finished_reason = FINISH_ABORT()
+                self.output_streamer.stream_output([req], req.return_logprob)
+                continue
             reason = recv_req.finished_reason
             self.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
         super().abort_request(recv_req)

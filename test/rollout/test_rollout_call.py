@@ -91,7 +91,9 @@ def test_a_bad_call_is_refused_in_one_sentence(
     assert str(refused.value) == message
 
 
-def test_sampling_parameters_are_the_sample_s_then_the_group_s_then_the_call_s() -> None:
+def test_sampling_parameters_are_the_sample_s_then_the_group_s_then_the_call_s() -> (
+    None
+):
     call = parse_call(
         {
             "groups": [

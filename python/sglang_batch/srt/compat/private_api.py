@@ -77,6 +77,10 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "running_bs, beam_width, running_batch, num_held_rows",
             "rows that are free",
         ),
+        "record_weight_version_change": (
+            "new_version",
+            "also notes it for requests in the backlog",
+        ),
         "send_abort_output": ("abort_req, req", "the answer of an aborted request"),
         "_release_aborted_request": ("req", "frees what an aborted request holds"),
         "_build_hisparse_decode_batch": ("reqs", "SGLang's model of a resumed batch"),
@@ -206,6 +210,9 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "req, batch, result, i, logits_output",
             "is skipped for requests that continue",
         ),
+    },
+    "sglang.srt.utils.weight_versions": {
+        "record_weight_version_events": ("reqs, old_version", "for the backlog"),
     },
     "sglang.srt.managers.scheduler": {
         "NextBatchPlan": (

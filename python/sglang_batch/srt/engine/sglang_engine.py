@@ -150,7 +150,10 @@ class SGLangEngine:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        return (self._tokenizer_manager.served_model_name,)
+        # SGLang renames the model after the path of new weights.
+        manager = self._tokenizer_manager
+        first = manager.server_args.served_model_name or manager.served_model_name
+        return tuple(dict.fromkeys((first, manager.served_model_name)))
 
     @property
     def default_max_inflight(self) -> int:

@@ -25,7 +25,8 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import (
 from sglang.srt.managers.scheduler_components.load_inquirer import (
     SchedulerLoadInquirer,
 )
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_serving
+from sglang.srt.utils.weight_versions import record_weight_version_events
 
 from ...engine import KvUse
 from ...scheduling.adapter_slots import AdapterSlots
@@ -477,6 +478,15 @@ class OfflineScheduler(MarkedScheduler):
     def _release_waiting(self, req: Req) -> None:
         """Free what an aborted request holds that waits or is offloaded."""
         self._release_aborted_request(req)
+
+    def record_weight_version_change(self, new_version: str | None) -> None:
+        """SGLang's, for the requests in the backlog, too: some of them ran before."""
+        old_version = get_serving().weight_version
+        super().record_weight_version_change(new_version)
+        if get_serving().weight_version != old_version:
+            waiting = self.registry.not_running("", everything=True)
+            reqs = [request.req for _, request in waiting]
+            record_weight_version_events(reqs, old_version=old_version)
 
     def pause_generation(self, recv_req: PauseRequest) -> None:
         super().pause_generation(recv_req)

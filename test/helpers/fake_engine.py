@@ -294,5 +294,5 @@ def _prompt(body: dict[str, Any]) -> str:
     if "messages" in body:
         return "".join(message["content"] for message in body["messages"])
     if "input_ids" in body:
-        return bytes(body["input_ids"]).decode()
+        return bytes(each % 128 for each in body["input_ids"]).decode()
     return str(body.get("prompt") or body.get("input") or body.get("text", ""))

@@ -13,7 +13,8 @@ from ..errors import InputError
 # The path at which an offline server takes a call, and the header with the call's id.
 ROLLOUTS_PATH = "/offline_batch/rollouts"
 ID_HEADER = "x-rollout-id"
-# Most samples of a call, over all its groups.
+# Most samples of a group, and of all groups of a call.
+MAX_N = 1 << 10
 MAX_SAMPLES = 1 << 16
 # SGLang's default.
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -76,8 +77,8 @@ class RolloutGroup(_Checked):
     """The prompt, as ``input_ids`` or as ``text``."""
     id: str | int | None = None
     """Returned with the group."""
-    n: int | None = Field(None, ge=1)
-    k: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    k: int | None = Field(None, ge=1, le=MAX_N)
     """Once ``k`` of the ``n`` samples have finished, the others are aborted."""
     samples: list[RolloutSample] = []
     """The first of the group's samples. Those left out are new ones."""
@@ -103,9 +104,9 @@ class RolloutCall(_Checked):
     """Groups that are sampled as one job."""
 
     groups: list[RolloutGroup]
-    n: int = Field(1, ge=1)
+    n: int = Field(1, ge=1, le=MAX_N)
     """Samples of a group that names no ``n``."""
-    k: int | None = Field(None, ge=1)
+    k: int | None = Field(None, ge=1, le=MAX_N)
     """Null: all of them."""
     share: float = Field(1.0, gt=0.0, le=1.0)
     """Once this share of the groups is complete, all other samples are aborted."""

@@ -13,9 +13,9 @@ import sys
 from parts_main import Parts, run_parts
 
 PARTS = Parts(
-    about="Tokens that need not be computed: equal requests.",
+    about="Tokens that need not be computed: equal requests, rollouts.",
     package="savings_parts",
-    names=("equal",),
+    names=("equal", "rollouts"),
     results="savings.json",
 )
 

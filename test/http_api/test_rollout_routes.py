@@ -131,9 +131,21 @@ def test_what_is_expected_of_answers_reaches_the_plan() -> None:
         body = {"groups": groups, "n": 2, "sampling_params": {"max_new_tokens": 900}}
         await groups_of(run_of(engine, body))
         (plan,) = engine.opened["rollout_1"]
-        expected = {
-            n: each for n, each in zip(plan.number, plan.est_decode_steps, strict=True)
-        }
+        expected = dict(zip(plan.number, plan.est_decode_steps, strict=True))
         assert [round(expected[number]) for number in range(0, 6, 2)] == [39, 199, 9]
+
+    in_time(scenario())
+
+
+def test_the_longest_group_is_sent_first_wherever_it_is() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        groups = [
+            {"text": f"prompt {i}", "expected_tokens": 20 + 500 * (i == 39)}
+            for i in range(40)
+        ]
+        body = {"groups": groups, "n": 10, "sampling_params": {"max_new_tokens": 900}}
+        await groups_of(run_of(engine, body))
+        assert sorted(map(int, engine.executed[:10])) == list(range(390, 400))
 
     in_time(scenario())

@@ -43,6 +43,7 @@ class Job:
         priority: jobs of the highest priority are admitted first.
         expected_output_len: int32 by number, tokens that each request is expected to
             generate, or ``UNKNOWN``. None: nothing is known beforehand.
+        whole: whether nothing is sent before the whole job is planned.
 
     Attributes:
         prefix_sharing_ratio: share of the prompt tokens that a perfect prefix cache
@@ -66,6 +67,7 @@ class Job:
         directory: Path | None = None,
         priority: int = 0,
         expected_output_len: Int32s | None = None,
+        whole: bool = False,
     ) -> None:
         self._job_id = job_id
         self._todo = todo
@@ -82,7 +84,9 @@ class Job:
         self._dispatcher = Dispatcher(
             engine, config, len(requests), self._renderer.render, sink, limit
         )
-        self._plan = LivePlan(job_id, engine, config, self._dispatcher, self._renderer)
+        self._plan = LivePlan(
+            job_id, engine, config, self._dispatcher, self._renderer, whole
+        )
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -34,6 +34,9 @@ class LivePlan:
     Attributes:
         num_prompt_tokens, num_unique_tokens: of the requests planned so far. The latter are
             those that are left with a perfect prefix cache.
+
+    Args:
+        whole: whether the first plan waits for all requests.
     """
 
     def __init__(
@@ -43,12 +46,14 @@ class LivePlan:
         config: OfflineBatchConfig,
         dispatcher: Dispatcher,
         renderer: JobRenderer,
+        whole: bool = False,
     ) -> None:
         self._job_id = job_id
         self._engine = engine
         self._config = config
         self._dispatcher = dispatcher
         self._renderer = renderer
+        self._whole = whole
         self._planner: JobPlanner | None = None
         self._feedback: AnswerFeedback | None = None
         self._answers: list[tuple[Int64s, Int32s]] = []
@@ -62,7 +67,10 @@ class LivePlan:
         )
         if (changes := self._engine.replica_changes) is not None:
             changes.watch(self._dispatcher.replicas_changed)
-        await self._renderer.until(FIRST_REQUESTS, FIRST_TOKENS)
+        if self._whole:
+            await self._renderer.until_done()
+        else:
+            await self._renderer.until(FIRST_REQUESTS, FIRST_TOKENS)
         await self._extend()
 
     def _speeds(self) -> ShardSpeeds | None:

@@ -128,6 +128,12 @@ class JobRenderer:
         self.is_done = True
         self._grown.set()
 
+    async def until_done(self) -> None:
+        """Wait until :meth:`read` has ended."""
+        while not self.is_done:
+            self._grown.clear()
+            await self._grown.wait()
+
     async def until(self, num_requests: int, num_tokens: int) -> None:
         """Wait until :meth:`read` has so many requests or tokens, or has ended."""
         spool = self._spool

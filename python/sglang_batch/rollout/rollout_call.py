@@ -72,19 +72,19 @@ class RolloutSample(_Checked):
 class RolloutGroup(_Checked):
     """Samples of one prompt."""
 
-    input_ids: list[TokenId] | None = Field(None, min_length=1)
-    text: str | None = Field(None, min_length=1)
+    input_ids: list[TokenId] | None = Field(default=None, min_length=1)
+    text: str | None = Field(default=None, min_length=1)
     """The prompt, as ``input_ids`` or as ``text``."""
     id: str | int | None = None
     """Returned with the group."""
-    n: int | None = Field(None, ge=1, le=MAX_N)
-    k: int | None = Field(None, ge=1, le=MAX_N)
+    n: int | None = Field(default=None, ge=1, le=MAX_N)
+    k: int | None = Field(default=None, ge=1, le=MAX_N)
     """Once ``k`` of the ``n`` samples have finished, the others are aborted."""
     samples: list[RolloutSample] = []
     """The first of the group's samples. Those left out are new ones."""
     sampling_params: dict[str, Any] = {}
     """Take the place of the call's, name by name."""
-    expected_tokens: float | None = Field(None, gt=0, le=1 << 24)
+    expected_tokens: float | None = Field(default=None, gt=0, le=1 << 24)
     """Tokens that an answer is expected to have, such as the mean of earlier ones."""
     lora_path: str | None = None
 
@@ -104,16 +104,16 @@ class RolloutCall(_Checked):
     """Groups that are sampled as one job."""
 
     groups: list[RolloutGroup]
-    n: int = Field(1, ge=1, le=MAX_N)
+    n: int = Field(default=1, ge=1, le=MAX_N)
     """Samples of a group that names no ``n``."""
-    k: int | None = Field(None, ge=1, le=MAX_N)
+    k: int | None = Field(default=None, ge=1, le=MAX_N)
     """Null: all of them."""
-    share: float = Field(1.0, gt=0.0, le=1.0)
+    share: float = Field(default=1.0, gt=0.0, le=1.0)
     """Once this share of the groups is complete, all other samples are aborted."""
     sampling_params: dict[str, Any] = {}
     """SGLang's. Sample ``i`` of a group has ``sampling_seed + i``."""
     return_logprob: bool = True
-    priority: int | None = Field(None, ge=-1000, le=1000)
+    priority: int | None = Field(default=None, ge=-1000, le=1000)
     """As that of a batch. Default: above all batches."""
 
     @model_validator(mode="after")

@@ -220,7 +220,7 @@ def _append(args: Any, sample: SlimeSample, result: SampleResult) -> None:
         return
     so_far = sample.response_length
     tokens = result.output_ids[so_far:]
-    meta = {
+    meta: dict[str, Any] = {
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
         "cached_tokens": result.cached_tokens,

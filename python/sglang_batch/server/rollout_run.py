@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from ..engine import SAMPLE_URL, Engine
 from ..job.inflight_limit import InflightLimit
 from ..job.job import Job
 from ..planner.requests import UNKNOWN
+from ..policies import AUTO
 from ..request import BatchRequestInput, RequestOutput, engine_request_id
 from ..rollout.group_board import GroupBoard, SampleEnd
 from ..rollout.rollout_call import RolloutCall
@@ -54,6 +56,9 @@ class RolloutRun:
         self, config: OfflineBatchConfig, limit: InflightLimit, priority: int
     ) -> AsyncGenerator[GroupResult]:
         """Run all samples, and yield each group once its last sample has ended."""
+        if config.policy == AUTO:
+            # A step of training ends with its last sample, so the longest come first.
+            config = replace(config, policy="lpt")
         places = map(self._board.place, range(len(self)))
         expected = [expected_len(self._call, *place) for place in places]
         job = Job(
@@ -65,6 +70,8 @@ class RolloutRun:
             self._answered,
             limit=limit,
             priority=priority,
+            # Rendering is quick, and the longest may be in the last group.
+            whole=True,
             expected_output_len=np.array(
                 [UNKNOWN if each is None else each for each in expected], np.int32
             ),

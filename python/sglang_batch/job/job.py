@@ -17,13 +17,12 @@ import numpy as np
 
 from ..config import OfflineBatchConfig
 from ..engine import Engine
-from ..planner.requests import Int32s
 from ..policies import POLICY_TABLE
 from ..request import RequestOutput, Requests, Sink
 from ..scheduling.job_plan import unplanned
 from .dispatcher import Dispatcher
 from .inflight_limit import InflightLimit
-from .live_plan import LivePlan
+from .live_plan import LivePlan, PlanHints
 from .rendering import Indices, JobRenderer, Rendered
 from .retrying_engine import retrying
 
@@ -41,9 +40,7 @@ class Job:
         directory: where rendered requests are kept until they are sent. The system's
             temporary directory by default.
         priority: jobs of the highest priority are admitted first.
-        expected_output_len: int32 by number, tokens that each request is expected to
-            generate, or ``UNKNOWN``. None: nothing is known beforehand.
-        whole: whether nothing is sent before the whole job is planned.
+        hints: what is known of the job, for its plan.
 
     Attributes:
         prefix_sharing_ratio: share of the prompt tokens that a perfect prefix cache
@@ -66,8 +63,7 @@ class Job:
         limit: InflightLimit | None = None,
         directory: Path | None = None,
         priority: int = 0,
-        expected_output_len: Int32s | None = None,
-        whole: bool = False,
+        hints: PlanHints | None = None,
     ) -> None:
         self._job_id = job_id
         self._todo = todo
@@ -78,14 +74,19 @@ class Job:
         self._on_rendered = on_rendered
         self._directory = directory
         self._priority = priority
+        hints = hints or PlanHints()
         self._renderer = JobRenderer(
-            job_id, requests, engine, config.render_lookahead, expected_output_len
+            job_id,
+            requests,
+            engine,
+            config.render_lookahead,
+            hints.expected_output_len,
         )
         self._dispatcher = Dispatcher(
             engine, config, len(requests), self._renderer.render, sink, limit
         )
         self._plan = LivePlan(
-            job_id, engine, config, self._dispatcher, self._renderer, whole
+            job_id, engine, config, self._dispatcher, self._renderer, hints
         )
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
 from ..config import OfflineBatchConfig
 from ..engine import Engine
@@ -28,15 +29,28 @@ FIRST_REQUESTS = 1 << 8
 FIRST_TOKENS = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class PlanHints:
+    """What the caller of a job knows of it.
+
+    expected_output_len: int32 by number, tokens that each request is expected to generate,
+        or ``UNKNOWN``. None: nothing is known.
+    sample_families: whether siblings have answers alike, and each family other ones: the
+        first requests to run are one of each family.
+    whole: whether nothing is sent before the whole job is planned.
+    """
+
+    expected_output_len: Int32s | None = None
+    sample_families: bool = False
+    whole: bool = False
+
+
 class LivePlan:
     """Plans one job, and has the engine and the dispatcher carry the plans out.
 
     Attributes:
         num_prompt_tokens, num_unique_tokens: of the requests planned so far. The latter are
             those that are left with a perfect prefix cache.
-
-    Args:
-        whole: whether the first plan waits for all requests.
     """
 
     def __init__(
@@ -46,14 +60,14 @@ class LivePlan:
         config: OfflineBatchConfig,
         dispatcher: Dispatcher,
         renderer: JobRenderer,
-        whole: bool = False,
+        hints: PlanHints,
     ) -> None:
         self._job_id = job_id
         self._engine = engine
         self._config = config
         self._dispatcher = dispatcher
         self._renderer = renderer
-        self._whole = whole
+        self._hints = hints
         self._planner: JobPlanner | None = None
         self._feedback: AnswerFeedback | None = None
         self._answers: list[tuple[Int64s, Int32s]] = []
@@ -67,7 +81,7 @@ class LivePlan:
         )
         if (changes := self._engine.replica_changes) is not None:
             changes.watch(self._dispatcher.replicas_changed)
-        if self._whole:
+        if self._hints.whole:
             await self._renderer.until_done()
         else:
             await self._renderer.until(FIRST_REQUESTS, FIRST_TOKENS)
@@ -134,6 +148,7 @@ class LivePlan:
             self._engine.num_replicas if speeds is None else len(speeds),
             progress,
             speeds,
+            sample_families=self._hints.sample_families,
         )
         planner.observed_before(self._answers, progress.stays)
         return planner

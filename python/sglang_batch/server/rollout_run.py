@@ -12,8 +12,8 @@ from ..config import OfflineBatchConfig
 from ..engine import SAMPLE_URL, Engine
 from ..job.inflight_limit import InflightLimit
 from ..job.job import Job
+from ..job.live_plan import PlanHints
 from ..planner.requests import UNKNOWN
-from ..policies import AUTO
 from ..request import BatchRequestInput, RequestOutput, engine_request_id
 from ..rollout.group_board import GroupBoard, SampleEnd
 from ..rollout.rollout_call import RolloutCall
@@ -56,11 +56,18 @@ class RolloutRun:
         self, config: OfflineBatchConfig, limit: InflightLimit, priority: int
     ) -> AsyncGenerator[GroupResult]:
         """Run all samples, and yield each group once its last sample has ended."""
-        if config.policy == AUTO:
-            # A step of training ends with its last sample, so the longest come first.
-            config = replace(config, policy="lpt")
+        # A step of training ends with its last sample, so the longest come first.
+        config = replace(config, policy="lpt")
         places = map(self._board.place, range(len(self)))
         expected = [expected_len(self._call, *place) for place in places]
+        hints = PlanHints(
+            expected_output_len=np.array(
+                [UNKNOWN if each is None else each for each in expected], np.int32
+            ),
+            sample_families=True,
+            # Rendering is quick, and the longest may be in the last group.
+            whole=True,
+        )
         job = Job(
             self.id,
             self,
@@ -70,11 +77,7 @@ class RolloutRun:
             self._answered,
             limit=limit,
             priority=priority,
-            # Rendering is quick, and the longest may be in the last group.
-            whole=True,
-            expected_output_len=np.array(
-                [UNKNOWN if each is None else each for each in expected], np.int32
-            ),
+            hints=hints,
         )
         work = asyncio.ensure_future(job.run())
         work.add_done_callback(lambda _: self._over.put_nowait(None))

@@ -16,7 +16,6 @@ from sglang_batch.job.shard_plan import ShardPlan
 from sglang_batch.planner.lengths.output_length import Observed
 from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.plan import make_plan
-from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.planner.sharding.speeds import ShardSpeeds
 from sglang_batch.policies import DENSE_ORDERS, POLICIES
 
@@ -150,21 +149,3 @@ def test_requests_that_are_too_large_go_to_replicas_that_are_there() -> None:
     replica_of(plans, 65)
     plans = planner_for(speeds(0.0, 0.0), num_too_large=5).plans()
     assert [len(plan.too_large) for plan in plans] == [3, 2]
-
-
-def test_the_sample_may_be_one_of_each_family() -> None:
-    prompts = np.repeat(np.arange(20 * 8, dtype=np.int32).reshape(20, 8), 16, axis=0)
-    requests = PlanRequests(
-        tokens=prompts.ravel(),
-        offsets=np.arange(len(prompts) + 1) * 8,
-        max_new_tokens=np.full(len(prompts), 100, np.int32),
-        known_output_len=np.full(len(prompts), UNKNOWN, np.int32),
-    )
-    planner = JobPlanner(
-        requests,
-        np.arange(len(prompts)),
-        make_machine(),
-        OfflineBatchConfig(policy="lpt"),
-        sample_families=True,
-    )
-    assert sorted(planner.sample // 16) == list(range(20))

@@ -11,7 +11,6 @@ differ in speed, leave or join.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -36,8 +35,6 @@ from .shard_plan import ShardPlan
 
 # With fewer requests of unknown length, a sample would be most of the job.
 MIN_SAMPLED = 64
-# Of families of 16 siblings one each, and of larger ones as many for their size.
-_OF_FAMILIES: dict[str, Any] = {"share": 1 / 16, "min_per_subtree": 1, "in_rows": False}
 
 
 class JobPlanner:
@@ -48,8 +45,6 @@ class JobPlanner:
         numbers: int64 ``[n]``, the number of each request in the job.
         num_shards: replicas of the engine.
         progress: of the requests that a plan had before.
-        sample_families: whether the sample has one request of each family of siblings, and
-            not 1 % of all.
         speeds: of the replicas. None: all are as fast. If none is there, the job is planned
             as if all were, for one may come back.
 
@@ -74,8 +69,6 @@ class JobPlanner:
         num_shards: int = 1,
         progress: JobProgress | None = None,
         speeds: ShardSpeeds | None = None,
-        *,
-        sample_families: bool = False,
     ) -> None:
         self._machine = machine
         self._settings = OrderSettings(
@@ -98,8 +91,7 @@ class JobPlanner:
         self._sample = np.zeros(0, np.int64)
         needs_estimates = POLICY_TABLE[policy].needs_estimates
         if needs_estimates and int(kept.without_estimate.sum()) >= MIN_SAMPLED:
-            how = _OF_FAMILIES if sample_families else {}
-            self._sample = choose_sample(self.tree, kept, seed=config.seed, **how)
+            self._sample = choose_sample(self.tree, kept, seed=config.seed)
         self._is_sampling = len(self._sample) > 0
         self._drawn: Int32s | None = None
         self.sample = self._numbers[self._sample]

@@ -35,13 +35,10 @@ class PlanHints:
 
     expected_output_len: int32 by number, tokens that each request is expected to generate,
         or ``UNKNOWN``. None: nothing is known.
-    sample_families: whether siblings have answers alike, and each family other ones: the
-        first requests to run are one of each family.
     whole: whether nothing is sent before the whole job is planned.
     """
 
     expected_output_len: Int32s | None = None
-    sample_families: bool = False
     whole: bool = False
 
 
@@ -148,7 +145,6 @@ class LivePlan:
             self._engine.num_replicas if speeds is None else len(speeds),
             progress,
             speeds,
-            sample_families=self._hints.sample_families,
         )
         planner.observed_before(self._answers, progress.stays)
         return planner

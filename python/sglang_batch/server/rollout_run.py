@@ -64,7 +64,6 @@ class RolloutRun:
             expected_output_len=np.array(
                 [UNKNOWN if each is None else each for each in expected], np.int32
             ),
-            sample_families=True,
             # Rendering is quick, and the longest may be in the last group.
             whole=True,
         )

@@ -23,7 +23,6 @@ def choose_sample(
     *,
     share: float = 0.01,
     min_per_subtree: int = 5,
-    in_rows: bool = True,
     seed: int,
 ) -> Int64s:
     """Requests of unknown output length to run first, int64 indices in DFS order.
@@ -38,9 +37,6 @@ def choose_sample(
     Where their prefixes would take more than 0.2 % of the job's tokens to compute again,
     neighbours are chosen instead, which share prefixes: two, four or eight in a row, and
     the rows evenly spaced.
-
-    Args:
-        in_rows: whether neighbours may be chosen.
 
     Raises:
         InputError: ``share`` is not in (0, 1] or ``min_per_subtree`` is below 1.
@@ -61,7 +57,7 @@ def choose_sample(
     needed = np.where(size >= min(large, len(positions)), min_per_subtree, 0)
     taken = np.minimum(np.maximum(wanted, needed), size).astype(np.int64)
     most_repeated = _MOST_REPEATED * tree.num_unique_tokens
-    for in_a_row in _IN_A_ROW if in_rows else _IN_A_ROW[:1]:
+    for in_a_row in _IN_A_ROW:
         if in_a_row > 1 and (-(-taken // in_a_row)).sum() < _FEWEST_ROWS:
             break
         places = _spaced(size, taken, in_a_row, start_place)

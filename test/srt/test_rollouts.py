@@ -306,6 +306,19 @@ def test_a_call_ends_with_its_tokens_when_it_is_stopped(rollouts: Rollouts) -> N
     assert gone.status_code == 404
 
 
+def test_a_client_that_leaves_takes_its_samples_along(rollouts: Rollouts) -> None:
+    async def leave() -> None:
+        groups = [RolloutGroup(input_ids=prompt(i)) for i in range(4)]
+        params = {**GREEDY, "max_new_tokens": 900}
+        async with rollouts.client.start(groups, n=2, sampling_params=params):
+            await asyncio.to_thread(rollouts.until_running, 4)
+
+    asyncio.run(leave())
+    assert rollouts.steps()  # waits until no more are made
+    info = rollouts.http.get("/server_info").json()["internal_states"][0]
+    assert info["offline_batch"]["kv_use"]["running"] == 0
+
+
 def test_batches_name_the_model_as_before_once_it_has_new_weights(
     rollouts: Rollouts,
 ) -> None:

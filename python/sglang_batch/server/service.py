@@ -14,6 +14,7 @@ import shutil
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -321,8 +322,9 @@ class BatchService:
         self.rollouts[run.id] = run
         try:
             with self.runner.share.wave() as limit:
-                async for group in run.groups(self.config, limit, priority):
-                    yield group
+                async with aclosing(run.groups(self.config, limit, priority)) as over:
+                    async for group in over:
+                        yield group
         finally:
             del self.rollouts[run.id]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -54,8 +55,9 @@ async def run_rollouts(request: Request) -> StreamingResponse:
     priority = INTERACTIVE_PRIORITY if call.priority is None else call.priority
 
     async def lines() -> AsyncIterator[bytes]:
-        async for group in service.run_rollouts(run, priority):
-            yield msgspec.json.encode(group) + b"\n"
+        async with aclosing(service.run_rollouts(run, priority)) as groups:
+            async for group in groups:
+                yield msgspec.json.encode(group) + b"\n"
 
     return StreamingResponse(lines(), media_type=JSONL, headers={ID_HEADER: run.id})
 

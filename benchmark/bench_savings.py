@@ -15,7 +15,16 @@ from parts_main import Parts, run_parts
 PARTS = Parts(
     about="Tokens that need not be computed, and what they would have cost.",
     package="savings_parts",
-    names=("equal", "fields", "rules", "tail", "streams", "frames", "litellm"),
+    names=(
+        "equal",
+        "fields",
+        "rules",
+        "tail",
+        "rollouts",
+        "streams",
+        "frames",
+        "litellm",
+    ),
     results="savings.json",
 )
 

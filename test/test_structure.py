@@ -27,7 +27,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("errors", "option_types", "policies", "stop_rules"),
         ("config", "request"),
         ("store", "batch_api", "planner"),
-        ("workloads", "scheduling", "inputs", "access"),
+        ("workloads", "scheduling", "inputs", "access", "rollout"),
         ("engine", "dense"),
         ("job",),
         ("fleet",),
@@ -73,6 +73,7 @@ PURE: dict[str, set[str]] = {
     "scheduling": {"planner"},
     "inputs": {"batch_api", "store", "planner"},
     "access": {"store"},
+    "rollout": {"planner"},
 }
 SHARED = {"request", "config", "errors", "option_types", "policies"}
 HEAVY = {"torch", "sglang"}

@@ -130,6 +130,8 @@ class SimulatedEngine:
     async def close_job(self, job_id: str) -> None:
         self._watching.pop(job_id, None)
 
+    def end_early(self, rid: str) -> None: ...
+
     async def prepare(
         self, request: BatchRequestInput, rid: str, *, tokenize: bool
     ) -> PreparedRequest | RequestOutput:

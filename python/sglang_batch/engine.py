@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # SGLang's native endpoint, for frontend programs. Not for batch files.
 GENERATE_URL = "/generate"
+# The same for a sample of a rollout: at an abort it is answered with its tokens so far.
+SAMPLE_URL = "/generate (sample)"
 # The path at which an offline server accepts a list of these requests.
 WAVE_PATH = "/offline_batch/wave"
 # The header of its answer with the number of requests that keeps the engine full.
@@ -262,5 +264,16 @@ class Engine(Protocol):
 
         Raises:
             ReplicaLost: the replica is gone. Without ``replica``, only for a suspect.
+        """
+        ...
+
+    def end_early(self, rid: str) -> None:
+        """End a sample (:data:`SAMPLE_URL`), which runs or will be executed.
+
+        Its :meth:`execute` returns the tokens so far, or all of them if it has ended
+        meanwhile, or if the engine runs every request to its end.
+
+        Args:
+            rid: of its first attempt.
         """
         ...

@@ -15,6 +15,7 @@ from sglang_batch.fleet.messages import (
     Broken,
     CloseJob,
     Command,
+    EndLine,
     Event,
     Exchange,
     Leaving,
@@ -131,6 +132,18 @@ def test_an_aborted_line_has_no_answer() -> None:
         await asyncio.sleep(0.01)
         assert engine.aborted == ["r0"]
         assert not head.host.is_busy or await head.send() == []
+
+    run(scenario())
+
+
+def test_a_sample_that_is_ended_is_answered() -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        head = Head(engine)
+        await head.attach()
+        await head.send(head.open(), run_line(0), EndLine("job-00000000"))
+        await head.until_answers(1)
+        assert engine.ended_early == {"job-00000000"}
 
     run(scenario())
 

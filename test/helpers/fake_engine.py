@@ -36,6 +36,7 @@ class FakePrepared:
     has_media: bool = False
     adapter: str = ""
     namespace: str = ""
+    native: bool = False
 
 
 class FakeEngine:
@@ -55,6 +56,8 @@ class FakeEngine:
         aborted: custom ids cancelled before their end.
         rids: rids in the order in which they were sent.
         max_running: most requests in the engine at any one time.
+        ended_early: rids of samples that were ended early: their answers have one token.
+        weight_version: of the answers to samples.
     """
 
     def __init__(
@@ -94,6 +97,8 @@ class FakeEngine:
         self._rejected = set(rejected)
         self._failing = failing or {}
         self.raising = raising or {}
+        self.ended_early: set[str] = set()
+        self.weight_version = "default"
         self._failures: dict[str, RequestOutput] = {}
         self._gates: dict[str, asyncio.Event] = {}
         self._changed = asyncio.Event()
@@ -185,7 +190,13 @@ class FakeEngine:
         input_ids = list(text.encode()) if tokenize else None
         most = body.get("max_tokens")
         return FakePrepared(
-            request.custom_id, rid, text, input_ids, most, body.get("ignore_eos", False)
+            request.custom_id,
+            rid,
+            text,
+            input_ids,
+            most,
+            body.get("ignore_eos", False),
+            native="sampling_params" in body,
         )
 
     def stored(self, prepared: Any) -> bytes | None:
@@ -202,6 +213,12 @@ class FakeEngine:
         fields = json.loads(stored)
         assert list(fields["text"].encode()) == list(input_ids)
         return FakePrepared(**fields | {"rid": rid})
+
+    def end_early(self, rid: str) -> None:
+        self.ended_early.add(rid)
+        _, number, _ = parse_request_id(rid)
+        if str(number) in self._gates:
+            self._gates[str(number)].set()
 
     async def execute(self, prepared: Any, replica: int | None = None) -> RequestOutput:
         custom_id = prepared.custom_id
@@ -246,6 +263,20 @@ class FakeEngine:
                 status_code, prepared.rid, json.dumps(failure).encode()
             )
         num_tokens = len(prepared.text.encode())
+        if prepared.native:
+            early = prepared.rid in self.ended_early
+            ids = list(prepared.text.encode())[: 1 if early else None]
+            native = {
+                "text": bytes(ids).decode(),
+                "output_ids": ids,
+                "meta_info": {
+                    "finish_reason": {"type": "abort" if early else "stop"},
+                    "output_token_logprobs": [[-1.0, each, None] for each in ids],
+                    "prompt_tokens": num_tokens,
+                    "weight_version": self.weight_version,
+                },
+            }
+            return RequestOutput(200, prepared.rid, json.dumps(native).encode())
         message = {"role": "assistant", "content": prepared.text}
         content = {
             "object": "chat.completion",
@@ -262,4 +293,6 @@ class FakeEngine:
 def _prompt(body: dict[str, Any]) -> str:
     if "messages" in body:
         return "".join(message["content"] for message in body["messages"])
+    if "input_ids" in body:
+        return bytes(each % 128 for each in body["input_ids"]).decode()
     return str(body.get("prompt") or body.get("input") or body.get("text", ""))

@@ -109,6 +109,7 @@ class Caller:
                 "/offline_batch/keys", json={"name": "a"}
             ).json()["id"],
             "name": "a",
+            "rollout_id": "rollout_0",
             "message_batch_id": batch_id.replace("batch_", "msgbatch_"),
         }
 
@@ -211,6 +212,10 @@ KEYS = [
     "models",
     "tokens_per_day",
     "same_owner",
+    "groups",
+    "n",
+    "share",
+    "sampling_params",
 ]
 LEAVES = st.one_of(
     st.none(),

@@ -23,6 +23,7 @@ from schemathesis.config import SchemathesisConfig
 
 from sglang_batch.http_api.all_routes import make_router
 from sglang_batch.http_api.idempotency import MAX_KEY_LEN
+from sglang_batch.rollout.rollout_call import parse_call
 
 MIN_CASES = 800
 # Random calls of each operation.
@@ -42,6 +43,16 @@ RULES = (
     "only one of them may be given",
     "cannot be canceled",
     "has not ended",
+    "Input should be a valid integer, not ",  # to JSON Schema 5.0 is one
+    "give the prompt either",
+    "is above n=",
+    "are above n=",
+    "have more than 65536 samples",
+    "sampling_params have 'n'",
+    "continues after output_ids",
+    "output_logprobs are not those",
+    "are no parts of",
+    "leave nothing of",
 )
 CONFIG = {
     "checks": {
@@ -104,6 +115,7 @@ class Documented:
             "message_batch_id": lambda: self._message_batch("cancel" in case.path),
             "key_id": lambda: self._key()["id"],
             "name": lambda: self._key()["name"],
+            "rollout_id": self._rollout,
         }
         for name in make.keys() & case.path_parameters:
             case.path_parameters[name] = make[name]()
@@ -134,6 +146,12 @@ class Documented:
             "/offline_batch/keys", json=new
         ).json()
         return made
+
+    def _rollout(self) -> str:
+        service = self.server.service
+        run = service.rollout_run(parse_call({"groups": [{"text": "x"}]}), "")
+        service.rollouts[run.id] = run
+        return run.id
 
     def _message_batch(self, running: bool) -> str:
         params = {"model": "demo", "max_tokens": 1, "messages": []}

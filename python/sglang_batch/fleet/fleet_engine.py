@@ -24,6 +24,7 @@ from ..planner.sharding.speeds import ShardSpeeds
 from ..request import (
     BatchRequestInput,
     RequestOutput,
+    line_request_id,
     parse_request_id,
 )
 from ..scheduling.job_plan import JobPlan
@@ -38,6 +39,7 @@ from .messages import (
     About,
     Broken,
     CloseJob,
+    EndLine,
     EngineQuery,
     Event,
     Leaving,
@@ -276,6 +278,14 @@ class FleetEngine:
                     raise  # it waits until it can run alone
                 logger.info("Request %s runs again on another worker", prepared.rid)
 
+    def end_early(self, rid: str) -> None:
+        job_id, _, _ = parse_request_id(rid)
+        if (job := self._jobs.get(job_id)) is not None:
+            job.ending.add(rid)
+        for worker in self._live:
+            if any(line_request_id(each) == rid for each in worker.lines):
+                self._send(worker, EndLine(rid))
+
     # Lines ----------------------------------------------------------------------------
 
     async def _run(
@@ -292,6 +302,9 @@ class FleetEngine:
         worker.lines[line.rid] = sent
         worker.meter.busy(_now())
         link.send(line.command(job_id, replica, trusted=link.port.trusted))
+        job, first = self._jobs.get(job_id), line_request_id(line.rid)
+        if job is not None and first in job.ending:
+            link.send(EndLine(first))
         try:
             output = await sent.answer
         except asyncio.CancelledError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..planner.machine_model import Machine
 from ..scheduling.job_plan import JobPlan, unplanned
@@ -17,11 +17,13 @@ class FleetJob:
 
     plans: one for each slot of the fleet, or one without requests for all. Empty before the
         first.
+    ending: ids of samples that are to end early, those not sent yet included.
     """
 
     plans: Sequence[JobPlan]
     on_joined: Callable[[list[int]], None]
     priority: int = 0
+    ending: set[str] = field(default_factory=set)
 
     def commands(
         self, job_id: str, slots: Sequence[int], machine: Machine

@@ -88,7 +88,13 @@ class AbortLine(msgspec.Struct, tag="abort", frozen=True):
     rid: str
 
 
-Command = OpenJob | SetPriority | CloseJob | RunLine | AbortLine
+class EndLine(msgspec.Struct, tag="end", frozen=True):
+    """End a sample of a rollout. It is answered with its tokens so far."""
+
+    rid: str
+
+
+Command = OpenJob | SetPriority | CloseJob | RunLine | AbortLine | EndLine
 
 
 # --- Events.

@@ -22,6 +22,7 @@ from .messages import (
     Broken,
     CloseJob,
     Command,
+    EndLine,
     EngineQuery,
     Event,
     Exchange,
@@ -176,6 +177,8 @@ class WorkerHost:
             case AbortLine():
                 if (line := self._lines.get(command.rid)) is not None:
                     line.cancel()
+            case EndLine():
+                self._engine.end_early(command.rid)
 
     def _control(self, act: Callable[[], Awaitable[None]]) -> None:
         """Do this after all that was asked before."""

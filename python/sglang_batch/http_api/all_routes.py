@@ -27,6 +27,7 @@ from .middleware.answer_headers import AnswerHeaders
 from .middleware.body_pace import BodyPace
 from .middleware.cross_origin import CrossOrigin
 from .middleware.known_methods import KnownMethods
+from .rollouts import rollout_routes
 
 ROUTERS = (
     file_routes.router,
@@ -34,6 +35,7 @@ ROUTERS = (
     batch_routes.router,
     message_batch_routes.router,
     wave_routes.router,
+    rollout_routes.router,
     page_routes.router,
     key_routes.router,
     worker_routes.router,

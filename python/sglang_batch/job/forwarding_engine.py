@@ -86,3 +86,6 @@ class ForwardingEngine:
 
     async def execute(self, prepared: Any, replica: int | None = None) -> RequestOutput:
         return await self._engine.execute(prepared, replica=replica)
+
+    def end_early(self, rid: str) -> None:
+        self._engine.end_early(rid)

@@ -23,7 +23,7 @@ from ..scheduling.job_plan import unplanned
 from .accounting.occupancy import Tail
 from .dispatcher import Dispatcher
 from .inflight_limit import InflightLimit
-from .live_plan import LivePlan
+from .live_plan import LivePlan, PlanHints
 from .rendering import Indices, JobRenderer, Rendered
 from .retrying_engine import retrying
 
@@ -41,6 +41,7 @@ class Job:
         directory: where rendered requests are kept until they are sent. The system's
             temporary directory by default.
         priority: jobs of the highest priority are admitted first.
+        hints: what is known of the job, for its plan.
 
     Attributes:
         prefix_sharing_ratio: share of the prompt tokens that a perfect prefix cache
@@ -63,6 +64,7 @@ class Job:
         limit: InflightLimit | None = None,
         directory: Path | None = None,
         priority: int = 0,
+        hints: PlanHints | None = None,
     ) -> None:
         self._job_id = job_id
         self._todo = todo
@@ -73,11 +75,20 @@ class Job:
         self._on_rendered = on_rendered
         self._directory = directory
         self._priority = priority
-        self._renderer = JobRenderer(job_id, requests, engine, config.render_lookahead)
+        hints = hints or PlanHints()
+        self._renderer = JobRenderer(
+            job_id,
+            requests,
+            engine,
+            config.render_lookahead,
+            hints.expected_output_len,
+        )
         self._dispatcher = Dispatcher(
             engine, config, len(requests), self._renderer.render, sink, limit
         )
-        self._plan = LivePlan(job_id, engine, config, self._dispatcher, self._renderer)
+        self._plan = LivePlan(
+            job_id, engine, config, self._dispatcher, self._renderer, hints
+        )
 
     @property
     def num_prompt_tokens(self) -> int:

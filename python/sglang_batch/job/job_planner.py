@@ -90,7 +90,7 @@ class JobPlanner:
         self.num_unknown = int((kept.known_output_len == UNKNOWN).sum())
         self._sample = np.zeros(0, np.int64)
         needs_estimates = POLICY_TABLE[policy].needs_estimates
-        if needs_estimates and self.num_unknown >= MIN_SAMPLED:
+        if needs_estimates and int(kept.without_estimate.sum()) >= MIN_SAMPLED:
             self._sample = choose_sample(self.tree, kept, seed=config.seed)
         self._is_sampling = len(self._sample) > 0
         self._drawn: Int32s | None = None
@@ -302,4 +302,5 @@ def _without_prompts(requests: PlanRequests) -> PlanRequests:
         max_new_tokens=requests.max_new_tokens,
         known_output_len=requests.known_output_len,
         adapter=requests.adapter,
+        expected_output_len=requests.expected_output_len,
     )

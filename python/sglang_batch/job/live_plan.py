@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
 from ..config import OfflineBatchConfig
 from ..engine import Engine
@@ -28,6 +29,19 @@ FIRST_REQUESTS = 1 << 8
 FIRST_TOKENS = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class PlanHints:
+    """What the caller of a job knows of it.
+
+    expected_output_len: int32 by number, tokens that each request is expected to generate,
+        or ``UNKNOWN``. None: nothing is known.
+    whole: whether nothing is sent before the whole job is planned.
+    """
+
+    expected_output_len: Int32s | None = None
+    whole: bool = False
+
+
 class LivePlan:
     """Plans one job, and has the engine and the dispatcher carry the plans out.
 
@@ -43,12 +57,14 @@ class LivePlan:
         config: OfflineBatchConfig,
         dispatcher: Dispatcher,
         renderer: JobRenderer,
+        hints: PlanHints,
     ) -> None:
         self._job_id = job_id
         self._engine = engine
         self._config = config
         self._dispatcher = dispatcher
         self._renderer = renderer
+        self._hints = hints
         self._planner: JobPlanner | None = None
         self._feedback: AnswerFeedback | None = None
         self._answers: list[tuple[Int64s, Int32s]] = []
@@ -62,7 +78,10 @@ class LivePlan:
         )
         if (changes := self._engine.replica_changes) is not None:
             changes.watch(self._dispatcher.replicas_changed)
-        await self._renderer.until(FIRST_REQUESTS, FIRST_TOKENS)
+        if self._hints.whole:
+            await self._renderer.until_done()
+        else:
+            await self._renderer.until(FIRST_REQUESTS, FIRST_TOKENS)
         await self._extend()
 
     def _speeds(self) -> ShardSpeeds | None:

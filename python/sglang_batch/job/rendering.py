@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engine import Engine, PreparedRequest
-from ..planner.requests import UNKNOWN, Int64s, PlanRequests
+from ..planner.requests import UNKNOWN, Int32s, Int64s, PlanRequests
 from ..request import BatchRequestInput, RequestOutput, Requests, engine_request_id
 from ..store.token_spool import RecordSpool, TokenSpool
 
@@ -51,18 +51,25 @@ class JobRenderer:
 
     Args:
         render_lookahead: requests that :meth:`read` renders at the same time.
+        expected_output_len: int32 by number, see :class:`~.planner.requests.PlanRequests`.
 
     Attributes:
         is_done: whether :meth:`read` has rendered everything.
     """
 
     def __init__(
-        self, job_id: str, requests: Requests, engine: Engine, render_lookahead: int
+        self,
+        job_id: str,
+        requests: Requests,
+        engine: Engine,
+        render_lookahead: int,
+        expected_output_len: Int32s | None = None,
     ) -> None:
         self._job_id = job_id
         self._requests = requests
         self._engine = engine
         self._render_lookahead = render_lookahead
+        self._expected_output_len = expected_output_len
         self._kept: dict[int, PreparedRequest] = {}
         self._spool: _Spool | None = None
         self._grown = asyncio.Event()
@@ -121,6 +128,12 @@ class JobRenderer:
         self.is_done = True
         self._grown.set()
 
+    async def until_done(self) -> None:
+        """Wait until :meth:`read` has ended."""
+        while not self.is_done:
+            self._grown.clear()
+            await self._grown.wait()
+
     async def until(self, num_requests: int, num_tokens: int) -> None:
         """Wait until :meth:`read` has so many requests or tokens, or has ended."""
         spool = self._spool
@@ -134,7 +147,12 @@ class JobRenderer:
     def prompts(self) -> Prompts:
         """The requests that could be rendered so far."""
         assert self._spool is not None
-        return self._spool.prompts()
+        prompts = self._spool.prompts()
+        if self._expected_output_len is None:
+            return prompts
+        expected = self._expected_output_len[prompts.numbers]
+        requests = replace(prompts.requests, expected_output_len=expected)
+        return replace(prompts, requests=requests)
 
     async def _render_in_order(self, numbers: Indices) -> AsyncGenerator[Rendered]:
         """Render several requests at a time, and yield them in the given order."""

@@ -36,6 +36,8 @@ class PlanRequests:
     adapter: int32 ``[n]``, the number of the LoRA adapter that a request runs with, 0
         for the model alone. None if no request has one. Prompts of different adapters
         begin with different tokens.
+    expected_output_len: int32 ``[n]``, tokens that a request is expected to generate, from
+        earlier answers to its prompt, else ``UNKNOWN``. None if nothing is expected of any.
     """
 
     tokens: Int32s
@@ -43,6 +45,7 @@ class PlanRequests:
     max_new_tokens: Int32s
     known_output_len: Int32s
     adapter: Int32s | None = None
+    expected_output_len: Int32s | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -51,6 +54,14 @@ class PlanRequests:
     def input_len(self) -> Int32s:
         """Prompt tokens of each request, int32 ``[n]``."""
         return np.diff(self.offsets).astype(np.int32)
+
+    @property
+    def without_estimate(self) -> Bools:
+        """Requests of which neither the length nor an expectation is known, bool ``[n]``."""
+        unknown: Bools = self.known_output_len == UNKNOWN
+        if self.expected_output_len is not None:
+            unknown &= self.expected_output_len == UNKNOWN
+        return unknown
 
     def take(self, indices: Int64s) -> PlanRequests:
         """Some of the requests, in the order of ``indices``. Their tokens are copied."""
@@ -64,4 +75,9 @@ class PlanRequests:
             max_new_tokens=self.max_new_tokens[indices],
             known_output_len=self.known_output_len[indices],
             adapter=None if self.adapter is None else self.adapter[indices],
+            expected_output_len=(
+                None
+                if self.expected_output_len is None
+                else self.expected_output_len[indices]
+            ),
         )

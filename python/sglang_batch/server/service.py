@@ -14,6 +14,7 @@ import shutil
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,12 +30,15 @@ from ..fleet.worker_host import WorkerHost
 from ..job.answers.cached_answers import ModelAnswers
 from ..job.job import Job
 from ..request import BatchRequestInput, RequestOutput
+from ..rollout.rollout_call import RolloutCall
+from ..rollout.rollout_results import GroupResult
 from ..scheduling.reports.running_tree import TreeNow
 from ..store.batch_store import BatchStore, OnMade, Row, now
 from ..store.files import move_into_place, sync_file
 from ..store.incoming import Room
 from .batch_log import batch_changed
 from .history import History
+from .rollout_run import RolloutRun
 from .runner import BatchRunner
 
 
@@ -67,6 +71,8 @@ class BatchService:
         self.worker: WorkerHost | None = None
         self.runner: BatchRunner | None = None
         self.history = History(store)
+        # Calls for groups of samples that this process answers, by id.
+        self.rollouts: dict[str, RolloutRun] = {}
         self.room = Room(store, config.storage_bytes, config.min_free_bytes)
         # Large bodies that this process is receiving, by owner.
         self.num_receiving: Counter[str] = Counter()
@@ -317,3 +323,27 @@ class BatchService:
                 await work
             finally:
                 work.cancel()
+
+    async def run_rollouts(
+        self, run: RolloutRun, priority: int = api.INTERACTIVE_PRIORITY
+    ) -> AsyncGenerator[GroupResult]:
+        """Sample groups, and yield each as it ends.
+
+        They have their part of the engine's share, as :meth:`run_requests`.
+        """
+        if self.runner is None:
+            raise StoreError("the batch service has not been started")
+        self.rollouts[run.id] = run
+        try:
+            with self.runner.share.wave() as limit:
+                async with aclosing(run.groups(self.config, limit, priority)) as over:
+                    async for group in over:
+                        yield group
+        finally:
+            del self.rollouts[run.id]
+
+    def rollout_run(self, call: RolloutCall, owner: str) -> RolloutRun:
+        """A run of a call, which has not begun."""
+        if self._engine is None:
+            raise StoreError("the batch service has not been started")
+        return RolloutRun(new_id("rollout_"), call, self._engine, owner)

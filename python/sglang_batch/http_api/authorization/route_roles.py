@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ...access.keys import Role
 from ...engine import WAVE_PATH, WORKER_PATH
+from ...rollout.rollout_call import ROLLOUTS_PATH
 from ..known_routes import KnownRoute
 
 # Open without a key, for probes, as in SGLang.
@@ -32,7 +33,7 @@ ONLINE = frozenset(
 # The model of these calls is not in a JSON body.
 ONLINE_OTHER = frozenset({"/v1/audio/transcriptions", "/v1/realtime"})
 # All calls that use tokens at once.
-GENERATING = ONLINE | ONLINE_OTHER | {WAVE_PATH}
+GENERATING = ONLINE | ONLINE_OTHER | {ROLLOUTS_PATH, WAVE_PATH}
 
 CLIENT = frozenset(
     {
@@ -72,6 +73,8 @@ CLIENT = frozenset(
         "/v1/uploads/{upload_id}/cancel",
         "/v1/uploads/{upload_id}/complete",
         "/v1/uploads/{upload_id}/parts",
+        ROLLOUTS_PATH,
+        f"{ROLLOUTS_PATH}/{{rollout_id}}/stop",
         WAVE_PATH,
     }
 )

@@ -6,7 +6,7 @@ import numpy as np
 
 from ...errors import InputError
 from ..prefixes.prefix_tree import PrefixTree
-from ..requests import UNKNOWN, Int64s, PlanRequests
+from ..requests import Int64s, PlanRequests
 from .length_strata import strata
 
 # Most prompt tokens that the sample may cause to be computed twice, as a share of the job's.
@@ -45,7 +45,7 @@ def choose_sample(
         raise InputError(f"share={share!r} of a sample must be above 0 and at most 1.")
     if min_per_subtree < 1:
         raise InputError(f"min_per_subtree={min_per_subtree!r} must be 1 or more.")
-    unknown = requests.known_output_len[tree.order] == UNKNOWN
+    unknown = requests.without_estimate[tree.order]
     positions = np.flatnonzero(unknown)
     large = max(len(positions) / 256, min_per_subtree / (2 * share))
     stratum = strata(tree.parent, tree.leaf_parent, unknown, large)[positions]

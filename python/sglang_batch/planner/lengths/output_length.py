@@ -11,6 +11,10 @@ length of the observed answers of a subtree (BlendServe, section 3.2), in three 
    distribution of its length. Random lengths are drawn from it, and the remaining
    length of a running request is derived from it.
 
+Where earlier answers to a prompt are known (``PlanRequests.expected_output_len``), as in
+training with the same prompts, the estimate is what they had, times the ratio by which the
+answers of this job differ from what was expected of them. It takes the place of step 2.
+
 Only observed answers count, and those of running requests, which are longer than they are
 so far (``survival``). A length known beforehand does not inform other estimates.
 """
@@ -92,6 +96,10 @@ class OutputLengthEstimator:
         self._cap = requests.max_new_tokens[tree.order].astype(np.float64)
         self._exact = requests.known_output_len[tree.order].astype(np.int64)
         self._learns = self._exact == UNKNOWN
+        self._expected = np.zeros(len(self._exact))  # 0: nothing is expected
+        if requests.expected_output_len is not None:
+            expected = requests.expected_output_len[tree.order]
+            self._expected = np.maximum(expected, 0).astype(np.float64)
         self._so_far = np.zeros_like(self._exact)  # tokens of running requests
         self._bin = np.log2(tree.input_len + 1.0).astype(np.int64)
         self._position = np.empty_like(tree.order)
@@ -209,6 +217,7 @@ class OutputLengthEstimator:
         mean = np.maximum(mean, 1.0)
         # An exponential distribution has E[d^2] = 2 E[d]^2.
         mean_sq = self._moment(lengths_sq, 2 * self._default**2, observed, stratum)
+        mean, mean_sq = self._as_expected(mean, mean_sq, lengths, observed)
         own, begin, length = _samples(stratum, lengths, stratum[observed])
         sum_before = sums_before(length)
         count = np.maximum(np.diff(begin), 1)
@@ -247,6 +256,27 @@ class OutputLengthEstimator:
             np.rint(mean[observed]).astype(np.int64),
             np.rint(square[observed]).astype(np.int64),
         )
+
+    def _as_expected(
+        self, mean: Floats, mean_sq: Floats, values: Int64s, observed: Bools
+    ) -> tuple[Floats, Floats]:
+        """Both moments, with those of the leaves of which something is expected.
+
+        Answers count as much as ``SHRINKAGE`` answers of the expected length. The spread
+        around the mean is that of the other estimates.
+
+        Args:
+            values: int64, the length of each observed leaf.
+        """
+        has = self._expected > 0
+        if not has.any():
+            return mean, mean_sq
+        both = has & observed
+        prior = SHRINKAGE * float(self._expected[has].mean())
+        actual = float(values[has[observed]].sum()) + prior
+        ratio = actual / (float(self._expected[both].sum()) + prior)
+        own = np.where(has, np.maximum(self._expected * ratio, 1.0), mean)
+        return own, mean_sq * (own / mean) ** 2
 
     def _moment(
         self, values: Int64s, default: float, observed: Bools, stratum: Int32s

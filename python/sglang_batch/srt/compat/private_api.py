@@ -78,6 +78,10 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "running_bs, beam_width, running_batch, num_held_rows",
             "rows that are free",
         ),
+        "record_weight_version_change": (
+            "new_version",
+            "also notes it for requests in the backlog",
+        ),
         "send_abort_output": ("abort_req, req", "the answer of an aborted request"),
         "_release_aborted_request": ("req", "frees what an aborted request holds"),
         "_build_hisparse_decode_batch": ("reqs", "SGLang's model of a resumed batch"),
@@ -196,6 +200,10 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "reqs, return_logprob, skip_req, is_idle_batch",
             "gets only requests of which something is sent",
         ),
+        "stream_output": (
+            "reqs, return_logprob, skip_req",
+            "all tokens of an aborted request that waits to resume",
+        ),
     },
     "sglang.srt.managers.scheduler_components.batch_result_processor:"
     "SchedulerBatchResultProcessor": {
@@ -203,6 +211,9 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "req, batch, result, i, logits_output",
             "is skipped for requests that continue",
         ),
+    },
+    "sglang.srt.utils.weight_versions": {
+        "record_weight_version_events": ("reqs, old_version", "for the backlog"),
     },
     "sglang.srt.managers.scheduler": {
         "NextBatchPlan": (
@@ -451,6 +462,7 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_collect_batch_responses": ("generators", "all answers, in input order"),
         "_stream_batch_responses": ("generators, rids", "answers as they come"),
         "_init_req_state": ("obj, request", "the state of a further sample"),
+        "_mark_state_dispatched": ("rid", "tells when the scheduler has a request"),
         "_handle_abort_req": ("recv_obj", "ends a request that was not sent yet"),
         "abort_request": ("rid, abort_all", "requests that were not sent yet"),
         "_create_tokenized_object": (

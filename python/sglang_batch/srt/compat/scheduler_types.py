@@ -81,6 +81,7 @@ class Req(Protocol):
     output_ids: array[int]
     sampling_params: SamplingParams
     stream: bool
+    return_logprob: bool
     extra_key: str | None
     cache_salt: str | None
     logprob: ReqLogprob

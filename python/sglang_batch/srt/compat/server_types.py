@@ -246,6 +246,12 @@ class ResultDispatcher(Protocol):
     def __iadd__(self, other: object) -> ResultDispatcher: ...
 
 
+class RequestState(Protocol):
+    """``sglang.srt.managers.tokenizer_manager.ReqState``."""
+
+    dispatched: bool
+
+
 class TokenizerManager(Protocol):
     """``sglang.srt.managers.tokenizer_manager.TokenizerManager``."""
 
@@ -255,7 +261,7 @@ class TokenizerManager(Protocol):
     served_model_name: str
     gracefully_exit: bool
     is_pause: bool
-    rid_to_state: Mapping[str, object]
+    rid_to_state: Mapping[str, RequestState]
     context_len: int
     mm_processor: Any
     max_req_input_len: int | None
@@ -267,6 +273,8 @@ class TokenizerManager(Protocol):
     async def get_internal_state(self) -> list[SchedulerState]: ...
 
     async def flush_cache(self) -> object: ...
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None: ...
 
     def generate_request(
         self, obj: EngineRequest, request: None

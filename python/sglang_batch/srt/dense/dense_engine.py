@@ -214,6 +214,9 @@ class DenseEngine(SGLangEngine):
         """End the worker's thread."""
         self._worker.stop()
 
+    def end_early(self, rid: str) -> None:
+        """Every sample runs to its end: the worker gives no part of a row's answer."""
+
     async def kv_use(self) -> KvUse | None:
         return None
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, TypeAdapter
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from ...batch_api.protocol import TRANSCRIPTIONS_URL
-from ...engine import GENERATE_URL
+from ...engine import GENERATE_URL, SAMPLE_URL
 from ..compat.server_types import (
     EngineAnswer,
     EngineRequest,
@@ -31,6 +31,7 @@ from .checks.value_checks import FieldError
 from .media import transcriptions
 
 REQUEST_CLASSES = request_classes()
+_NATIVE = (GENERATE_URL, SAMPLE_URL)
 
 ServingCoroutine: TypeAlias = Coroutine[Any, Any, object]
 """SGLang's work on one request; returns its response object or its error response."""
@@ -58,7 +59,7 @@ class ServingEndpoints:
 
     async def open(self, url: str) -> None:
         """Prepare an endpoint for :meth:`call`, which raises if this fails."""
-        if url == GENERATE_URL or url in self._serve:
+        if url in _NATIVE or url in self._serve:
             return
         try:
             # In a thread, also because an import may keep a reference to its frames.
@@ -82,7 +83,7 @@ class ServingEndpoints:
             ValueError: the endpoint does not accept the body.
             Exception: this model cannot serve the endpoint.
         """
-        if url == GENERATE_URL:
+        if url in _NATIVE:
             native = _native_request(body)
             keep((native, None))
             return self._generate(native)
@@ -102,7 +103,7 @@ class ServingEndpoints:
     def continued(self, url: str, converted: Converted) -> ServingCoroutine:
         """SGLang's work on a request from where it was converted, not started."""
         adapted, parsed = converted
-        if url == GENERATE_URL:
+        if url in _NATIVE:
             return self._generate(adapted)
         handler = self._handlers[url]
         return handler._handle_non_streaming_request(adapted, parsed, None)

@@ -19,7 +19,7 @@ from ..compat.server_types import EngineRequest
 _OURS = "_offline_batch_has_our_id"
 # How the ids of jobs begin: of lists of prompts in one call, of gathered calls, and all.
 LIST_ID, GATHERED_ID = "list_", "gathered_"
-OUR_IDS = ("batch_", GATHERED_ID, LIST_ID, "wave_")
+OUR_IDS = ("batch_", GATHERED_ID, LIST_ID, "rollout_", "wave_")
 
 
 def has_our_id(adapted: EngineRequest) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol, cast
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from ...batch_api.protocol import TRANSCRIPTIONS_URL
-from ...engine import KvUse
+from ...engine import SAMPLE_URL, KvUse
 from ...errors import EngineError
 from ...planner.machine_model import Machine
 from ...request import BatchRequestInput, RequestOutput, line_request_id
@@ -38,6 +38,7 @@ from ..compat.support import STATE_KEY
 from .body_checks import parse_body
 from .checks.request_checks import check_line
 from .checks.stop_rule_checks import has_rules, take_rules
+from .early_ends import EarlyEnds
 from .endpoints import Converted, ServingEndpoints
 from .measuring.learnt_machine import LearntMachine
 from .media.media_sources import check_sources
@@ -146,10 +147,14 @@ class SGLangEngine:
         # The plans of open jobs that the schedulers have.
         self._last_plans: dict[str, Sequence[JobPlan]] = {}
         self._pairing = SGLangEngine.find_pairing(tokenizer_manager)
+        self._early_ends = EarlyEnds(tokenizer_manager)
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        return (self._tokenizer_manager.served_model_name,)
+        # SGLang renames the model after the path of new weights.
+        manager = self._tokenizer_manager
+        first = manager.server_args.served_model_name or manager.served_model_name
+        return tuple(dict.fromkeys((first, manager.served_model_name)))
 
     @property
     def default_max_inflight(self) -> int:
@@ -295,6 +300,7 @@ class SGLangEngine:
 
     async def close_job(self, job_id: str) -> None:
         self._last_plans.pop(job_id, None)
+        self._early_ends.forget(job_id)
         if self._pairing is not None:
             await self._pairing.close_job(job_id)
         if self._job_control is not None:
@@ -425,18 +431,23 @@ class SGLangEngine:
         fields = {"routed_dp_rank": replica} if self._num_replicas > 1 else {}
         failure: Exception | None = None
         answer: object = None
-        try:
-            answer = await call.run(**fields)
-        except Exception as error:
-            failure = error
+        with self._early_ends.executing(prepared.rid):
+            try:
+                answer = await call.run(**fields)
+            except Exception as error:
+                failure = error
         url, rid = prepared.url, prepared.rid
         engine_answers = [submission.answer for submission in call.submissions]
         # First, because serving code takes an aborted answer for one, or fails on it.
-        if (reason := abort_reason(engine_answers)) is not None:
+        reason = None if url == SAMPLE_URL else abort_reason(engine_answers)
+        if reason is not None:
             return aborted(url, rid, reason)
         if failure is not None:
             return rejection(url, rid, failure)
         return output_of(url, rid, answer, engine_answers)
+
+    def end_early(self, rid: str) -> None:
+        self._early_ends.end(rid)
 
     def _first_prompt_ids(self, adapted: EngineRequest) -> list[int]:
         """Token ids of a request's first prompt, empty if it has no text."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from sglang.srt.arg_groups.model_override_base import resolved_view
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import _make_abort_req
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor,
@@ -24,7 +25,8 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import (
 from sglang.srt.managers.scheduler_components.load_inquirer import (
     SchedulerLoadInquirer,
 )
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_serving
+from sglang.srt.utils.weight_versions import record_weight_version_events
 
 from ...engine import KvUse
 from ...scheduling.adapter_slots import AdapterSlots
@@ -462,6 +464,12 @@ class OfflineScheduler(MarkedScheduler):
             recv_req.rid, everything=recv_req.abort_all
         ):
             self._release_waiting(req)
+            if len(req.output_ids) and req.beam_group is None:
+                # It ran before. SGLang's answer to a waiting request has only the tokens
+                # that were sent so far, every 50th step.
+                req.finished_reason = FINISH_ABORT()
+                self.output_streamer.stream_output([req], req.return_logprob)
+                continue
             reason = recv_req.finished_reason
             self.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
         super().abort_request(recv_req)
@@ -473,6 +481,15 @@ class OfflineScheduler(MarkedScheduler):
     def _release_waiting(self, req: Req) -> None:
         """Free what an aborted request holds that waits or is offloaded."""
         self._release_aborted_request(req)
+
+    def record_weight_version_change(self, new_version: str | None) -> None:
+        """SGLang's, for the requests in the backlog, too: some of them ran before."""
+        old_version = get_serving().weight_version
+        super().record_weight_version_change(new_version)
+        if get_serving().weight_version != old_version:
+            waiting = self.registry.not_running("", everything=True)
+            reqs = [request.req for _, request in waiting]
+            record_weight_version_events(reqs, old_version=old_version)
 
     def pause_generation(self, recv_req: PauseRequest) -> None:
         super().pause_generation(recv_req)

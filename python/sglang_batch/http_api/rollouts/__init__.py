@@ -1,0 +1,1 @@
+"""Groups of samples over HTTP."""

@@ -1,0 +1,198 @@
+"""A client of ``/offline_batch/rollouts``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import httpx
+import msgspec
+
+from ..errors import ConfigError, ServerError
+from .length_history import LengthHistory
+from .rollout_call import (
+    ID_HEADER,
+    ROLLOUTS_PATH,
+    RolloutCall,
+    RolloutGroup,
+    parse_call,
+)
+from .rollout_results import GroupResult
+
+# Groups may take hours. Only connecting has a time limit.
+_TIMEOUT = httpx.Timeout(None, connect=5.0)
+
+
+class RunningRollout:
+    """The groups of a call as they end.
+
+    Attributes:
+        id: of the call at the server.
+    """
+
+    def __init__(
+        self,
+        client: RolloutClient,
+        call: RolloutCall,
+        http: httpx.AsyncClient,
+        response: httpx.Response,
+    ) -> None:
+        self._client = client
+        self._call = call
+        self._http = http
+        self._response = response
+        self.id = response.headers.get(ID_HEADER, "")
+
+    async def __aiter__(self) -> AsyncIterator[GroupResult]:
+        missing = len(self._call.groups)
+        with self._client.plain_errors():
+            async for line in self._response.aiter_lines():
+                missing -= 1
+                yield self._client.read(self._call, line)
+        self._client.check_complete(missing)
+
+    async def stop(self) -> None:
+        """Abort everything that runs. Its groups follow, with their tokens.
+
+        Raises:
+            ConfigError: the server refuses it.
+            ServerError: it does not answer.
+        """
+        with self._client.plain_errors():
+            answer = await self._http.post(f"{ROLLOUTS_PATH}/{self.id}/stop")
+        if answer.status_code != 404:  # the call may have ended meanwhile
+            self._client.check(answer)
+
+
+class RolloutClient:
+    """Samples groups on an offline server.
+
+    Args:
+        url: of the server, such as ``http://127.0.0.1:30000``.
+        api_key: None for a server without keys.
+        history: learns from all answers, and says what is expected of each prompt.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        history: LengthHistory | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.history = history
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def run(self, groups: Sequence[RolloutGroup], **options: Any) -> list[GroupResult]:
+        """Sample groups, and wait for all of them.
+
+        Args:
+            options: further fields of :class:`RolloutCall`, such as ``n`` and ``k``.
+
+        Returns:
+            The groups in the order of ``groups``.
+
+        Raises:
+            InputError: a field is not valid.
+            ConfigError: the server refuses the call.
+            ServerError: it does not answer, or ends before all groups have.
+        """
+        call = self._call(groups, options)
+        found: list[GroupResult] = []
+        with (
+            self.plain_errors(),
+            httpx.Client(**self._http_options) as http,
+            http.stream("POST", ROLLOUTS_PATH, content=_body(call)) as response,
+        ):
+            if response.status_code != 200:
+                response.read()
+            self.check(response)
+            found.extend(self.read(call, line) for line in response.iter_lines())
+        self.check_complete(len(call.groups) - len(found))
+        return sorted(found, key=lambda group: group.index)
+
+    @asynccontextmanager
+    async def start(
+        self, groups: Sequence[RolloutGroup], **options: Any
+    ) -> AsyncGenerator[RunningRollout]:
+        """Sample groups, and take them as they end.
+
+        Leaving the block early aborts the rest, without its tokens.
+
+        Args, Raises:
+            As :meth:`run`.
+        """
+        call = self._call(groups, options)
+        async with httpx.AsyncClient(**self._http_options) as http:
+            with self.plain_errors():
+                request = http.build_request("POST", ROLLOUTS_PATH, content=_body(call))
+                response = await http.send(request, stream=True)
+                if response.status_code != 200:
+                    await response.aread()
+            try:
+                self.check(response)
+                yield RunningRollout(self, call, http, response)
+            finally:
+                await response.aclose()
+
+    def _call(
+        self, groups: Sequence[RolloutGroup], options: dict[str, Any]
+    ) -> RolloutCall:
+        if self.history is not None:
+            groups = self.history.expecting(groups)
+        return parse_call({"groups": list(groups), **options})
+
+    @property
+    def _http_options(self) -> dict[str, Any]:
+        headers = {**self._headers, "content-type": "application/json"}
+        return {"base_url": self.url, "headers": headers, "timeout": _TIMEOUT}
+
+    def read(self, call: RolloutCall, line: str) -> GroupResult:
+        """A line of the server's answer."""
+        try:
+            result = msgspec.json.decode(line, type=GroupResult)
+        except msgspec.DecodeError as error:
+            raise ServerError(f"{self.url} answers with no group: {error}.") from None
+        if self.history is not None:
+            self.history.observe(call.groups[result.index], result)
+        return result
+
+    def check(self, response: httpx.Response) -> None:
+        """Raise if the server refused a call."""
+        if response.status_code == 200:
+            return
+        try:
+            message = response.json()["error"]["message"]
+        except (json.JSONDecodeError, LookupError, TypeError):
+            message = response.text[:200]
+        kind = ConfigError if response.status_code < 500 else ServerError
+        raise kind(
+            f"{self.url} refused the call with HTTP {response.status_code}: {message}"
+        )
+
+    def check_complete(self, missing: int) -> None:
+        """Raise if the server did not answer all groups."""
+        if missing:
+            raise ServerError(
+                f"{self.url} ended with {missing} groups missing; its log says why."
+            )
+
+    @contextmanager
+    def plain_errors(self) -> Iterator[None]:
+        """Turn errors of the connection into ours."""
+        try:
+            yield
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            raise ConfigError(
+                f"{self.url!r} is not the URL of a server: {error}."
+            ) from None
+        except httpx.HTTPError as error:
+            raise ServerError(
+                f"{self.url} does not answer ({type(error).__name__}: {error})."
+            ) from None
+
+
+def _body(call: RolloutCall) -> bytes:
+    return call.model_dump_json(exclude_defaults=True).encode()

@@ -29,6 +29,8 @@ OUR_KEYS = {
     "paused_reason",
     "total",
     "engine_seconds",
+    "merged_requests",
+    "merged_tokens",
 }
 
 

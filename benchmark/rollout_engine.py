@@ -143,6 +143,7 @@ def main() -> None:
                     "name": step["name"],
                     "steps": len(steps),
                     "seconds": seconds,
+                    "cpu_s": float(steps["cpu_s"].sum()),
                     "decode_rows": int(steps["decode_rows"].sum()),
                     "prefill_tokens": int(steps["prefill_tokens"].sum()),
                     **vars(found),

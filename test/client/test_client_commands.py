@@ -287,7 +287,7 @@ def test_a_server_that_is_away_is_waited_for(
     server.failures += [503] * 7  # more than the client itself repeats
     running = {**batch, "status": "in_progress"}
     with batch_view.BatchBar() as bar:
-        ended = client_commands._until_ended(remote_server, running, bar)
+        ended = client_commands.until_ended(remote_server, running, bar)
     assert ended["status"] == "completed"
     assert not server.failures
     assert capsys.readouterr().err.count("Trying again.") == 1
@@ -302,7 +302,7 @@ def test_a_server_that_stays_away_is_given_up(
     batch = {"id": "batch_1", "status": "in_progress"}
     server.failures += [503] * 3
     with batch_view.BatchBar() as bar, pytest.raises(ServerError):
-        client_commands._until_ended(remote_server, batch, bar)
+        client_commands.until_ended(remote_server, batch, bar)
     assert not server.failures
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -58,6 +59,9 @@ def _serve(program: str, fds: Sequence[int]) -> int:
     """Be the fork server. Never returns."""
     status = 1
     try:
+        # A scheduler that fails sends it to its parent, which must end, also where the tests run
+        # in the background of a shell, which ignores it.
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
         # As a new process: no other files than those handed over, and no held lock.
         kept = sorted({0, 1, 2, *fds})
         for low, high in zip(kept, [*kept[1:], 1 << 16], strict=True):

@@ -502,7 +502,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument("--save", metavar="NAME", help="also write results/NAME.json")
     options = parser.parse_args()
-    num_requests = 20_000 if options.quick else options.num_requests
+    num_requests = 10_000 if options.quick else options.num_requests
     reads = WEIGHT_READ_S if options.weight_reads else 0.0
     cost = replace(COST, weight_read_time_s=reads)
     figures = traces(cost, num_requests, options.seed)

@@ -124,13 +124,12 @@ class RequestOutput:
     usage: Usage = Usage()
     merged_with: str | None = None
     from_cache: bool = False
+    cuts: Cuts = Cuts()
 
     @property
     def is_computed(self) -> bool:
         """Whether the job computed it."""
         return self.merged_with is None and not self.from_cache
-
-    cuts: Cuts = Cuts()
 
     @property
     def ok(self) -> bool:

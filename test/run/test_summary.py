@@ -154,7 +154,10 @@ def test_merged_requests_are_counted_and_in_no_rate(tmp_path: Path) -> None:
     assert summary.cached_share == 0.6
     assert summary.output_tokens_per_second == 5.0
     assert summary.computed_tokens_per_second == 20.0
-    assert "2, equal to others: 200 prompt and 20 output" in summary.as_table()
+    assert (
+        "2, equal to others or in the cache: 200 prompt and 20 output"
+        in summary.as_table()
+    )
     assert (
         "merged"
         not in Summary.of_log(

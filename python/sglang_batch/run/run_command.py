@@ -139,8 +139,7 @@ def _run_input(
             )  # fmt: skip
             job = RunningJob(
                 directory, local, requests, settings.config, engine_log, display,
-                enough=options.enough, price=_price(options, settings),
-                cached=_cached(options, settings),
+                enough=options.enough, cached=_cached(options, settings),
             )  # fmt: skip
             with requests.closing():
                 summary = job.run(
@@ -181,6 +180,7 @@ def _settings(options: RunOptions) -> EngineSettings:
         max_inflight=options.max_inflight,
         dedupe=options.dedupe,
         answer_cache=options.answer_cache,
+        dollars_per_hour=options.dollars_per_hour,
         stop_rules=options.stop_rules,
     )
 
@@ -225,13 +225,6 @@ def _cached(options: RunOptions, settings: EngineSettings) -> CachedAnswers | No
 
     model = settings.model
     return ModelAnswers(settings.config, model, vars(settings.server_args)).of()
-
-
-def _price(options: RunOptions, settings: EngineSettings) -> float | None:
-    """Dollars for an hour of an engine: of the option, or else of the settings."""
-    if options.dollars_per_hour is not None:
-        return options.dollars_per_hour
-    return settings.config.dollars_per_hour
 
 
 def _model_name(settings: EngineSettings) -> str:

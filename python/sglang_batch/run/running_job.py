@@ -61,13 +61,11 @@ class RunningJob:
         display: Display,
         *,
         enough: float | None = None,
-        price: float | None = None,
         cached: CachedAnswers | None = None,
     ) -> None:
         """
         Args:
             enough: the share of answers after which the job ends.
-            price: dollars for an hour of an engine.
             cached: answers of earlier jobs, and those of this one for later ones.
         """
         self._job_id = directory.job_id
@@ -78,7 +76,6 @@ class RunningJob:
         self._engine_log = engine_log
         self._display = display
         self._enough = enough
-        self._price = price
         self._cached = cached
         self._begun = time.monotonic()
         self._started = False
@@ -271,7 +268,7 @@ class RunningJob:
             optimal_cached_share=job.prefix_sharing_ratio,
             engines=self._engines(),
             tail=self._named(job.tail),
-            price=self._price,
+            price=self._config.dollars_per_hour,
         )
 
     def _named(self, tail: Tail) -> LastRequests:

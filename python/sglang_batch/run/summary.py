@@ -357,7 +357,8 @@ class Summary:
         if self.merged:
             rows.append(
                 ("merged requests",
-                 f"{self.merged:,}, equal to others: {self.merged_prompt_tokens:,} prompt and "
+                 f"{self.merged:,}, equal to others or in the cache: "
+                 f"{self.merged_prompt_tokens:,} prompt and "
                  f"{self.merged_output_tokens:,} output tokens were not computed")
             )  # fmt: skip
         cuts = {rule: cut for rule in RULES if (cut := getattr(self, f"cut_{rule}"))}

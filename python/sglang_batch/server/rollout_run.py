@@ -10,6 +10,7 @@ import numpy as np
 
 from ..config import OfflineBatchConfig
 from ..engine import SAMPLE_URL, Engine
+from ..job.accounting.enough import num_enough
 from ..job.inflight_limit import InflightLimit
 from ..job.job import Job
 from ..job.live_plan import PlanHints
@@ -38,8 +39,7 @@ class RolloutRun:
         self._engine = engine
         places = range(len(call.groups))
         sizes = [call.n_of(place) for place in places]
-        # At least this share of the groups. Floats such as 0.1 * 30 are a bit too large.
-        enough = max(1, int(np.ceil(call.share * len(sizes) - 1e-9)))
+        enough = max(1, num_enough(call.share, len(sizes), failed=0))
         self._board = GroupBoard(sizes, [call.k_of(place) for place in places], enough)
         self._prompts = [group.input_ids for group in call.groups]
         self._results: list[list[SampleResult | None]] = [[None] * n for n in sizes]

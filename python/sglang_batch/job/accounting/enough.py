@@ -10,6 +10,7 @@ GIVEN_UP = "enough_answers"
 
 def num_enough(share: float, total: int, failed: int) -> int:
     """The answers after which a job may end: this share of the requests that did not fail.
+    The same for the groups of a rollout.
 
     Args:
         share: above 0 and at most 1.

@@ -21,7 +21,8 @@ _KEPT_SHARE = 0.9
 
 
 class AnswerCache:
-    """A cache in a directory, which several processes may use at a time.
+    """A cache in a directory, which several processes may use at a time. Each makes room for what
+    it adds itself.
 
     Only its opening can fail. A failure later is logged once, and the cache is empty from then on.
 

@@ -86,3 +86,18 @@ def _code_and_message(body: bytes) -> tuple[str, str]:
         str(code or "unknown")[:MAX_CODE_CHARS],
         str(message or "")[:MAX_MESSAGE_CHARS],
     )
+
+
+def line_error(entry: dict[str, Any]) -> str:
+    """The message of an error line, whatever its shape.
+
+    Args:
+        entry: the line, as parsed JSON.
+    """
+    response = entry.get("response")
+    body = response.get("body") if isinstance(response, dict) else None
+    in_body = body.get("error") if isinstance(body, dict) else body
+    error = in_body or entry.get("error")
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("code")
+    return str(error or "unknown error")

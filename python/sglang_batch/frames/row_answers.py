@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..batch_api.error_reasons import line_error
 from ..batch_api.jsonl import read_lines
 
 
@@ -35,11 +36,7 @@ def _error(entry: dict[str, Any]) -> str | None:
     response = entry.get("response") or {}
     if entry.get("error") is None and response.get("status_code") == 200:
         return None
-    body = response.get("body")
-    error = body.get("error", body) if isinstance(body, dict) else entry.get("error")
-    if isinstance(error, dict):
-        error = error.get("message") or error.get("code")
-    return str(error or entry.get("error") or "unknown error")
+    return line_error(entry)
 
 
 def _whole(body: dict[str, Any]) -> str:

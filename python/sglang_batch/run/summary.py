@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..batch_api.error_reasons import without_details
+from ..batch_api.error_reasons import line_error, without_details
 from ..config import dollars
 from ..inputs.field_sample import FieldSaving
 from ..stop_rules.rule_settings import RULES
@@ -447,13 +447,7 @@ def _errors_of(log: ResultLog) -> tuple[ErrorGroup, ...]:
 
 def _message(entry: dict[str, Any]) -> str:
     """The message of an error line, on one line."""
-    response = entry.get("response")
-    body = response.get("body") if isinstance(response, dict) else None
-    in_body = body.get("error") if isinstance(body, dict) else body
-    error = in_body or entry.get("error")
-    if isinstance(error, dict):
-        error = error.get("message")
-    message = " ".join(str(error or "unknown error").split())
+    message = " ".join(line_error(entry).split())
     if len(message) > MAX_REASON_CHARS:
         message = message[: MAX_REASON_CHARS - 3] + "..."
     return message

@@ -1,6 +1,6 @@
 """Answers cut by stop rules: tokens, seconds, and what is lost.
 
-Grammars make the demo model, whose weights are random, write a JSON object and then go on, or
+Grammars make the demo model, whose weights are random, write a JSON object and more text after it, or
 repeat a phrase, as models do that were not told when to stop. Each job runs with ``sglang-batch
 run``, with rules and without. A job whose answers no rule cuts shows what rules cost.
 

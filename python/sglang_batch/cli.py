@@ -13,7 +13,7 @@ from .calibration import calibrate_options
 from .client import client_options
 from .errors import ConfigError, ExitStatus, InputError, SGLangBatchError
 from .prediction import options as prediction_options
-from .run import run_options
+from .run.options import run_options
 
 
 def command() -> None:
@@ -111,10 +111,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
-    from .run.fleet_options import fleet_options
+    from .run.options.fleet_options import fleet_options
+    from .run.options.vllm_flags import sglang_argv
     from .run.outputs import Outputs
     from .run.run_command import RunOptions, run
-    from .srt.compat.vllm_flags import sglang_argv
 
     job_input = run_options.job_input(options)
     outputs = Outputs.of(
@@ -147,7 +147,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _serve(options: argparse.Namespace, rest: list[str]) -> int:
-    from .run.fleet_options import fleet_options
+    from .run.options.fleet_options import fleet_options
     from .run.serve_command import serve
 
     return serve(options.backend, rest, fleet_options(options))

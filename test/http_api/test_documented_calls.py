@@ -36,7 +36,7 @@ from sglang_batch.batch_api.protocol import ENDPOINTS
 from sglang_batch.cli import main
 from sglang_batch.client import client_options
 from sglang_batch.config import OfflineBatchConfig
-from sglang_batch.run import run_options
+from sglang_batch.run.options import run_options
 from sglang_batch.server.batch_metrics import BatchMetrics
 from sglang_batch.srt.scheduler.step_metrics import StepMetrics
 

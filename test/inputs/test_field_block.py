@@ -17,7 +17,7 @@ from sglang_batch.inputs.input_sources import input_sources
 from sglang_batch.inputs.job_input import JobInput
 from sglang_batch.inputs.staging import Staging
 from sglang_batch.inputs.template import Template
-from sglang_batch.run.run_options import job_input
+from sglang_batch.run.options.run_options import job_input
 
 CONTENT = """Is it a toy?
 {{#fields}}Name: {{name}}
@@ -104,7 +104,7 @@ def test_a_column_before_the_block_counts(tmp_path: Path) -> None:
     assert found.fields.bytes == found.fields.own_bytes
     own = staged(tmp_path, table, template=named)
     assert contents_of(found) == contents_of(own)
-    # One beside the prompt does not.
+    # One next to the prompt does not.
     body = {"user": "{{name}}", "messages": named.body["messages"]}
     body["messages"] = [{"role": "user", "content": CONTENT}]
     found = staged(tmp_path, table, template=Template(body), optimize_fields=True)

@@ -51,7 +51,7 @@ PROMPT = {"input_ids": [1, 2]}
         ),
         (
             {"groups": [PROMPT], "sampling_params": {"n": 2}},
-            "groups.0: sampling_params have 'n'; give 'n' beside the prompt.",
+            "groups.0: sampling_params have 'n'; give 'n' next to the prompt.",
         ),
         (
             {

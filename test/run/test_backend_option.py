@@ -9,7 +9,7 @@ import pytest
 
 from sglang_batch.cli import main
 from sglang_batch.errors import ConfigError
-from sglang_batch.run.backend_options import (
+from sglang_batch.run.options.backend_options import (
     check_remote_code,
     transformers_options,
 )

@@ -23,9 +23,9 @@ from ..errors import ConfigError, EngineError, ExitStatus, SGLangBatchError
 from ..planner.costs.cost_model import tokens_read
 from ..planner.costs.row_share import Finding, RowShare, StepPoint, fit_row_share
 from ..planner.steps.step_law import StepLaw
-from ..run.backend_options import check_backend_arguments
 from ..run.engine_log import EngineLog
 from ..run.model_place import check_model
+from ..run.options.backend_options import check_backend_arguments
 from ..run.progress import Display
 from ..run.stop_signals import StopSignals
 from ..store.measured.row_share_file import (

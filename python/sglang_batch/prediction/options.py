@@ -9,7 +9,7 @@ from typing import Any
 
 from ..option_types import count, seed, share
 from ..policies import AUTO, ORDERS, POLICIES, POLICY_HELP
-from ..run.run_options import add_inputs
+from ..run.options.run_options import add_inputs
 from .machine_options import DEFAULT_HARDWARE, add_machine
 from .machine_search.choice_options import add_choice
 from .models import MODELS

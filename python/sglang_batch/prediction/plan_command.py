@@ -23,7 +23,7 @@ from ..planner.requests import UNKNOWN, Int64s
 from ..policies import AUTO, PAGED_ORDERS
 from ..run.checked_input import checked_again, checked_requests
 from ..run.model_place import check_model
-from ..run.run_options import job_input, named_model
+from ..run.options.run_options import job_input, named_model
 from ..store.token_spool import TokenSpool
 from .console import check_plot, progress, read_measured, show, show_measured
 from .forecast import Lengths, forecast

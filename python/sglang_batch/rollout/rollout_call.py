@@ -135,7 +135,7 @@ class RolloutCall(_Checked):
             raise ValueError(f"{where}: {len(group.samples)} samples are above n={n}")
         if {"n"} & (self.sampling_params.keys() | group.sampling_params.keys()):
             raise ValueError(
-                f"{where}: sampling_params have 'n'; give 'n' beside the prompt"
+                f"{where}: sampling_params have 'n'; give 'n' next to the prompt"
             )
 
     def _check_sample(

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from ..config import OfflineBatchConfig
-from .backend_options import (
+from .options.backend_options import (
     StartEngine,
     chosen_backend,
     transformers_engine,
@@ -44,7 +44,7 @@ def engine_settings(
     """The settings that options name.
 
     Args:
-        backend: one of :data:`.backend_options.BACKENDS`.
+        backend: one of :data:`.options.backend_options.BACKENDS`.
         argv: the engine's options.
         resolve: have SGLang read the model's configuration and look at this machine. False
             where the engine runs on another one.

@@ -20,14 +20,14 @@ from ..errors import ConfigError, EngineError, ExitStatus, SGLangBatchError
 from ..fleet.head_state import HeadState
 from ..inputs.job_input import JobInput
 from ..inputs.staging import Staging
-from . import run_options
-from .backend_options import BACKENDS, StartEngine, check_backend_arguments
 from .checked_input import checked_again, checked_requests
 from .engine_log import EngineLog
 from .engine_settings import EngineSettings, engine_settings
-from .fleet_options import FleetOptions, WorkerOptions
 from .job_directory import JobDirectory
 from .model_place import check_model
+from .options import run_options
+from .options.backend_options import BACKENDS, StartEngine, check_backend_arguments
+from .options.fleet_options import FleetOptions, WorkerOptions
 from .outputs import Outputs
 from .progress import Display, elapsed
 from .state.state_url import StateUrl
@@ -44,7 +44,7 @@ class RunOptions:
     enough: the share of answers after which the job ends.
     dollars_per_hour: price of an engine.
     server_argv: the options that are the engine's.
-    backend: one of :data:`.backend_options.BACKENDS`.
+    backend: one of :data:`.options.backend_options.BACKENDS`.
     fleet: the engines, if not one in this process.
     state: URL or directory that keeps the job's state too.
     """

@@ -36,9 +36,9 @@ from ..job.bucketed_job import BucketedJob
 from ..job.planner_compiler import compile_planner
 from ..request import BatchRequestInput, RequestOutput, Usage
 from ..store.result_log import ResultLog
-from .backend_options import StartEngine
 from .engine_log import EngineLog
 from .job_directory import JobDirectory, JobRecord
+from .options.backend_options import StartEngine
 from .progress import Display, Progress, engines_running
 from .state.state_url import TakenOver
 from .stop_signals import StopSignals

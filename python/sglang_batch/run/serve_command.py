@@ -17,15 +17,15 @@ import platformdirs
 from ..config import OfflineBatchConfig
 from ..errors import ConfigError, ExitStatus, StoreError
 from ..store.lock import FileLock
-from .backend_options import (
+from .model_place import check_model
+from .options.backend_options import (
     BACKENDS,
     BackendParser,
     chosen_backend,
     transformers_options,
     transformers_settings,
 )
-from .fleet_options import FleetOptions, WorkerOptions
-from .model_place import check_model
+from .options.fleet_options import FleetOptions, WorkerOptions
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 30000
 _SSL = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password")
@@ -35,7 +35,7 @@ def serve(backend: str, argv: list[str], fleet: FleetOptions | None = None) -> i
     """Become ``python -m sglang.launch_server --offline-batch``, or serve with ours.
 
     Args:
-        backend: one of :data:`.backend_options.BACKENDS`.
+        backend: one of :data:`.options.backend_options.BACKENDS`.
         argv: the engine's options, and those of the server.
         fleet: the servers that have the engines, if it is not in this one.
 

@@ -23,7 +23,7 @@ class Repetition:
     """When the last tokens of an answer repeat a pattern: the end of a loop.
 
     max_pattern_size, min_pattern_size: tokens of the pattern, both included.
-    min_count: how often it stands in a row.
+    min_count: how often it comes in a row.
     min_tokens: tokens of all its repeats together. A row of spaces or dashes is shorter.
 
     Raises:

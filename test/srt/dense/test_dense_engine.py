@@ -26,7 +26,7 @@ from sglang_batch.request import (
     RequestOutput,
     engine_request_id,
 )
-from sglang_batch.run.backend_options import transformers_engine
+from sglang_batch.run.options.backend_options import transformers_engine
 from sglang_batch.scheduling.dense_batches.length_rows import MAX_TICKS, ByLength
 from sglang_batch.scheduling.job_plan import JobPlan, unplanned
 from sglang_batch.srt.dense.choice import why_not_sglang

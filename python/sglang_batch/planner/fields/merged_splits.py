@@ -25,7 +25,7 @@ def merged_groups(edge: Int32s, lens: Int32s) -> tuple[int, Int32s]:
         ``[n]``; -1: the row is alone.
     """
     n, m = edge.shape
-    held = edge.copy()  # the values in common of the set that each row stands for
+    held = edge.copy()  # the values in common of the set that each row has
     weight = np.zeros((n, n), np.int64)
     best = np.zeros(n, np.int64)  # partner with most in common, among those after it
     alive = np.ones(n, np.bool_)

@@ -127,7 +127,7 @@ class _RuleEndings:
                     f"stop_rules: {error}.", HTTPStatus.BAD_REQUEST, "BadRequestError"
                 )
             return
-        # SGLang's own reason stands for the same token, unless the rule says more.
+        # SGLang's own reason counts for the same token, unless the rule says more.
         if cut is not None and (
             reason is None or self._num_read < end or isinstance(reason, FINISH_LENGTH)
         ):

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import ConfigError
-from ..option_types import count
+from ...errors import ConfigError
+from ...option_types import count
 
 BACKENDS = ("sglang", "transformers", "auto")
 # Options that also tell SGLang's classes how to render requests and to parse answers.
@@ -47,7 +47,7 @@ def check_backend_arguments(backend: str, argv: list[str]) -> argparse.Namespace
     """
     if backend == "transformers":
         return transformers_options(argv)
-    from ..srt.compat.command_line import check_arguments
+    from ...srt.compat.command_line import check_arguments
 
     return check_arguments(argv)
 
@@ -132,7 +132,7 @@ def chosen_backend(argv: list[str]) -> tuple[str, str]:
     Raises:
         ConfigError: the model's configuration cannot be read.
     """
-    from ..srt.dense.choice import why_not_sglang
+    from ...srt.dense.choice import why_not_sglang
 
     known = _given(argv)
     reason = why_not_sglang(
@@ -160,7 +160,7 @@ def transformers_engine(argv: list[str]) -> tuple[Any, StartEngine]:
         ConfigError: an option cannot be used.
     """
     settings = transformers_settings(argv)
-    from ..srt.dense import start
+    from ...srt.dense import start
 
     return settings[0], partial(start.engine, *settings)
 
@@ -178,9 +178,9 @@ def transformers_settings(
     """
     given = vars(transformers_options(argv, server=server))
     check_remote_code(argparse.Namespace(**given))
-    from ..dense.settings import DenseSettings
-    from ..srt.dense import start
-    from ..srt.engine import in_process
+    from ...dense.settings import DenseSettings
+    from ...srt.dense import start
+    from ...srt.engine import in_process
 
     # SGLang computes nothing. It must not read the model, which it may refuse.
     passed = ["--model-path=none", "--device=cpu", "--enable-cache-report"]

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ..config import OfflineBatchConfig
-from ..errors import ConfigError
-from ..fleet.head_state import HeadState
-from ..option_types import count, whole
+from ...config import OfflineBatchConfig
+from ...errors import ConfigError
+from ...fleet.head_state import HeadState
+from ...option_types import count, whole
+from ..engine_settings import EngineSettings, engine_settings, started
 from .backend_options import StartEngine, check_backend_arguments
-from .engine_settings import EngineSettings, engine_settings, started
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class RayOptions:
                 f"--nnodes {known.nnodes}: each engine of --ray is on one node; leave it "
                 "out, and let --engines have more of them."
             )
-        from ..cluster.ray_fleet import check_ray
+        from ...cluster.ray_fleet import check_ray
 
         check_ray(self.address)
         return known
@@ -66,7 +66,7 @@ class RayOptions:
         head: HeadState,
     ) -> StartEngine:
         """What starts the engines, or finds those of an earlier run of this job."""
-        from ..cluster.ray_fleet import RayFleet, cluster_resources, ray_engine
+        from ...cluster.ray_fleet import RayFleet, cluster_resources, ray_engine
 
         resources = self.resources
         if resources is None:
@@ -108,7 +108,7 @@ class WorkerOptions:
             ConfigError: an option cannot be used, or a server does not answer.
         """
         _config(argv)
-        from ..fleet.http.http_fleet import served_model
+        from ...fleet.http.http_fleet import served_model
 
         model = served_model(self.urls, self.api_key)
         return argparse.Namespace(model_path=model, served_model_name=model)
@@ -129,7 +129,7 @@ class WorkerOptions:
         head: HeadState,
     ) -> StartEngine:
         """What attaches to the servers."""
-        from ..fleet.http.http_fleet import http_engine
+        from ...fleet.http.http_fleet import http_engine
 
         return partial(http_engine, self.urls, self.api_key, head)
 

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..batch_api.protocol import ENDPOINTS
-from ..config import DEDUPES
-from ..errors import ConfigError
-from ..option_types import count, enough, positive
-from ..policies import POLICIES, POLICY_HELP
+from ...batch_api.protocol import ENDPOINTS
+from ...config import DEDUPES
+from ...errors import ConfigError
+from ...option_types import count, enough, positive
+from ...policies import POLICIES, POLICY_HELP
 from .backend_options import BACKENDS
 from .fleet_options import add_fleet
 
 if TYPE_CHECKING:
-    from ..inputs.job_input import JobInput
+    from ...inputs.job_input import JobInput
 
 _DESCRIPTION = """\
 Answer JSONL files of OpenAI batch requests (or of `vllm run-batch`), or the rows of a
@@ -259,9 +259,9 @@ def job_input(options: argparse.Namespace) -> JobInput:
     Raises:
         ConfigError: the template cannot be used.
     """
-    from ..inputs.input_sources import input_sources
-    from ..inputs.job_input import JobInput
-    from ..inputs.template import Template
+    from ...inputs.input_sources import input_sources
+    from ...inputs.job_input import JobInput
+    from ...inputs.template import Template
 
     template = options.template
     return JobInput(

@@ -69,6 +69,7 @@ def simulate(num_runs: int) -> list[Figure]:
             num_workers=1 + seed % 5,
             policy=POLICIES[seed % len(POLICIES)],
             poison=poison,
+            releases=seed % 2 == 1,
         )
         outcome = run_virtually(world.run(), 36_000)
         lost += 120 - len(outcome.answered)

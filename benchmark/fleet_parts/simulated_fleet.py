@@ -176,6 +176,7 @@ class SimulatedPlace:
         self.name = name
         self._world = world
         self._host: WorkerHost | None = None
+        self._started = self._lived_s = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
         self.cut_until = 0.0
         self.broken = False
@@ -187,6 +188,7 @@ class SimulatedPlace:
             raise WorkerLost("it does not start", crashed=True)
         if self._host is None:
             self._world.num_starts += 1
+            self._started = asyncio.get_running_loop().time()
             world = self._world
             engine = SimulatedEngine(
                 world.rows, world.seconds, world.poison, self.kill, world.computed
@@ -202,9 +204,15 @@ class SimulatedPlace:
         host, self._host = self._host, None
         if host is None:
             return
+        self._lived_s += asyncio.get_running_loop().time() - self._started
         for task in (*self._tasks, *host._lines.values(), host._watching):
             if task is not None:
                 task.cancel()
+
+    def lived_s(self, now: float) -> float:
+        """Seconds in which a process was there."""
+        running = 0.0 if self._host is None else now - self._started
+        return self._lived_s + running
 
     def leave(self) -> None:
         """The process is asked to end, and does so when its lines have ended."""
@@ -218,6 +226,11 @@ class SimulatedPlace:
             await asyncio.sleep(0.1)
         if self._host is host:
             self.kill()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a process is there that has lines."""
+        return self._host is not None and self._host.is_busy
 
     def is_process_of(self, host: WorkerHost) -> bool:
         return self._host is host
@@ -298,6 +311,9 @@ class Outcome:
     losses: workers that were lost.
     heads: heads that the job needed.
     seconds: of the virtual clock.
+    engine_s: in which engines were there, added up.
+    attached_s: the same as the heads count it.
+    released: workers that ended because nothing was left for them.
     """
 
     answered: Counter[int]
@@ -306,6 +322,9 @@ class Outcome:
     losses: int
     heads: int
     seconds: float
+    engine_s: float
+    attached_s: float
+    released: int
 
 
 class World:
@@ -316,6 +335,8 @@ class World:
         loss: share of calls, and of replies, that are lost, and of calls that are doubled.
         poison: lines that take down every engine that runs them.
         heads_die: whether heads are among what dies.
+        releases: whether workers end when nothing is left for them.
+        seconds: how long each line runs. None: at random, 2.5 s in the mean.
     """
 
     def __init__(
@@ -331,6 +352,8 @@ class World:
         poison: frozenset[int] = frozenset(),
         heads_die: bool = True,
         policy: str = "dfs",
+        releases: bool = False,
+        seconds: Sequence[float] | None = None,
     ) -> None:
         self.random = random.Random(seed)
         self.rows, self.loss, self.poison = rows, loss, poison
@@ -338,15 +361,19 @@ class World:
         self.computed = Computed()
         self._lines = [_line(i, self.random) for i in range(num_lines)]
         self._seconds = [self.random.expovariate(0.4) for _ in range(num_lines)]
+        if seconds is not None:
+            self._seconds = list(seconds)
         self._faults, self._fault_s = faults, fault_s
         self._heads_die = heads_die
+        self._releases = releases
         self._config = OfflineBatchConfig(policy=policy)
         self.places = [SimulatedPlace(f"worker {i}", self) for i in range(num_workers)]
         self._answers: Counter[int] = Counter()
         self._failed: set[int] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._head: asyncio.Task[None] | None = None
-        self._heads = self._losses = 0
+        self._heads = self._losses = self._released = 0
+        self._attached_s = 0.0
         self.num_starts = 0
         self._crashes = CrashCounts()  # heads leave them to each other on disk
         self._error: EngineError | None = None
@@ -386,18 +413,24 @@ class World:
                 pass
             except EngineError as error:  # the user starts another
                 self._error = error
+        now = asyncio.get_running_loop().time()
         return Outcome(
             self._answers,
             self._failed,
             self.computed.times,
             self._losses,
             self._heads,
-            asyncio.get_running_loop().time(),
+            now,
+            sum(place.lived_s(now) for place in self.places),
+            self._attached_s,
+            self._released,
         )
 
     async def _run_head(self, epoch: int) -> None:
         todo = [i for i in range(len(self._lines)) if i not in self._answers]
-        engine = FleetEngine(self.places, epoch, crashes=self._crashes)
+        engine = FleetEngine(
+            self.places, epoch, crashes=self._crashes, releases=self._releases
+        )
 
         def sink(request: BatchRequestInput, output: RequestOutput) -> None:
             self._answers[request.index] += 1
@@ -408,10 +441,14 @@ class World:
             await engine.connect()
             await Job("job", self._lines, todo, engine, self._config, sink).run()
         finally:
-            self._losses += sum(state.losses for state in engine.states())
-            for keeper in engine._keepers:  # a head that dies frees nothing
+            states = engine.states()
+            self._losses += sum(state.losses for state in states)
+            self._attached_s += sum(state.there_s for state in states)
+            self._released += sum(state.status == "released" for state in states)
+            keepers = [w.keeper for w in engine._workers if w.keeper is not None]
+            for keeper in keepers:  # a head that dies frees nothing
                 keeper.cancel()
-            await asyncio.wait(engine._keepers)
+            await asyncio.gather(*keepers, return_exceptions=True)
 
     def kill_head(self) -> None:
         """The head's process ends. The next one begins at once."""

@@ -3,6 +3,9 @@
 Job 5 of throughput_jobs.py has two tasks in one file, and answers of unknown length. In the other job one
 of its short prompts in a hundred does not end at its stop, but after 1,500 tokens. Both run with
 ``sglang-batch run`` on the demo model, to the last answer and with ``--enough 99%``.
+
+Then the engine seconds of a fleet, simulated, whose engines end when nothing is left for
+them, and of one whose engines all stay to the last answer.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from fleet_parts.simulated_fleet import World
+from fleet_parts.virtual_time import run_virtually
 from report import Figure
 from throughput_engine import run_task, task_of
 from throughput_jobs import ThroughputJob, blend, blend_draft
@@ -27,6 +32,9 @@ LONG, LONG_SHARE = 1500, 0.01
 # Without --policy, and the order that ends with short answers.
 POLICIES = ("dfs", "dfs-longest")
 URL = "/v1/completions"
+# The simulated fleet: lines of each engine, how many run in it at a time, mean seconds of a
+# line, and how much longer some of them take.
+FLEET_ENGINES, FLEET_LINES, FLEET_ROWS, FLEET_S, FLEET_LONG = 16, 200, 16, 2.5, 20
 
 Kind = tuple[str, str, bool]
 
@@ -59,7 +67,42 @@ def measure(quick: bool) -> list[Figure]:
                             f"{told}: {summary['seconds']} s, {summary['tail']}",
                             file=sys.stderr,
                         )
-    return [figure for name in jobs for figure in figures(name, found)]
+    return [figure for name in jobs for figure in figures(name, found)] + [
+        *fleet_figures("mixed lengths", 0.0, ("<", 1.0)),
+        *fleet_figures(f"{LONG_SHARE:.0%} long", LONG_SHARE, ("<=", 0.5)),
+    ]
+
+
+def fleet_figures(
+    name: str, long_share: float, target: tuple[str, float]
+) -> list[Figure]:
+    """Engine seconds of simulated fleets whose engines end early, and stay."""
+    rng = random.Random(SEED)
+    seconds = [
+        rng.expovariate(1 / FLEET_S) * (FLEET_LONG if rng.random() < long_share else 1)
+        for _ in range(FLEET_ENGINES * FLEET_LINES)
+    ]
+    stay, end = (
+        run_virtually(
+            World(
+                SEED, num_lines=len(seconds), num_workers=FLEET_ENGINES,
+                rows=FLEET_ROWS, faults=0, loss=0.0, releases=releases, seconds=seconds,
+            ).run(),
+            36_000.0,
+        )
+        for releases in (False, True)
+    )  # fmt: skip
+    if set(end.computed.values()) != {1} or len(end.answered) != len(seconds):
+        raise RuntimeError("a released engine lost a line")
+    what = f"{FLEET_ENGINES} simulated engines, {name}"
+    return [
+        Figure(
+            f"{what}: engine seconds, those without work released, against all kept",
+            end.engine_s / stay.engine_s, target=target,
+            note=f"{end.engine_s:,.0f} of {stay.engine_s:,.0f} s; the last answer after "
+            f"{end.seconds:,.1f} and {stay.seconds:,.1f} s",
+        )
+    ]  # fmt: skip
 
 
 def figures(name: str, found: dict[Kind, list[dict[str, Any]]]) -> list[Figure]:

@@ -124,6 +124,13 @@ class ReplicaChanges(Protocol):
 
     def unwatch(self, on_change: Callable[[], None]) -> None: ...
 
+    def release_idle(self) -> None:
+        """All requests are sent: replicas that have none may end.
+
+        Only what is lost with another replica may be sent after this.
+        """
+        ...
+
 
 class Engine(Protocol):
     """Renders requests and executes them. Both calls may run concurrently."""

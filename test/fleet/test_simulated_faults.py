@@ -29,6 +29,7 @@ def test_whatever_dies_each_line_has_one_answer(seed: int) -> None:
         loss=(0.0, 0.01, 0.05, 0.2)[seed % 4],
         num_workers=1 + seed % 5,
         policy=POLICIES[seed % 5],
+        releases=seed % 2 == 1,
     )
     assert not run(world).failed
 
@@ -48,6 +49,36 @@ def test_without_faults_nothing_is_computed_twice() -> None:
     outcome = run(World(0, faults=0, loss=0.0))
     assert set(outcome.computed.values()) == {1}
     assert outcome.losses == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_workers_end_when_nothing_is_left_for_them(seed: int) -> None:
+    kept, released = (
+        run(World(seed, faults=0, loss=0.0, num_workers=6, releases=releases))
+        for releases in (False, True)
+    )
+    assert kept.released == 0 and 1 <= released.released <= 5
+    assert released.seconds == pytest.approx(kept.seconds, abs=0.5)
+    assert released.engine_s < kept.engine_s
+    for each in (kept, released):
+        assert each.attached_s == pytest.approx(each.engine_s, abs=6 * 0.2)
+    assert set(released.computed.values()) == {1} and released.losses == 0
+
+
+def test_the_last_workers_that_fail_are_replaced_by_released_ones() -> None:
+    seconds = [2.5] * (LINES - 1) + [300.0]
+    world = World(2, faults=0, loss=0.0, num_workers=3, releases=True, seconds=seconds)
+
+    def fail_for_good(place: SimulatedPlace) -> None:
+        if place.is_busy:
+            place.broken = True
+            place.kill()
+
+    for worker in range(3):
+        at(world, 200.0, fail_for_good, worker)
+    outcome = run(world)
+    assert outcome.heads == 1 and outcome.released == 1
+    assert outcome.computed[LINES - 1] == 1
 
 
 def test_a_network_that_loses_and_doubles_calls_changes_nothing() -> None:

@@ -98,12 +98,13 @@ def test_several_engines_are_listed(tmp_path: Path) -> None:
         WorkerState("http://b", "left out", 0, 0, 1, 110, None, 0.0, 3, gone),
         WorkerState("http://c", "running", 0, 0, 0, 0, None, 0.0, 1, gone),
         WorkerState("http://d", "starting", 0, 0, 0, 0, None, 0.0, 2, gone),
+        WorkerState("http://e", "released", 0, 0, 1, 110, None, 0.0, 0, "", 1.5),
     ]
     summary = Summary.of_log(log, before, seconds=2.0, engines=states)
     shown = summary.as_table().split("\n")
     first = next(i for i, row in enumerate(shown) if row.startswith("engines "))
     assert [
-        row.removeprefix("engines").strip() for row in shown[first : first + 4]
+        row.removeprefix("engines").strip() for row in shown[first : first + 5]
     ] == [
         "http://a: 5 requests, 300 tokens/s, cached 50.0%",
         "http://b: 1 requests, 55 tokens/s, cached 0.0%; left out, lost 3 times: "
@@ -111,6 +112,7 @@ def test_several_engines_are_listed(tmp_path: Path) -> None:
         "http://c: 0 requests, 0 tokens/s, cached 0.0%; lost 1 time: " + gone,
         "http://d: 0 requests, 0 tokens/s, cached 0.0%; starting again, lost 2 times: "
         + gone,
+        "http://e: 1 requests, 55 tokens/s, cached 0.0%; released after 2 s",
     ]
     engines = json.loads(summary.as_json())["engines"]
     assert [engine["tokens_per_second"] for engine in engines] == [
@@ -118,7 +120,9 @@ def test_several_engines_are_listed(tmp_path: Path) -> None:
         55.0,
         0.0,
         0.0,
+        55.0,
     ]
+    assert summary.engine_s == 1.5
     assert engines[1]["reason"] == gone
     assert Summary.of_record(json.loads(summary.as_json())) == summary
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -76,6 +77,8 @@ class FleetEngine:
         gives_up: whether a place is left out where no worker lasts. False: it is tried
             again as long as the fleet is there.
         crashes: of earlier heads of the same jobs.
+        releases: whether the fleet is for one job: a worker ends when nothing is left for it,
+            while others still run the job's last lines.
 
     Raises:
         ConfigError: there are no places.
@@ -89,6 +92,7 @@ class FleetEngine:
         *,
         gives_up: bool = True,
         crashes: CrashCounts | None = None,
+        releases: bool = False,
     ) -> None:
         if not places:
             raise ConfigError("A fleet needs a place for one worker or more.")
@@ -96,12 +100,14 @@ class FleetEngine:
         self._epoch = epoch
         self._min_workers = min_workers
         self._gives_up = gives_up
+        self._releases = releases
         self._num_sessions = 0
         self._slots: list[tuple[FleetWorker, int]] = []
         self._jobs: dict[str, FleetJob] = {}
         self._crashes = crashes or CrashCounts()
         self._renderer = FleetRenderer()
-        self._keepers: list[asyncio.Task[None]] = []
+        self._clock = time.monotonic
+        self._freeing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._on_change: list[Callable[[], None]] = []
         self._failure: SGLangBatchError | None = None
@@ -117,7 +123,9 @@ class FleetEngine:
                 workers differ.
             EngineError: too few could start.
         """
-        self._keepers = [asyncio.create_task(self._keep(w)) for w in self._workers]
+        self._clock = asyncio.get_running_loop().time
+        for worker in self._workers:
+            worker.keeper = asyncio.create_task(self._keep(worker))
         while self._failure is None:
             states = Counter(worker.status for worker in self._workers)
             running, out = states[WorkerStatus.RUNNING], states[WorkerStatus.LEFT_OUT]
@@ -132,17 +140,18 @@ class FleetEngine:
 
     async def close(self) -> None:
         """End the workers that this fleet has started."""
-        for keeper in self._keepers:
+        keepers = [w.keeper for w in self._workers if w.keeper is not None]
+        for keeper in keepers:
             keeper.cancel()
-        if self._keepers:
-            await asyncio.wait(self._keepers)
+        await asyncio.gather(*keepers, *self._freeing, return_exceptions=True)
         await asyncio.gather(
             *(worker.place.free() for worker in self._workers), return_exceptions=True
         )
 
     def states(self) -> list[WorkerState]:
         """The table of workers."""
-        return [WorkerState.of(worker) for worker in self._workers]
+        now = self._clock()
+        return [WorkerState.of(worker, now) for worker in self._workers]
 
     # The Engine protocol --------------------------------------------------------------
 
@@ -191,6 +200,19 @@ class FleetEngine:
     def unwatch(self, on_change: Callable[[], None]) -> None:
         if on_change in self._on_change:
             self._on_change.remove(on_change)
+
+    def release_idle(self) -> None:
+        if not self._releases or not any(worker.lines for worker in self._workers):
+            return
+        idle = [worker for worker in self._workers if worker.is_idle]
+        for worker in idle:
+            logger.info("Worker %s is released: nothing is left for it", worker.name)
+            worker.release(_now())
+            freeing = asyncio.create_task(worker.place.free())
+            self._freeing.add(freeing)
+            freeing.add_done_callback(self._freeing.discard)
+        if idle:
+            self._notify()
 
     async def kv_use(self) -> KvUse | None:
         total: Counter[str] = Counter()
@@ -404,7 +426,7 @@ class FleetEngine:
             worker.failures = 0
         if attached:
             worker.lost_at = _now()
-        lines = worker.lost(loss)
+        lines = worker.lost(loss, _now())
         explained = self._crashes.explain([rid for rid, _ in lines])
         worker.failures += loss.crashed and not explained
         self._give_back(lines, loss, worker.name)
@@ -419,11 +441,10 @@ class FleetEngine:
         for other in self._workers:
             if other.about is not None:
                 _check_model(other.name, other.about, worker.name, about)
-        worker.link, worker.about = link, about
+        worker.attached(link, about, _now())
         while len(worker.slots) < about.num_replicas:
             worker.slots.append(len(self._slots))
             self._slots.append((worker, len(worker.slots) - 1))
-        worker.status, worker.reason = WorkerStatus.RUNNING, ""
         logger.info("Worker %s is ready", worker.name)
         # All at once: a line must not be sent before its job is open.
         for job_id, job in self._jobs.items():
@@ -470,7 +491,12 @@ class FleetEngine:
             worker.failures,
             worker.reason,
         )
-        if all(w.status is WorkerStatus.LEFT_OUT for w in self._workers):
+        states = {each.status for each in self._workers}
+        if states == {WorkerStatus.LEFT_OUT, WorkerStatus.RELEASED}:
+            released = (w for w in self._workers if w.status is WorkerStatus.RELEASED)
+            again = next(released)
+            again.keeper = asyncio.create_task(self._keep(again))
+        elif states == {WorkerStatus.LEFT_OUT}:
             reasons = "; ".join(f"{w.name}: {w.reason}" for w in self._workers)
             self._fail(EngineError(f"no engine of the fleet is left ({reasons})."))
         self._notify()

@@ -22,6 +22,7 @@ class WorkerStatus(Enum):
     LEAVING = "leaving"
     LOST = "lost"
     LEFT_OUT = "left out"
+    RELEASED = "released"
 
 
 @dataclass(slots=True)
@@ -49,6 +50,9 @@ class FleetWorker:
     num_losses: losses of any kind.
     lost_at: when it was lost, on the event loop's clock.
     reason: of the last loss.
+    keeper: has a worker here as long as it runs.
+    there_s: seconds in which earlier workers were attached here.
+    attached_at: since when the present one is, on the event loop's clock.
     """
 
     place: Place
@@ -63,6 +67,9 @@ class FleetWorker:
     num_losses: int = 0
     lost_at: float = 0.0
     reason: str = ""
+    keeper: asyncio.Task[None] | None = None
+    there_s: float = 0.0
+    attached_at: float | None = None
 
     @property
     def name(self) -> str:
@@ -73,6 +80,29 @@ class FleetWorker:
         """Whether it takes lines."""
         return self.status is WorkerStatus.RUNNING
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is there, or looked for, and has no lines."""
+        kept = (WorkerStatus.STARTING, WorkerStatus.RUNNING, WorkerStatus.LOST)
+        return not self.lines and self.status in kept
+
+    def seconds(self, now: float) -> float:
+        """In which a worker was attached here."""
+        return self.there_s + (
+            0.0 if self.attached_at is None else now - self.attached_at
+        )
+
+    def attached(self, link: WorkerLink, about: About, now: float) -> None:
+        """A worker is there."""
+        self.link, self.about, self.attached_at = link, about, now
+        self.status, self.reason = WorkerStatus.RUNNING, ""
+
+    def release(self, now: float) -> None:
+        """The worker is not needed any more."""
+        if self.keeper is not None:
+            self.keeper.cancel()
+        self._detached(WorkerStatus.RELEASED, now)
+
     def joined(self, job_id: str, numbers: list[int]) -> None:
         """These lines run now."""
         running = set(numbers)
@@ -80,15 +110,19 @@ class FleetWorker:
             if line.job_id == job_id and line.index in running:
                 line.joined = True
 
-    def lost(self, loss: Loss) -> list[tuple[str, SentLine]]:
+    def lost(self, loss: Loss, now: float) -> list[tuple[str, SentLine]]:
         """The worker is gone. Returns the lines that it had."""
-        self.status, self.link = WorkerStatus.LOST, None
+        self._detached(WorkerStatus.LOST, now)
         self.num_losses += 1
         self.reason = loss.reason
-        self.meter.idle()
         lines = list(self.lines.items())
         self.lines.clear()
         return lines
+
+    def _detached(self, status: WorkerStatus, now: float) -> None:
+        self.there_s, self.attached_at = self.seconds(now), None
+        self.status, self.link = status, None
+        self.meter.idle()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +136,7 @@ class WorkerState:
     cached_share: share of their prompt tokens that came from the cache, 0 to 1.
     losses: how often it was lost.
     reason: of the last loss, or why it is left out.
+    there_s: seconds in which it was there, loaded and attached to this head.
     """
 
     name: str
@@ -114,13 +149,14 @@ class WorkerState:
     cached_share: float
     losses: int
     reason: str
+    there_s: float = 0.0
 
     @property
     def is_running(self) -> bool:
         return self.status == WorkerStatus.RUNNING.value
 
     @classmethod
-    def of(cls, worker: FleetWorker) -> WorkerState:
+    def of(cls, worker: FleetWorker, now: float) -> WorkerState:
         usage, rate = worker.meter.usage, worker.meter.tokens_per_s
         return cls(
             worker.name,
@@ -133,4 +169,5 @@ class WorkerState:
             round(usage.cache_hit_rate, 4),
             worker.num_losses,
             worker.reason,
+            round(worker.seconds(now), 3),
         )

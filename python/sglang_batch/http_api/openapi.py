@@ -302,7 +302,7 @@ class EngineState(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     name: str
-    status: Literal["starting", "running", "leaving", "lost", "left out"]
+    status: Literal["starting", "running", "leaving", "lost", "left out", "released"]
     lines: int
     """Lines that it has."""
     running: int
@@ -317,6 +317,8 @@ class EngineState(BaseModel):
     losses: int
     reason: str
     """Of the last loss."""
+    there_s: float
+    """Seconds in which it was there, loaded and attached to this server."""
 
 
 class EngineTable(BaseModel):

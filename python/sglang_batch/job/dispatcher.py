@@ -169,7 +169,19 @@ class Dispatcher:
             return
         is_live = changes.speeds.there.tolist()
         for replica, live in zip(self._replicas, is_live, strict=False):
+            if replica.is_live and not live:
+                replica.occupancy.gone()
             replica.is_live = live
+
+    def _release_idle(self) -> None:
+        """Let replicas end that have nothing to do any more."""
+        changes = self._engine.replica_changes
+        if changes is not None and not self.grows and not self._num_unsent:
+            changes.release_idle()
+
+    @property
+    def _num_unsent(self) -> int:
+        return sum(replica.num_unsent for replica in self._replicas)
 
     def joined(self, numbers: list[int]) -> None:
         """These requests run now."""
@@ -204,9 +216,10 @@ class Dispatcher:
                     self._changed.clear()
                     self._check_replicas()
                     self._send_ready(group)
-                    busy = any(r.num_unsent or r.in_flight for r in self._replicas)
+                    busy = self._num_unsent or self.num_in_flight
                     if not busy and not self.grows and not self._try_suspect(group):
                         break
+                    self._release_idle()
                     self._replan_if_due(group)
                     await self._changed.wait()
                 if self._replanning is not None:
@@ -333,7 +346,9 @@ class Dispatcher:
             return
         if self._feedback.is_due:
             answers = self._feedback.pop_answers()
-        elif self._replicas_changed or self._is_uneven:
+        elif self._is_uneven or (
+            self._replicas_changed and (self._num_unsent or self.grows)
+        ):
             answers = self._feedback.take_answers()
         else:
             return

@@ -101,6 +101,7 @@ class EngineWork:
     cached_share: share of the prompt tokens that came from its cache, 0 to 1.
     losses: how often it was lost.
     reason: of the last loss, or why it is left out.
+    engine_s: seconds in which it was there, loaded.
     """
 
     name: str
@@ -111,6 +112,7 @@ class EngineWork:
     cached_share: float
     losses: int
     reason: str
+    engine_s: float = 0.0
 
     @classmethod
     def of(cls, state: WorkerState, seconds: float) -> EngineWork:
@@ -123,6 +125,7 @@ class EngineWork:
             state.cached_share,
             state.losses,
             state.reason,
+            state.there_s,
         )
 
     def __str__(self) -> str:
@@ -130,10 +133,12 @@ class EngineWork:
             f"{self.answered:,} requests, {self.tokens_per_second:,.0f} tokens/s, "
             f"cached {self.cached_share:.1%}"
         )
+        if self.status == "released":
+            done += f"; released after {self.engine_s:,.0f} s"
         if not self.losses and not self.reason:
             return f"{self.name}: {done}"
         lost = f"lost {self.losses:,} time{'s' * (self.losses != 1)}: {self.reason}"
-        if self.status == "running":
+        if self.status in ("running", "released"):
             return f"{self.name}: {done}; {lost}"
         # Lost, it is looked for, or started, until the end.
         again = " again" * (self.status == "starting")
@@ -182,7 +187,8 @@ class Summary:
         None if the policy does not compute it.
     this_run: the part of the job that this run did. None: all of it.
     given_up: requests without an answer, as enough of the others have one.
-    engine_s: seconds of this run, times the engines of the fleet at its end.
+    engine_s: seconds of this run. Of a fleet: those in which its engines were there, loaded,
+        added up.
     dollars: for these, at the price that the run was given. None without one.
     tail: of this run.
     errors: failed requests by reason, most frequent first.
@@ -251,7 +257,7 @@ class Summary:
             if len(engines) > 1
             else (),
             given_up=len(log) - log.num_done,
-            num_engines=max(1, len(engines)),
+            engine_s=sum(state.there_s for state in engines) if engines else None,
             tail=tail,
             price=price,
         )
@@ -268,7 +274,7 @@ class Summary:
         errors: tuple[ErrorGroup, ...] = (),
         engines: tuple[EngineWork, ...] = (),
         given_up: int = 0,
-        num_engines: int = 1,
+        engine_s: float | None = None,
         tail: LastRequests | None = None,
         price: float | None = None,
     ) -> Summary:
@@ -278,6 +284,8 @@ class Summary:
         def rate(tokens: int) -> float:
             return round(tokens / seconds, 1) if seconds else 0.0
 
+        if engine_s is None:
+            engine_s = seconds
         if optimal_cached_share is not None:
             optimal_cached_share = round(optimal_cached_share, 4)
         return cls(
@@ -293,8 +301,8 @@ class Summary:
             errors=errors,
             engines=engines,
             given_up=given_up,
-            engine_s=round(seconds * num_engines, 3),
-            dollars=None if price is None else dollars(seconds * num_engines, price),
+            engine_s=round(engine_s, 3),
+            dollars=None if price is None else dollars(engine_s, price),
             tail=tail,
         )
 

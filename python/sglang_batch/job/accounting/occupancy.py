@@ -21,7 +21,8 @@ class Tail:
     """The tail of a job, over all replicas of the engine.
 
     engine_s: seconds of each replica, summed, after the last moment in which at least half as
-        many requests ran in it as when the last of all joined them.
+        many requests ran in it as when the last of all joined them. Those of one that is gone
+        end there.
     requests: how many ended in the tail.
     last: numbers of the last of them to end, the very last one first.
     """
@@ -39,11 +40,13 @@ class Occupancy:
         self._full = 0  # when the last of all joined
         self._half_full = 0.0
         self._changed = 0.0
+        self._gone: float | None = None
         self._requests = 0
         self._last: deque[tuple[float, int]] = deque(maxlen=NAMED)
 
     def runs(self, running: int) -> None:
         """So many requests run now, after some have started."""
+        self._gone = None
         if running:
             self._full = running
             self._note(running, self._clock())
@@ -55,6 +58,14 @@ class Occupancy:
         if 2 * running < self._full:
             self._requests += 1
             self._last.append((now, number))
+
+    def gone(self) -> None:
+        """The replica is there no longer."""
+        self._gone = self._clock()
+
+    def _until(self, end: float) -> float:
+        """When its seconds stop, for a job that ends at ``end``."""
+        return end if self._gone is None else min(end, self._gone)
 
     def _note(self, running: int, now: float) -> None:
         self._changed = now
@@ -72,7 +83,7 @@ class Occupancy:
         now = max(each._changed for each in ran)
         last = sorted((found for each in ran for found in each._last), reverse=True)
         return Tail(
-            engine_s=sum(now - each._half_full for each in ran),
+            engine_s=sum(each._until(now) - each._half_full for each in ran),
             requests=sum(each._requests for each in ran),
             last=tuple(number for _, number in last[:NAMED]),
         )

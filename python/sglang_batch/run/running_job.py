@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -15,7 +16,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from ..batch_api.default_stop_rules import with_stop_rules
-from ..batch_api.equal_requests import find_equal
+from ..batch_api.equal_requests import EqualRequests, find_equal
 from ..batch_api.jsonl import BatchFile
 from ..batch_api.lines import invalid_line, result_line, unrun_line
 from ..config import OfflineBatchConfig
@@ -159,6 +160,7 @@ class RunningJob:
         try:
             compiling = threading.Thread(target=self._compile, daemon=True)
             compiling.start()
+            self._find_equal()
             return self._run(start, memory_note, compiling)
         except SGLangBatchError:
             raise
@@ -220,10 +222,8 @@ class RunningJob:
                 stop.set()
 
         stop = asyncio.Event()
-        requests = with_stop_rules(self._requests, self._config.stop_rules)
-        equal = await asyncio.to_thread(
-            find_equal, requests, log.unfinished(), self._config.dedupe
-        )
+        equal = await asyncio.wrap_future(self._equal)
+        requests = equal.requests
         todo, sink = await answer_known(
             self._cached, requests, equal.todo, equal.sharing(store)
         )
@@ -303,6 +303,22 @@ class RunningJob:
     def _engines(self) -> list[WorkerState]:
         """All engines of a fleet, none for an engine in this process."""
         return [] if self._fleet is None else self._fleet.states()
+
+    def _find_equal(self) -> None:
+        """Compare the requests while the engine starts."""
+        found: Future[EqualRequests] = Future()
+        self._equal = found
+        requests = with_stop_rules(self._requests, self._config.stop_rules)
+        todo = self._log.unfinished()
+
+        def find() -> None:
+            try:
+                found.set_result(find_equal(requests, todo, self._config.dedupe))
+            except BaseException as error:
+                found.set_exception(error)
+
+        # No pool: one would have a run that fails wait for it.
+        threading.Thread(target=find, daemon=True).start()
 
     def _compile(self) -> None:
         try:

@@ -57,7 +57,7 @@ def measure(quick: bool) -> list[Figure]:
             "off": (unique, "off"),
         }
         runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
-        for nth in range(RUNS):
+        for nth in range(1 if quick else RUNS):
             in_turn = list(kinds.items())[:: -1 if nth % 2 else 1]
             for kind, (prompts, dedupe) in in_turn:
                 summary = run(place, prompts, dedupe)

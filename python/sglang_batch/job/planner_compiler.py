@@ -16,8 +16,10 @@ from ..planner.costs.hardware import hardware
 from ..planner.costs.model_spec import TYPICAL_MODEL
 from ..planner.machine_model import EngineLimits, Machine
 from ..planner.requests import UNKNOWN, PlanRequests
+from ..planner.sharding.speeds import ShardSpeeds
 from ..policies import POLICY_TABLE
 from .job_planner import MIN_SAMPLED, JobPlanner
+from .job_shards import JobProgress
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ _LOADING_S = 5.0
 
 
 def compile_planner(config: OfflineBatchConfig) -> None:
-    """Make all plans of a tiny job: the first, and one from answers."""
+    """Make all plans of a tiny job: the first, one from answers, and for two engines."""
     if not POLICY_TABLE[config.policy].uses_prompts:
         return
     said = threading.Timer(
@@ -65,3 +67,14 @@ def _plan(config: OfflineBatchConfig) -> None:
     lengths[0] = -2  # it still runs
     planner.observe(numbers, lengths)
     planner.plans()
+    planner = JobPlanner(requests, numbers, machine, config, 2)
+    done, _ = planner.plans()
+    # The other one gives requests to the one that has ended.
+    has_ended = np.isin(numbers, np.concatenate(done.sides))
+    progress = JobProgress(
+        np.where(has_ended, 0, 1).astype(np.int32),
+        has_ended,
+        np.where(has_ended, 0.0, 1.0),
+        whole=True,
+    )
+    planner.plans(progress, ShardSpeeds.equal(2))

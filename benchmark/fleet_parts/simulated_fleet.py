@@ -445,10 +445,8 @@ class World:
             self._losses += sum(state.losses for state in states)
             self._attached_s += sum(state.there_s for state in states)
             self._released += sum(state.status == "released" for state in states)
-            keepers = [w.keeper for w in engine._workers if w.keeper is not None]
-            for keeper in keepers:  # a head that dies frees nothing
-                keeper.cancel()
-            await asyncio.gather(*keepers, return_exceptions=True)
+            # A head that dies frees nothing.
+            await asyncio.gather(*engine.workers.forget(), return_exceptions=True)
 
     def kill_head(self) -> None:
         """The head's process ends. The next one begins at once."""

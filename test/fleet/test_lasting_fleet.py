@@ -6,8 +6,10 @@ import asyncio
 
 import pytest
 
-from sglang_batch.fleet import fleet_engine
-from sglang_batch.fleet.fleet_engine import MOST_FAILURES, FleetEngine
+from sglang_batch.errors import EngineError
+from sglang_batch.fleet import fleet_workers
+from sglang_batch.fleet.fleet_engine import FleetEngine
+from sglang_batch.fleet.fleet_workers import MOST_FAILURES
 from sglang_batch.fleet.places import WorkerLost, WorkerPort
 
 
@@ -32,7 +34,7 @@ class CrashingPlace:
 
 @pytest.fixture(autouse=True)
 def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_engine, "_MOST_BACK_OFF_S", 0.0)
+    monkeypatch.setattr(fleet_workers, "_MOST_BACK_OFF_S", 0.0)
 
 
 async def _keep_trying(num_tries: int) -> None:
@@ -58,7 +60,7 @@ def test_a_worker_is_looked_for_however_often_it_crashes() -> None:
 async def _give_up() -> None:
     place = CrashingPlace(MOST_FAILURES)
     engine = FleetEngine([place], epoch=1)
-    with pytest.raises(fleet_engine.EngineError, match="no engine of the fleet"):
+    with pytest.raises(EngineError, match="no engine of the fleet"):
         await engine.connect()
     assert place.num_tries == MOST_FAILURES
     assert [state.status for state in engine.states()] == ["left out"]

@@ -8,7 +8,7 @@ from enum import Enum
 
 from ..planner.machine_model import Machine
 from ..request import RequestOutput
-from .messages import About
+from .messages import About, Command
 from .places import Loss, Place
 from .worker_link import WorkerLink
 from .worker_meter import WorkerMeter
@@ -102,6 +102,11 @@ class FleetWorker:
         if self.keeper is not None:
             self.keeper.cancel()
         self._detached(WorkerStatus.RELEASED, now)
+
+    def send(self, command: Command) -> None:
+        """Send a command, if a worker is there."""
+        if self.link is not None:
+            self.link.send(command)
 
     def joined(self, job_id: str, numbers: list[int]) -> None:
         """These lines run now."""

@@ -1,0 +1,405 @@
+"""The workers of a fleet: one at each place, as long as that works.
+
+They start, are lost, leave, are found again and are released while jobs run. The lines that
+a lost worker had are given back to whoever waits for their answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from .. import __version__
+from ..engine import ReplicaLost
+from ..errors import ConfigError, EngineError, SGLangBatchError
+from ..planner.machine_model import Machine
+from ..planner.sharding.speeds import ShardSpeeds
+from . import plan_bytes
+from .crash_counts import CrashCounts
+from .fleet_speeds import differ, speeds_of
+from .fleet_worker import FleetWorker, SentLine, WorkerState, WorkerStatus
+from .messages import (
+    AbortLine,
+    About,
+    Broken,
+    EngineQuery,
+    Event,
+    Leaving,
+    LineAnswer,
+    LinesJoined,
+    Session,
+)
+from .places import Loss, Place, WorkerLost
+from .rendering.fleet_renderer import FleetRenderer
+from .worker_link import Superseded, WorkerLink
+
+logger = logging.getLogger(__name__)
+
+# A place is left out if its worker crashed or could not start so often in a row, without an
+# answer in between, or if it could not be reached for so many seconds.
+MOST_FAILURES = 3
+MOST_SILENCE_S = 1800.0
+# Seconds before a lost worker is looked for, doubled with each failure in a row.
+_BACK_OFF_S = 1.0
+_MOST_BACK_OFF_S = 60.0
+# How long a worker that was found may take to answer for the first time.
+_ATTACH_S = 60.0
+
+
+class FleetWorkers:
+    """Has a worker at each of ``places``, and tells when they come, go and change speed.
+
+    Args:
+        epoch, gives_up, crashes, releases: see
+            :class:`~sglang_batch.fleet.fleet_engine.FleetEngine`.
+        renderer: is served by all of them.
+        on_join: a worker is there, and is sent its first commands.
+        on_event: it has answered lines, or runs them now.
+
+    Attributes:
+        slots: the worker of each replica, and the replica's number there.
+        failure: why nothing will run any more.
+
+    Raises:
+        ConfigError: there are no places.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        epoch: int,
+        renderer: FleetRenderer,
+        crashes: CrashCounts,
+        *,
+        gives_up: bool,
+        releases: bool,
+        on_join: Callable[[FleetWorker], None],
+        on_event: Callable[[FleetWorker, LineAnswer | LinesJoined], None],
+    ) -> None:
+        if not places:
+            raise ConfigError("A fleet needs a place for one worker or more.")
+        self._all = [FleetWorker(place) for place in places]
+        self._epoch, self._num_sessions = epoch, 0
+        self._renderer, self._crashes = renderer, crashes
+        self._gives_up, self._releases = gives_up, releases
+        self._on_join, self._on_event = on_join, on_event
+        self.slots: list[tuple[FleetWorker, int]] = []
+        self.failure: SGLangBatchError | None = None
+        self._clock = time.monotonic
+        self._freeing: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._on_change: list[Callable[[], None]] = []
+        self._told_speeds: ShardSpeeds | None = None
+
+    # Start and end --------------------------------------------------------------------
+
+    async def start(self, enough: int) -> None:
+        """Start the workers, and wait until there are ``enough``, or all that can start.
+
+        Raises:
+            ConfigError: a worker cannot run with this model and these options, or
+                workers differ.
+            EngineError: too few could start.
+        """
+        self._clock = asyncio.get_running_loop().time
+        for worker in self._all:
+            worker.keeper = asyncio.create_task(self._keep(worker))
+        while self.failure is None:
+            states = Counter(worker.status for worker in self._all)
+            running, out = states[WorkerStatus.RUNNING], states[WorkerStatus.LEFT_OUT]
+            settled = running + out == len(self._all)
+            if running >= enough or (settled and running):
+                return
+            await self.until_changed()
+        failure = self.failure
+        await self.close()
+        raise failure
+
+    def forget(self) -> list[asyncio.Task[None]]:
+        """Look after the workers no longer, and leave them as they are.
+
+        Returns:
+            What is being cancelled.
+        """
+        keepers = [worker.keeper for worker in self._all if worker.keeper is not None]
+        for keeper in keepers:
+            keeper.cancel()
+        return keepers
+
+    async def close(self) -> None:
+        """End the workers that this fleet has started."""
+        await asyncio.gather(*self.forget(), *self._freeing, return_exceptions=True)
+        await asyncio.gather(
+            *(worker.place.free() for worker in self._all), return_exceptions=True
+        )
+
+    # What there is --------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[FleetWorker]:
+        return iter(self._all)
+
+    def states(self) -> list[WorkerState]:
+        """The table of workers."""
+        now = self._clock()
+        return [WorkerState.of(worker, now) for worker in self._all]
+
+    @property
+    def live(self) -> list[FleetWorker]:
+        """Those that take lines."""
+        return [worker for worker in self._all if worker.is_live]
+
+    @property
+    def reference(self) -> FleetWorker:
+        """The live worker with the least KV, or what was known of one."""
+        known = self.live or [w for w in self._all if w.machine is not None]
+        if not known:
+            raise EngineError("The fleet has no worker yet; await connect() first.")
+        return min(known, key=_kv_capacity)
+
+    @property
+    def machine(self) -> Machine:
+        """That with the least KV: what fits there fits everywhere."""
+        machine = self.reference.machine
+        assert machine is not None
+        return machine
+
+    def check(self) -> None:
+        """Raise :attr:`failure`, if there is one."""
+        if self.failure is not None:
+            raise self.failure
+
+    async def least_busy(self) -> tuple[FleetWorker, int]:
+        """The slot of the live worker with the fewest lines, once there is one."""
+        while True:
+            self.check()
+            live = [slot for slot in self.slots if slot[0].is_live]
+            if live:
+                return min(live, key=lambda slot: len(slot[0].lines))
+            await self.until_changed()
+
+    async def ask(self, query: EngineQuery) -> list[object]:
+        """The answers of all live workers. One that fails has none."""
+        ports = [worker.link.port for worker in self.live if worker.link is not None]
+        asked = (port.query(query) for port in ports)
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        return [each for each in found if not isinstance(each, BaseException)]
+
+    # Changes of replicas --------------------------------------------------------------
+
+    @property
+    def speeds(self) -> ShardSpeeds:
+        return speeds_of([worker for worker, _ in self.slots], self.machine.cost)
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        self._on_change.append(on_change)
+
+    def unwatch(self, on_change: Callable[[], None]) -> None:
+        if on_change in self._on_change:
+            self._on_change.remove(on_change)
+
+    def release_idle(self) -> None:
+        if not self._releases or not any(worker.lines for worker in self._all):
+            return
+        idle = [worker for worker in self._all if worker.is_idle]
+        for worker in idle:
+            logger.info("Worker %s is released: nothing is left for it", worker.name)
+            worker.release(self._clock())
+            freeing = asyncio.create_task(worker.place.free())
+            self._freeing.add(freeing)
+            freeing.add_done_callback(self._freeing.discard)
+        if idle:
+            self._notify()
+
+    async def until_changed(self) -> None:
+        """Wait until a worker comes or goes, or nothing can run any more."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    def measured(self) -> None:
+        """The speed of a worker was measured anew."""
+        if differ(self.speeds, self._told_speeds):
+            self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._told_speeds = self.speeds if self.slots else None
+        for on_change in [*self._on_change]:
+            on_change()
+
+    # A worker's life ------------------------------------------------------------------
+
+    async def _keep(self, worker: FleetWorker) -> None:
+        """Have a worker at a place, as long as that works."""
+        worker.lost_at = self._clock()
+        try:
+            while not self._gives_up or (
+                worker.failures < MOST_FAILURES
+                and self._clock() < worker.lost_at + MOST_SILENCE_S
+            ):
+                if worker.num_losses:
+                    back_off_s = _BACK_OFF_S * 2 ** min(worker.failures, 10)
+                    await asyncio.sleep(min(back_off_s, _MOST_BACK_OFF_S))
+                await self._serve(worker)
+            self._leave_out(worker)
+        except Superseded as other:
+            self._fail(
+                EngineError(
+                    f"{worker.name} serves another head of this job ({other}), which "
+                    "began later than this one; stop one of them."
+                )
+            )
+        except ConfigError as error:
+            if any(each.is_live for each in self._all):
+                worker.reason = str(error)
+                self._leave_out(worker)
+            else:
+                self._fail(error)
+        except Exception as error:
+            logger.exception("%s", worker.name)
+            self._fail(EngineError(f"{worker.name}: {type(error).__name__}: {error}"))
+
+    async def _serve(self, worker: FleetWorker) -> None:
+        """One life of a worker: find it, attach it, until it is lost."""
+        worker.status = WorkerStatus.STARTING
+        answers, attached = worker.meter.num_answers, False
+        try:
+            port = await worker.place.find()
+            self._num_sessions += 1
+            session = Session(self._epoch, self._num_sessions)
+            link = WorkerLink(port, session, partial(self._heard, worker))
+            await link.attach(_ATTACH_S)
+            await self._join(worker, link)
+            attached = True
+            rendering = asyncio.create_task(self._renderer.serve(port))
+            try:
+                loss = await link.run()
+            finally:
+                rendering.cancel()
+                await asyncio.wait({rendering})
+        except WorkerLost as lost:
+            loss = lost.loss
+        if worker.status is WorkerStatus.LEAVING:  # it ended as it was asked to
+            loss = Loss(worker.reason, crashed=False)
+        logger.warning("Worker %s is lost: %s", worker.name, loss.reason)
+        if worker.meter.num_answers > answers:
+            worker.failures = 0
+        if attached:
+            worker.lost_at = self._clock()
+        lines = worker.lost(loss, self._clock())
+        explained = self._crashes.explain([rid for rid, _ in lines])
+        worker.failures += loss.crashed and not explained
+        self._give_back(lines, loss, worker.name)
+        self._notify()
+        if loss.crashed:
+            await worker.place.free()
+
+    async def _join(self, worker: FleetWorker, link: WorkerLink) -> None:
+        about = link.about
+        worker.machine = await asyncio.to_thread(plan_bytes.machine_of, about.machine)
+        _check_version(worker.name, about)
+        for other in self._all:
+            if other.about is not None:
+                _check_model(other.name, other.about, worker.name, about)
+        worker.attached(link, about, self._clock())
+        while len(worker.slots) < about.num_replicas:
+            worker.slots.append(len(self.slots))
+            self.slots.append((worker, len(worker.slots) - 1))
+        logger.info("Worker %s is ready", worker.name)
+        self._on_join(worker)
+        self._notify()
+
+    def _heard(self, worker: FleetWorker, event: Event) -> None:
+        match event:
+            case Leaving():
+                logger.warning("Worker %s leaves: %s", worker.name, event.reason)
+                worker.status, worker.reason = WorkerStatus.LEAVING, event.reason
+                waiting = [
+                    (r, sent) for r, sent in worker.lines.items() if not sent.joined
+                ]
+                for rid, _ in waiting:
+                    worker.send(AbortLine(rid))
+                    del worker.lines[rid]
+                self._give_back(waiting, Loss(event.reason, False), worker.name)
+                self._notify()
+            case Broken():
+                raise WorkerLost(event.reason, crashed=True)
+            case _:
+                self._on_event(worker, event)
+
+    def _give_back(
+        self, lines: Sequence[tuple[str, SentLine]], loss: Loss, name: str
+    ) -> None:
+        """Return lines to their jobs."""
+        if loss.crashed:
+            self._crashes.add(rid for rid, _ in lines)
+        for rid, line in lines:
+            if not line.answer.done():
+                suspect = self._crashes.is_suspect(rid)
+                line.answer.set_exception(
+                    ReplicaLost(f"{name}: {loss.reason}", is_suspect=suspect)
+                )
+
+    def _leave_out(self, worker: FleetWorker) -> None:
+        worker.status = WorkerStatus.LEFT_OUT
+        logger.error(
+            "Worker %s is left out after %d failures in a row: %s",
+            worker.name,
+            worker.failures,
+            worker.reason,
+        )
+        states = {each.status for each in self._all}
+        if states == {WorkerStatus.LEFT_OUT, WorkerStatus.RELEASED}:
+            released = (w for w in self._all if w.status is WorkerStatus.RELEASED)
+            again = next(released)
+            again.keeper = asyncio.create_task(self._keep(again))
+        elif states == {WorkerStatus.LEFT_OUT}:
+            reasons = "; ".join(f"{w.name}: {w.reason}" for w in self._all)
+            self._fail(EngineError(f"no engine of the fleet is left ({reasons})."))
+        self._notify()
+
+    def _fail(self, failure: SGLangBatchError) -> None:
+        """Nothing can run any more."""
+        if self.failure is None:
+            self.failure = failure
+        self._renderer.fail(str(failure))
+        for worker in self._all:
+            for line in worker.lines.values():
+                if not line.answer.done():
+                    line.answer.set_exception(self.failure)
+            worker.lines.clear()
+        self._notify()
+
+
+def _check_version(name: str, about: About) -> None:
+    """Check that a worker speaks as this head does.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if about.version != __version__:
+        raise ConfigError(
+            f"{name} has sglang-batch {about.version} and this process {__version__}; "
+            "install the same version everywhere."
+        )
+
+
+def _check_model(name: str, about: About, new_name: str, new: About) -> None:
+    """Check that a job can run on both workers.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if new.model_names != about.model_names:
+        raise ConfigError(
+            f"{name} serves {about.model_names[0]} and {new_name} serves "
+            f"{new.model_names[0]}; all engines of a fleet need the same model."
+        )
+
+
+def _kv_capacity(worker: FleetWorker) -> int:
+    assert worker.machine is not None
+    return worker.machine.limits.kv_capacity_tokens

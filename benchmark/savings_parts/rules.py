@@ -110,7 +110,7 @@ def is_complete(kind: str, text: str) -> bool:
 
 def plain_job(place: Path, num_lines: int, num_runs: int) -> list[Figure]:
     """A job of plain answers, with rules that cut none, and without rules."""
-    lines = [{"ignore_eos": True, "max_tokens": 64}] * num_lines
+    lines = uncut_lines(place, num_lines)
     found: dict[bool, list[float]] = {False: [], True: []}
     answers = {}
     for nth in range(num_runs):
@@ -130,6 +130,20 @@ def plain_job(place: Path, num_lines: int, num_runs: int) -> list[Figure]:
             note=f"{checked} s against {plain} s",
         ),
     ]  # fmt: skip
+
+
+def uncut_lines(place: Path, num_lines: int) -> list[dict[str, Any]]:
+    """Lines whose answers no rule cuts. Some answers of the model begin with a number, which
+    is a JSON value."""
+    fields: dict[str, Any] = {"ignore_eos": True, "max_tokens": 64}
+    tried = [{**fields, "prompt": f"Question {i}?"} for i in range(num_lines * 5 // 4)]
+    _, answers = run(place, tried, IDLE)
+    whole = [
+        line for line, answer in zip(tried, answers, strict=True) if answer.tokens == 64
+    ]
+    if len(whole) < num_lines:
+        raise RuntimeError(f"rules cut all but {len(whole)} of {len(tried)} answers")
+    return whole[:num_lines]
 
 
 def rule_times(model: Path) -> list[Figure]:

@@ -68,7 +68,7 @@ def measure(quick: bool) -> list[Figure]:
                             file=sys.stderr,
                         )
     return [figure for name in jobs for figure in figures(name, found)] + [
-        *fleet_figures("mixed lengths", 0.0, ("<", 1.0)),
+        *fleet_figures("mixed lengths", 0.0, ("<=", 0.9)),
         *fleet_figures(f"{LONG_SHARE:.0%} long", LONG_SHARE, ("<=", 0.5)),
     ]
 

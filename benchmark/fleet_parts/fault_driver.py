@@ -63,7 +63,7 @@ async def run_job(
         log.put(request.index, output.body, ok=output.ok, usage=output.usage)
 
     config = OfflineBatchConfig()
-    job = Job("bench", requests, log.unfinished(), engine, config, sink)
+    job = Job("bench", requests, log.unfinished(), engine, config, sink, releases=True)
     await job.run()
     log.commit()
     return job.prefix_sharing_ratio

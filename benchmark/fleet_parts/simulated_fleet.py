@@ -34,12 +34,14 @@ from sglang_batch.fleet.messages import (
 )
 from sglang_batch.fleet.places import WorkerLost
 from sglang_batch.fleet.worker_host import WorkerHost
+from sglang_batch.job.bucketed_job import BucketedJob
 from sglang_batch.job.job import Job
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.request import (
     BatchRequestInput,
     RequestOutput,
+    Sink,
     Usage,
     parse_request_id,
 )
@@ -337,6 +339,7 @@ class World:
         heads_die: whether heads are among what dies.
         releases: whether workers end when nothing is left for them.
         seconds: how long each line runs. None: at random, 2.5 s in the mean.
+        bucket_requests: requests above which the job is planned in buckets.
     """
 
     def __init__(
@@ -354,6 +357,7 @@ class World:
         policy: str = "dfs",
         releases: bool = False,
         seconds: Sequence[float] | None = None,
+        bucket_requests: int = 1_000_000,
     ) -> None:
         self.random = random.Random(seed)
         self.rows, self.loss, self.poison = rows, loss, poison
@@ -366,7 +370,9 @@ class World:
         self._faults, self._fault_s = faults, fault_s
         self._heads_die = heads_die
         self._releases = releases
-        self._config = OfflineBatchConfig(policy=policy)
+        self._config = OfflineBatchConfig(
+            policy=policy, bucket_requests=bucket_requests
+        )
         self.places = [SimulatedPlace(f"worker {i}", self) for i in range(num_workers)]
         self._answers: Counter[int] = Counter()
         self._failed: set[int] = set()
@@ -428,9 +434,7 @@ class World:
 
     async def _run_head(self, epoch: int) -> None:
         todo = [i for i in range(len(self._lines)) if i not in self._answers]
-        engine = FleetEngine(
-            self.places, epoch, crashes=self._crashes, releases=self._releases
-        )
+        engine = FleetEngine(self.places, epoch, crashes=self._crashes)
 
         def sink(request: BatchRequestInput, output: RequestOutput) -> None:
             self._answers[request.index] += 1
@@ -439,7 +443,7 @@ class World:
 
         try:
             await engine.connect()
-            await Job("job", self._lines, todo, engine, self._config, sink).run()
+            await self._job(todo, engine, sink).run()
         finally:
             states = engine.states()
             self._losses += sum(state.losses for state in states)
@@ -447,6 +451,13 @@ class World:
             self._released += sum(state.status == "released" for state in states)
             # A head that dies frees nothing.
             await asyncio.gather(*engine.workers.forget(), return_exceptions=True)
+
+    def _job(
+        self, todo: list[int], engine: FleetEngine, sink: Sink
+    ) -> BucketedJob | Job:
+        """As ``run`` runs it, or without the end of workers that are idle."""
+        kind = BucketedJob if self._releases else Job
+        return kind("job", self._lines, todo, engine, self._config, sink)
 
     def kill_head(self) -> None:
         """The head's process ends. The next one begins at once."""

@@ -125,7 +125,7 @@ class ReplicaChanges(Protocol):
     def unwatch(self, on_change: Callable[[], None]) -> None: ...
 
     def release_idle(self) -> None:
-        """All requests are sent: replicas that have none may end.
+        """All requests are sent: replicas that have none may end, if others have some.
 
         Only what is lost with another replica may be sent after this.
         """

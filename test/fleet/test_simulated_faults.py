@@ -65,6 +65,14 @@ def test_workers_end_when_nothing_is_left_for_them(seed: int) -> None:
     assert set(released.computed.values()) == {1} and released.losses == 0
 
 
+def test_between_buckets_all_workers_stay() -> None:
+    world = World(
+        0, faults=0, loss=0.0, num_workers=6, releases=True, bucket_requests=30
+    )
+    outcome = run(world)
+    assert outcome.released == 0 and world.num_starts == 6
+
+
 def test_the_last_workers_that_fail_are_replaced_by_released_ones() -> None:
     seconds = [2.5] * (LINES - 1) + [300.0]
     world = World(2, faults=0, loss=0.0, num_workers=3, releases=True, seconds=seconds)

@@ -193,9 +193,7 @@ def ray_engine(
         for i in range(fleet.max_engines)
     ]
     loop = uvloop.new_event_loop()
-    engine = FleetEngine(
-        places, head.epoch, fleet.min_engines, crashes=head.crashes, releases=True
-    )
+    engine = FleetEngine(places, head.epoch, fleet.min_engines, crashes=head.crashes)
     try:
         yield engine, loop
     finally:

@@ -57,8 +57,6 @@ class FleetEngine:
         gives_up: whether a place is left out where no worker lasts. False: it is tried
             again as long as the fleet is there.
         crashes: of earlier heads of the same jobs.
-        releases: whether the fleet is for one job: a worker ends when nothing is left for it,
-            while others still run the job's last lines.
 
     Raises:
         ConfigError: there are no places.
@@ -72,7 +70,6 @@ class FleetEngine:
         *,
         gives_up: bool = True,
         crashes: CrashCounts | None = None,
-        releases: bool = False,
     ) -> None:
         self._min_workers = min_workers
         self._jobs: dict[str, FleetJob] = {}
@@ -84,7 +81,6 @@ class FleetEngine:
             self._renderer,
             self._crashes,
             gives_up=gives_up,
-            releases=releases,
             on_join=self._joined,
             on_event=self._heard,
         )

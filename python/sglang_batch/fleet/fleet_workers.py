@@ -54,7 +54,7 @@ class FleetWorkers:
     """Has a worker at each of ``places``, and tells when they come, go and change speed.
 
     Args:
-        epoch, gives_up, crashes, releases: see
+        epoch, gives_up, crashes: see
             :class:`~sglang_batch.fleet.fleet_engine.FleetEngine`.
         renderer: is served by all of them.
         on_join: a worker is there, and is sent its first commands.
@@ -76,7 +76,6 @@ class FleetWorkers:
         crashes: CrashCounts,
         *,
         gives_up: bool,
-        releases: bool,
         on_join: Callable[[FleetWorker], None],
         on_event: Callable[[FleetWorker, LineAnswer | LinesJoined], None],
     ) -> None:
@@ -85,7 +84,7 @@ class FleetWorkers:
         self._all = [FleetWorker(place) for place in places]
         self._epoch, self._num_sessions = epoch, 0
         self._renderer, self._crashes = renderer, crashes
-        self._gives_up, self._releases = gives_up, releases
+        self._gives_up = gives_up
         self._on_join, self._on_event = on_join, on_event
         self.slots: list[tuple[FleetWorker, int]] = []
         self.failure: SGLangBatchError | None = None
@@ -202,8 +201,8 @@ class FleetWorkers:
             self._on_change.remove(on_change)
 
     def release_idle(self) -> None:
-        if not self._releases or not any(worker.lines for worker in self._all):
-            return
+        if not any(worker.lines for worker in self._all):
+            return  # somebody has to be there
         idle = [worker for worker in self._all if worker.is_idle]
         for worker in idle:
             logger.info("Worker %s is released: nothing is left for it", worker.name)

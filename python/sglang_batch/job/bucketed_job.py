@@ -154,6 +154,8 @@ class BucketedJob:
             on_rendered=self._on_rendered,
             directory=self._directory,
             priority=priority,
+            # Of several buckets, the next one needs all replicas.
+            releases=self.in_one_piece,
         )  # fmt: skip
 
 

@@ -59,6 +59,8 @@ class Dispatcher:
     Attributes:
         grows: whether further plans will have more requests.
         engine_tells: whether :meth:`joined` is called. Set it before the first plan.
+        releases: whether replicas may end once nothing is left for them, as nothing is to
+            follow these requests.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Dispatcher:
         self._trying: asyncio.Task[None] | None = None  # one that runs alone
         self.grows = False
         self.engine_tells = False
+        self.releases = False
 
     def set_order(self, order: Int64s) -> None:
         """Send requests in this order and let the engine choose the replicas."""
@@ -219,7 +222,8 @@ class Dispatcher:
                     busy = self._num_unsent or self.num_in_flight
                     if not busy and not self.grows and not self._try_suspect(group):
                         break
-                    self._release_idle()
+                    if self.releases:
+                        self._release_idle()
                     self._replan_if_due(group)
                     await self._changed.wait()
                 if self._replanning is not None:

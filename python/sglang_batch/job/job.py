@@ -65,6 +65,7 @@ class Job:
         directory: Path | None = None,
         priority: int = 0,
         hints: PlanHints | None = None,
+        releases: bool = False,
     ) -> None:
         self._job_id = job_id
         self._todo = todo
@@ -86,6 +87,7 @@ class Job:
         self._dispatcher = Dispatcher(
             engine, config, len(requests), self._renderer.render, sink, limit
         )
+        self._dispatcher.releases = releases
         self._plan = LivePlan(
             job_id, engine, config, self._dispatcher, self._renderer, hints
         )

@@ -276,7 +276,10 @@ def test_a_batch_runs_on_the_servers_and_the_page_shows_them(front: Front) -> No
     assert sum(row["answered"] for row in rows) == 40
     assert all(row["answered"] for row in rows)
     page = front.http.get("/batches/data", headers=headers).json()
+    there_s = [row.pop("there_s") for row in rows]
+    later_s = [row.pop("there_s") for row in page["engines"]]
     assert page["engines"] == rows
+    assert all(0 < then <= now for then, now in zip(there_s, later_s, strict=True))
 
 
 def test_the_engines_are_for_admins(front: Front) -> None:

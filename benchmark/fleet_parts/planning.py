@@ -1,6 +1,6 @@
 """A job larger than memory planned bucket by bucket, then its units dealt to 1,000 engines.
 
-The job (``large_job.py``) lies on disk as one run. Two processes deal ranges of it to buckets and
+The job (``large_job.py``) is on disk as one run. Two processes deal ranges of it to buckets and
 then plan the buckets, each as a machine of a fleet would. The head has a sample of the prompts and
 the units of all buckets. Times begin with the job on disk and end with an engine for each unit and
 the order of each bucket on disk.

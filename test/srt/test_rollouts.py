@@ -156,15 +156,18 @@ def test_a_group_ends_with_its_kth_answer_and_the_others_can_continue(
     samples = [{"sampling_params": {"max_new_tokens": each}} for each in lengths]
     whole = {"input_ids": prompt(0), "id": "a", "samples": samples}
     group = RolloutGroup.model_validate(whole)
-    (found,) = rollouts.client.run([group], n=4, k=2, sampling_params=GREEDY)
-    assert (found.id, found.status) == ("a", "complete")
-    status = [sample.status for sample in found.samples]
-    assert status == ["finished", "finished", "aborted", "aborted"]
+    # The abort comes within 20 tokens, unless something else holds the processor.
+    for _ in range(5):
+        (found,) = rollouts.client.run([group], n=4, k=2, sampling_params=GREEDY)
+        assert (found.id, found.status) == ("a", "complete")
+        status = [sample.status for sample in found.samples]
+        assert status == ["finished", "finished", "aborted", "aborted"]
+        if max(len(sample.output_ids) for sample in found.samples) < 60:
+            break
     first, second, *aborted = found.samples
     assert [len(first.output_ids), len(second.output_ids)] == [20, 40]
     for sample in aborted:
-        # How soon the abort comes depends on the machine.
-        assert 40 <= len(sample.output_ids) < 200
+        assert 40 <= len(sample.output_ids) < 60
         assert sample.output_ids[:40] == second.output_ids
         assert len(sample.output_logprobs or []) == len(sample.output_ids)
         (span,) = sample.weight_versions

@@ -55,12 +55,11 @@ class Dispatcher:
         sink: called once per request.
         limit: how many requests may be in the engine, for jobs that are throttled
             while they run.
+        releases: whether replicas may end once nothing is left for them.
 
     Attributes:
         grows: whether further plans will have more requests.
         engine_tells: whether :meth:`joined` is called. Set it before the first plan.
-        releases: whether replicas may end once nothing is left for them, as nothing is to
-            follow these requests.
     """
 
     def __init__(
@@ -71,6 +70,8 @@ class Dispatcher:
         render: Render,
         sink: Sink,
         limit: InflightLimit | None = None,
+        *,
+        releases: bool = False,
     ) -> None:
         self._engine = engine
         self._config = config
@@ -85,6 +86,7 @@ class Dispatcher:
         self._changed = asyncio.Event()
         self._limit = limit or InflightLimit()
         self._limit.on_change = self._changed.set
+        self._releases = releases
         self._feedback: AnswerFeedback | None = None
         self._replan: Replan | None = None
         self._replanning: asyncio.Task[None] | None = None
@@ -95,7 +97,6 @@ class Dispatcher:
         self._trying: asyncio.Task[None] | None = None  # one that runs alone
         self.grows = False
         self.engine_tells = False
-        self.releases = False
 
     def set_order(self, order: Int64s) -> None:
         """Send requests in this order and let the engine choose the replicas."""
@@ -178,7 +179,7 @@ class Dispatcher:
 
     def _release_idle(self) -> None:
         """Let replicas end that have nothing to do any more."""
-        changes = self._engine.replica_changes
+        changes = self._engine.replica_changes if self._releases else None
         if changes is not None and not self.grows and not self._num_unsent:
             changes.release_idle()
 
@@ -222,8 +223,7 @@ class Dispatcher:
                     busy = self._num_unsent or self.num_in_flight
                     if not busy and not self.grows and not self._try_suspect(group):
                         break
-                    if self.releases:
-                        self._release_idle()
+                    self._release_idle()
                     self._replan_if_due(group)
                     await self._changed.wait()
                 if self._replanning is not None:

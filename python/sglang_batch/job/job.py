@@ -42,6 +42,8 @@ class Job:
             temporary directory by default.
         priority: jobs of the highest priority are admitted first.
         hints: what is known of the job, for its plan.
+        releases: whether replicas may end once nothing is left for them, as no other job
+            follows.
 
     Attributes:
         prefix_sharing_ratio: share of the prompt tokens that a perfect prefix cache
@@ -85,9 +87,14 @@ class Job:
             hints.expected_output_len,
         )
         self._dispatcher = Dispatcher(
-            engine, config, len(requests), self._renderer.render, sink, limit
+            engine,
+            config,
+            len(requests),
+            self._renderer.render,
+            sink,
+            limit,
+            releases=releases,
         )
-        self._dispatcher.releases = releases
         self._plan = LivePlan(
             job_id, engine, config, self._dispatcher, self._renderer, hints
         )

@@ -117,7 +117,7 @@ async def _serve(options: FrontOptions, keys: tuple[FixedKeys, Caller | None]) -
             app.state.offline_batch_service = service
             app.state.offline_batch_access = access
             access.start()
-            engine.workers.watch(end_if_failed)
+            engine.replica_changes.watch(end_if_failed)
             end_if_failed()
             try:
                 await server.serve()

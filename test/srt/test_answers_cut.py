@@ -15,6 +15,8 @@ from servers import Server
 
 ASK = {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 120}
 OBJECT = r'\{"n": \[[1-9][0-9]{2}\]\}'
+# So many digits that several samples are not equal by chance.
+LONG_OBJECT = r'\{"n": \[[1-9][0-9]{40}\]\}'
 LINES: dict[str, dict[str, Any]] = {
     "json": {"regex": f"{OBJECT} and [a-z]{{150}}", "stop_rules": {"json": True}},
     # The value ends before the last token's text.
@@ -28,7 +30,7 @@ LINES: dict[str, dict[str, Any]] = {
         "stop_rules": {"repetition": {"min_tokens": 20}},
     },
     "several": {
-        "regex": f"{OBJECT} and [a-z]{{150}}", "n": 3, "temperature": 1, "seed": 1,
+        "regex": f"{LONG_OBJECT} and [a-z]{{150}}", "n": 3, "temperature": 2, "seed": 1,
         "stop_rules": {"json": True},
     },
     "stop string": {
@@ -81,7 +83,7 @@ def test_lines_end_by_their_rules(offline_server: Server) -> None:
     assert (matched, tokens) == ("stop_rules.repetition", len(text))
     several = choices(found["several"])
     assert len(several) == 3 and len({text for text, *_ in several}) > 1
-    assert all(re.fullmatch(OBJECT, text) for text, *_ in several)
+    assert all(re.fullmatch(LONG_OBJECT, text) for text, *_ in several)
     assert {matched for _, _, matched, _ in several} == {"stop_rules.json"}
     [(text, _, matched, _)] = choices(found["stop string"])
     assert text.startswith('{"n": [') and matched == "]"

@@ -8,7 +8,8 @@ STAMP := $(VENV)/.installed
 # The demo model is so small that a second thread only gets in the way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo demo-embeddings fleet-demo test test-fast lint types compile unit format constraints clean
+.PHONY: env demo demo-embeddings fleet-demo test test-fast lint types compile \
+	compile-planner compile-fields unit format constraints clean
 
 env: $(STAMP)
 
@@ -26,10 +27,10 @@ demo-embeddings: env
 fleet-demo: env
 	$(BIN)/python benchmark/fleet_demo.py
 
-# Types are checked on one core while the planner is compiled on another. Otherwise each
-# process of the tests would compile it.
+# Types are checked on one core while the planner, which takes longest, is compiled on
+# another. Otherwise each process of the tests would compile it.
 test: lint
-	$(MAKE) -j 2 types compile
+	$(MAKE) -j 2 compile-planner types compile-fields
 	$(MAKE) unit
 
 # All but test/srt, the tests that import or start SGLang.
@@ -43,11 +44,16 @@ lint: env
 types: env
 	$(BIN)/mypy
 
-compile: env
+compile: compile-planner compile-fields
+
+compile-planner: env
 	$(BIN)/python -c "from sglang_batch.config import OfflineBatchConfig as Config; \
 	from sglang_batch.job.planner_compiler import compile_planner; \
-	from sglang_batch.inputs.field_sample import compile_field_orders; \
-	compile_planner(Config(policy='auto')); compile_field_orders()"
+	compile_planner(Config(policy='auto'))"
+
+compile-fields: env
+	$(BIN)/python -c "from sglang_batch.inputs.field_sample import compile_field_orders; \
+	compile_field_orders()"
 
 # Two at a time; by test/conftest.py, files that share a server share a process.
 unit: env

@@ -95,14 +95,23 @@ def arrive(
     job: JobState, number: int, max_decode_steps: int = 1000
 ) -> ScheduledRequest:
     """Request ``number`` of the plan arrives."""
-    input_len = int(job.plan.input_len[job.plan.leaf[number]])
-    return job.add(Req(f"r{number}"), number, input_len, max_decode_steps)
+    return _arrive(job, number, int(job.plan.leaf[number]), max_decode_steps)
 
 
 def arrive_all(job: JobState, max_decode_steps: int = 1000) -> list[ScheduledRequest]:
+    # Finding all leaves takes as long as finding one.
+    leaves = job.plan.leaf.tolist()
     return [
-        arrive(job, number, max_decode_steps) for number in range(len(job.plan.leaf))
+        _arrive(job, number, leaf, max_decode_steps)
+        for number, leaf in enumerate(leaves)
     ]
+
+
+def _arrive(
+    job: JobState, number: int, leaf: int, max_decode_steps: int
+) -> ScheduledRequest:
+    input_len = int(job.plan.input_len[leaf])
+    return job.add(Req(f"r{number}"), number, input_len, max_decode_steps)
 
 
 def request_of(

@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: env demo demo-embeddings fleet-demo test test-fast lint types compile \
-	compile-planner compile-fields unit unit-kernels format constraints clean
+	compile-planner compile-fields unit format constraints clean
 
 env: $(STAMP)
 
@@ -27,11 +27,11 @@ demo-embeddings: env
 fleet-demo: env
 	$(BIN)/python benchmark/fleet_demo.py
 
-# The planner is compiled on one core, while the other does what needs no planner.
-# Otherwise each process of the tests would compile it.
+# Types are checked on one core while the planner, which takes longest, is compiled on
+# another. Otherwise each process of the tests would compile it.
 test: lint
-	$(MAKE) -j 2 compile-planner types compile-fields unit-kernels
-	$(MAKE) unit UNIT=--ignore=test/kernels
+	$(MAKE) -j 2 compile-planner types compile-fields
+	$(MAKE) unit
 
 # All but test/srt, the tests that import or start SGLang.
 test-fast: lint types
@@ -57,10 +57,7 @@ compile-fields: env
 
 # Two at a time; by test/conftest.py, files that share a server share a process.
 unit: env
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(UNIT)
-
-unit-kernels: env
-	$(BIN)/pytest test/kernels
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 format: env
 	$(BIN)/ruff check --fix .

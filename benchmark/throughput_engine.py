@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,7 +30,7 @@ from throughput_probe import Steps, read_steps
 
 TIMEOUT_S = 900
 TASK_FILE, ANSWERS_FILE, STEPS_FILE = "task.json", "answers.json", "steps.bin"
-READY_FILE, GO_FILE = "ready", "go"
+READY_FILE, GO_FILE, JOB_FILE = "ready", "go", "job"
 # The first forward and the first plan cost seconds that no later one does.
 WARM_UP_PROMPTS = [[prompt + 1] * 24 for prompt in range(4)]
 
@@ -47,7 +47,8 @@ class Task:
         has all requests before its first step.
     callers: how many tasks send the prompts of stock's engine one by one, each the next
         of the list when it has its answer. None sends all in one call.
-    repeats: how often the engine runs the job, each time with an empty cache.
+    repeats: how often the engine runs the job, or others in its place, each time with an
+        empty cache.
     threads: OpenMP threads of the engine's processes.
     in_turn: whether a mixed step that is split runs its halves one after the other.
     """
@@ -125,12 +126,21 @@ class Engine:
                 raise self._failure(f"not ready after {TIMEOUT_S} s")
             time.sleep(0.1)
 
-    def run(self) -> TaskResult:
-        """Run the job. The last of its repeats ends the engine.
+    def run(self, other: ThroughputJob | None = None) -> TaskResult:
+        """Run the task's job, or ``other``. The last of the repeats ends the engine.
 
         Raises:
             RuntimeError: the process failed.
         """
+        if other is not None:
+            (self._scratch / f"{JOB_FILE}-{self._runs + 1}").write_text(
+                json.dumps(
+                    {
+                        "prompts": other.prompts,
+                        "sampling_params": other.sampling_params,
+                    }
+                )
+            )
         self._go()
         deadline = time.monotonic() + TIMEOUT_S
         while not self._answers.exists() or self._runs == self._task.repeats:
@@ -328,7 +338,7 @@ def run_stock(task: Task, scratch: Path, started: float) -> Iterator[dict[str, A
         for number in range(1, task.repeats + 1):
             if number > 1 and not engine.flush_cache().success:
                 raise RuntimeError("the cache was not emptied")
-            wait_for_go(scratch, number)
+            task = wait_for_go(task, scratch, number)
             begin = time.perf_counter()
             if task.callers is None:
                 answers = engine.generate(
@@ -384,7 +394,7 @@ def run_ours(task: Task, scratch: Path, started: float) -> Iterator[dict[str, An
                 manager: Any = engine._tokenizer_manager
                 if not loop.run_until_complete(manager.flush_cache()).success:
                     raise RuntimeError("the cache was not emptied")
-            wait_for_go(scratch, number)
+            task = wait_for_go(task, scratch, number)
             begin = time.perf_counter()
             answers = run(task.prompts, task.sampling_params, task.stop_after)
             yield _summary(answers, started, begin)
@@ -461,10 +471,13 @@ def _summary(
     }
 
 
-def wait_for_go(scratch: Path, number: int) -> None:
+def wait_for_go(task: Task, scratch: Path, number: int) -> Task:
+    """The task whose job is to be run now."""
     (scratch / READY_FILE).touch()
     while not (scratch / f"{GO_FILE}-{number}").exists():
         time.sleep(0.01)
+    job = scratch / f"{JOB_FILE}-{number}"
+    return replace(task, **json.loads(job.read_text())) if job.exists() else task
 
 
 def main() -> None:

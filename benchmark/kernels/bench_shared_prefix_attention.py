@@ -78,9 +78,17 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--no-gpu", action="store_true", help="only the figures of the host"
     )
+    parser.add_argument(
+        "--only-gpu", action="store_true", help="without the figures of the host"
+    )
+    parser.add_argument(
+        "--without", nargs="*", default=[], metavar="VARIANT", help="not these variants"
+    )
     parser.add_argument("--save", metavar="NAME", help="also write results/NAME.json")
     parser.add_argument("--interpreted", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.no_gpu and options.only_gpu:
+        parser.error("--no-gpu and --only-gpu leave nothing to measure.")
     if options.rounds < 50 and not options.quick:
         parser.error(f"--rounds is {options.rounds}; a median needs 50 or more.")
     return options
@@ -107,21 +115,24 @@ def main() -> int:
     if options.tune:
         return tuning.main(heads, head_dim, options.pages[0], has_gpu, options.minutes)
     chosen = workloads(options)
-    computed = [
-        host_figures.Computed.of(s, page, heads, head_dim) for s, page in chosen
-    ]
-    host_figures.print_computed(computed)
-    figures: list[Figure] = host_figures.correctness(
-        list(dict.fromkeys(shape for shape, _ in chosen)), Path(__file__)
-    )
-    figures += host_figures.host_times(heads, head_dim, 300 if options.quick else 3000)
-    print_figures("Without a GPU", figures)
     results = {"heads": heads, "head_dim": head_dim, "dtype": "bfloat16"}
     results |= {"torch": torch.__version__, "triton": gpu_measurements.triton_version()}
-    results |= {"computed": [asdict(each) for each in computed]}
+    figures: list[Figure] = []
+    if not options.only_gpu:
+        computed = [
+            host_figures.Computed.of(s, page, heads, head_dim) for s, page in chosen
+        ]
+        host_figures.print_computed(computed)
+        figures += host_figures.correctness(
+            list(dict.fromkeys(shape for shape, _ in chosen)), Path(__file__)
+        )
+        times = 300 if options.quick else 3000
+        figures += host_figures.host_times(heads, head_dim, times)
+        print_figures("Without a GPU", figures)
+        results |= {"computed": [asdict(each) for each in computed]}
     if has_gpu:
         measured = gpu_measurements.measure(
-            chosen, heads, head_dim, options.rounds, options.minutes
+            chosen, heads, head_dim, options.rounds, options.minutes, options.without
         )
         gpu_figures = figures_of(measured)
         print_figures("On the GPU", gpu_figures)

@@ -40,8 +40,9 @@ def measure(
     head_dim: int,
     rounds: int,
     minutes: float,
+    without: Sequence[str] = (),
 ) -> Measured:
-    """Time all variants of all workloads, printing as it goes.
+    """Time all variants but those ``without`` of all workloads, printing as it goes.
 
     After ``minutes`` no workload is begun any more.
     """
@@ -61,7 +62,9 @@ def measure(
             break
         gc.collect()
         torch.cuda.empty_cache()
-        result = _measure_one(shape, page_size, heads, head_dim, rounds, measured)
+        result = _measure_one(
+            shape, page_size, heads, head_dim, rounds, measured, without
+        )
         if result is None:
             continue
         measured.results.append(result)
@@ -84,6 +87,7 @@ def _measure_one(
     head_dim: int,
     rounds: int,
     measured: Measured,
+    without: Sequence[str],
 ) -> Result | None:
     device = timing.gpu()
     layout = lay_out(shape, page_size)
@@ -104,12 +108,12 @@ def _measure_one(
         ratio=unshared / unique_bytes,
         bytes_us=1e6 * inputs.floor_bytes / measured.ceilings.read,
         flops_us=1e6 * inputs.flops / measured.ceilings.flops,
-        times=_times(inputs, rounds),
+        times=_times(inputs, rounds, without),
     )
 
 
-def _times(inputs: Inputs, rounds: int) -> list[Time]:
-    """Build, check and time every variant of a workload."""
+def _times(inputs: Inputs, rounds: int, without: Sequence[str]) -> list[Time]:
+    """Build, check and time the variants of a workload."""
     truth = inputs.truth()
     built: list[Ready] = []
     failed: list[Time] = []
@@ -117,6 +121,8 @@ def _times(inputs: Inputs, rounds: int) -> list[Time]:
     builders = variants.builders(inputs)
     builders += library_variants.library_builders(inputs, with_flex)
     for name, builder in builders:
+        if name in without:
+            continue
         done = _try(name, builder, inputs, truth)
         if isinstance(done, Time):
             failed.append(done)

@@ -122,7 +122,9 @@ def figures_of(measured: Measured) -> list[Figure]:
         _worst(f"the same with a floor of {LAUNCH_BOUND_US:.0f} us or more", long,
                floor_share, None),
     ]  # fmt: skip
-    for other in (variants.CASCADE, library_variants.FLASHINFER):
+    for other in (
+        variants.CASCADE, library_variants.FLASHINFER, library_variants.FA3,
+    ):  # fmt: skip
         figures += _gains(f"speed over {other}", targeted, other)
     figures += [
         _worst("nothing shared: speed over no sharing", alone,

@@ -1,4 +1,5 @@
-"""Baselines from libraries: torch's SDPA and FlexAttention, FlashInfer's cascade."""
+"""Baselines from libraries: torch's SDPA and FlexAttention, FlashInfer's cascade, and
+FlashAttention 3 as SGLang's backend calls it."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from variants import Builder, Unavailable, Variant
 SDPA = "SDPA, gathered KV"
 FLEX = "FlexAttention"
 FLASHINFER = "FlashInfer cascade"
+FA3 = "FlashAttention 3"
 
 # Limits, because more takes too long: gathered KV of all layers in bytes, and mask cells
 # of FlexAttention.
@@ -175,6 +177,37 @@ def flashinfer_cascade(inputs: Inputs) -> Variant:
     return Variant(FLASHINFER, launch)
 
 
+def flash_attention_3(inputs: Inputs) -> Variant:
+    """SGLang's own decodes on Hopper: no sharing, the tile schedule made once per step."""
+    try:
+        fa3: Any = importlib.import_module("sgl_kernel.flash_attn")
+    except Exception as error:  # without a driver, an OSError
+        raise Unavailable(f"not installed ({error})") from error
+    if torch.cuda.get_device_capability(inputs.device)[0] != 9:
+        raise Unavailable("is for Hopper")
+    layout = inputs.layout
+    (q_heads, kv_heads), head_dim = inputs.heads, inputs.q.shape[2]
+    count = len(layout.kv_len)
+    first = torch.arange(count + 1, dtype=torch.int32, device=inputs.device)
+    schedule = fa3.get_scheduler_metadata(
+        count, 1, int(layout.kv_len.max()), q_heads, kv_heads, head_dim, inputs.kv_len,
+        qkv_dtype=inputs.q.dtype, cu_seqlens_q=first, page_size=layout.page_size,
+        causal=True,
+    )  # fmt: skip
+    paged = (-1, layout.page_size, kv_heads, head_dim)
+
+    def launch(layer: int) -> torch.Tensor:
+        out: torch.Tensor = fa3.flash_attn_with_kvcache(
+            inputs.q, inputs.k_caches[layer].view(paged),
+            inputs.v_caches[layer].view(paged), page_table=inputs.table,
+            cache_seqlens=inputs.kv_len, cu_seqlens_q=first, max_seqlen_q=1,
+            softmax_scale=inputs.scale, causal=True, scheduler_metadata=schedule,
+        )  # fmt: skip
+        return out
+
+    return Variant(FA3, launch)
+
+
 def library_builders(inputs: Inputs, with_flex: bool) -> list[tuple[str, Builder]]:
     """Baselines for a workload of decodes, with their names."""
     if inputs.layout.shape.chunks:
@@ -182,5 +215,6 @@ def library_builders(inputs: Inputs, with_flex: bool) -> list[tuple[str, Builder
     found: list[tuple[str, Builder]] = [
         (SDPA, sdpa),
         (FLASHINFER, flashinfer_cascade),
+        (FA3, flash_attention_3),
     ]
     return [*found, (FLEX, flex)] if with_flex else found

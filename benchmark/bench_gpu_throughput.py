@@ -3,6 +3,7 @@
     python benchmark/bench_gpu_throughput.py                   a model of 8B, all jobs
     python benchmark/bench_gpu_throughput.py --jobs 1 --engines stock ours
     python benchmark/bench_gpu_throughput.py --quick           the demo model, on any machine
+    python benchmark/bench_gpu_throughput.py --write DIR       jobs and model, for ``plan``
 
 The model has the shape of Llama 3.1 8B and random weights, in bf16: the time of a step
 depends on shapes alone. All engines have the same KV cache and limit of running requests,
@@ -246,12 +247,44 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="the demo model and jobs of a few seconds"
     )
+    parser.add_argument(
+        "--write", type=Path, metavar="DIR", help="only write model and jobs there"
+    )
     parser.add_argument("--save", metavar="NAME", help="also write results/NAME.json")
     return parser.parse_args()
 
 
+def write_jobs(path: Path, options: argparse.Namespace) -> None:
+    """``path/model`` and ``path/job1.jsonl`` and so on, for ``sglang-batch plan``."""
+    model = path / "model"
+    write_model(model, whole=True)
+    for number, job in make_jobs(options.kv_tokens, options.max_running, 1).items():
+        with (path / f"job{number}.jsonl").open("w") as lines:
+            for index, (prompt, params) in enumerate(
+                zip(job.prompts, job.sampling_params, strict=True)
+            ):
+                body = {
+                    "model": str(model),
+                    "prompt": prompt,
+                    "max_tokens": params["max_new_tokens"],
+                    "temperature": 0,
+                    "ignore_eos": True,
+                }
+                line = {
+                    "custom_id": str(index),
+                    "method": "POST",
+                    "url": "/v1/completions",
+                    "body": body,
+                }
+                lines.write(json.dumps(line) + "\n")
+
+
 def main() -> None:
     options = parse_options()
+    if options.write is not None:
+        options.write.mkdir(parents=True, exist_ok=True)
+        write_jobs(options.write, options)
+        return
     with tempfile.TemporaryDirectory() as name:
         model = options.model_path
         if model is None:

@@ -3,7 +3,8 @@
 A job of lines of which 30 % repeat others, at random places, is compared with the job of its first
 lines of each kind. A job without equal lines is run with and without looking for them. All with
 ``sglang-batch run`` on the demo model; seconds are those of the summary, without the start of
-the engine, the least of several runs of each kind in turn.
+the engine, the least of several runs of each kind in turn. They vary by a tenth, so what looking for
+equal lines costs is its own processor time, of the job's seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 import tracemalloc
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ import numpy as np
 from report import Figure
 
 from sglang_batch.batch_api.equal_requests import find_equal
+from sglang_batch.batch_api.jsonl import BatchFile
 from sglang_batch.demo_model import write_demo_model
 from sglang_batch.request import BatchRequestInput
 
@@ -63,6 +67,7 @@ def measure(quick: bool) -> list[Figure]:
                 summary = run(place, prompts, dedupe)
                 runs[kind].append(summary)
                 print(f"{kind} {nth}: {summary['seconds']} s", file=sys.stderr)
+        search = search_seconds(place, unique)
     alone, merged = runs["unique"][0], runs["repeated"][0]
     seconds = {kind: min(x["seconds"] for x in found) for kind, found in runs.items()}
     return [
@@ -82,9 +87,10 @@ def measure(quick: bool) -> list[Figure]:
             note=f"{seconds['repeated']} s against {seconds['unique']} s",
         ),
         Figure(
-            "nothing equal: seconds, of those with --dedupe off",
-            seconds["unique"] / seconds["off"], target=("<=", 1.01),
-            note=f"{seconds['unique']} s against {seconds['off']} s",
+            "nothing equal: processor seconds of the search, of the job's seconds",
+            search / seconds["off"], target=("<=", 0.01),
+            note=f"{search:.3f} s; the job {seconds['unique']} s, with --dedupe off "
+            f"{seconds['off']} s",
         ),
         memory(MEMORY_LINES // scale),
     ]  # fmt: skip
@@ -113,6 +119,23 @@ def run(place: Path, prompts: Sequence[str], dedupe: str) -> dict[str, Any]:
         raise RuntimeError(done.stderr[-3000:])
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def search_seconds(place: Path, prompts: Sequence[str]) -> float:
+    """Processor seconds of looking for equal lines in a file without any, the least of 5."""
+    source = place / "in.jsonl"
+    starts, ends = array("q"), array("q")
+    with source.open("wb") as file:
+        for number, text in enumerate(prompts):
+            starts.append(file.tell())
+            file.write(line(number, text))
+            ends.append(file.tell())
+    requests, found = BatchFile(source, starts, ends), []
+    for _ in range(5):
+        begun = time.process_time()
+        assert not find_equal(requests, range(len(requests))).num_merged
+        found.append(time.process_time() - begun)
+    return min(found)
 
 
 def line(number: int, text: str) -> bytes:

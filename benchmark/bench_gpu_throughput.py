@@ -144,7 +144,6 @@ def print_job(job: ThroughputJob, done: dict[str, TaskResult]) -> list[Figure]:
         [
             "engine", "seconds", "over best stock", "requests/s", "answer tokens/s",
             "all tokens/s", "cached", "steps", "prefilled", "retractions", "host ms",
-            "startup s",
         ],
         [
             [
@@ -152,7 +151,7 @@ def print_job(job: ThroughputJob, done: dict[str, TaskResult]) -> list[Figure]:
                 f"{len(job.prompts) / run.seconds:.1f}", f"{output / run.seconds:,.0f}",
                 f"{(prompt + output) / run.seconds:,.0f}", f"{run.cached_share:.1%}",
                 run.num_steps, f"{run.prefill_tokens:,}", run.retractions,
-                f"{run.host_ms:.2f}", f"{run.startup_s:.0f}",
+                f"{run.host_ms:.2f}",
             ]
             for name, run in runs.items()
         ],

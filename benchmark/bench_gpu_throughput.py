@@ -34,26 +34,20 @@ import numpy as np
 import torch
 from report import RESULTS, Figure, finish, print_figures, print_table
 from throughput_engine import Engine, Run, Task, TaskResult
-from throughput_jobs import NUM_IDS, ThroughputJob, groups
+from throughput_jobs import NUM_IDS, ThroughputJob, exactly, groups
 
 from sglang_batch.demo_model import write_demo_model
+from sglang_batch.prediction.models import MODELS
 
-LLAMA_8B = {
+# What the model's configuration needs beyond the sizes that plans count with.
+LOADABLE = {
     "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
     "head_dim": 128,
-    "vocab_size": 128256,
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
 }
 ORDER_ALONE = {"attention": "stock", "overlap": "off"}
 # Whether it is ours, its policy, and further arguments.
@@ -69,12 +63,10 @@ ENGINES: dict[str, tuple[bool, str, list[str]]] = {
 
 def make_jobs(kv_tokens: int, max_running: int, scale: int) -> dict[int, ThroughputJob]:
     """By number. Lengths and numbers of requests are divided by ``scale``."""
-    s, sized = (
-        scale,
-        partial(groups, kv_tokens=kv_tokens, max_running=max_running, seed=0),
-    )
+    s = scale
+    sized = partial(groups, kv_tokens=kv_tokens, max_running=max_running, seed=0)
     return {
-        # The shape of BatchLLM's micro-benchmark (section 5.3).
+        # The shape of BatchLLM's micro-benchmark (section 6.1).
         1: sized(1, 64 // s, 2000 // s, 200 // s, 100 // s, siblings=16 // s),
         2: sized(2, 16 // s, 8000 // s, 100 // s, 128 // s, siblings=64 // s),
         3: two_kinds(3, 384 // s, s, kv_tokens, max_running),
@@ -97,10 +89,7 @@ def two_kinds(
     return ThroughputJob(
         f"{number} two kinds, {pairs} x (1500->16, 64->500)",
         [requests[i][0] for i in order],
-        [
-            {"max_new_tokens": requests[i][1], "temperature": 0, "ignore_eos": True}
-            for i in order
-        ],
+        [exactly(requests[i][1]) for i in order],
         kv_tokens,
         max_running,
     )
@@ -115,7 +104,9 @@ def write_model(path: Path, *, whole: bool) -> None:
         weights.unlink()
     ids = json.loads((path / "config.json").read_text())
     kept = {key: ids[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    (path / "config.json").write_text(json.dumps({**LLAMA_8B, **kept}))
+    (path / "config.json").write_text(
+        json.dumps({**MODELS["llama-3.1-8b"], **LOADABLE, **kept})
+    )
 
 
 def arguments_of(options: argparse.Namespace, model: Path) -> list[str]:
@@ -128,7 +119,7 @@ def arguments_of(options: argparse.Namespace, model: Path) -> list[str]:
     ]
     if options.quick:
         return [*arguments, "--dtype=float32", "--mem-fraction-static=0.3"]
-    return [*arguments, "--dtype=bfloat16", "--load-format=dummy", *options.argument]
+    return [*arguments, "--dtype=bfloat16", "--load-format=dummy"]
 
 
 def print_job(job: ThroughputJob, done: dict[str, TaskResult]) -> list[Figure]:
@@ -226,13 +217,6 @@ def parse_options() -> argparse.Namespace:
         help="engines that are left out if they do not start",
     )  # fmt: skip
     parser.add_argument(
-        "--model-path", type=Path, help="another model than the one of 8B"
-    )
-    parser.add_argument(
-        "--argument", action="append", default=[], metavar="--OPTION=VALUE",
-        help="of the server, for all engines",
-    )  # fmt: skip
-    parser.add_argument(
         "--kv-tokens",
         type=int,
         default=160_000,
@@ -285,10 +269,8 @@ def main() -> None:
         write_jobs(options.write, options)
         return
     with tempfile.TemporaryDirectory() as name:
-        model = options.model_path
-        if model is None:
-            model = Path(name) / "model"
-            write_model(model, whole=not options.quick)
+        model = Path(name) / "model"
+        write_model(model, whole=not options.quick)
         results = measure(options, model, Path(name))
     if torch.cuda.is_available():
         results["gpu"] = torch.cuda.get_device_name()

@@ -91,7 +91,7 @@ def groups(
     return ThroughputJob(
         f"{number} groups {num_groups} x {siblings}, {shared}+{own}->{output}",
         [prompt.tolist() for prompt in prompts],
-        [_exactly(output)] * len(prompts),
+        [exactly(output)] * len(prompts),
         kv_tokens,
         max_running,
     )
@@ -151,7 +151,7 @@ def _two_level_job(
     return ThroughputJob(
         name,
         [prompts[index].tolist() for index in order],
-        [_exactly(outputs[index]) for index in order],
+        [exactly(outputs[index]) for index in order],
         kv_tokens,
         max_running=64,
         context_len=1 << (2 * longest).bit_length(),
@@ -178,7 +178,7 @@ class BlendDraft:
     @property
     def whole_answers(self) -> ThroughputJob:
         """The job whose answers show the tokens of each request without a stop."""
-        params = [_exactly(MOST_OUTPUT)] * len(self.prompts)
+        params = [exactly(MOST_OUTPUT)] * len(self.prompts)
         return ThroughputJob("5 answers", self.prompts, params, 60_000, 64)
 
 
@@ -245,5 +245,6 @@ def _draw(rng: np.random.Generator, length: int) -> Tokens:
     return rng.integers(0, NUM_IDS, length, dtype=np.int32)
 
 
-def _exactly(output_len: int) -> dict[str, Any]:
+def exactly(output_len: int) -> dict[str, Any]:
+    """Greedy decoding of that many tokens."""
     return {"max_new_tokens": output_len, "temperature": 0, "ignore_eos": True}

@@ -34,6 +34,8 @@ LINES, REPEATS = 20_000, 0.3
 MEMORY_LINES = 1_000_000
 # So many, in turn and back, since seconds of a run vary by a tenth.
 RUNS = 4
+# Lines with the same prompt.
+SAMPLES = 16
 SEED = 0
 URL = "/v1/completions"
 ENGINE = ("--dtype=float32", "--max-total-tokens=40000", "--max-running-requests=128")
@@ -68,6 +70,7 @@ def measure(quick: bool) -> list[Figure]:
                 runs[kind].append(summary)
                 print(f"{kind} {nth}: {summary['seconds']} s", file=sys.stderr)
         search = search_seconds(place, unique)
+        sampled = samples(place)
     alone, merged = runs["unique"][0], runs["repeated"][0]
     seconds = {kind: min(x["seconds"] for x in found) for kind, found in runs.items()}
     return [
@@ -89,10 +92,13 @@ def measure(quick: bool) -> list[Figure]:
         Figure(
             "nothing equal: processor seconds of the search, of the job's seconds",
             search / seconds["off"], target=("<=", 0.01),
-            note=f"{search:.3f} s; the job {seconds['unique']} s, with --dedupe off "
-            f"{seconds['off']} s",
+            note=f"{search:.3f} s of {seconds['off']} s",
+        ),
+        Figure(
+            "  seconds, of those with --dedupe off", seconds["unique"] / seconds["off"],
         ),
         memory(MEMORY_LINES // scale),
+        sampled,
     ]  # fmt: skip
 
 
@@ -103,10 +109,26 @@ def answered(summary: dict[str, Any]) -> int:
     return tokens - merged
 
 
-def run(place: Path, prompts: Sequence[str], dedupe: str) -> dict[str, Any]:
+def samples(place: Path) -> Figure:
+    """Lines with equal prompts that are sampled, so that each is computed."""
+    prompts = [f"{number}: {'Tell a story of the sea. ' * 20}" for number in range(8)]
+    summary = run(place, prompts * SAMPLES, "auto", temperature=1.0)
+    computed = summary["prompt_tokens"] - summary["cached_tokens"]
+    least = sum(map(len, prompts))  # a byte is a token of the demo model
+    further = len(prompts) * (SAMPLES - 1)
+    return Figure(
+        f"{SAMPLES} samples of equal prompts: prompt tokens computed for each further "
+        "line", (computed - least) / further, target=("=", 1), note=f"{computed}",
+    )  # fmt: skip
+
+
+def run(
+    place: Path, prompts: Sequence[str], dedupe: str, temperature: float = 0
+) -> dict[str, Any]:
     """Run a job of these prompts. Returns its summary."""
     source, output = place / "in.jsonl", place / "out.jsonl"
-    source.write_bytes(b"".join(line(i, text) for i, text in enumerate(prompts)))
+    lines = (line(i, text, temperature) for i, text in enumerate(prompts))
+    source.write_bytes(b"".join(lines))
     done = subprocess.run(
         [
             *(sys.executable, "-m", "sglang_batch", "run", "--overwrite"),
@@ -138,9 +160,9 @@ def search_seconds(place: Path, prompts: Sequence[str]) -> float:
     return min(found)
 
 
-def line(number: int, text: str) -> bytes:
-    body = {"model": "demo", "prompt": text, "max_tokens": 8, "temperature": 0}
-    body |= {"ignore_eos": True}
+def line(number: int, text: str, temperature: float = 0) -> bytes:
+    body: dict[str, Any] = {"model": "demo", "prompt": text, "max_tokens": 8}
+    body |= {"temperature": temperature, "ignore_eos": True}
     entry = {"custom_id": f"line-{number}", "method": "POST", "url": URL, "body": body}
     return json.dumps(entry).encode() + b"\n"
 

@@ -35,7 +35,7 @@ ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
 NUM_CASES = 40
 # Of the answers of transformers in float32, its own in float16 are equal in 39 of 40 and
 # those in bfloat16 in 36: near ties fall either way.
-EQUAL = 0.75
+EQUAL = {"--dtype=float16": 0.9, "--dtype=bfloat16": 0.75}
 
 
 @pytest.fixture(scope="module")
@@ -93,4 +93,5 @@ def test_a_batch_on_a_gpu(
         for case in wide_cases
         if answers[case.custom_id].get("token_ids") == case.output_ids
     ]
-    assert len(equal) >= EQUAL * len(wide_cases), equal
+    least = next(EQUAL[argument] for argument in arguments if argument in EQUAL)
+    assert len(equal) >= least * len(wide_cases), equal

@@ -19,6 +19,7 @@ import forked_children
 import pytest
 
 START_TIMEOUT_S = 300
+IDLE_S, IDLE_TRIES = 3, 5
 LAUNCH = ("sglang.launch_server",)
 # Small enough for CI: the demo model needs a few megabytes.
 SERVER_ARGS = (
@@ -48,11 +49,17 @@ class Server:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
-    def cpu_seconds(self, over_s: float) -> float:
-        """CPU seconds that all its processes use in this time."""
-        before = cpu_seconds(self.process.pid)
-        time.sleep(over_s)
-        return cpu_seconds(self.process.pid) - before
+    def assert_idle(self) -> None:
+        """No process spins: within a few seconds, all of them together use less than a
+        third of a core. Work that ends with a batch may first run out."""
+        for _ in range(IDLE_TRIES):
+            before = cpu_seconds(self.process.pid)
+            time.sleep(IDLE_S)
+            after = cpu_seconds(self.process.pid)
+            used = {name: after[name] - before.get(name, 0.0) for name in after}
+            if sum(used.values()) < IDLE_S / 3:
+                return
+        pytest.fail(f"CPU seconds of {IDLE_S} s without work: {used}")
 
     def kill(self) -> None:
         """SIGKILL to every process of the server, as a crash would."""
@@ -122,16 +129,18 @@ def wait_until_ready(running: Server) -> None:
     raise AssertionError(f"the server did not start:\n{running.log[-4000:]}")
 
 
-def cpu_seconds(session: int) -> float:
-    """CPU seconds used so far by the processes of a session that still run."""
-    ticks = 0
+def cpu_seconds(session: int) -> dict[str, float]:
+    """CPU seconds used so far by each process of a session that still runs."""
+    seconds = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             # The name of the process, in parentheses, may contain spaces.
-            fields = path.read_text().rpartition(")")[2].split()
+            process, _, rest = path.read_text().rpartition(")")
+            fields = rest.split()
             if int(fields[3]) == session:
-                ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+                ticks = int(fields[11]) + int(fields[12])
+                seconds[f"{process})"] = ticks / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:

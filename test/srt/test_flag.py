@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import urllib.request
@@ -132,6 +133,8 @@ def test_flag_reaches_every_scheduler(
         assert_answers(running, cases)
         if num_dp_ranks > 1:
             assert_replicas_share(running, cases)
+        # However long it took to start, no tokenizer worker was taken for dead.
+        assert not re.search(r"Child process .* died", running.log)
         # No process spins, not even the one that spreads requests over the replicas.
         running.assert_idle()
 

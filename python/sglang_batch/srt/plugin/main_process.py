@@ -23,6 +23,10 @@ from ..compat.hook_targets import (
     check_hooks_took,
 )
 
+# Seconds after which SGLang kills a tokenizer worker that does not answer.
+WORKER_PATIENCE = "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT"
+WORKER_PATIENCE_S = "60"
+
 # Whether the hooks are in place.
 _entered = False
 
@@ -54,6 +58,9 @@ def enter_offline_main() -> None:
         HookRegistry.apply_hooks()
         # Tokenizer workers import the app by this path, in processes of their own.
         os.environ["SGLANG_HTTP_SERVER_APP_PATH"] = "sglang_batch.srt.plugin.app:app"
+        # Their imports take longer than SGLang's 10 s on a busy machine, where it would
+        # kill and start them for ever.
+        os.environ.setdefault(WORKER_PATIENCE, WORKER_PATIENCE_S)
         _entered = True
     check_hooks_took(MAIN_PROCESS_HOOKS)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numba
 
 F = TypeVar("F", bound=Callable[..., object])
+
+# Bytes of a function's bytecode, about 15 lines.
+_SMALL_BYTECODE = 300
 
 
 def jit(function: F) -> F:
@@ -33,6 +36,31 @@ def jit_in_place(function: F) -> F:
     This leaves out numba's reference counts. Passing a tuple of arrays to a function
     counts every one of them up and down, atomically, which took longer than the
     simulator's own work.
+
+    Each call passes every array of the state, so that small functions take longer to
+    compile as functions of their own than as part of their callers.
     """
-    compiled: F = numba.njit(cache=True, _nrt=False)(function)
+    if len(function.__code__.co_code) < _SMALL_BYTECODE:
+        return jit_inlined(function)
+    compiled = numba.njit(cache=True, _nrt=False)(function)
+    resolve = compiled.get_call_template
+
+    def resolve_wide(args: tuple[Any, ...], kws: dict[str, Any]) -> Any:
+        return resolve(tuple(_wide(arg) for arg in args), kws)
+
+    compiled.get_call_template = resolve_wide
+    same: F = compiled
+    return same
+
+
+def jit_inlined(function: F) -> F:
+    """:func:`jit_in_place` as part of the callers. For functions with one of them."""
+    compiled: F = numba.njit(cache=True, _nrt=False, inline="always")(function)
     return compiled
+
+
+def _wide(arg: Any) -> Any:
+    """The type of an argument. Without it, numba compiles a function for each constant and
+    each size of integers that it is called with."""
+    arg = numba.types.unliteral(arg)
+    return numba.types.int64 if isinstance(arg, numba.types.Integer) else arg

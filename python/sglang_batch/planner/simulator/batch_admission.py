@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..admission_rules.followers import MOST_FOLLOWERS
 from ..admission_rules.padded_forecast import add_row, peak_cells_with
-from ..compiled import jit_in_place
+from ..compiled import jit_in_place, jit_inlined
 from ..length_batches.batch_state import (
     TREE,
     RunningRows,
@@ -36,7 +36,7 @@ from .row_notes import COMES_BACK, DECODES, LEAVES, WAITS, note
 from .step_admission import compute, fits, overtakes, whole_multiple
 
 
-@jit_in_place
+@jit_inlined
 def batch_prefill(sim: Sim, lengths: RowLengths) -> tuple[int, float]:
     """Fill the step with prompts.
 

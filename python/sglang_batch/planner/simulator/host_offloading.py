@@ -6,7 +6,7 @@ is computed again, and no other request is admitted before they have resumed.
 
 from __future__ import annotations
 
-from ..compiled import jit_in_place
+from ..compiled import jit_in_place, jit_inlined
 from . import prefix_cache as prefix
 from .engine_state import Sim, in_pages
 from .prefix_cache import LOCKED
@@ -27,7 +27,7 @@ _STEPS_FREED = 8
 _MARGIN_UP, _MARGIN_MAX = 2.0, 0.2
 
 
-@jit_in_place
+@jit_inlined
 def offload_for_decodes(sim: Sim) -> bool:
     """Free KV for the next decodes. Returns whether any request was offloaded."""
     state = sim.state[0]
@@ -47,7 +47,7 @@ def offload_for_decodes(sim: Sim) -> bool:
     return offloaded
 
 
-@jit_in_place
+@jit_inlined
 def resume(sim: Sim) -> None:
     """Resume offloaded requests, in the order in which they were offloaded."""
     state = sim.state[0]

@@ -11,7 +11,7 @@ from ..admission_rules.dual_scanner import (
     steady_prefill_tokens,
 )
 from ..admission_rules.followers import MOST_FOLLOWERS
-from ..compiled import jit_in_place
+from ..compiled import jit_in_place, jit_inlined
 from ..costs.cost_model import tokens_read
 from ..costs.mixing import mixing_loss_s
 from ..costs.pool_shares import has_room, share
@@ -411,7 +411,7 @@ def _nobody_can_join(sim: Sim) -> bool:
     )
 
 
-@jit_in_place
+@jit_inlined
 def dual_prefill(sim: Sim, target: float) -> tuple[int, float]:
     """Admit from both sides by the dual scanner's budgets.
 

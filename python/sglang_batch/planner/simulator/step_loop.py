@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..compiled import jit_in_place
+from ..compiled import jit_in_place, jit_inlined
 from ..costs.cost_model import overlapped
 from ..costs.mixing import mixing_loss_s
 from ..costs.overlap_table import LEAST_GAIN
@@ -96,7 +96,7 @@ def _sample(
     return stride
 
 
-@jit_in_place
+@jit_inlined
 def _prompts(sim: Sim, lengths: RowLengths, target: float) -> tuple[int, float]:
     """Admit requests and compute prompts.
 

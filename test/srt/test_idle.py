@@ -30,6 +30,7 @@ def post(server: Server, path: str, body: dict[str, Any]) -> bytes:
 
 
 def test_an_idle_server_uses_no_core(offline_server: Server) -> None:
+    time.sleep(SLEEP_S)
     offline_server.assert_idle()
 
 

@@ -54,7 +54,7 @@ def jit_in_place(function: F) -> F:
 
 
 def jit_inlined(function: F) -> F:
-    """:func:`jit_in_place` as part of the callers. For functions with one of them."""
+    """:func:`jit_in_place` as part of its callers, for a function that one other calls."""
     compiled: F = numba.njit(cache=True, _nrt=False, inline="always")(function)
     return compiled
 

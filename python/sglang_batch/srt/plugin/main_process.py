@@ -24,8 +24,8 @@ from ..compat.hook_targets import (
 )
 
 # Seconds after which SGLang kills a tokenizer worker that does not answer.
-WORKER_PATIENCE = "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT"
-WORKER_PATIENCE_S = "60"
+_WORKER_PATIENCE = "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT"
+_WORKER_PATIENCE_S = "60"
 
 # Whether the hooks are in place.
 _entered = False
@@ -60,7 +60,7 @@ def enter_offline_main() -> None:
         os.environ["SGLANG_HTTP_SERVER_APP_PATH"] = "sglang_batch.srt.plugin.app:app"
         # Their imports take longer than SGLang's 10 s on a busy machine, where it would
         # kill and start them for ever.
-        os.environ.setdefault(WORKER_PATIENCE, WORKER_PATIENCE_S)
+        os.environ.setdefault(_WORKER_PATIENCE, _WORKER_PATIENCE_S)
         _entered = True
     check_hooks_took(MAIN_PROCESS_HOOKS)
 

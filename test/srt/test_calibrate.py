@@ -24,7 +24,7 @@ def test_the_command_prints_and_keeps_a_row_share(
     # environment when it is imported, which its children here do before the command.
     done = subprocess.run(
         [
-            *command("sglang_batch.cli", "calibrate", f"--model-path={demo_model}"),
+            *command("slow_to_send", "calibrate", f"--model-path={demo_model}"),
             *(
                 "--dtype=float32",
                 "--max-total-tokens=6000",

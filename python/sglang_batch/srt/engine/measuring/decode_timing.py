@@ -6,13 +6,12 @@ by the number of rows. Its state, which it tells on demand, then has all of them
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 
 from ....engine import GENERATE_URL
 from ....errors import EngineError
-from ....request import BatchRequestInput, RequestOutput
+from ....request import BatchRequestInput
 from ....store.measured.row_share_file import RowShareKey
 from ....workloads.random_prompts import random_prompts
 from ...compat.server_types import SchedulerState
@@ -73,31 +72,21 @@ class DecodeTimer:
         """
         before = len(await self._times(len(lengths)))
         prompts = random_prompts(lengths, self.vocab_size, seed=self._num_batches)
-        answers = await asyncio.gather(
-            *(
-                self._answer(row, prompt, new_tokens)
-                for row, prompt in enumerate(prompts)
-            )
-        )
-        self._num_batches += 1
-        for answer in answers:
-            if not answer.ok:
-                raise EngineError(
-                    f"a measured request failed: {answer.body.decode(errors='replace')}"
-                )
-        return (await self._times(len(lengths)))[before:]
-
-    async def _answer(
-        self, row: int, prompt: list[int], new_tokens: int
-    ) -> RequestOutput:
         sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        body = json.dumps({"input_ids": prompt, "sampling_params": sampling})
-        name = f"calibrate_{self._num_batches}_{row}"
-        request = BatchRequestInput(row, name, GENERATE_URL, body.encode())
-        prepared = await self.engine.prepare(request, name, tokenize=False)
-        if not isinstance(prepared, Prepared):
-            return prepared
-        return await self.engine.execute(prepared)
+        # One request: its prompts reach the scheduler in one message, however busy the
+        # machine is. Of several, the first could end before the last arrives.
+        body = json.dumps({"input_ids": prompts, "sampling_params": sampling})
+        name = f"calibrate_{self._num_batches}"
+        self._num_batches += 1
+        request = BatchRequestInput(0, name, GENERATE_URL, body.encode())
+        answer = await self.engine.prepare(request, name, tokenize=False)
+        if isinstance(answer, Prepared):
+            answer = await self.engine.execute(answer)
+        if not answer.ok:
+            raise EngineError(
+                f"a measured request failed: {answer.body.decode(errors='replace')}"
+            )
+        return (await self._times(len(lengths)))[before:]
 
     async def _state(self) -> SchedulerState:
         return (await self._manager.get_internal_state())[0]

@@ -1,0 +1,27 @@
+"""``sglang-batch`` in a process that pauses before it sends a timed request to SGLang.
+
+As on a machine whose cores are busy: the scheduler runs steps meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+from sglang_batch.cli import command
+
+PAUSE_S = 0.1
+
+
+def main() -> None:
+    send = TokenizerManager._send_one_request
+
+    async def send_late(self: TokenizerManager, tokenized_obj: Any) -> None:
+        if tokenized_obj.rid.startswith("calibrate_"):
+            time.sleep(PAUSE_S)
+        await send(self, tokenized_obj)
+
+    TokenizerManager._send_one_request = send_late
+    command()

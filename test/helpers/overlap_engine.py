@@ -7,7 +7,6 @@ Each job begins when all of its requests are there, so that both ways take the s
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import random
@@ -15,12 +14,9 @@ import sys
 from typing import Any
 
 import torch
+from paused_starts import run_all_at_once
 from race_watch import RaceWatch, RecordingLanes
 from sglang.srt.entrypoints.engine import Engine
-from sglang.srt.managers.io_struct import (
-    ContinueGenerationReqInput,
-    PauseGenerationReqInput,
-)
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.engine import GENERATE_URL
@@ -248,14 +244,7 @@ async def run(engine: Any, way: str, name: str) -> dict[str, Any]:
     before = await totals(manager)
     job_id = f"batch_{way}_{name}"
     job = Job(job_id, asked, range(len(asked)), engine, config, keep)
-    # Past the tokenizer manager, which would hold requests back, too.
-    manager._dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
-    running = asyncio.ensure_future(job.run())
-    while len(manager.rid_to_state) < len(asked) and not running.done():
-        await asyncio.sleep(0.02)
-    await asyncio.sleep(0.2)
-    manager._dispatch_to_scheduler(ContinueGenerationReqInput())
-    await running
+    await run_all_at_once(job, len(asked), manager)
     after = await totals(manager)
     await manager.flush_cache()
     info = [answers[i]["meta_info"] for i in range(len(asked))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -48,6 +49,17 @@ class Server:
     @property
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
+
+    def until_busy(self) -> None:
+        """Wait until requests run."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with urllib.request.urlopen(f"{self.url}/server_info", timeout=30) as found:
+                states = json.load(found)["internal_states"]
+            if any(state["offline_batch"]["kv_use"]["running"] for state in states):
+                return
+            time.sleep(0.02)
+        pytest.fail("no request came into the engine")
 
     def assert_idle(self) -> None:
         """No process spins: all of them together use less than a third of a core."""

@@ -6,16 +6,12 @@ names of jobs, and those of the server.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from dataclasses import replace
 from typing import Any
 
-from sglang.srt.managers.io_struct import (
-    ContinueGenerationReqInput,
-    PauseGenerationReqInput,
-)
+from paused_starts import run_all_at_once
 from step_jobs import MORE_JOBS, plan_requests
 
 from sglang_batch.config import OfflineBatchConfig
@@ -63,14 +59,7 @@ async def run(engine: Any, name: str, rows: Any, policy: str) -> dict[str, int]:
         lambda request, output: answers.append(output.ok),
     )
     before = await totals(manager)
-    # Past the tokenizer manager, which would hold requests back, too.
-    manager._dispatch_to_scheduler(PauseGenerationReqInput(mode="in_place"))
-    running = asyncio.ensure_future(job.run())
-    while len(manager.rid_to_state) < len(requests) and not running.done():
-        await asyncio.sleep(0.02)
-    await asyncio.sleep(0.2)
-    manager._dispatch_to_scheduler(ContinueGenerationReqInput())
-    await running
+    await run_all_at_once(job, len(requests), manager)
     after = await totals(manager)
     assert answers == [True] * len(requests)
     await manager.flush_cache()

@@ -42,19 +42,6 @@ def aborting_without_end(server: Server) -> Iterator[None]:
         thread.join()
 
 
-def until_busy(server: Server) -> None:
-    """Wait until lines are in the engine."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        text = httpx.get(f"{server.url}/server_info", timeout=30).json()
-        if any(
-            s["offline_batch"]["kv_use"]["running"] for s in text["internal_states"]
-        ):
-            return
-        time.sleep(0.02)
-    raise AssertionError("no line came into the engine")
-
-
 def lines() -> list[dict[str, Any]]:
     """Chats, several choices, several prompts: what one abort can leave half done."""
     found = []
@@ -86,7 +73,7 @@ def test_lines_that_are_aborted_get_the_answers_of_an_undisturbed_run(
 
     disturbed = submit(api, jsonl(lines()))
     for _ in range(MOST - 1):
-        until_busy(offline_server)
+        offline_server.until_busy()
         abort_all(offline_server)
     batch = wait(api, disturbed.id)
     assert batch.error_file_id is None
@@ -139,7 +126,7 @@ def test_calls_of_programs_that_are_aborted_are_sent_again(
     found: dict[int, Any] = {}
     thread = threading.Thread(target=lambda: found.update(wave(offline_server, calls)))
     thread.start()
-    until_busy(offline_server)
+    offline_server.until_busy()
     abort_all(offline_server)
     thread.join()
     texts = [
@@ -157,7 +144,11 @@ def test_calls_that_are_always_aborted_are_errors(offline_server: Server) -> Non
 
 
 def test_a_refused_prompt_is_the_lines_own_error(offline_server: Server) -> None:
-    before = time.monotonic()
-    found = wave(offline_server, [{"input_ids": [5] * 30_000}])
-    assert found[0]["status_code"] == 400
-    assert time.monotonic() - before < 1  # no pause before a second attempt
+    took_s = []
+    for _ in range(3):
+        before = time.monotonic()
+        found = wave(offline_server, [{"input_ids": [5] * 30_000}])
+        took_s.append(time.monotonic() - before)
+        assert found[0]["status_code"] == 400
+    # No pause before a second attempt. Others may keep the cores busy for a while.
+    assert min(took_s) < 1

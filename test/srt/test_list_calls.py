@@ -135,7 +135,7 @@ def test_an_abort_ends_those_that_wait_and_those_that_run(
 
     thread = threading.Thread(target=call)
     thread.start()
-    time.sleep(1.0)
+    offline_server.until_busy()
     for each in ids[:39]:
         post(offline_server, "/abort_request", {"rid": each})
     thread.join(120)

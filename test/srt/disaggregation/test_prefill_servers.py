@@ -149,13 +149,20 @@ def message(rid: str = RID, **fields: Any) -> TokenizedGenerateReqInput:
 
 
 def answering(
-    pairing: Pairing, rid: str, output: RequestOutput, settle_s: float = 0.05
+    pairing: Pairing,
+    rid: str,
+    output: RequestOutput,
+    aborted: list[str] | None = None,
 ) -> Callable[[], Awaitable[RequestOutput]]:
-    """An engine that sends one message and then has this output."""
+    """An engine that sends one message and then has this output, if ``aborted`` is given
+    once the request was aborted."""
 
     async def run() -> RequestOutput:
         pairing.pair(message(rid))
-        await asyncio.sleep(settle_s)
+        if aborted is None:
+            await asyncio.sleep(0.05)
+        else:
+            await until(lambda: rid in aborted)
         return output
 
     return run
@@ -264,7 +271,7 @@ async def _lost() -> None:
             fake for fake in fakes if first is not None and fake.url == first.url
         )
         task = asyncio.ensure_future(
-            pairing.execute(RID, answering(pairing, RID, FAILED, settle_s=0.3))
+            pairing.execute(RID, answering(pairing, RID, FAILED, aborted))
         )
         await until(lambda: used.calls)
         await used.stop()
@@ -297,7 +304,7 @@ async def _refused() -> None:
         async def run() -> RequestOutput:
             for part in parts:
                 pairing.pair(message(part))
-            await asyncio.sleep(0.1)
+            await until(lambda: len(aborted) == len(parts))
             return FAILED
 
         output = await pairing.execute(RID, run)

@@ -3,8 +3,9 @@
 A job of lines of which 30 % repeat others, at random places, is compared with the job of its first
 lines of each kind. A job without equal lines is run with and without looking for them. All with
 ``sglang-batch run`` on the demo model; seconds are those of the summary, without the start of
-the engine, the least of several runs of each kind in turn. They vary by a tenth, so what looking for
-equal lines costs is its own processor time, of the job's seconds.
+the engine. The machine's speed changes, so runs of each kind follow each other in rounds, the ratio of
+two kinds is the median of the rounds, and the search for equal lines is timed by itself: its
+processor time, of the seconds of the fastest job.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from sglang_batch.request import BatchRequestInput
 LINES, REPEATS = 20_000, 0.3
 # Lines of the job whose memory is measured.
 MEMORY_LINES = 1_000_000
-# So many, in turn and back, since seconds of a run vary by a tenth.
+# Rounds, each with a run of each kind, every other one in reverse.
 RUNS = 4
 # Lines with the same prompt.
 SAMPLES = 16
@@ -105,8 +106,7 @@ def measure(quick: bool) -> list[Figure]:
 
 
 def in_rounds(seconds: list[float], others: list[float]) -> float:
-    """Median of the ratios. Runs of a round follow each other, as the machine's speed
-    changes within minutes by more than what is looked for."""
+    """Median over the rounds of the ratio of two kinds."""
     return statistics.median(a / b for a, b in zip(seconds, others, strict=True))
 
 

@@ -144,11 +144,7 @@ def test_calls_that_are_always_aborted_are_errors(offline_server: Server) -> Non
 
 
 def test_a_refused_prompt_is_the_lines_own_error(offline_server: Server) -> None:
-    took_s = []
-    for _ in range(3):
-        before = time.monotonic()
-        found = wave(offline_server, [{"input_ids": [5] * 30_000}])
-        took_s.append(time.monotonic() - before)
-        assert found[0]["status_code"] == 400
-    # No pause before a second attempt. Others may keep the cores busy for a while.
-    assert min(took_s) < 1
+    before = time.monotonic()
+    found = wave(offline_server, [{"input_ids": [5] * 30_000}])
+    assert found[0]["status_code"] == 400
+    assert time.monotonic() - before < 1  # no pause before a second attempt

@@ -149,20 +149,13 @@ def message(rid: str = RID, **fields: Any) -> TokenizedGenerateReqInput:
 
 
 def answering(
-    pairing: Pairing,
-    rid: str,
-    output: RequestOutput,
-    aborted: list[str] | None = None,
+    pairing: Pairing, rid: str, output: RequestOutput
 ) -> Callable[[], Awaitable[RequestOutput]]:
-    """An engine that sends one message and then has this output, if ``aborted`` is given
-    once the request was aborted."""
+    """An engine that sends one message and then has this output."""
 
     async def run() -> RequestOutput:
         pairing.pair(message(rid))
-        if aborted is None:
-            await asyncio.sleep(0.05)
-        else:
-            await until(lambda: rid in aborted)
+        await asyncio.sleep(0.05)
         return output
 
     return run
@@ -270,9 +263,13 @@ async def _lost() -> None:
         used = next(
             fake for fake in fakes if first is not None and fake.url == first.url
         )
-        task = asyncio.ensure_future(
-            pairing.execute(RID, answering(pairing, RID, FAILED, aborted))
-        )
+
+        async def run() -> RequestOutput:
+            pairing.pair(message(RID))
+            await until(lambda: aborted)
+            return FAILED
+
+        task = asyncio.ensure_future(pairing.execute(RID, run))
         await until(lambda: used.calls)
         await used.stop()
         output = await task

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from long_documents import documents
 from report import RESULTS, Figure, finish, print_figures, print_table
 from tqdm import tqdm
 
@@ -46,7 +47,6 @@ from sglang_batch.planner.requests import Int32s, Int64s
 from sglang_batch.planner.simulator.simulator import Simulation, simulate
 from sglang_batch.policies import POLICY_TABLE
 from sglang_batch.workloads.blend import GRID_DENSITIES, GRID_SHARINGS, TRACES, blend
-from sglang_batch.workloads.documents import documents
 from sglang_batch.workloads.mix import Workload, combine
 from sglang_batch.workloads.traces import read_trace
 

@@ -1,4 +1,4 @@
-"""The structure of the product: which module may import which, and unique names.
+"""The structure of the product: which module may import which, and that each is used.
 
 Each rule is one test, which lists every violation.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -36,7 +36,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("srt", "cluster"),
         ("client", "run", "programs"),
         ("streams",),
-        ("prediction", "calibration", "frames", "lang", "demo_model", "demo_adapter"),
+        ("prediction", "calibration", "frames", "lang", "demo_model"),
         ("cli",),
         ("__main__",),
     ),
@@ -87,7 +87,17 @@ FRONTEND = {
 }
 # Imports these only when a model is written.
 LAZY = {"demo_model": {"torch", "transformers", "tokenizers"}}
-MAX_MODULES = 15
+# Where Python itself, SGLang or a user's command enters: pyproject.toml, and modules that
+# users import or name in the settings of a framework.
+ENTRIES = {
+    "sglang_batch",
+    "sglang_batch.__main__",
+    "sglang_batch.cli",
+    "sglang_batch.lang",
+    "sglang_batch.rollout.slime_generate",
+    "sglang_batch.srt.plugin.hooks",
+    "sglang_batch.srt.plugin.platform",
+}
 
 
 @dataclass(frozen=True)
@@ -432,34 +442,33 @@ def test_tests_and_benchmarks_import_modules_that_exist() -> None:
     assert not found, listing(found)
 
 
-def test_a_folder_has_at_most_15_modules() -> None:
-    count = Counter(
-        module.path.parent for module in PRODUCT if module.path.stem != "__init__"
-    )
-    found = {str(path): n for path, n in count.items() if n > MAX_MODULES}
-    assert not found
+def test_every_module_is_reached_from_an_entry_point() -> None:
+    """What only tests and benchmarks use belongs to them. Packages are reached as parents."""
+    modules = {module.name: module for module in PRODUCT}
+    reached, todo = set[str](), list(ENTRIES)
+    while todo:
+        name = todo.pop()
+        if name not in reached:
+            reached.add(name)
+            todo += [*imported_modules(modules[name]), *named_modules(modules[name])]
+            if "." in name:
+                todo.append(name.rpartition(".")[0])
+    assert set(modules) >= ENTRIES
+    assert not (found := sorted(set(modules) - reached)), listing(found)
 
 
-def test_names_of_modules_are_unique() -> None:
-    places = defaultdict(list)
-    for module in PRODUCT:
-        if not module.path.stem.startswith("__"):
-            places[module.path.stem].append(str(module.path.relative_to(ROOT)))
-    assert not (found := repeated(places)), listing(found)
-
-
-def test_names_of_classes_are_unique() -> None:
-    places = defaultdict(list)
-    for module in PRODUCT:
-        for node in ast.walk(ast.parse(module.path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                where = f"{module.path.relative_to(ROOT)}:{node.lineno}"
-                places[node.name].append(where)
-    assert not (found := repeated(places)), listing(found)
-
-
-def repeated(places: dict[str, list[str]]) -> list[str]:
-    return [f"{name}: {', '.join(at)}" for name, at in places.items() if len(at) > 1]
+def named_modules(module: Module) -> set[str]:
+    """Modules named in strings, as hooks, commands and lazy exports are: ``pkg.mod:name``."""
+    is_package = module.path.name == "__init__.py"
+    package = module.name if is_package else module.name.rpartition(".")[0]
+    names = {each.name for each in PRODUCT}
+    found = set()
+    for node in ast.walk(ast.parse(module.path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value.partition(":")[0]
+            full = (text, package + text, f"{package}.{text}", text.rpartition(".")[0])
+            found |= {name for name in full if name in names}
+    return found
 
 
 def listing(found: object) -> str:

@@ -36,7 +36,6 @@ from sglang_batch.job.bucketed_job import BucketedJob
 from sglang_batch.job.dispatcher import Dispatcher
 from sglang_batch.job.job_planner import JobPlanner
 from sglang_batch.job.prompt_buckets import deal_requests
-from sglang_batch.planner.requests import PlanRequests
 from sglang_batch.request import (
     BatchRequestInput,
     RequestOutput,
@@ -48,7 +47,6 @@ from sglang_batch.run.running_job import COMMIT_EVERY_S
 from sglang_batch.store.result_log import ResultLog
 
 from .large_job import job_part
-from .planning import peak_bytes
 from .simulated_fleet import MACHINE, URL, World
 
 RECORDS, LINES = 1_000_000, 20_000
@@ -260,15 +258,19 @@ def keep(num_lines: int) -> None:
 
 def make_plan(num_lines: int) -> None:
     """A plan of a whole job in one piece, for 64 engines."""
-    part = job_part(0, num_lines, num_lines, 0)
-    requests = PlanRequests(
-        part.tokens, part.offsets, part.max_new_tokens, part.known_output_len
-    )
+    requests = job_part(0, num_lines, num_lines, 0)
     planner = JobPlanner(
         requests, np.arange(num_lines), MACHINE, OfflineBatchConfig(), 64
     )
     for shard in planner.plans():
         shard.for_scheduler(MACHINE)
+
+
+def peak_bytes(pid: int) -> int:
+    """Most resident memory of a process so far."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    line = next(x for x in status.splitlines() if x.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 async def _no_render(number: int) -> Any:

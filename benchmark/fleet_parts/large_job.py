@@ -1,4 +1,4 @@
-"""A job of any size on disk: families of many kinds, in random order.
+"""A job of any size: families of many kinds, in random order.
 
 Every prompt begins with the same 4 tokens. Behind them, a quarter of the requests each:
 
@@ -15,14 +15,10 @@ seed, and any part of it can be made alone.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
 import numpy as np
 
 from sglang_batch.planner.compiled import jit_without_gil
-from sglang_batch.planner.requests import UNKNOWN, Int32s, Int64s
-from sglang_batch.store.token_runs import RunArrays, RunWriter
+from sglang_batch.planner.requests import UNKNOWN, Int32s, Int64s, PlanRequests
 
 _VOCAB_SIZE = np.uint64(128_000)
 _HEAD_LEN = 4
@@ -30,30 +26,16 @@ _NUM_SYSTEMS, _NUM_TEMPLATES, _QUESTIONS = 8, 2000, 8
 _CHAT, _FEW_SHOT, _DOCUMENT = 0, 1, 2
 _LIMITS = np.array([512, 4, 64, 1024], np.int32)
 _KNOWN = np.array([UNKNOWN, 4, UNKNOWN, UNKNOWN], np.int32)
-# Requests made at once.
-_CHUNK = 1_000_000
 
 
-def write_job(folder: Path, num_requests: int, seed: int, threads: int = 2) -> None:
-    """Write a job as a run."""
-    begins = np.arange(0, num_requests, _CHUNK)
-    with RunWriter(folder) as run, ThreadPoolExecutor(threads) as pool:
-        for group in np.split(begins, np.arange(threads, len(begins), threads)):
-            ends = np.minimum(group + _CHUNK, num_requests)
-            for arrays in pool.map(
-                lambda begin, end: job_part(begin, end, num_requests, seed), group, ends
-            ):
-                run.append(arrays)
-
-
-def job_part(begin: int, end: int, num_requests: int, seed: int) -> RunArrays:
+def job_part(begin: int, end: int, num_requests: int, seed: int) -> PlanRequests:
     """The requests ``begin`` to ``end`` of a job."""
     kind, parts = _parts(begin, end, num_requests, np.uint64(seed))
     offsets = np.zeros(end - begin + 1, np.int64)
     np.cumsum(parts[:, :, 1].sum(axis=1), out=offsets[1:])
     tokens = np.empty(int(offsets[-1]), np.int32)
     _fill(tokens, parts, np.uint64(seed))
-    return RunArrays(tokens, offsets, _LIMITS[kind], _KNOWN[kind])
+    return PlanRequests(tokens, offsets, _LIMITS[kind], _KNOWN[kind])
 
 
 @jit_without_gil

@@ -1,6 +1,6 @@
 """Fewer states than branch points on a path: cached share of the best choice for them.
 
-The best choice is computed exactly (``planner.prefixes.kept_states``), for the states that are
+The best choice is computed exactly (``kept_states.py``), for the states that are
 left beside the two of one running request. The engine may run more at once.
 """
 
@@ -11,10 +11,9 @@ from report import Figure, print_table
 from throughput_jobs import ThroughputJob, tree_of
 from tiny_checkpoints import ARGUMENTS
 
-from sglang_batch.planner.prefixes.kept_states import choose_states
-
 from .engine import run_jobs
 from .jobs import ENGINE, checkpoint
+from .kept_states import choose_states
 
 MODEL = "qwen3_next"
 NUM_STATES = (8, 12)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_parts.kept_states import choose_states, state_ends
 from sim_jobs import build
 
-from sglang_batch.planner.prefixes.kept_states import choose_states, state_ends
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree
 from sglang_batch.planner.requests import Bools
 

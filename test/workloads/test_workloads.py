@@ -8,6 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_documents import (
+    LONGEST,
+    SHORTEST,
+    documents,
+)
 
 from sglang_batch.errors import ConfigError
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
@@ -18,11 +23,6 @@ from sglang_batch.workloads.blend import (
     TRACES,
     blend,
     blend_counts,
-)
-from sglang_batch.workloads.documents import (
-    LONGEST,
-    SHORTEST,
-    documents,
 )
 from sglang_batch.workloads.mix import (
     Workload,

@@ -1,1 +1,1 @@
-"""Plans of jobs that are larger than memory: bucket by bucket, then units to engines."""
+"""Jobs that are larger than memory: the cuts between buckets of prompts that begin alike."""

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..compiled import jit
-from ..requests import Bools, Int64s
-from .prefix_tree import PrefixTree
+from sglang_batch.planner.compiled import jit
+from sglang_batch.planner.prefixes.prefix_tree import PrefixTree
+from sglang_batch.planner.requests import Bools, Int64s
 
 
 class StateChoice(NamedTuple):

@@ -61,7 +61,7 @@ def number_of(custom_id: str) -> int:
 def unknown(count: int, *, longest: int = 40) -> list[BatchRequestInput]:
     """Requests of unknown output length. Answers are as long as their prompts."""
     return [
-        make_request(i, f"{i % 7} {'y' * (i * 11 % longest)} {i}") for i in range(count)
+        make_request(i, f"{i} {i % 7} {'y' * (i * 11 % longest)}") for i in range(count)
     ]
 
 

@@ -103,13 +103,35 @@ def test_ideal_and_no_overlap_enclose_the_law(job: Job) -> None:
         assert getattr(bounds, name) <= bounds.tightest_s * slack
 
 
-@settings(deadline=None, max_examples=60)
-@given(jobs(), st.floats(1, 10))
-def test_no_schedule_beats_them_under_any_law(job: Job, exponent: float) -> None:
-    job = replace(job, cost=with_law(job.cost, exponent))
+@settings(deadline=None, max_examples=150)
+@given(jobs(), st.floats(1, 10), st.booleans())
+def test_no_schedule_beats_them_under_any_law(
+    job: Job, exponent: float, as_sglang: bool
+) -> None:
+    limits = replace(job.limits, as_sglang=as_sglang)
+    job = replace(job, cost=with_law(job.cost, exponent), limits=limits)
     done = run(job)
     bounds = lower_bounds(
-        job.tree, job.cost, job.lengths, job.limits.kv_capacity_tokens
+        job.tree,
+        job.cost,
+        job.lengths,
+        job.limits.kv_capacity_tokens,
+        as_sglang=as_sglang,
     )
     assert bounds.tightest_s <= done.seconds * (1 + 1e-9)
     assert bounds.min_steps <= done.num_steps
+
+
+def test_the_first_token_comes_with_the_prompt_in_sglang() -> None:
+    bounds = lower_bounds(
+        build([(4,) * 5, (7,) * 3]),
+        unit_cost(),
+        np.array([3, 1], np.int32),
+        1000,
+        as_sglang=True,
+    )
+    # Two steps that read 6 and 7 tokens, as two decodes with 5 before them.
+    assert bounds.compute_s == 8 + 2
+    assert bounds.memory_s == 10 * (5 * 2 + 2**2 / 2)
+    assert bounds.critical_path_s == 5 + (61 + 71)
+    assert bounds.min_steps == 2

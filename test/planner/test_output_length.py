@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from sglang_batch.errors import InputError
-from sglang_batch.planner.lengths.length_sample import choose_sample
+from sglang_batch.planner.lengths.length_sample import MOST_REPEATED, choose_sample
 from sglang_batch.planner.lengths.length_strata import SHRINKAGE
 from sglang_batch.planner.lengths.output_length import OutputLengthEstimator
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
@@ -86,45 +87,122 @@ def test_the_sample_is_evenly_spaced_inside_a_task() -> None:
     assert len(sample) == 100
 
 
-def test_neighbours_are_chosen_where_prefixes_are_dear_to_compute_again() -> None:
-    def documents(own: int) -> Job:
-        """100 documents with 20 questions each, of ``own`` tokens or one more."""
-        return job_of(
-            [[d] * 50 + [200 + q] * own + [q] for d in range(100) for q in range(20)]
-        )
+def documents(
+    count: int, questions: int, prefix: int, own: int, first: Sequence[int] = ()
+) -> Job:
+    """Documents with as many questions each, which share ``prefix`` tokens."""
+    return job_of(
+        [
+            [*first, *[1000 + d] * prefix, *[10_000 + q] * own, q]
+            for d in range(count)
+            for q in range(questions)
+        ]
+    )
 
-    few, many = (choose_sample(*documents(n), share=0.02, seed=0) for n in (600, 10))
-    assert len(few) == len(many) == 40
-    assert len(set(few // 20)) == 40
+
+def rows_of(sample: NDArray[np.int64]) -> list[int]:
+    """Lengths of the rows of neighbours."""
+    ends = np.flatnonzero(np.diff(sample) > 1) + 1
+    return [len(row) for row in np.split(sample, ends)]
+
+
+def repeated_share(job: Job, sample: NDArray[np.int64]) -> float:
+    """Tokens that are computed twice if the sample runs first and leaves nothing behind,
+    but for what all prompts begin with, as a share of the unique ones."""
+    tree, requests = job
+    first = set(sample.tolist())
+    prompts = [
+        tuple(requests.tokens[a:b].tolist()) for a, b in pairwise(requests.offsets)
+    ]
+
+    def prefixes(numbers: Iterable[int]) -> set[tuple[int, ...]]:
+        return {prompts[i][: n + 1] for i in numbers for n in range(len(prompts[i]))}
+
+    rest = prefixes(set(range(len(prompts))) - first)
+    of_all = [n for n in range(1, 1 + min(map(len, prompts), default=0))
+              if len({prompt[:n] for prompt in prompts}) == 1]  # fmt: skip
+    twice = len(prefixes(first) & rest) - (len(of_all) if first and rest else 0)
+    return twice / max(tree.num_unique_tokens, 1)
+
+
+def test_neighbours_are_chosen_where_prefixes_are_dear_to_compute_again() -> None:
+    job = documents(100, 20, prefix=50, own=600)
+    few = choose_sample(*job, share=0.02, seed=0)
+    assert len(few) == len(set(few // 20)) == 40
     assert np.ptp(np.diff(few)) <= 1
     # Eight in a row, and the rows evenly spaced.
-    rows = np.split(many, np.flatnonzero(np.diff(many) > 1) + 1)
-    assert [len(row) for row in rows] == [8] * 5
-    assert np.ptp(np.diff([row[0] for row in rows])) <= 1
+    job = documents(100, 20, prefix=50, own=60)
+    rows = choose_sample(*job, share=0.02, seed=0)
+    assert rows_of(rows) == [8] * 5
+    begins = rows[np.flatnonzero(np.diff(rows, prepend=-9) > 1)]
+    assert np.ptp(np.diff(begins)) <= 1
 
 
-def test_a_small_sample_is_not_from_one_document_alone() -> None:
-    job = job_of([[d] * 99 + [q] for d in range(20) for q in range(20)])
-    sample = choose_sample(*job, share=0.01, seed=0)
-    assert len(sample) == len(set(sample // 20)) == 5
+def test_whole_families_are_chosen_where_their_prefixes_are_long() -> None:
+    job = documents(400, 5, prefix=90, own=2)
+    sample = choose_sample(*job, share=0.02, seed=0)
+    assert len(sample) >= 40
+    assert set(rows_of(sample)) == {5}
+    assert repeated_share(job, sample) == 0
+    assert np.ptp(np.diff(sample[::5])) <= 5
 
 
-@settings(deadline=None, max_examples=60)
+def test_few_long_families_are_sampled_from_the_first() -> None:
+    job = documents(15, 20, prefix=300, own=2)
+    sample = choose_sample(*job, seed=0)
+    assert sample.tolist() == list(range(20))
+    assert repeated_share(job, sample) == 0
+
+
+@pytest.mark.parametrize("questions", [50, 200])
+def test_no_sample_takes_over_a_quarter_of_the_job(questions: int) -> None:
+    assert len(choose_sample(*documents(3, questions, 900, 10), seed=0)) == 0
+
+
+def test_what_all_prompts_begin_with_stays_in_the_cache() -> None:
+    plain = documents(300, 1, prefix=9, own=9)
+    job = documents(300, 1, prefix=9, own=9, first=[7] * 5000)
+    assert len(choose_sample(*job, seed=0)) == 5
+    assert (
+        choose_sample(*job, seed=0).tolist() == choose_sample(*plain, seed=0).tolist()
+    )
+
+
+FAMILIES = st.lists(st.integers(1, 30), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=100)
 @given(
-    st.lists(st.integers(1, 30), min_size=1, max_size=12),
-    st.integers(1, 50),
+    FAMILIES,
+    st.integers(0, 60),
+    st.integers(0, 12),
+    st.integers(1, 12),
     st.floats(0.01, 1.0),
     st.integers(0, 99),
+    st.booleans(),
 )
-def test_rows_of_neighbours_do_not_overlap(
-    sizes: list[int], prefix: int, share: float, seed: int
+def test_a_sample_computes_next_to_nothing_twice(
+    sizes: list[int],
+    prefix: int,
+    section: int,
+    own: int,
+    share: float,
+    seed: int,
+    shuffled: bool,
 ) -> None:
-    job = job_of(
-        [[d] * prefix + [99 + q] for d, n in enumerate(sizes) for q in range(n)]
-    )
+    prompts = [
+        [500 + d // 3] * section + [d] * prefix + [99 + q] * own
+        for d, n in enumerate(sizes)
+        for q in range(n)
+    ]
+    if shuffled:
+        order = np.random.default_rng(seed).permutation(len(prompts))
+        prompts = [prompts[i] for i in order]
+    job = job_of(prompts)
     sample = choose_sample(*job, share=share, seed=seed)
-    assert len(set(sample.tolist())) == len(sample) >= min(5, sum(sizes))
-    assert (np.diff(sample) > 0).all()
+    assert len(set(sample.tolist())) == len(sample)
+    assert repeated_share(job, sample) <= MOST_REPEATED
+    assert len(sample) <= max(4.5 * share * len(prompts) + 2, 5, len(prompts) / 4)
 
 
 def test_requests_of_known_length_are_not_sampled() -> None:
@@ -138,7 +216,7 @@ def test_requests_of_known_length_are_not_sampled() -> None:
 
 
 def test_the_seed_decides() -> None:
-    job = job_of_tasks(500, 500)
+    job = documents(1000, 1, prefix=0, own=5)
     first, again, other = (choose_sample(*job, seed=seed) for seed in (5, 5, 6))
     assert first.tolist() == again.tolist() != other.tolist()
 
@@ -153,8 +231,8 @@ def test_a_sample_is_bounded_and_without_repeats(
     n = len(prompts)
     assert sample.dtype == np.int64
     assert len(set(sample.tolist())) == len(sample)
-    assert len(sample) >= min(least, n, int(share * n))
-    assert len(sample) <= max(3 * share * n + 1, least)
+    assert len(sample) <= max(4.5 * share * n + 2, 1.5 * least, n / 4)
+    assert repeated_share(job, sample) <= MOST_REPEATED
     if share == 1:
         assert len(sample) == n
 

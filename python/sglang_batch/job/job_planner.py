@@ -51,7 +51,8 @@ class JobPlanner:
     Attributes:
         tree: the prefix tree of the requests that fit into the KV cache.
         sample: int64, numbers of the requests that the first plan begins with, so that
-            their answers improve the next one. Empty if the policy needs no estimates.
+            their answers improve the next one. Empty if the policy needs no estimates, or
+            if all samples would compute too many prefixes again.
         num_unknown: requests of unknown output length.
         policy: of the last plan.
 
@@ -90,9 +91,12 @@ class JobPlanner:
         self.num_unknown = int((kept.known_output_len == UNKNOWN).sum())
         self._sample = np.zeros(0, np.int64)
         needs_estimates = POLICY_TABLE[policy].needs_estimates
-        if needs_estimates and int(kept.without_estimate.sum()) >= MIN_SAMPLED:
+        # Without a sample, the first answers of a simple order are waited for.
+        self._is_sampling = (
+            needs_estimates and int(kept.without_estimate.sum()) >= MIN_SAMPLED
+        )
+        if self._is_sampling:
             self._sample = choose_sample(self.tree, kept, seed=config.seed)
-        self._is_sampling = len(self._sample) > 0
         self._drawn: Int32s | None = None
         self.sample = self._numbers[self._sample]
         self._shards = JobShards(
@@ -254,7 +258,7 @@ class JobPlanner:
 
     @property
     def _until_sampled(self) -> str:
-        """The order of ``auto`` until the sample is answered: the simplest."""
+        """The order of ``auto`` until there are answers: the simplest."""
         orders = orders_for(self._machine)
         return next(name for name in orders if not POLICY_TABLE[name].by_length)
 

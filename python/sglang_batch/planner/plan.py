@@ -56,8 +56,13 @@ class Plan:
 
     def bounds(self, machine: Machine) -> Bounds:
         """Lower bounds of the makespan for the lengths that were simulated."""
-        capacity = machine.limits.kv_capacity_tokens
-        return lower_bounds(self.tree, machine.cost, self.output_len, capacity)
+        return lower_bounds(
+            self.tree,
+            machine.cost,
+            self.output_len,
+            machine.limits.kv_capacity_tokens,
+            as_sglang=machine.limits.as_sglang,
+        )
 
 
 def make_plan(

@@ -122,7 +122,6 @@ def forecast(
         est_output_len = job.output_len.astype(np.float64)
         est_output_len_sq = est_output_len**2
     work = leaf_work(job.tree, machine.cost, est_output_len, est_output_len_sq)
-    capacity = machine.limits.kv_capacity_tokens
 
     def kv_read_s(shared: bool) -> float:
         cost = replace(machine.cost, shared_kv_read_once=shared)
@@ -143,7 +142,13 @@ def forecast(
         kv_read_shared_s=kv_read_s(True),
         densities=leaf_densities(job.tree, machine.cost, work),
         density=root_density(job.tree, machine.cost, work),
-        bounds=lower_bounds(job.tree, machine.cost, job.output_len, capacity),
+        bounds=lower_bounds(
+            job.tree,
+            machine.cost,
+            job.output_len,
+            machine.limits.kv_capacity_tokens,
+            as_sglang=machine.limits.as_sglang,
+        ),
         runs=runs,
     )
 

@@ -35,7 +35,8 @@ class Bounds:
     critical_path_s: the longest request alone.
     kv_area_s: reading the KV that must be held, token by token and step by step, once
         per step, and the weights in ``min_steps`` steps.
-    min_steps: the same KV over the capacity, or the longest output if that is more.
+    min_steps: the same KV over the capacity, or the decode steps of the longest output if
+        they are more.
     """
 
     compute_s: float
@@ -54,11 +55,23 @@ class Bounds:
 
 
 def lower_bounds(
-    tree: PrefixTree, cost: CostModel, output_len: Int32s, kv_capacity_tokens: int
+    tree: PrefixTree,
+    cost: CostModel,
+    output_len: Int32s,
+    kv_capacity_tokens: int,
+    *,
+    as_sglang: bool = False,
 ) -> Bounds:
-    """Bounds for a job with true output lengths ``output_len``, int32 ``[n]``."""
+    """Bounds for a job with true output lengths ``output_len``, int32 ``[n]``.
+
+    Args:
+        as_sglang: whether the first output token comes with the prompt, so that an answer
+            takes a decode step less than it has tokens.
+    """
     cost = with_law(cost, max(cost.interference_exponent, cost.split_exponent))
     d = output_len[tree.order].astype(np.float64)
+    if as_sglang:
+        d = np.maximum(d - 1.0, 0.0)
     p = tree.input_len.astype(np.float64)
     attended = p**2 - tree.lcp.astype(np.float64) ** 2
     compute = (tree.num_unique_tokens + d.sum()) * cost.token_time_s

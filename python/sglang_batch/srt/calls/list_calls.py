@@ -14,7 +14,7 @@ import copy
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from ..engine.request_ids import LIST_ID, has_our_id, new_list_id
 from ..engine.sglang_engine import SGLangEngine
 from .call_items import CallItem, Message, share_prefixes
 from .connection import engine_of, send, unsent_messages
+from .sampled_prompts import NotingPrompts, SampledPrompts
 
 logger = logging.getLogger(__name__)
 
@@ -51,16 +52,35 @@ async def plan_list(
 ) -> AsyncGenerator[Any]:
     """AROUND hook on ``TokenizerManager._handle_batch_request``.
 
-    Yields SGLang's answers: one list, or the items of a stream as they come.
+    Yields SGLang's answers: one list, or the items of a stream as they come. The first sample
+    of a prompt reports which of its tokens were in the cache before all samples.
 
     Raises:
         Exception: SGLang's error for the first request that has one.
     """
     samples = int(getattr(obj, "parallel_sample_num", 1))
-    if not _is_planned(obj, samples):
-        async for answer in original(manager, obj, request, request_states):
+    found = SampledPrompts(samples)
+    if _is_planned(obj, samples):
+        answers = _planned(manager, obj, request, request_states, samples)
+    else:
+        watched = manager
+        if samples > 1:
+            watched = NotingPrompts(manager, found, obj.batch_size)
+        answers = original(watched, obj, request, request_states)
+    async with aclosing(answers):
+        async for answer in answers:
+            if samples > 1:
+                found.count(answer)
             yield answer
-        return
+
+
+async def _planned(
+    manager: Any,
+    obj: Any,
+    request: Any,
+    request_states: dict[str, Any],
+    samples: int,
+) -> AsyncGenerator[Any]:
     messages = await _tokenize(manager, obj)
     # The ids that the request got, unless its client chose them.
     job_id, number, _ = parse_request_id(messages[0].rid)

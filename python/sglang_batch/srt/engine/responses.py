@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import orjson
 from fastapi import HTTPException, Response
@@ -76,7 +77,11 @@ def aborted(url: str, rid: str, reason: str) -> RequestOutput:
 
 
 def output_of(
-    url: str, rid: str, answer: object, engine_answers: Sequence[EngineAnswer]
+    url: str,
+    rid: str,
+    answer: object,
+    engine_answers: Sequence[EngineAnswer],
+    num_prompts: Sequence[int] = (),
 ) -> RequestOutput:
     """The answer of an endpoint, as HTTP would have returned it.
 
@@ -84,12 +89,13 @@ def output_of(
         answer: SGLang's response object, HTTP response or list of objects.
         engine_answers: the engine's answers behind it. Their tokens are counted if
             ``answer`` itself has no usage.
+        num_prompts: for each of them, how many prompts it answers.
     """
     usage: UsageInfo | None = getattr(answer, "usage", None)
     if isinstance(answer, Response) and answer.status_code >= 400:
         return _error_of_response(url, rid, answer)
     counted = (
-        sum((_native_usage(item) for item in engine_answers), Usage())
+        sum(map(_native_usage, engine_answers, num_prompts), Usage())
         if usage is None
         or not hasattr(usage, "prompt_tokens")  # that of sounds: seconds
         else _openai_usage(usage)
@@ -195,16 +201,23 @@ def _cuts(engine_answer: EngineAnswer) -> Cuts:
     return Cuts() if rule is None else Cuts(**{rule: 1})
 
 
-def _native_usage(engine_answer: EngineAnswer) -> Usage:
-    """Token counts of the tokenizer manager's answer: one sequence or several."""
+def _native_usage(engine_answer: EngineAnswer, num_prompts: int) -> Usage:
+    """Token counts of the tokenizer manager's answer: one sequence or several.
+
+    A prompt counts once, however many sequences answer it, by the first of them.
+    """
     if engine_answer is None:  # it failed, and the serving class answered nevertheless
         return Usage()
-    if isinstance(engine_answer, list):
-        return sum((_native_usage(item) for item in engine_answer), Usage())
-    meta_info = engine_answer["meta_info"]
+    found = engine_answer if isinstance(engine_answer, list) else [engine_answer]
+    reports = [answer["meta_info"] for answer in found if answer is not None]
+    firsts = reports[:: max(1, len(reports) // num_prompts)]
+
+    def total(name: str, of: Sequence[Mapping[str, Any]]) -> int:
+        return sum(report.get(name) or 0 for report in of)
+
     return Usage(
-        input_tokens=meta_info.get("prompt_tokens", 0),
-        cached_tokens=meta_info.get("cached_tokens", 0),
-        output_tokens=meta_info.get("completion_tokens", 0),
-        reasoning_tokens=meta_info.get("reasoning_tokens", 0),
+        input_tokens=total("prompt_tokens", firsts),
+        cached_tokens=total("cached_tokens", firsts),
+        output_tokens=total("completion_tokens", reports),
+        reasoning_tokens=total("reasoning_tokens", reports),
     )

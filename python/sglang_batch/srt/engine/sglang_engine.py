@@ -444,7 +444,11 @@ class SGLangEngine:
             return aborted(url, rid, reason)
         if failure is not None:
             return rejection(url, rid, failure)
-        return output_of(url, rid, answer, engine_answers)
+        # A request that failed early has no size.
+        num_prompts = [
+            getattr(sent.adapted, "batch_size", 1) for sent in call.submissions
+        ]
+        return output_of(url, rid, answer, engine_answers, num_prompts)
 
     def end_early(self, rid: str) -> None:
         self._early_ends.end(rid)

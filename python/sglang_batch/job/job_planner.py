@@ -126,8 +126,9 @@ class JobPlanner:
                 sequences, and so are those of requests that are too large.
         """
         place = self._place[numbers]
-        limit = np.where(place < 0, -1, self._requests.max_new_tokens[place])
-        usable = np.abs(output_len) <= limit
+        fits = place >= 0
+        place, output_len = place[fits], output_len[fits]
+        usable = np.abs(output_len) <= self._requests.max_new_tokens[place]
         ended, running = usable & (output_len >= 0), usable & (output_len < 0)
         self._estimator.observe(place[ended], output_len[ended])
         self._estimator.observe_running(place[running], -output_len[running])

@@ -39,7 +39,7 @@ class SampledPrompts:
             answers: of all samples in the order of the prompts, or one with its ``index`` in
                 it, as of a stream.
         """
-        found = answers if isinstance(answers, list) else [answers]
+        found: list[Any] = answers if isinstance(answers, list) else [answers]
         placed = [
             (answer.get("index", place), answer)
             for place, answer in enumerate(found)
@@ -52,7 +52,7 @@ class SampledPrompts:
             if index % self._samples == 0 and prompt in self._cached:
                 answer["meta_info"]["cached_tokens"] = self._cached[prompt]
 
-    def _note(self, prompt: int, answer: SequenceAnswer) -> None:
+    def _note(self, prompt: int, answer: Any) -> None:
         cached = answer["meta_info"].get("cached_tokens")
         if cached is not None:
             least = min(cached, self._cached.get(prompt, cached))

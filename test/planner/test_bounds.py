@@ -103,7 +103,7 @@ def test_ideal_and_no_overlap_enclose_the_law(job: Job) -> None:
         assert getattr(bounds, name) <= bounds.tightest_s * slack
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(jobs(), st.floats(1, 10), st.booleans())
 def test_no_schedule_beats_them_under_any_law(
     job: Job, exponent: float, as_sglang: bool

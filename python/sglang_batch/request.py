@@ -106,6 +106,44 @@ class Cuts:
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """What an engine did for a request, in the terms of the cost model.
+
+    tokens: those of prompts that were computed, and of answers.
+    attended: tokens before each computed one, twice, as
+        :attr:`~.planner.costs.cost_model.CostModel.attention_time_s` counts them.
+    reads: tokens of KV that its decode steps read.
+    """
+
+    tokens: int = 0
+    attended: int = 0
+    reads: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.tokens + other.tokens,
+            self.attended + other.attended,
+            self.reads + other.reads,
+        )
+
+    @classmethod
+    def of_sequence(cls, computed: int, cached: int, generated: int) -> Work:
+        """That of one answer.
+
+        Args:
+            computed, cached: tokens of its prompt.
+            generated: its own.
+        """
+        # The first token comes with the prompt.
+        steps = max(0, generated - 1)
+        return cls(
+            computed + generated,
+            computed * (2 * cached + computed),
+            steps * (computed + cached) + steps * (steps + 1) // 2,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The answer to one request, as HTTP would have returned it.
 
@@ -116,6 +154,7 @@ class RequestOutput:
         computed.
     from_cache: whether an earlier job computed it.
     cuts: those of its answers, of which there are several with ``n``.
+    work: what was done for it, None where the engine does not tell.
     """
 
     status_code: int
@@ -125,6 +164,7 @@ class RequestOutput:
     merged_with: str | None = None
     from_cache: bool = False
     cuts: Cuts = Cuts()
+    work: Work | None = None
 
     @property
     def is_computed(self) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -21,8 +24,10 @@ from sglang_batch.access.costs import cost_object, costs_by_label
 from sglang_batch.access.usage import usage_since
 from sglang_batch.batch_api.objects import batch_object
 from sglang_batch.config import OfflineBatchConfig
-from sglang_batch.job.accounting.engine_time import EngineTime
+from sglang_batch.job.accounting.engine_time import KEPT_S, EngineTime
 from sglang_batch.job.answers.cached_answers import ModelAnswers
+from sglang_batch.planner.costs.cost_model import CostModel
+from sglang_batch.request import Work
 
 pytestmark = pytest.mark.usefixtures("quick_polling")
 
@@ -135,18 +140,110 @@ def test_costs_are_summed_by_a_label_and_by_owner(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_seconds_are_divided_among_the_lines_that_an_engine_has() -> None:
+COST = CostModel(token_time_s=1e-3, kv_read_time_s=1e-5, attention_time_s=1e-6)
+LONG_PROMPT, LONG_ANSWER = Work.of_sequence(400, 0, 2), Work.of_sequence(20, 0, 300)
+
+
+class Clock:
     now = 0.0
-    time = EngineTime(lambda: 2, lambda: now)
-    now = 5.0  # without lines
-    a = time.enter()
-    now = 6.0
-    b = time.enter()
-    now = 8.0
-    assert time.leave(a) == 2 * (1 + 2 / 2)
-    now = 9.0
-    assert time.leave(b) == 2 * (2 / 2 + 1)
-    assert time.leave(time.enter()) == 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_seconds_are_divided_by_the_work_that_was_done() -> None:
+    clock = Clock()
+    time = EngineTime(lambda: 2, lambda: COST, clock)
+    a, b = time.account(), time.account()
+    clock.now = 5.0  # without lines
+    a.enter()
+    b.enter()
+    clock.now = 6.0
+    assert a.seconds == 0.0  # of which nothing is known yet
+    a.leave(Work(tokens=300))
+    assert (a.seconds, b.seconds) == (2.0, 0.0)
+    clock.now = 9.0
+    b.leave(Work(tokens=100))
+    clock.now = 100.0
+    for _ in range(3):  # lines that only waited
+        b.enter()
+        b.leave(None)
+    assert (a.seconds, b.seconds) == (pytest.approx(6.0), pytest.approx(2.0))
+
+
+def test_what_ended_long_ago_changes_no_more() -> None:
+    clock = Clock()
+    time = EngineTime(lambda: 1, lambda: COST, clock)
+    a, b = time.account(), time.account()
+    for account, seconds in ((a, 2.0), (b, 4.0)):
+        account.enter()
+        clock.now += seconds
+        account.leave(Work(tokens=10))
+        account.ended()
+    assert (a.seconds, b.seconds, a.closed) == (3.0, 3.0, False)
+    clock.now += KEPT_S
+    assert a.closed and b.closed
+    c = time.account()
+    c.enter()
+    clock.now += 8.0
+    c.leave(Work(tokens=1))
+    assert [each.seconds for each in (a, b, c)] == [3.0, 3.0, 8.0]
+
+
+@pytest.mark.parametrize("orders", list(product(("late", "early", "mixed"), repeat=2)))
+@pytest.mark.parametrize("num_first", [0, 50])
+def test_equal_work_costs_the_same(orders: tuple[str, str], num_first: int) -> None:
+    """Two tenants in an engine that gets slower and faster, one of them later."""
+    clock, chance = Clock(), random.Random(7)
+    time = EngineTime(lambda: 1, lambda: COST, clock)
+    accounts = [time.account(), time.account()]
+    queues = []
+    for order in orders:
+        work = [LONG_PROMPT] * 30 + [LONG_ANSWER] * 30
+        if order == "late":
+            work.reverse()
+        if order == "mixed":
+            chance.shuffle(work)
+        queues.append(work)
+    for account, queue in zip(accounts, queues, strict=True):
+        for _ in queue:  # all are queued at once
+            account.enter()
+        if account is accounts[0]:
+            while len(queue) > 60 - num_first:
+                clock.now += chance.uniform(0.1, 9.0)
+                account.leave(queue.pop())
+    while any(queues):
+        which = chance.choice([i for i in (0, 1) if queues[i]])
+        clock.now += chance.uniform(0.1, 2.0)
+        accounts[which].leave(queues[which].pop())
+    one, other = (account.seconds for account in accounts)
+    assert one == pytest.approx(other, rel=1e-9)
+    assert one + other == pytest.approx(clock.now)
+
+
+def test_tenants_side_by_side_pay_the_same_for_equal_work(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = FakeEngine()
+        async with running_service(tmp_path, engine, max_inflight=8) as service:
+            names = ("ann", "bob", "ann", "bob")
+            began = time.monotonic()
+            batches = [
+                submit(service, make_lines(40 if i < 2 else 80), owner=name)
+                for i, name in enumerate(names)
+            ]
+            rows = [await until_over(service, batch_id) for batch_id in batches]
+            took_s = time.monotonic() - began
+            rows = [batch_row(service, row["id"]) for row in rows]
+            found = [row["engine_s"] for row in rows]
+            assert found[0] == pytest.approx(found[1], rel=0.05)
+            assert found[2] == pytest.approx(found[3], rel=0.05)
+            assert found[2] == pytest.approx(2 * found[0], rel=0.1)
+            assert 0 < sum(found) <= took_s
+            used = {row["name"]: row for row in usage_since(service.store, "")}
+            assert used["ann"]["engine_s"] == pytest.approx(found[0] + found[2])
+            assert used["bob"]["engine_s"] == pytest.approx(found[1] + found[3])
+
+    run(scenario())
 
 
 def test_a_later_batch_has_the_answers_of_an_earlier_one(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from ..planner.requests import Int32s
-from ..request import BatchRequestInput, Cuts, RequestOutput, Usage
+from ..request import BatchRequestInput, Cuts, RequestOutput, Usage, Work
 
 
 class Session(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -108,18 +108,19 @@ class LinesJoined(msgspec.Struct, tag="joined", frozen=True):
 
 
 class LineAnswer(msgspec.Struct, tag="answer", frozen=True):
-    """The answer to a line. ``usage``, ``cuts``: the fields of a
-    :class:`~.request.Usage` and of a :class:`~.request.Cuts`."""
+    """The answer to a line. ``usage``, ``cuts``, ``work``: the fields of a
+    :class:`~.request.Usage`, of a :class:`~.request.Cuts` and of a :class:`~.request.Work`."""
 
     rid: str
     status_code: int
     body: bytes
     usage: tuple[int, int, int, int] = (0, 0, 0, 0)
     cuts: tuple[int, int, int] = (0, 0, 0)
+    work: tuple[int, int, int] | None = None
 
     @classmethod
     def of(cls, rid: str, output: RequestOutput) -> LineAnswer:
-        usage = output.usage
+        usage, work = output.usage, output.work
         return cls(
             rid,
             output.status_code,
@@ -131,6 +132,7 @@ class LineAnswer(msgspec.Struct, tag="answer", frozen=True):
                 usage.reasoning_tokens,
             ),
             (output.cuts.json, output.cuts.regex, output.cuts.repetition),
+            None if work is None else (work.tokens, work.attended, work.reads),
         )
 
     def output(self) -> RequestOutput:
@@ -140,6 +142,7 @@ class LineAnswer(msgspec.Struct, tag="answer", frozen=True):
             self.body,
             Usage(*self.usage),
             cuts=Cuts(*self.cuts),
+            work=None if self.work is None else Work(*self.work),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,11 @@ from ..engine import Engine, PreparedRequest
 from ..request import (
     BatchRequestInput,
     RequestOutput,
+    Work,
     attempt_request_id,
     line_request_id,
 )
-from .accounting.engine_time import EngineTime
+from .accounting.engine_time import Account, work_of
 from .forwarding_engine import ForwardingEngine
 
 # HTTP statuses of errors that may not recur.
@@ -33,11 +34,20 @@ MOST_LOSSES = 5
 
 @dataclass(frozen=True, slots=True)
 class _PreparedLine:
-    """A line of the job, and the request that the engine rendered from it."""
+    """A line of the job, and the request that the engine rendered from it.
+
+    num_stored: tokens of its prompt if it was stored.
+    """
 
     request: BatchRequestInput
     rid: str
     prepared: Any
+    num_stored: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its prompt, as far as they are known."""
+        return self.num_stored or len(self.input_ids or ())
 
     @property
     def input_ids(self) -> list[int] | None:
@@ -86,21 +96,20 @@ class RetryingEngine(ForwardingEngine):
     Attributes:
         in_flight: indices of the lines that are in the engine.
         num_retries: how often a line was sent again.
-        engine_s: seconds of the engine for the lines that have left it. 0 without ``time``.
     """
 
     def __init__(
         self,
         engine: Engine,
         config: OfflineBatchConfig,
-        time: EngineTime | None = None,
+        account: Account | None = None,
     ) -> None:
         super().__init__(engine)
         self._config = config
         self.in_flight: set[int] = set()
         self.num_retries = 0
-        self.engine_s = 0.0
-        self._time = time
+        self._account = account
+        self._joined: set[int] = set()
 
     async def prepare(
         self, request: BatchRequestInput, rid: str, *, tokenize: bool
@@ -121,18 +130,34 @@ class RetryingEngine(ForwardingEngine):
         input_ids: Sequence[int],
     ) -> PreparedRequest:
         prepared = self._engine.restore(request, rid, stored, input_ids)
-        return _PreparedLine(request, rid, prepared)
+        return _PreparedLine(request, rid, prepared, len(input_ids))
 
     async def execute(self, prepared: Any, replica: int | None = None) -> RequestOutput:
         index = prepared.request.index
+        account = self._account
         self.in_flight.add(index)
-        entered = 0.0 if self._time is None else self._time.enter()
+        if account is not None:
+            account.enter()
+        # Of a line that is stopped, all that is known is whether it had begun.
+        work: Work | None = None
         try:
-            return await self._execute(prepared, replica)
+            output = await self._execute(prepared, replica)
+            work = work_of(output)
         finally:
             self.in_flight.discard(index)
-            if self._time is not None:
-                self.engine_s += self._time.leave(entered)
+            if account is not None:
+                if work is None and index in self._joined:
+                    work = Work.of_sequence(prepared.num_tokens, 0, 0)
+                account.leave(work)
+            self._joined.discard(index)
+        return output
+
+    def watch_job(self, job_id: str, on_joined: Callable[[list[int]], None]) -> bool:
+        def joined(numbers: list[int]) -> None:
+            self._joined |= self.in_flight.intersection(numbers)
+            on_joined(numbers)
+
+        return self._engine.watch_job(job_id, joined)
 
     async def _execute(self, line: _PreparedLine, replica: int | None) -> RequestOutput:
         output = await self._attempt(line.prepared, line.rid, replica)

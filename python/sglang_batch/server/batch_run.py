@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from ..batch_api import protocol as api
@@ -25,7 +25,6 @@ from ..batch_api.jsonl import BatchFile, FileErrors
 from ..config import OfflineBatchConfig
 from ..engine import Engine
 from ..errors import StoreError
-from ..job.accounting.engine_time import EngineTime
 from ..job.accounting.enough import num_enough
 from ..job.answers.cached_answers import ModelAnswers
 from ..job.inflight_limit import InflightLimit
@@ -36,6 +35,7 @@ from ..store.suspects import Suspects
 from .answering import AloneInEngine, Answering
 from .batch_input import check_input, errors_json, open_input
 from .batch_log import batch_changed
+from .bills import Bill
 from .finish import finish
 from .result_saver import Pauses, ResultSaver, in_thread
 
@@ -64,7 +64,8 @@ class BatchRun:
         alone: see :data:`~.answering.AloneInEngine`.
         count_every_s: how often the batch's counts are written.
         on_valid: called when the input was found valid.
-        engine_time: divides the seconds of the engine among the batches.
+        bill: what it pays of the engine's seconds.
+        settle: has what the batches that have ended pay written, as its own work is known.
         answers: those of earlier batches, if they are kept.
 
     Attributes:
@@ -83,13 +84,16 @@ class BatchRun:
         alone: AloneInEngine,
         count_every_s: float,
         on_valid: Callable[[], None],
-        engine_time: EngineTime,
+        bill: Bill,
+        settle: Callable[[], Awaitable[None]],
         answers: ModelAnswers | None = None,
     ) -> None:
         self.batch_id = batch_id
         self.store = store
         self._config = config
-        self.engine = RetryingEngine(engine, config, engine_time)
+        self.engine = RetryingEngine(engine, config, bill.account)
+        self._bill = bill
+        self._settle = settle
         self._alone = alone
         self._answers = answers
         self._count_every_s = count_every_s
@@ -285,6 +289,7 @@ class BatchRun:
             if not len(log.unfinished()):
                 # Every line was answered before the batch could be stopped.
                 end = api.CANCELLED if end == api.CANCELLED else api.COMPLETED
+            await self._settle()
             await finish(saver, requests, end, self._config.file_days)
         finally:
             log.close()
@@ -304,7 +309,6 @@ class BatchRun:
 
     async def _open_results(self, num_requests: int) -> ResultSaver:
         """The results so far. Reading a large log back takes seconds."""
-        earlier_s = self.row()["engine_s"]
 
         def opened() -> ResultSaver:
             path = self.store.work_dir(self.batch_id) / "results.jsonl"
@@ -313,7 +317,7 @@ class BatchRun:
                 self.store,
                 ResultLog(path, num_requests),
                 self.pauses,
-                lambda: earlier_s + self.engine.engine_s,
+                lambda: self._bill.seconds,
             )
 
         return await in_thread(opened)

@@ -21,7 +21,6 @@ from ..batch_api.jsonl import FileErrors
 from ..config import OfflineBatchConfig
 from ..engine import Engine
 from ..errors import StoreError
-from ..job.accounting.engine_time import EngineTime
 from ..job.answers.cached_answers import ModelAnswers
 from ..job.inflight_limit import EngineShare
 from ..request import parse_request_id
@@ -29,6 +28,7 @@ from ..store.batch_store import BatchStore, Row, now
 from ..store.lock import FileLock
 from .batch_log import ProgressLog
 from .batch_run import BatchRun
+from .bills import Bills
 from .history import Rate
 from .isolation import Isolation
 from .priorities import (
@@ -104,7 +104,7 @@ class BatchRunner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._isolation = Isolation(self._runs)
         self._answers = answers
-        self._engine_time = EngineTime(lambda: engine.num_replicas)
+        self._bills = Bills(store, engine)
         self._failures = _Failures()
         self._collector = Collector(store, config)
         self._urgent: set[str] = set()
@@ -206,6 +206,7 @@ class BatchRunner:
         for row in rows:
             if row["status"] == api.IN_PROGRESS:
                 self._progress.tick(row, self._rate_of(row["id"]))
+        await self._bills.settle()
         self._collector.tick()
 
     # One batch ------------------------------------------------------------------------
@@ -219,7 +220,8 @@ class BatchRunner:
             partial(self._isolation.alone, batch_id),
             POLL_S,
             self.wake,
-            self._engine_time,
+            self._bills.open(batch_id),
+            partial(self._bills.settle, at_once=True),
             self._answers,
         )
         self._isolation.admit(run)
@@ -242,6 +244,7 @@ class BatchRunner:
         finally:
             self._progress.forget(batch_id)
             self._num_retries += run.engine.num_retries
+            self._bills.ended(batch_id)
             del self._runs[batch_id], self._tasks[batch_id]
             self.wake()  # another batch may start in its place
 

@@ -183,7 +183,7 @@ def m006_costs(db: sqlite3.Connection) -> None:
     dedupe: the batch's own setting, NULL for the server's.
     enough: the share of answers after which the batch ends, NULL for all.
     merged: lines that got the answer of an equal one, ``merged_*`` their tokens.
-    engine_s: seconds of the engine, divided among the lines that were in it.
+    engine_s: seconds of the engine, divided by the work that was done.
     """
     for column in (
         "dedupe TEXT",

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ValidationError
 from sglang.srt.entrypoints.openai.encoding_dsv32 import DS32EncodingError
 
 from ...batch_api.protocol import error_body
-from ...request import Cuts, RequestOutput, Usage
+from ...request import Cuts, RequestOutput, Usage, Work
 from ...stop_rules.answer_watch import REASON_KEY
-from ..compat.server_types import EngineAnswer, JsonObject, UsageInfo
+from ..compat.server_types import EngineAnswer, JsonObject, MetaInfo, UsageInfo
 from .body_checks import MESSAGES_URL, describe_validation_error
 from .checks.value_checks import FieldError
 
@@ -101,7 +101,8 @@ def output_of(
         else _openai_usage(usage)
     )
     cuts = sum((_cuts(item) for item in engine_answers), Cuts())
-    return RequestOutput(200, rid, _json(answer), counted, cuts=cuts)
+    work = sum(map(_work, engine_answers, num_prompts), Work())
+    return RequestOutput(200, rid, _json(answer), counted, cuts=cuts, work=work)
 
 
 def _json(answer: object) -> bytes:
@@ -206,11 +207,8 @@ def _native_usage(engine_answer: EngineAnswer, num_prompts: int) -> Usage:
 
     A prompt counts once, however many sequences answer it, by the first of them.
     """
-    if engine_answer is None:  # it failed, and the serving class answered nevertheless
-        return Usage()
-    found = engine_answer if isinstance(engine_answer, list) else [engine_answer]
-    reports = [answer["meta_info"] for answer in found if answer is not None]
-    firsts = reports[:: max(1, len(reports) // num_prompts)]
+    reports = _reports(engine_answer)
+    firsts = reports[:: _per_prompt(reports, num_prompts)]
 
     def total(name: str, of: Sequence[Mapping[str, Any]]) -> int:
         return sum(report.get(name) or 0 for report in of)
@@ -221,3 +219,31 @@ def _native_usage(engine_answer: EngineAnswer, num_prompts: int) -> Usage:
         output_tokens=total("completion_tokens", reports),
         reasoning_tokens=total("reasoning_tokens", reports),
     )
+
+
+def _work(engine_answer: EngineAnswer, num_prompts: int) -> Work:
+    """What was done for it: each prompt once, and all sequences."""
+    reports = _reports(engine_answer)
+    each = _per_prompt(reports, num_prompts)
+    total = Work()
+    for number, report in enumerate(reports):
+        prompt = report.get("prompt_tokens") or 0
+        cached = report.get("cached_tokens") or 0
+        if number % each:
+            cached = prompt  # another sample computed it
+        generated = report.get("completion_tokens") or 0
+        total += Work.of_sequence(prompt - cached, cached, generated)
+    return total
+
+
+def _reports(engine_answer: EngineAnswer) -> list[MetaInfo]:
+    """The reports on all sequences of an answer."""
+    if engine_answer is None:  # it failed, and the serving class answered nevertheless
+        return []
+    found = engine_answer if isinstance(engine_answer, list) else [engine_answer]
+    return [answer["meta_info"] for answer in found]
+
+
+def _per_prompt(reports: Sequence[object], num_prompts: int) -> int:
+    """How many sequences answer each prompt."""
+    return max(1, len(reports) // max(1, num_prompts))

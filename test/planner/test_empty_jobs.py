@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sglang_batch.planner.buckets.bucket_dealing import deal_prompts
+from sglang_batch.planner.buckets.bucket_units import join_units, plan_bucket
+from sglang_batch.planner.buckets.unit_dealing import deal_units
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import InputError
 from sglang_batch.job.job_planner import JobPlanner
 from sglang_batch.job.job_shards import JobProgress
-from sglang_batch.planner.buckets.bucket_dealing import deal_prompts
-from sglang_batch.planner.buckets.bucket_units import join_units, plan_bucket
 from sglang_batch.planner.buckets.splitters import choose_splitters, sample_numbers
-from sglang_batch.planner.buckets.unit_dealing import deal_units
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.planner.ordering.order import OrderSettings

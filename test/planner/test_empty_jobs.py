@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sglang_batch.planner.buckets.bucket_dealing import deal_prompts
-from sglang_batch.planner.buckets.bucket_units import join_units, plan_bucket
-from sglang_batch.planner.buckets.unit_dealing import deal_units
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import InputError
 from sglang_batch.job.job_planner import JobPlanner
 from sglang_batch.job.job_shards import JobProgress
-from sglang_batch.planner.buckets.splitters import choose_splitters, sample_numbers
+from sglang_batch.planner.buckets.splitters import (
+    buckets_of,
+    choose_splitters,
+    sample_numbers,
+)
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.planner.ordering.order import OrderSettings
@@ -97,14 +98,5 @@ def test_buckets_of_nothing(num_buckets: int) -> None:
     empty = requests_of([])
     assert not len(sample_numbers(0, num_buckets, 0))
     splitters = choose_splitters(empty.tokens, empty.offsets, 0, num_buckets)
-    dealt = deal_prompts(empty, 0, splitters)
-    assert not len(dealt.numbers)
-    cost = machine().cost
-    plans = [
-        plan_bucket(empty, dealt.numbers, bucket, cost, 8)
-        for bucket in range(num_buckets)
-    ]
-    units = join_units([plan.summary for plan in plans])
-    deal = deal_units(units, cost, ShardSpeeds.equal(2))
-    assert not len(deal.engine)
-    assert deal.seconds.tolist() == [0.0, 0.0]
+    assert splitters.num_buckets == 1
+    assert not len(buckets_of(empty.tokens, empty.offsets, splitters))

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
+from typing import Any
 
+import pytest
 from builders import make_body, run
 from fake_engine import FakeEngine
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from sglang_batch.fleet import plan_bytes
+from sglang_batch.errors import InputError
+from sglang_batch.fleet import messages, plan_bytes
 from sglang_batch.fleet.messages import (
     AbortLine,
     About,
@@ -30,6 +36,7 @@ from sglang_batch.fleet.messages import (
     Session,
     SessionRefused,
     SetPriority,
+    encode,
 )
 from sglang_batch.fleet.worker_host import WorkerHost
 from sglang_batch.scheduling.job_plan import unplanned
@@ -243,3 +250,54 @@ def test_a_worker_that_leaves_tells_each_head() -> None:
         assert await head.send() == [Leaving("SIGTERM")]
 
     run(scenario())
+
+
+@pytest.mark.parametrize(
+    "plan", [b"", b"plan", b"\0" + b"\x91" * 100_000, b"\x80\x04K."]
+)
+def test_a_broken_plan_is_told_and_the_worker_goes_on(plan: bytes) -> None:
+    async def scenario() -> None:
+        head = Head(FakeEngine())
+        await head.attach()
+        found = await head.send(OpenJob("job", [plan]), wait_s=5.0)
+        assert [type(event) for event in found] == [Broken]
+        assert "JobPlan" in str(found[0])
+        await head.send(head.open(), run_line(0))
+        (answer,) = await head.until_answers(1)
+        assert answer.status_code == 200
+
+    run(scenario())
+
+
+_NO_MESSAGES = {
+    "empty": b"",
+    "junk": b"\xc1\xff",
+    "nested": b"\x91" * 100_000,
+    "nested in an unknown field": b"\x81\xa1x" + b"\x91" * 100_000,
+    "pickle": b"\x80\x04K\x01.",
+    "no ids": encode({"type": "run", "input_ids": b"123"}),
+}
+_READERS = [
+    messages.decode_session,
+    messages.decode_exchange,
+    messages.decode_reply,
+    messages.decode_about,
+    messages.decode_render_call,
+    messages.decode_renderings,
+    messages.decode_query,
+]
+
+
+@pytest.mark.parametrize("read", _READERS, ids=range(len(_READERS)))
+@pytest.mark.parametrize("data", _NO_MESSAGES.values(), ids=_NO_MESSAGES.keys())
+def test_other_bytes_are_no_message(read: Any, data: bytes) -> None:
+    with pytest.raises(InputError):
+        read(data)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
+    for read in _READERS:
+        with suppress(InputError):
+            read(data)

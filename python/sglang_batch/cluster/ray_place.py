@@ -16,7 +16,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from ..errors import ConfigError
+from ..errors import ConfigError, InputError
 from ..fleet import messages
 from ..fleet.messages import (
     About,
@@ -28,7 +28,7 @@ from ..fleet.messages import (
     Session,
     SessionRefused,
 )
-from ..fleet.places import WorkerLost
+from ..fleet.places import WorkerLost, WorkerUnusable
 from .ray_worker import RayWorker, StartEngine
 
 NAMESPACE = "sglang-batch"
@@ -48,8 +48,10 @@ class RayPort:
 
     async def attach(self, session: Session) -> About | SessionRefused:
         data = await self._ask(self._actor.attach, session)
-        found: About | SessionRefused = messages.decode_about(data)
-        return found
+        try:
+            return messages.decode_about(data)
+        except InputError as error:
+            raise WorkerUnusable(str(error)) from None
 
     async def exchange(self, call: Exchange) -> Reply | SessionRefused:
         data = await self._ask(self._actor.exchange, call)
@@ -58,7 +60,8 @@ class RayPort:
 
     async def render(self, call: RenderCall) -> list[Rendering]:
         data = await self._ask(self._actor.render, call)
-        return messages.decode_renderings(data)
+        found: list[Rendering] = messages.decode_renderings(data)
+        return found
 
     async def query(self, query: EngineQuery) -> object:
         return await self._ask(self._actor.query, query)

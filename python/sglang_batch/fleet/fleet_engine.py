@@ -9,6 +9,7 @@ to another one. What the lost worker may still send is of a session that has end
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -143,23 +144,22 @@ class FleetEngine:
 
     async def kv_use(self) -> KvUse | None:
         total: Counter[str] = Counter()
-        for found in await self.workers.ask(EngineQuery("kv_use")):
-            if isinstance(found, dict):
-                total.update(found)
+        for found in await self.workers.ask(EngineQuery("kv_use"), KvUse):
+            total.update(dataclasses.asdict(found))
         return KvUse(**total) if total else None
 
     async def running_tree(self, limit: int) -> list[TreeNow] | None:
         trees: list[Any] = []
-        for found in await self.workers.ask(EngineQuery("running_tree", limit)):
-            if isinstance(found, list):
-                trees += found
+        query = EngineQuery("running_tree", limit)
+        for found in await self.workers.ask(query, list[dict[str, Any]]):
+            trees += found
         return trees or None
 
     async def running_s(self) -> dict[str, float]:
         seconds: dict[str, float] = {}
-        for found in await self.workers.ask(EngineQuery("running_s")):
-            if isinstance(found, dict):
-                seconds |= found
+        query = EngineQuery("running_s")
+        for found in await self.workers.ask(query, dict[str, float]):
+            seconds |= found
         return seconds
 
     async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:

@@ -50,6 +50,7 @@ class FleetWorker:
     num_losses: losses of any kind.
     lost_at: when it was lost, on the event loop's clock.
     reason: of the last loss.
+    is_unusable: whether it said what no worker of this version says.
     keeper: has a worker here as long as it runs.
     there_s: seconds in which earlier workers were attached here.
     attached_at: since when the present one is, on the event loop's clock.
@@ -67,6 +68,7 @@ class FleetWorker:
     num_losses: int = 0
     lost_at: float = 0.0
     reason: str = ""
+    is_unusable: bool = False
     keeper: asyncio.Task[None] | None = None
     there_s: float = 0.0
     attached_at: float | None = None

@@ -11,11 +11,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
-from .. import __version__
+import msgspec
+
 from ..engine import ReplicaLost
-from ..errors import ConfigError, EngineError, SGLangBatchError
+from ..errors import ConfigError, EngineError, InputError, SGLangBatchError
 from ..planner.machine_model import Machine
 from ..planner.sharding.speeds import ShardSpeeds
 from . import plan_bytes
@@ -33,11 +36,13 @@ from .messages import (
     LinesJoined,
     Session,
 )
-from .places import Loss, Place, WorkerLost
+from .places import Loss, Place, WorkerLost, WorkerUnusable
 from .rendering.fleet_renderer import FleetRenderer
 from .worker_link import Superseded, WorkerLink
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # A place is left out if its worker crashed or could not start so often in a row, without an
 # answer in between, or if it could not be reached for so many seconds.
@@ -100,8 +105,8 @@ class FleetWorkers:
         """Start the workers, and wait until there are ``enough``, or all that can start.
 
         Raises:
-            ConfigError: a worker cannot run with this model and these options, or
-                workers differ.
+            ConfigError: a worker cannot run with this model and these options, workers
+                differ, or none is a worker of this version.
             EngineError: too few could start.
         """
         self._clock = asyncio.get_running_loop().time
@@ -180,12 +185,17 @@ class FleetWorkers:
                 return min(live, key=lambda slot: len(slot[0].lines))
             await self.until_changed()
 
-    async def ask(self, query: EngineQuery) -> list[object]:
-        """The answers of all live workers. One that fails has none."""
+    async def ask(self, query: EngineQuery, kind: type[T]) -> list[T]:
+        """The answers of all live workers. One that fails has none, or one of no such type."""
         ports = [worker.link.port for worker in self.live if worker.link is not None]
         asked = (port.query(query) for port in ports)
         found = await asyncio.gather(*asked, return_exceptions=True)
-        return [each for each in found if not isinstance(each, BaseException)]
+        answers = []
+        for each in found:
+            if each is not None and not isinstance(each, BaseException):
+                with suppress(msgspec.ValidationError):
+                    answers.append(msgspec.convert(each, kind))
+        return answers
 
     # Changes of replicas --------------------------------------------------------------
 
@@ -257,14 +267,23 @@ class FleetWorkers:
                 self._leave_out(worker)
             else:
                 self._fail(error)
-        except Exception as error:
+        except WorkerUnusable:
+            worker.is_unusable = True
+            self._leave_out(worker)
+        except Exception:  # of us, or of what the worker says: others may not have it
             logger.exception("%s", worker.name)
-            self._fail(EngineError(f"{worker.name}: {type(error).__name__}: {error}"))
+            self._leave_out(worker)
 
     async def _serve(self, worker: FleetWorker) -> None:
-        """One life of a worker: find it, attach it, until it is lost."""
+        """One life of a worker: find it, attach it, until it is lost.
+
+        Raises:
+            Superseded, ConfigError, WorkerUnusable, Exception: there is no use in looking
+                for it again.
+        """
         worker.status = WorkerStatus.STARTING
         answers, attached = worker.meter.num_answers, False
+        refused: Exception | None = None
         try:
             port = await worker.place.find()
             self._num_sessions += 1
@@ -273,14 +292,14 @@ class FleetWorkers:
             await link.attach(_ATTACH_S)
             await self._join(worker, link)
             attached = True
-            rendering = asyncio.create_task(self._renderer.serve(port))
-            try:
-                loss = await link.run()
-            finally:
-                rendering.cancel()
-                await asyncio.wait({rendering})
+            loss = await self._until_lost(link)
         except WorkerLost as lost:
             loss = lost.loss
+        except Exception as error:
+            refused, reason = error, str(error)
+            if not isinstance(error, Superseded | ConfigError | WorkerUnusable):
+                reason = f"{type(error).__name__}: {reason}"
+            loss = Loss(reason, crashed=False)
         if worker.status is WorkerStatus.LEAVING:  # it ended as it was asked to
             loss = Loss(worker.reason, crashed=False)
         logger.warning("Worker %s is lost: %s", worker.name, loss.reason)
@@ -295,11 +314,36 @@ class FleetWorkers:
         self._notify()
         if loss.crashed:
             await worker.place.free()
+        if refused is not None:
+            raise refused
+
+    async def _until_lost(self, link: WorkerLink) -> Loss:
+        """Have a worker run and render lines until it is lost. Returns why."""
+        running = asyncio.create_task(link.run())
+        rendering = asyncio.create_task(self._renderer.serve(link.port))
+        tasks = {running, rendering}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if rendering.done():
+                await (
+                    rendering
+                )  # which ends by itself if the worker is lost, or unusable
+            return await running
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            for task in tasks:
+                if not task.cancelled():
+                    task.exception()  # has been seen
 
     async def _join(self, worker: FleetWorker, link: WorkerLink) -> None:
         about = link.about
-        worker.machine = await asyncio.to_thread(plan_bytes.machine_of, about.machine)
-        _check_version(worker.name, about)
+        try:
+            machine = await asyncio.to_thread(plan_bytes.machine_of, about.machine)
+        except InputError as error:
+            raise WorkerUnusable(str(error)) from None
+        worker.machine = machine
         for other in self._all:
             if other.about is not None:
                 _check_model(other.name, other.about, worker.name, about)
@@ -345,7 +389,7 @@ class FleetWorkers:
     def _leave_out(self, worker: FleetWorker) -> None:
         worker.status = WorkerStatus.LEFT_OUT
         logger.error(
-            "Worker %s is left out after %d failures in a row: %s",
+            "Worker %s is left out, after %d crashes in a row: %s",
             worker.name,
             worker.failures,
             worker.reason,
@@ -357,7 +401,9 @@ class FleetWorkers:
             again.keeper = asyncio.create_task(self._keep(again))
         elif states == {WorkerStatus.LEFT_OUT}:
             reasons = "; ".join(f"{w.name}: {w.reason}" for w in self._all)
-            self._fail(EngineError(f"no engine of the fleet is left ({reasons})."))
+            usable = any(not w.is_unusable for w in self._all)
+            kind = EngineError if usable else ConfigError
+            self._fail(kind(f"no engine of the fleet is left ({reasons})."))
         self._notify()
 
     def _fail(self, failure: SGLangBatchError) -> None:
@@ -371,19 +417,6 @@ class FleetWorkers:
                     line.answer.set_exception(self.failure)
             worker.lines.clear()
         self._notify()
-
-
-def _check_version(name: str, about: About) -> None:
-    """Check that a worker speaks as this head does.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    if about.version != __version__:
-        raise ConfigError(
-            f"{name} has sglang-batch {about.version} and this process {__version__}; "
-            "install the same version everywhere."
-        )
 
 
 def _check_model(name: str, about: About, new_name: str, new: About) -> None:

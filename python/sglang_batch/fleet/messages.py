@@ -8,11 +8,22 @@ objects anyway.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Annotated, Any
+
 import msgspec
 import numpy as np
+from msgspec import Meta
 
+from .. import __version__
+from ..errors import InputError
 from ..planner.requests import Int32s
 from ..request import BatchRequestInput, Cuts, RequestOutput, Usage, Work
+
+# What no engine reaches, and no message may say.
+MOST_REPLICAS = 1 << 16
+MOST_LEASE_S = 86_400.0
+_Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
 
 
 class Session(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -77,9 +88,12 @@ class RunLine(msgspec.Struct, tag="run", frozen=True):
     job_id: str
     rid: str
     line: Line
-    replica: int | None = None
+    replica: Annotated[int, Meta(ge=0, lt=MOST_REPLICAS)] | None = None
     stored: bytes | None = None
     input_ids: bytes = b""
+
+    def __post_init__(self) -> None:
+        _check_ids(self.input_ids)
 
 
 class AbortLine(msgspec.Struct, tag="abort", frozen=True):
@@ -112,11 +126,11 @@ class LineAnswer(msgspec.Struct, tag="answer", frozen=True):
     :class:`~.request.Usage`, of a :class:`~.request.Cuts` and of a :class:`~.request.Work`."""
 
     rid: str
-    status_code: int
+    status_code: Annotated[int, Meta(ge=100, le=599)]
     body: bytes
-    usage: tuple[int, int, int, int] = (0, 0, 0, 0)
-    cuts: tuple[int, int, int] = (0, 0, 0)
-    work: tuple[int, int, int] | None = None
+    usage: tuple[_Count, _Count, _Count, _Count] = (0, 0, 0, 0)
+    cuts: tuple[_Count, _Count, _Count] = (0, 0, 0)
+    work: tuple[_Count, _Count, _Count] | None = None
 
     @classmethod
     def of(cls, rid: str, output: RequestOutput) -> LineAnswer:
@@ -176,7 +190,7 @@ class Exchange(msgspec.Struct, frozen=True):
     first: int
     commands: list[Command]
     received: int
-    wait_s: float
+    wait_s: Annotated[float, Meta(ge=0, le=MOST_LEASE_S)]
 
 
 class Reply(msgspec.Struct, tag="reply", frozen=True):
@@ -211,12 +225,12 @@ class About(msgspec.Struct, tag="about", frozen=True):
 
     name: str
     version: str
-    model_names: tuple[str, ...]
-    num_replicas: int
-    default_max_inflight: int
-    max_running_requests: int
+    model_names: Annotated[tuple[str, ...], Meta(min_length=1)]
+    num_replicas: Annotated[int, Meta(ge=1, lt=MOST_REPLICAS)]
+    default_max_inflight: _Count
+    max_running_requests: _Count
     machine: bytes
-    lease_s: float
+    lease_s: Annotated[float, Meta(gt=0, le=MOST_LEASE_S)]
 
 
 # --- Rendering.
@@ -228,6 +242,10 @@ class RenderCall(msgspec.Struct, frozen=True):
     rids: list[str]
     lines: list[Line]
 
+    def __post_init__(self) -> None:
+        if len(self.rids) != len(self.lines):
+            raise ValueError(f"{len(self.rids)} ids for {len(self.lines)} lines")
+
 
 class RenderedLine(msgspec.Struct, tag="rendered", frozen=True):
     """A rendered line: the attributes of an ``engine.PreparedRequest``.
@@ -238,13 +256,17 @@ class RenderedLine(msgspec.Struct, tag="rendered", frozen=True):
 
     rid: str
     input_ids: bytes | None
-    shareable_len: int | None
+    shareable_len: _Count | None
     has_media: bool
     adapter: str
     namespace: str
-    max_new_tokens: int | None
+    max_new_tokens: _Count | None
     ignore_eos: bool
     stored: bytes | None
+
+    def __post_init__(self) -> None:
+        if self.input_ids is not None:
+            _check_ids(self.input_ids)
 
 
 Rendering = RenderedLine | LineAnswer
@@ -257,14 +279,67 @@ class EngineQuery(msgspec.Struct, frozen=True):
     limit: int = 0
 
 
+class _AboutVersion(msgspec.Struct, tag="about"):
+    """What every version says of itself, whatever else it says."""
+
+    version: str
+
+
+def _reader(kind: Any) -> Callable[[bytes], Any]:
+    """Reads messages of a type.
+
+    Raises:
+        InputError: the bytes are none.
+    """
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def read(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except RecursionError:
+            raise InputError(f"{len(data)} bytes are nested too deep") from None
+        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+            raise InputError(f"{len(data)} bytes are no message: {error}") from None
+
+    return read
+
+
 encode = msgspec.msgpack.Encoder().encode
-decode_exchange = msgspec.msgpack.Decoder(Exchange).decode
-decode_reply = msgspec.msgpack.Decoder(Reply | SessionRefused).decode
-decode_about = msgspec.msgpack.Decoder(About | SessionRefused).decode
-decode_session = msgspec.msgpack.Decoder(Session).decode
-decode_render_call = msgspec.msgpack.Decoder(RenderCall).decode
-decode_renderings = msgspec.msgpack.Decoder(list[Rendering]).decode
-decode_query = msgspec.msgpack.Decoder(EngineQuery).decode
+decode_exchange = _reader(Exchange)
+decode_reply = _reader(Reply | SessionRefused)
+decode_session = _reader(Session)
+decode_render_call = _reader(RenderCall)
+decode_renderings = _reader(list[Rendering])
+decode_query = _reader(EngineQuery)
+decode_answer = _reader(Any)
+_decode_version = _reader(_AboutVersion | SessionRefused)
+_decode_about = _reader(About | SessionRefused)
+
+
+def decode_about(data: bytes) -> About | SessionRefused:
+    """What a worker is. Its version is looked at first: others say other things.
+
+    Raises:
+        InputError: the bytes are no message, or the worker has another version.
+    """
+    found = _decode_version(data)
+    if isinstance(found, _AboutVersion) and found.version != __version__:
+        raise InputError(
+            f"it has sglang-batch {found.version[:40]} and this process {__version__}; "
+            "install the same version everywhere"
+        )
+    about: About | SessionRefused = _decode_about(data)
+    return about
+
+
+def _check_ids(data: bytes) -> None:
+    """Refuse bytes that are no token ids.
+
+    Raises:
+        ValueError: they are none.
+    """
+    if len(data) % 4 or (data and np.frombuffer(data, "<i4").min() < 0):
+        raise ValueError(f"{len(data)} bytes are no token ids")
 
 
 def ids_to_bytes(input_ids: list[int] | None) -> bytes | None:

@@ -26,6 +26,7 @@ class WorkerPort(Protocol):
 
     Each raises:
         WorkerLost: it will not answer this or any other call.
+        WorkerUnusable: it answers what no worker of this version does.
         OSError: the call failed. Another one may succeed.
 
     Attributes:
@@ -93,3 +94,7 @@ class WorkerLost(Exception):
     def __init__(self, reason: str, *, crashed: bool) -> None:
         super().__init__(reason)
         self.loss = Loss(reason, crashed)
+
+
+class WorkerUnusable(Exception):
+    """What a worker says cannot be used. It is left out, and the others go on."""

@@ -1,68 +1,60 @@
-"""Plans and machines as bytes that are safe to read from another process.
+"""Plans and machines as bytes that can only hold data.
 
-They are pickles, of which only dataclasses and named tuples of the planner and numpy's
-arrays are read: data cannot name a function to call.
+They are msgpack, read by the types of :class:`JobPlan` and :class:`Machine`: numbers, strings,
+lists and arrays. Nothing in them names a class or a function. An array is its dtype, its shape
+and its bytes. What was read is checked before it is used, since compiled code follows the
+numbers of a plan without checks of its own.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import io
-import pickle
-import zlib
-from enum import Enum
-from typing import Any
+import math
+from dataclasses import fields
+from functools import partial
+from typing import Any, TypeVar, get_args
+
+import msgspec
+import numpy as np
+import zstandard
 
 from ..errors import InputError
+from ..planner.costs.step_table import HEAD_MEMORY, TOKENS
 from ..planner.machine_model import Machine
 from ..scheduling.job_plan import JobPlan
 
-_PLANNER = ("sglang_batch.planner.", "sglang_batch.scheduling.")
-# What numpy's pickles of arrays, numbers and dtypes name.
-_NUMPY = {
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "scalar"),
-    ("numpy._core.numeric", "_frombuffer"),
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy.core.multiarray", "scalar"),
-    ("numpy.core.numeric", "_frombuffer"),
-}
+# Most bytes of a plan and of a machine, expanded. A plan has about 40 for each request.
+MAX_PLAN_BYTES = 1 << 30
+MAX_MACHINE_BYTES = 1 << 24
+# What is compressed to less than one byte in so many is sent as it is, and so bytes that would
+# expand further are no plan.
+MAX_RATIO = 16
+_PLAIN, _ZSTD = b"\0", b"\1"
+# Numbers of a request in its job are below. A table of so many is made to look them up.
+MAX_NUMBER = 1 << 27
+# Integers of a machine are below: products of two of them are computed in floats.
+_MOST_INT = 1 << 53
 
-
-class _PlanUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _NUMPY:
-            return super().find_class(module, name)
-        if module.startswith(_PLANNER) and "." not in name:
-            found = getattr(importlib.import_module(module), name, None)
-            if isinstance(found, type) and _is_data(found):
-                return found
-        raise InputError(
-            f"A plan cannot have {module}.{name}: head and workers need the same version "
-            "of sglang-batch."
-        )
-
-
-def _is_data(kind: type) -> bool:
-    named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
-    return dataclasses.is_dataclass(kind) or named_tuple or issubclass(kind, Enum)
+T = TypeVar("T", JobPlan, Machine)
 
 
 def to_bytes(value: JobPlan | Machine) -> bytes:
     """A plan or a machine as bytes."""
-    return zlib.compress(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), 1)
+    plain = msgspec.msgpack.encode(value, enc_hook=_plain)
+    packed = zstandard.ZstdCompressor(level=1).compress(plain)
+    if len(packed) * MAX_RATIO < len(plain) or len(packed) >= len(plain):
+        return _PLAIN + plain
+    return _ZSTD + packed
 
 
 def plan_of(data: bytes) -> JobPlan:
     """The plan of :func:`to_bytes`.
 
     Raises:
-        InputError: the bytes are something else.
+        InputError: the bytes are something else, too large, or a plan that contradicts
+            itself.
     """
-    plan: JobPlan = _read(data, JobPlan)
+    plan = _read(data, JobPlan, MAX_PLAN_BYTES)
+    _check_plan(plan)
     return plan
 
 
@@ -70,21 +62,139 @@ def machine_of(data: bytes) -> Machine:
     """The machine of :func:`to_bytes`.
 
     Raises:
-        InputError: the bytes are something else.
+        InputError: the bytes are something else, too large, or no machine that can be.
     """
-    machine: Machine = _read(data, Machine)
+    machine = _read(data, Machine, MAX_MACHINE_BYTES)
+    _check_machine(machine)
     return machine
 
 
-def _read(data: bytes, kind: type[Any]) -> Any:
+def _plain(value: object) -> object:
+    """Arrays and numbers of numpy as msgpack has them."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot be in a plan")
+
+
+def _array(kind: Any, value: object) -> Any:
+    """The array that :func:`_plain` made. ``kind``: its type, such as ``Int32s``."""
+    dtype, shape, data = msgspec.convert(value, tuple[str, list[int], bytes])
+    (expected,) = get_args(get_args(kind)[1])
+    if dtype != np.dtype(expected).str:
+        raise ValueError(f"an array of {dtype[:20]!r} in place of {expected.__name__}")
+    if min(shape, default=0) < 0 or len(shape) > 4:
+        raise ValueError(f"an array cannot have the shape {shape[:5]}")
+    # Its size is checked by numpy, which makes no copy before.
+    flat = np.frombuffer(data, expected) if data else np.zeros(0, expected)
+    if math.prod(shape) != flat.size:
+        raise ValueError(f"{len(data)} bytes are no array of the shape {shape}")
+    return flat.reshape(shape).copy()  # what is read from bytes cannot be written
+
+
+def _read(data: bytes, kind: type[T], limit: int) -> T:
+    refuse = partial(_refusal, data, kind)
     try:
-        value = _PlanUnpickler(io.BytesIO(zlib.decompress(data))).load()
-    except (zlib.error, pickle.UnpicklingError, EOFError, ValueError) as error:
-        raise InputError(
-            f"These {len(data)} bytes are no {kind.__name__}: {error}"
-        ) from None
-    if not isinstance(value, kind):
-        raise InputError(
-            f"A {type(value).__name__} came in place of a {kind.__name__}."
-        )
-    return value
+        plain = _expanded(data, limit)
+        return msgspec.msgpack.decode(plain, type=kind, dec_hook=_array)
+    except RecursionError:
+        raise refuse("it is nested too deep") from None
+    except (msgspec.MsgspecError, zstandard.ZstdError, ValueError, TypeError) as error:
+        raise refuse(error) from None
+
+
+def _refusal(data: bytes, kind: type[object], reason: object) -> InputError:
+    return InputError(f"These {len(data)} bytes are no {kind.__name__}: {reason}.")
+
+
+def _expanded(data: bytes, limit: int) -> bytes:
+    """Bytes as they were before compression, if they are not too many."""
+    how, rest = data[:1], memoryview(data)[1:]
+    if how not in (_PLAIN, _ZSTD):
+        raise ValueError("they begin with neither 0 nor 1")
+    size = len(rest)
+    if how == _ZSTD:
+        size = zstandard.get_frame_parameters(rest).content_size
+    most = min(limit, MAX_RATIO * len(rest))
+    if size > most:  # so is the size of a frame that does not say it
+        raise ValueError(f"they expand to {size} bytes, and at most {most} are allowed")
+    if how == _PLAIN:
+        return bytes(rest)
+    return zstandard.ZstdDecompressor().decompress(
+        rest, max_output_size=most, allow_extra_data=False
+    )
+
+
+def _check_plan(plan: JobPlan) -> None:
+    """Refuse a plan whose arrays do not fit each other.
+
+    Raises:
+        InputError: names what does not.
+    """
+    n, m = plan.num_requests, len(plan.parent)
+    sizes = (
+        dict.fromkeys(("number", "node", "input_len", "read_len"), n)
+        | dict.fromkeys(("est_decode_steps", "est_decode_steps_sq"), n)
+        | dict.fromkeys(("position", "density", "length_key", "family"), n)
+        | dict.fromkeys(("parent", "depth", "leaf_begin", "leaf_end"), m)
+    )
+    for name, size in sizes.items():
+        array = getattr(plan, name)
+        if array is not None and array.shape != (size,):
+            raise InputError(
+                f"A plan's {name} has the shape {array.shape}, not {(size,)}."
+            )
+    ranges = {
+        "number": (0, MAX_NUMBER),
+        "position": (0, n),
+        "node": (0, m),
+        "input_len": (0, None),
+        "read_len": (0, None),
+        "parent": (-1, m),
+        "depth": (0, None),
+        "leaf_begin": (0, n + 1),
+        "leaf_end": (0, n + 1),
+    }
+    for name, (least, end) in ranges.items():
+        array = getattr(plan, name)
+        if len(array) and (
+            array.min() < least or (end is not None and array.max() >= end)
+        ):
+            raise InputError(
+                f"A plan's {name} has numbers from {array.min()} to {array.max()}, "
+                f"outside of {least} to {end}."
+            )
+    for name in ("number", "position"):
+        array = getattr(plan, name)
+        if (np.diff(np.sort(array)) == 0).any():
+            raise InputError(f"A plan's {name} has a number twice.")
+    # Parents come before their children, so no walk to the root goes in circles.
+    if m < 1 or (plan.parent >= np.arange(m)).any() or (plan.parent[1:] < 0).any():
+        raise InputError("A plan's nodes are no tree.")
+    if not 0 <= plan.num_left <= n:
+        raise InputError(f"A plan of {n} requests has num_left={plan.num_left}.")
+
+
+def _check_machine(machine: Machine) -> None:
+    """Refuse a machine with which planning cannot compute.
+
+    Raises:
+        InputError: says why.
+    """
+    table = machine.cost.table
+    if table is not None and not (
+        table.ndim == 2
+        and table.shape[0] == HEAD_MEMORY + 1
+        and table.shape[1] > 1
+        and np.isfinite(table).all()
+        and (np.diff(table[TOKENS]) > 0).all()
+    ):
+        raise InputError("A machine's table of steps is none.")
+    parts = (machine.limits, machine.cost)
+    values = [getattr(each, field.name) for each in parts for field in fields(each)]
+    for value in (*values, *machine.limits.second_pool, *machine.cost.extras):
+        if isinstance(value, int) and not -_MOST_INT < value < _MOST_INT:
+            raise InputError(f"A machine has the number {value}.")
+        if isinstance(value, float) and math.isnan(value):
+            raise InputError("A machine has a number that is none (NaN).")

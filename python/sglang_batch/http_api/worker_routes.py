@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from ..engine import WORKER_PATH
@@ -70,7 +69,7 @@ async def _message(request: Request, decode: Callable[[bytes], Any]) -> Any:
     data = b"".join([piece async for piece in pieces])
     try:
         return decode(data)
-    except (msgspec.DecodeError, InputError) as error:
+    except InputError as error:
         raise ApiError(
             400,
             f"The body is no message of a head of this version: {error}. Install the same "

@@ -21,6 +21,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError
+from sglang_batch.fleet.plan_bytes import plan_of, to_bytes
 from sglang_batch.job import retrying_engine
 from sglang_batch.request import BatchRequestInput, RequestOutput
 from sglang_batch.scheduling.job_plan import JobPlan, StepCost
@@ -36,8 +37,6 @@ from sglang_batch.srt.disaggregation.prefill_calls import (
     JOBS_PATH,
     JobCall,
     PrefillCall,
-    plan_bytes,
-    plan_of,
     room_after,
 )
 
@@ -208,7 +207,8 @@ def some_plan() -> JobPlan:
         policy="dfs",
         **dict.fromkeys(("number", "position", "node", "input_len", "read_len"), ints),
         **dict.fromkeys(("est_decode_steps", "est_decode_steps_sq"), floats),
-        **dict.fromkeys(("parent", "depth", "leaf_begin", "leaf_end"), ints),
+        parent=ints - 1,
+        **dict.fromkeys(("depth", "leaf_begin", "leaf_end"), ints),
         density=None,
         num_left=3,
         compute_s=0.5,
@@ -220,14 +220,14 @@ def some_plan() -> JobPlan:
 
 def test_a_plan_survives_the_network_without_pickle() -> None:
     plan = some_plan()
-    again = plan_of(plan_bytes(plan))
+    again = plan_of(to_bytes(plan))
     assert again.same_requests(plan) and again.cost == plan.cost
     assert again.est_decode_steps.dtype == np.float32 and again.density is None
     with_density = replace(plan, density=np.ones(3, np.float32))
-    found = plan_of(plan_bytes(with_density)).density
+    found = plan_of(to_bytes(with_density)).density
     assert found is not None and found.tolist() == [1.0, 1.0, 1.0]
-    for bad in (b"", b"garbage", plan_bytes(plan)[:50], plan.to_bytes()):
-        with pytest.raises(ValueError, match="no plan of a job"):
+    for bad in (b"", b"garbage", to_bytes(plan)[:50], plan.to_bytes()):
+        with pytest.raises(ValueError, match="no JobPlan"):
             plan_of(bad)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -18,6 +19,9 @@ from .http_place import CONNECT_S, HttpPlace
 
 if TYPE_CHECKING:
     from ..fleet_engine import FleetEngine
+
+# Most bytes of a list of models.
+_MOST_MODELS = 1 << 20
 
 
 def served_model(urls: Sequence[str], api_key: str | None) -> str:
@@ -41,13 +45,19 @@ def _model_at(url: str, api_key: str | None) -> str:
     try:
         request = urllib.request.Request(f"{url}/v1/models", headers=headers)
         with urllib.request.urlopen(request, timeout=CONNECT_S) as answer:
-            return str(json.load(answer)["data"][0]["id"])
+            data = answer.read(_MOST_MODELS + 1)
+            if len(data) > _MOST_MODELS:
+                raise ValueError(f"more than {_MOST_MODELS} bytes of models")
+            return str(json.loads(data)["data"][0]["id"])
     except urllib.error.HTTPError as error:
         hint = "; pass its admin's key with --workers-key" if error.code == 401 else ""
         raise ConfigError(
             f"{url} refuses to name its model (status {error.code}){hint}."
         ) from None
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (
+        *(OSError, ValueError, LookupError, TypeError, RecursionError),
+        http.client.HTTPException,
+    ) as error:
         raise ConfigError(
             f"{url} does not answer as a server of SGLang ({error}); start it with "
             "`sglang-batch serve`, and give its URL such as http://10.0.0.2:30000."

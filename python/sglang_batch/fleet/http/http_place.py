@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
-import msgspec
 
 from ...engine import WORKER_PATH
-from ...errors import ConfigError
+from ...errors import ConfigError, InputError
 from .. import messages
 from ..messages import (
     About,
@@ -21,9 +21,11 @@ from ..messages import (
     Session,
     SessionRefused,
 )
-from ..places import WorkerLost
+from ..places import WorkerLost, WorkerUnusable
 
 CONNECT_S = 5.0
+# Most bytes of an answer: of events and rendered lines, and of what a worker is and says.
+_MOST_LINES, _MOST_WORDS = 512 << 20, 32 << 20
 
 
 class HttpPlace:
@@ -52,6 +54,7 @@ class HttpPlace:
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
                 connector=aiohttp.TCPConnector(limit=0),
+                auto_decompress=False,  # none is asked for, and bytes could expand
             )
         return HttpPort(self.name, self._client)
 
@@ -74,54 +77,82 @@ class HttpPort:
         self._answered = False
 
     async def attach(self, session: Session) -> About | SessionRefused:
-        found: About | SessionRefused = messages.decode_about(
-            await self._ask("attach", session)
-        )
+        found = await self._ask("attach", session, messages.decode_about, _MOST_WORDS)
         self._answered = True
-        return found
+        answer: About | SessionRefused = found
+        return answer
 
     async def exchange(self, call: Exchange) -> Reply | SessionRefused:
-        data = await self._ask("exchange", call)
-        reply: Reply | SessionRefused = messages.decode_reply(data)
+        found = await self._ask("exchange", call, messages.decode_reply, _MOST_LINES)
+        reply: Reply | SessionRefused = found
         return reply
 
     async def render(self, call: RenderCall) -> list[Rendering]:
-        data = await self._ask("render", call)
-        found: list[Rendering] = messages.decode_renderings(data)
+        decode = messages.decode_renderings
+        found: list[Rendering] = await self._ask("render", call, decode, _MOST_LINES)
         return found
 
     async def query(self, query: EngineQuery) -> object:
-        return msgspec.msgpack.decode(await self._ask("query", query))
+        return await self._ask("query", query, messages.decode_answer, _MOST_WORDS)
 
-    async def _ask(self, route: str, message: object) -> bytes:
+    async def _ask(
+        self, route: str, message: object, decode: Callable[[bytes], Any], most: int
+    ) -> Any:
+        """Call the server, and read its answer of ``most`` bytes or fewer.
+
+        Raises:
+            WorkerUnusable: the answer is none, or the server refuses.
+        """
         url = f"{self._url}{WORKER_PATH}/{route}"
+        sent = messages.encode(message)
         try:
-            async with self._client.post(url, data=messages.encode(message)) as answer:
-                data = await answer.read()
+            # A server that sends its head elsewhere would have it call any address.
+            async with self._client.post(
+                url, data=sent, allow_redirects=False
+            ) as answer:
+                data = await content_of(answer, most)
         except aiohttp.ClientConnectorError as error:
             if self._answered and isinstance(error.os_error, ConnectionRefusedError):
                 raise WorkerLost("its server is gone", crashed=True) from None
             raise OSError(str(error)) from None
         except (TimeoutError, aiohttp.ClientError) as error:
             raise OSError(f"{type(error).__name__}: {error}") from None
+        if data is None:
+            raise WorkerUnusable(
+                f"its answer to {route} has more than {most} bytes; it is no worker"
+            )
         if answer.status == 200:
-            return data
+            try:
+                return decode(data)
+            except InputError as error:
+                raise WorkerUnusable(f"its answer to {route}: {error}") from None
         reason = _reason(data) or answer.reason
         if answer.status >= 500 or answer.status == 429:
             raise OSError(f"status {answer.status}: {reason}")
-        raise ConfigError(
-            f"{self._url} refuses to be a worker (status {answer.status}: {reason}). It "
-            "must be `sglang-batch serve` of the same version; if it has keys, pass its "
-            "admin's with --workers-key."
+        raise WorkerUnusable(
+            f"it refuses to be a worker (status {answer.status}: {reason}). It must be "
+            "`sglang-batch serve` of the same version; if it has keys, pass its admin's "
+            "with --workers-key"
         )
 
 
+async def content_of(answer: aiohttp.ClientResponse, most: int) -> bytes | None:
+    """The body of an answer, None if it has more bytes than this."""
+    pieces, size = [], 0
+    async for piece in answer.content.iter_any():
+        size += len(piece)
+        if size > most:
+            return None
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
 def _reason(data: bytes) -> str:
-    """The message of an error's body, if it has one."""
+    """The beginning of the message of an error's body, if it has one."""
     try:
         body: Any = json.loads(data)
         error = body.get("error") if isinstance(body, dict) else None
         message = error.get("message") if isinstance(error, dict) else error
-        return str(message or "")
-    except ValueError:
+        return str(message or "")[:500]
+    except (ValueError, RecursionError):
         return ""

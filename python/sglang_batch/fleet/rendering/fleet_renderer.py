@@ -8,7 +8,7 @@ from collections import deque
 from ...errors import EngineError
 from ...request import BatchRequestInput
 from ..messages import Line, RenderCall, Rendering
-from ..places import WorkerLost, WorkerPort
+from ..places import WorkerLost, WorkerPort, WorkerUnusable
 
 # Lines of one call: enough that the call costs little of their 0.7 ms each.
 MAX_BATCH = 32
@@ -39,10 +39,17 @@ class FleetRenderer:
         return await future
 
     async def serve(self, port: WorkerPort) -> None:
-        """Have a worker render, until this is cancelled or the worker is lost."""
-        async with asyncio.TaskGroup() as group:
-            for _ in range(CALLS_PER_WORKER):
-                group.create_task(self._serve(port))
+        """Have a worker render, until this is cancelled or the worker is lost.
+
+        Raises:
+            WorkerUnusable: it answers something else. Others render its lines.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(CALLS_PER_WORKER):
+                    group.create_task(self._serve(port))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
 
     def fail(self, reason: str) -> None:
         """No worker is left: all that waits fails."""
@@ -80,6 +87,8 @@ class FleetRenderer:
         call = RenderCall([rid for rid, _, _ in batch], [line for _, line, _ in batch])
         try:
             renderings = await port.render(call)
+            if [each.rid for each in renderings] != call.rids:
+                raise WorkerUnusable("it renders other lines than it was sent")
         except BaseException as error:
             self._waiting.extendleft(reversed(batch))
             self._more.set()

@@ -133,6 +133,7 @@ class OnlineCalls:
                     f"{url}{target}",
                     headers=[*headers, *self._headers.items()],
                     data=body or None,
+                    allow_redirects=False,  # where to is for the client to see
                 )
             except aiohttp.ClientConnectorError as error:
                 logger.warning("%s does not take an online call: %s", url, error)

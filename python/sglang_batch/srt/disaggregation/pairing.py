@@ -19,10 +19,11 @@ from fastapi import HTTPException
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 
 from ...batch_api.protocol import error_body
+from ...fleet.plan_bytes import to_bytes
 from ...job.retrying_engine import PREFILL_LOST, TRANSIENT
 from ...request import RequestOutput
 from ...scheduling.job_plan import JobPlan
-from .prefill_calls import PrefillCall, plan_bytes
+from .prefill_calls import PrefillCall
 from .prefill_servers import GONE, PrefillServer, PrefillServers
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Pairing:
         the order in which they come.
         """
         if len(plans) == 1:
-            data = await asyncio.to_thread(plan_bytes, plans[0])
+            data = await asyncio.to_thread(to_bytes, plans[0])
             await self.servers.open_job(job_id, data)
 
     async def set_priority(self, job_id: str, priority: int) -> None:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import os
-import zipfile
 from collections.abc import Mapping
-from dataclasses import asdict, fields
 from typing import Any
 
 import msgspec
-import numpy as np
 from sglang.srt.managers.io_struct import GenerateReqInput
-
-from ...scheduling.job_plan import JobPlan, StepCost
 
 CALL_PATH = "/offline_batch/prefill/call"
 JOBS_PATH = "/offline_batch/prefill/jobs"
@@ -165,7 +159,7 @@ class JobCall(msgspec.Struct, frozen=True):
     """Opens, changes or closes a job, or only says that the decode server is there.
 
     sender: names the process of the decode server.
-    plan: with ``open``, the job's plan, see :func:`plan_bytes`.
+    plan: with ``open``, the job's plan, see :mod:`sglang_batch.fleet.plan_bytes`.
     """
 
     sender: str
@@ -173,38 +167,3 @@ class JobCall(msgspec.Struct, frozen=True):
     job_id: str = ""
     plan: bytes = b""
     priority: int = 0
-
-
-def plan_bytes(plan: JobPlan) -> bytes:
-    """A plan for another machine: arrays and plain values, and no pickle, which could
-    run anything there."""
-    arrays: dict[str, Any] = {}
-    values: dict[str, Any] = {}
-    for each in fields(JobPlan):
-        value = getattr(plan, each.name)
-        into = arrays if isinstance(value, np.ndarray) else values
-        into[each.name] = asdict(value) if each.name == "cost" else value
-    file = io.BytesIO()
-    np.savez_compressed(file, **arrays)
-    return msgspec.msgpack.encode((values, file.getvalue()))
-
-
-def plan_of(data: bytes) -> JobPlan:
-    """The plan of :func:`plan_bytes`.
-
-    Raises:
-        ValueError: the bytes are none.
-    """
-    try:
-        values, packed = msgspec.msgpack.decode(data, type=tuple[dict[str, Any], bytes])
-        with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
-            values |= dict(arrays)
-        return JobPlan(**values | {"cost": StepCost(**values["cost"])})
-    except (
-        msgspec.MsgspecError,
-        zipfile.BadZipFile,
-        KeyError,
-        OSError,
-        TypeError,
-    ) as error:
-        raise ValueError(f"no plan of a job: {error}") from None

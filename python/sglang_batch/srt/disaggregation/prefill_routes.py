@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any, TypeVar
 
@@ -9,6 +10,10 @@ import msgspec
 from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from sglang.srt.entrypoints import http_server
 
+from ...errors import ApiError, InputError
+from ...fleet.plan_bytes import plan_of
+from ...http_api.received_bodies import pieces_of
+from ...http_api.worker_routes import MAX_CALL_BYTES
 from ..calls.connection import engine_of
 from ..engine.request_ids import set_rid
 from ..engine.responses import abort_reason
@@ -22,7 +27,6 @@ from .prefill_calls import (
     SILENCE_S,
     JobCall,
     PrefillCall,
-    plan_of,
 )
 
 T = TypeVar("T")
@@ -47,12 +51,13 @@ class DecodeServers:
         """Do what a call asks for.
 
         Raises:
-            ValueError: its plan cannot be read.
+            InputError: its plan cannot be read.
         """
         self._heard[call.sender] = time.monotonic()
         jobs = self._jobs.setdefault(call.sender, set())
         if call.action == OPEN:
-            await engine.open_job(call.job_id, [plan_of(call.plan)])
+            plan = await asyncio.to_thread(plan_of, call.plan)
+            await engine.open_job(call.job_id, [plan])
             jobs.add(call.job_id)
         elif call.action == PRIORITY and call.job_id in jobs:
             await engine.set_priority(call.job_id, call.priority)
@@ -80,7 +85,7 @@ async def change_job(request: Request) -> Response:
     servers: DecodeServers = request.app.state.decode_servers
     try:
         await servers.handle(await engine_of(_manager()), call)
-    except ValueError as error:
+    except InputError as error:
         raise HTTPException(400, str(error)) from None
     return Response()
 
@@ -104,6 +109,10 @@ async def compute_prompt(request: Request) -> Response:
 
 async def _read(request: Request, kind: type[T]) -> T:
     try:
-        return msgspec.msgpack.decode(await request.body(), type=kind)
-    except msgspec.MsgspecError as error:
+        pieces = pieces_of(request, MAX_CALL_BYTES, "This is too large for a call.")
+        data = b"".join([piece async for piece in pieces])
+        return msgspec.msgpack.decode(data, type=kind)
+    except ApiError as error:
+        raise HTTPException(error.status_code, error.message) from None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise HTTPException(400, f"not a call of a decode server: {error}") from None

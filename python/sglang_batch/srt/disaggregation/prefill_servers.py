@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
+from ...fleet.http.http_place import content_of
 from .prefill_calls import (
     ALIVE,
     CALL_PATH,
@@ -37,6 +38,8 @@ ALIVE_S = SILENCE_S / 6
 _ASK = aiohttp.ClientTimeout(total=10)
 # A prompt may wait and be computed for any time.
 _CALL = aiohttp.ClientTimeout(total=None, sock_connect=10)
+# Most bytes of an answer, and characters of a reason.
+_MOST_BYTES, _MOST_REASON = 8 << 20, 500
 # What aiohttp raises where a server is gone or does not answer.
 GONE = (aiohttp.ClientError, TimeoutError, OSError)
 
@@ -94,7 +97,9 @@ class PrefillServers:
         """Begin to watch, in the running event loop. Further calls do nothing."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), headers=self._headers
+                connector=aiohttp.TCPConnector(limit=0),
+                headers=self._headers,
+                auto_decompress=False,  # none is asked for, and bytes could expand
             )
             self._watchers = [
                 asyncio.ensure_future(self._watch(server)) for server in self.servers
@@ -141,9 +146,12 @@ class PrefillServers:
         server.in_flight += 1
         try:
             async with self._session.post(
-                server.url + CALL_PATH, data=msgspec.msgpack.encode(call), timeout=_CALL
+                server.url + CALL_PATH,
+                data=msgspec.msgpack.encode(call),
+                timeout=_CALL,
+                allow_redirects=False,
             ) as answer:
-                return answer.status, await answer.text()
+                return answer.status, await _text(answer)
         except GONE as error:
             server.is_gone(repr(error))
             raise
@@ -181,13 +189,14 @@ class PrefillServers:
         assert self._session is not None
         try:
             async with self._session.post(
-                server.url + JOBS_PATH, data=msgspec.msgpack.encode(call), timeout=_ASK
+                server.url + JOBS_PATH,
+                data=msgspec.msgpack.encode(call),
+                timeout=_ASK,
+                allow_redirects=False,
             ) as answer:
                 if answer.status == 200:
                     return True
-                logger.warning(
-                    "%s refused a plan: %s", server.url, (await answer.text())[:500]
-                )
+                logger.warning("%s refused a plan: %s", server.url, await _text(answer))
         except GONE as error:
             server.is_gone(repr(error))
         return False
@@ -216,12 +225,14 @@ class PrefillServers:
         assert self._session is not None
         try:
             async with self._session.get(
-                server.url + "/server_info", timeout=_ASK
+                server.url + "/server_info", timeout=_ASK, allow_redirects=False
             ) as answer:
                 if answer.status != 200:
                     return False
-                info: dict[str, Any] = await answer.json()
-        except (*GONE, ValueError):
+                info = json.loads(await _content(answer))
+        except (*GONE, ValueError, RecursionError):
+            return False
+        if not isinstance(info, dict):
             return False
         if info.get("disaggregation_mode") != "prefill":
             logger.error(
@@ -243,3 +254,21 @@ class PrefillServers:
         server.port = int(info["disaggregation_bootstrap_port"])
         self._some_up.set()
         return True
+
+
+async def _content(answer: aiohttp.ClientResponse) -> bytes:
+    """The body of an answer.
+
+    Raises:
+        ValueError: it is too large for a prefill server's.
+    """
+    data = await content_of(answer, _MOST_BYTES)
+    if data is None:
+        raise ValueError(f"an answer of more than {_MOST_BYTES} bytes")
+    return data
+
+
+async def _text(answer: aiohttp.ClientResponse) -> str:
+    """The beginning of the body of an answer, as text."""
+    data = await content_of(answer, _MOST_BYTES) or b""
+    return data[:_MOST_REASON].decode(errors="replace")

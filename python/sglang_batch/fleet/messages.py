@@ -23,7 +23,7 @@ from ..request import BatchRequestInput, Cuts, RequestOutput, Usage, Work
 # What no engine reaches, and no message may say.
 MOST_REPLICAS = 1 << 16
 MOST_LEASE_S = 86_400.0
-_Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
+_Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 
 
 class Session(msgspec.Struct, frozen=True, order=True, array_like=True):

@@ -127,10 +127,10 @@ def show_answers(api: OpenAI, batch: Batch, path: Path) -> None:
     """A few answers with their requests."""
     questions = {
         line["custom_id"]: line["body"]["messages"][-1]["content"]
-        for line in map(json.loads, path.read_text().splitlines())
+        for line in map(json.loads, path.read_bytes().splitlines())
     }
     assert batch.output_file_id is not None
-    lines = api.files.content(batch.output_file_id).text.split("\n")
+    lines = api.files.content(batch.output_file_id).content.split(b"\n")
     for line in map(json.loads, lines[:NUM_SHOWN]):
         answer = line["response"]["body"]["choices"][0]["message"]["content"]
         question = questions[line["custom_id"]]

@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def run_batch(url: str) -> int:
-    lines = [json.loads(line) for line in DATA.read_text().splitlines()]
+    lines = [json.loads(line) for line in DATA.read_bytes().splitlines()]
     sentences = {line["custom_id"]: line["body"]["input"] for line in lines}
     api = OpenAI(base_url=f"{url}/v1", api_key="none")
     with DATA.open("rb") as content:
@@ -54,7 +54,7 @@ def run_batch(url: str) -> int:
         return 1
     results = [
         json.loads(line)
-        for line in api.files.content(batch.output_file_id).text.splitlines()
+        for line in api.files.content(batch.output_file_id).content.splitlines()
     ]
     show_neighbours(
         [sentences[result["custom_id"]] for result in results],

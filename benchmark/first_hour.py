@@ -294,7 +294,7 @@ def _check_death(table: Table, home: Path) -> None:
 
 def _check_skipped(table: Table, home: Path) -> None:
     """Lines with a wrong model, a wrong URL, and a stream."""
-    lines = [json.loads(line) for line in DATA.read_text().splitlines()[:5]]
+    lines = [json.loads(line) for line in DATA.read_bytes().splitlines()[:5]]
     lines[0]["body"]["model"] = "other"
     lines[1]["url"] = "/v1/none"
     lines[2]["body"]["stream"] = True

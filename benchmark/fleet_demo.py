@@ -83,7 +83,7 @@ def _num_lines(path: Path) -> int:
 
 
 def _ids(path: Path) -> list[str]:
-    return [json.loads(line)["custom_id"] for line in path.read_text().splitlines()]
+    return [json.loads(line)["custom_id"] for line in path.read_bytes().splitlines()]
 
 
 if __name__ == "__main__":

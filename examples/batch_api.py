@@ -32,4 +32,4 @@ with demo.server(options.url) as url, tempfile.TemporaryDirectory() as directory
         batch = client.batches.retrieve(batch.id)
     print(batch.status, batch.request_counts)
     assert batch.output_file_id is not None
-    demo.print_answers(client.files.content(batch.output_file_id).text)
+    demo.print_answers(client.files.content(batch.output_file_id).content)

@@ -106,7 +106,7 @@ def write_requests(path: Path, questions: Iterable[str]) -> Path:
     return path
 
 
-def print_answers(lines: str) -> None:
+def print_answers(lines: bytes) -> None:
     """The answers in an output file. The tiny model is random: so are they."""
     for line in map(json.loads, lines.splitlines()):
         message = line["response"]["body"]["choices"][0]["message"]

@@ -45,4 +45,4 @@ with tempfile.TemporaryDirectory() as directory:
     command = [sys.executable, "-m", "sglang_batch", "run", "--backend", "auto"]
     command += ["--model-path", model, "--served-model-name", "demo"]
     subprocess.run([*command, "-i", requests, "-o", answers], check=True)
-    demo.print_answers(answers.read_text())
+    demo.print_answers(answers.read_bytes())

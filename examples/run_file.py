@@ -27,4 +27,4 @@ with (
     answers = Path(directory) / "answers.jsonl"
     command = [sys.executable, "-m", "sglang_batch", "run"]
     subprocess.run([*command, "-i", requests, "-o", answers, *flags], check=True)
-    demo.print_answers(answers.read_text())
+    demo.print_answers(answers.read_bytes())

@@ -40,4 +40,4 @@ with (
     subprocess.run(
         [*command, "-i", table, "-o", answers, *template, *flags], check=True
     )
-    demo.print_answers(answers.read_text())
+    demo.print_answers(answers.read_bytes())

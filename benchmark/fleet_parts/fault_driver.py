@@ -34,7 +34,7 @@ ENGINE = ("--dtype", "float32", "--device", "cpu", "--max-total-tokens", "20000"
 
 def read_requests(path: Path, copies: int = 1) -> list[BatchRequestInput]:
     """The lines of a batch file, several times one after the other."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()] * copies
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()] * copies
     return [
         BatchRequestInput(
             i, line["custom_id"], line["url"], json.dumps(line["body"]).encode()

@@ -82,7 +82,7 @@ def measure(quick: bool = False) -> list[Figure]:
 
 def _demo() -> _File:
     prompts, limits = [], []
-    for line in DATA.read_text().splitlines():
+    for line in DATA.read_bytes().splitlines():
         body = json.loads(line)["body"]
         tokens = [SPECIAL_IDS["<|bos|>"]]
         for message in body["messages"]:

@@ -218,7 +218,7 @@ def run(
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
     answers = []
-    for result in map(json.loads, output.read_text().splitlines()):
+    for result in map(json.loads, output.read_bytes().splitlines()):
         body = result["response"]["body"]
         tokens = body["usage"]["completion_tokens"]
         answers.append(Answer(body["choices"][0]["text"], tokens))

@@ -107,7 +107,7 @@ def as_batch(url: str, rows: list[dict[str, str]]) -> tuple[float, float]:
     )
     seconds = time.perf_counter() - began
     assert batch.output_file_id is not None and batch.error_file_id is None
-    answers = api.files.content(batch.output_file_id).text.splitlines()
+    answers = api.files.content(batch.output_file_id).content.splitlines()
     found = [json.loads(line)["response"]["body"] for line in answers]
     return cached_share(found, len(rows)), seconds
 

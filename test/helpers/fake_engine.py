@@ -267,7 +267,7 @@ class FakeEngine:
             early = prepared.rid in self.ended_early
             ids = list(prepared.text.encode())[: 1 if early else None]
             native = {
-                "text": bytes(ids).decode(),
+                "text": bytes(ids).decode(errors="replace"),
                 "output_ids": ids,
                 "meta_info": {
                     "finish_reason": {"type": "abort" if early else "stop"},
@@ -276,18 +276,23 @@ class FakeEngine:
                     "weight_version": self.weight_version,
                 },
             }
-            return RequestOutput(200, prepared.rid, json.dumps(native).encode())
+            return RequestOutput(200, prepared.rid, _encoded(native))
         message = {"role": "assistant", "content": prepared.text}
         content = {
             "object": "chat.completion",
             "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
         }
         usage = Usage(input_tokens=num_tokens, output_tokens=num_tokens)
-        return RequestOutput(200, prepared.rid, json.dumps(content).encode(), usage)
+        return RequestOutput(200, prepared.rid, _encoded(content), usage)
 
     def _note(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _encoded(body: dict[str, Any]) -> bytes:
+    """JSON as SGLang writes it: only ASCII's control characters are escaped."""
+    return json.dumps(body, ensure_ascii=False).encode()
 
 
 def _prompt(body: dict[str, Any]) -> str:

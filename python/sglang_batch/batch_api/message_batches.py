@@ -18,6 +18,7 @@ import msgspec
 from ..errors import ApiError
 from . import protocol as api
 from .line_checks import LineError
+from .lines import as_one_line, json_line
 from .objects import Row
 
 # Clients of this API cannot set the metadata of a batch, so its row keeps values there
@@ -137,7 +138,7 @@ def input_lines(requests: Iterable[MessageBatchRequest]) -> Iterator[bytes]:
             request.custom_id.encode(),
             URL.encode(),
             # Within a JSON string a newline is always escaped.
-            bytes(request.params).replace(b"\n", b" "),
+            as_one_line(bytes(request.params).replace(b"\n", b" ")),
         )
 
 
@@ -163,7 +164,7 @@ def rejected_line(custom_id: str, index: int, error: LineError) -> bytes:
     status_code = 404 if error.code == "model_not_found" else 400
     body = error_body(error.message, status_code)
     response = {"status_code": status_code, "request_id": None, "body": body}
-    return msgspec.json.encode(
+    return json_line(
         {
             "id": f"batch_req_rejected-{index:08d}",
             "custom_id": custom_id,

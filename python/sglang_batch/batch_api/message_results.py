@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from .lines import ResultLine, ResultResponse, decode_envelope
+from .lines import ResultLine, ResultResponse, decode_envelope, json_line
 from .message_batches import ENDED_TYPES, ERROR_TYPES, error_body
 from .objects import Row
 
@@ -108,4 +108,4 @@ def _error_of(response: ResultResponse) -> dict[str, Any]:
 
 
 def _encode(custom_id: str | None, result: dict[str, Any]) -> bytes:
-    return msgspec.json.encode({"custom_id": custom_id, "result": result}) + b"\n"
+    return json_line({"custom_id": custom_id, "result": result})

@@ -13,6 +13,7 @@ from fastapi.responses import StreamingResponse
 
 from ..access.model_names import body_refusal, native_refusal
 from ..batch_api.line_checks import LineError, LineRules, check_line
+from ..batch_api.lines import json_line
 from ..batch_api.protocol import INTERACTIVE_PRIORITY, canonical_url, error_body
 from ..engine import GENERATE_URL, MAX_INFLIGHT, WAVE_PATH
 from ..errors import ApiError
@@ -82,7 +83,7 @@ async def run_wave(request: Request) -> StreamingResponse:
 
 def _answer(index: int, status_code: int, body: bytes) -> bytes:
     line = {"index": index, "status_code": status_code, "body": msgspec.Raw(body)}
-    return msgspec.json.encode(line) + b"\n"
+    return json_line(line)
 
 
 def _checked_lines(

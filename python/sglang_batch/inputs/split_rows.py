@@ -12,6 +12,7 @@ from typing import BinaryIO
 import msgspec
 from tqdm import tqdm
 
+from ..batch_api.lines import json_line
 from .field_sample import FieldSample, FieldSaving
 from .template import RowRequests, SplitLine
 
@@ -37,7 +38,6 @@ class SplitRows:
         self._requests = requests
         self._max_requests = max_requests
         self._sample = FieldSample(len(template.block.fields), head=template.has_head)
-        self._encoder = msgspec.json.Encoder()
         self._sources: list[tuple[str, int]] = []  # and the number of its first row
         self.num_requests = 0
 
@@ -53,7 +53,7 @@ class SplitRows:
 
     def add(self, line: SplitLine) -> None:
         """The next row."""
-        self._file.write(self._encoder.encode(line) + b"\n")
+        self._file.write(json_line(line))
         self._sample.add(line.head, line.fields)
         self.num_requests += 1
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ..batch_api.lines import json_line
 from ..errors import StoreError, StoreWriteError
 from ..store.append_log import AppendLog
 
@@ -48,7 +49,6 @@ class _RecordEntry(NamedTuple):
     program: tuple[str, str]
 
 
-_encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(ProgramRecord)
 
 
@@ -100,7 +100,7 @@ class ProgramLog:
         """
         if self._sync_error:
             raise StoreWriteError(self._sync_error)
-        data = _encoder.encode(record) + b"\n"
+        data = json_line(record)
         with self._lock:
             if self._log.closed:
                 return

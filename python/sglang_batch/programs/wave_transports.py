@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 
 from ..batch_api.equal_requests import find_equal
+from ..batch_api.lines import LineSplitter
 from ..batch_api.protocol import INTERACTIVE_PRIORITY
 from ..config import OfflineBatchConfig
 from ..engine import GENERATE_URL, MAX_INFLIGHT, WAVE_PATH
@@ -97,14 +98,9 @@ class HttpTransport:
                         f"{self._url} refused it with HTTP {response.status}: {text}"
                     )
                 self.max_inflight = int(response.headers.get(MAX_INFLIGHT, 0)) or None
-                parts: list[bytes] = []
+                lines = LineSplitter()
                 async for chunk in response.content.iter_any():
-                    parts.append(chunk)
-                    if b"\n" not in chunk:
-                        continue
-                    *lines, rest = b"".join(parts).split(b"\n")
-                    parts = [rest]
-                    for line in lines:
+                    for line in lines.add(chunk):
                         found = msgspec.json.decode(line, type=_WaveAnswer)
                         on_answer(found.index, found.status_code, bytes(found.body))
                         missing -= 1

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from ..batch_api.lines import LineSplitter
 from ..errors import ConfigError, ServerError
 from .length_history import LengthHistory
 from .rollout_call import (
@@ -48,9 +49,11 @@ class RunningRollout:
     async def __aiter__(self) -> AsyncIterator[GroupResult]:
         missing = len(self._call.groups)
         with self._client.plain_errors():
-            async for line in self._response.aiter_lines():
-                missing -= 1
-                yield self._client.read(self._call, line)
+            lines = LineSplitter()
+            async for block in self._response.aiter_bytes():
+                for line in lines.add(block):
+                    missing -= 1
+                    yield self._client.read(self._call, line)
         self._client.check_complete(missing)
 
     async def stop(self) -> None:
@@ -109,7 +112,9 @@ class RolloutClient:
             if response.status_code != 200:
                 response.read()
             self.check(response)
-            found.extend(self.read(call, line) for line in response.iter_lines())
+            lines = LineSplitter()
+            for block in response.iter_bytes():
+                found.extend(self.read(call, line) for line in lines.add(block))
         self.check_complete(len(call.groups) - len(found))
         return sorted(found, key=lambda group: group.index)
 
@@ -149,7 +154,7 @@ class RolloutClient:
         headers = {**self._headers, "content-type": "application/json"}
         return {"base_url": self.url, "headers": headers, "timeout": _TIMEOUT}
 
-    def read(self, call: RolloutCall, line: str) -> GroupResult:
+    def read(self, call: RolloutCall, line: bytes) -> GroupResult:
         """A line of the server's answer."""
         try:
             result = msgspec.json.decode(line, type=GroupResult)

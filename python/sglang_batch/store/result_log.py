@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..batch_api.lines import as_one_line, json_line
 from ..request import Cuts, Usage
 from .append_log import AppendLog, whole_lines
 
@@ -49,7 +50,6 @@ class _ErrorLine(msgspec.Struct):
     response: _Response | None = None
 
 
-_encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(_Record)
 _error_decoder = msgspec.json.Decoder(_ErrorLine)
 # Not the fault of a request: timeouts, and a server with too much to do.
@@ -75,7 +75,12 @@ def finished_lines(
         except (ValueError, msgspec.DecodeError):
             continue
         if ok is None or record.ok is ok:
-            yield bytes(record.line) + b"\n"
+            yield _result_line(record)
+
+
+def _result_line(record: _Record) -> bytes:
+    # Logs of earlier releases have raw line ends of Unicode.
+    return as_one_line(bytes(record.line)) + b"\n"
 
 
 class ResultLog:
@@ -148,7 +153,7 @@ class ResultLog:
         )
         cut = (cuts.json, cuts.regex, cuts.repetition)
         record = _Record(index, ok, counts, msgspec.Raw(line), merged, cut)
-        offset = self._log.append(_encoder.encode(record) + b"\n")
+        offset = self._log.append(json_line(record))
         self._account(record, offset)
 
     def commit(self) -> None:
@@ -186,7 +191,7 @@ class ResultLog:
                     continue
                 log.seek(offset)
                 record = _decoder.decode(log.readline())
-                (outputs if record.ok else errors).write(bytes(record.line) + b"\n")
+                (outputs if record.ok else errors).write(_result_line(record))
                 num_outputs += record.ok
                 num_errors += not record.ok
         return num_outputs, num_errors

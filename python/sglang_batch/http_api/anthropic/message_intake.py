@@ -170,4 +170,4 @@ def _write_rejected(
 ) -> None:
     for index, error in rejected.items():
         custom_id = requests[index].custom_id
-        file.write(messages.rejected_line(custom_id, index, error) + b"\n")
+        file.write(messages.rejected_line(custom_id, index, error))

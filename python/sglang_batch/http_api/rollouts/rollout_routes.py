@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from ...access.model_names import native_refusal
+from ...batch_api.lines import json_line
 from ...batch_api.protocol import INTERACTIVE_PRIORITY
 from ...errors import ApiError, InputError
 from ...rollout.rollout_call import (
@@ -57,7 +57,7 @@ async def run_rollouts(request: Request) -> StreamingResponse:
     async def lines() -> AsyncIterator[bytes]:
         async with aclosing(service.run_rollouts(run, priority)) as groups:
             async for group in groups:
-                yield msgspec.json.encode(group) + b"\n"
+                yield json_line(group)
 
     return StreamingResponse(lines(), media_type=JSONL, headers={ID_HEADER: run.id})
 

@@ -80,11 +80,7 @@ def test_a_deleted_file_is_gone(server: Server) -> None:
     file_id = server.upload()
     deleted = server.client.files.delete(file_id)
     assert (deleted.id, deleted.deleted, deleted.object) == (file_id, True, "file")
-    for call in (
-        server.client.files.retrieve,
-        server.client.files.content,
-        server.client.files.delete,
-    ):
+    for call in (server.client.files.retrieve, server.client.files.content):
         with pytest.raises(openai.NotFoundError):
             call(file_id)
 

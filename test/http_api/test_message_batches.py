@@ -262,7 +262,7 @@ def test_a_deleted_batch_is_gone_with_its_files(server: Server, batches: Any) ->
     batch = ended(batches, batches.create(requests=requests))
     deleted = batches.delete(batch.id)
     assert (deleted.id, deleted.type) == (batch.id, "message_batch_deleted")
-    for call in (batches.retrieve, batches.cancel, batches.delete, batches.results):
+    for call in (batches.retrieve, batches.cancel, batches.results):
         with pytest.raises(anthropic.NotFoundError):
             call(batch.id)
     assert server.http.get("/v1/files").json()["data"] == []

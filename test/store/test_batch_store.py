@@ -197,6 +197,10 @@ def test_an_id_is_given_once(store: BatchStore) -> None:
 # Paging -------------------------------------------------------------------------
 
 
+def place(store: BatchStore, kind: str, after: str | None) -> int | None:
+    return None if after is None else store.place(after, kind)
+
+
 def pages(list_page: Callable[[str | None], list[Row]]) -> list[list[str]]:
     """All pages, each asked for after the last of the one before."""
     found: list[list[str]] = []
@@ -210,7 +214,9 @@ def test_pages_of_batches_are_newest_first_without_gap_or_repeat(
 ) -> None:
     for i in range(7):  # all in the same second
         store.add_batch(make_batch_row(f"batch_{i}"))
-    assert pages(lambda after: store.list_batches(after=after, limit=3)) == [
+    assert pages(
+        lambda after: store.list_batches(after=place(store, "openai", after), limit=3)
+    ) == [
         ["batch_6", "batch_5", "batch_4"],
         ["batch_3", "batch_2", "batch_1"],
         ["batch_0"],
@@ -226,7 +232,10 @@ def test_pages_of_files_go_both_ways(store: BatchStore, descending: bool) -> Non
         expected.reverse()
     assert pages(
         lambda after: store.list_files(
-            after=after, limit=2, descending=descending, purpose=None
+            after=place(store, "files", after),
+            limit=2,
+            descending=descending,
+            purpose=None,
         )
     ) == [expected[:2], expected[2:4], expected[4:]]
 
@@ -237,7 +246,10 @@ def test_files_of_one_purpose_are_paged_among_themselves(store: BatchStore) -> N
         store.add_file(make_file_row(f"file-{i}", purpose=purpose))
     assert pages(
         lambda after: store.list_files(
-            after=after, limit=2, descending=False, purpose="batch"
+            after=place(store, "files", after),
+            limit=2,
+            descending=False,
+            purpose="batch",
         )
     ) == [["file-1", "file-3"], ["file-5"]]
 
@@ -250,7 +262,12 @@ def test_a_row_deleted_or_added_between_pages_shifts_no_other(
 
     def page(after: str | None) -> list[str]:
         return ids_of(
-            store.list_files(after=after, limit=2, descending=True, purpose=None)
+            store.list_files(
+                after=place(store, "files", after),
+                limit=2,
+                descending=True,
+                purpose=None,
+            )
         )
 
     assert page(None) == ["file-3", "file-2"]
@@ -274,7 +291,7 @@ COLUMNS = {
     ),
     "uploads": (
         "seq id owner status purpose filename mime_type bytes created_at expires_at "
-        "file_expires_after file_id"
+        "file_expires_after file_id completed_with"
     ),
     "upload_parts": "seq id upload_id bytes created_at",
     "idempotent_answers": "owner key request_sha256 status_code body created_at",
@@ -284,6 +301,7 @@ COLUMNS = {
         "day name batches lines calls input_tokens cached_tokens output_tokens "
         "merged_tokens engine_s"
     ),
+    "deleted": "id kind seq owner deleted_at",
     "migrations": "name",
 }
 

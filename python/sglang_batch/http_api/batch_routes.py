@@ -116,9 +116,10 @@ def list_batches(
     """List batches, newest first, one page at a time."""
     limit = check_limit(limit, MAX_BATCH_PAGE)
     store, owner = service_of(request).store, owner_seen(request)
-    if after is not None:
-        _batch_row(request, after, "after")
-    rows = store.list_batches(after=after, limit=limit + 1, owner=owner, api=API)
+    place = store.place(after, API, owner) if after else None
+    if after and place is None:
+        raise _no_such_batch(after, "after")
+    rows = store.list_batches(after=place, limit=limit + 1, owner=owner, api=API)
     return JSONResponse(list_object([_shown(request, row) for row in rows], limit))
 
 
@@ -197,24 +198,36 @@ def list_costs(
 
 @router.delete("/v1/batches/{batch_id}", response_model=BatchDeleted)
 def delete_batch(request: Request, batch_id: str) -> JSONResponse:
-    """Delete a batch that has ended, with its result files. Its input file is kept."""
+    """Delete a batch that has ended, with its result files. Its input file is kept.
+
+    A repeated call has the same answer.
+    """
+    store = service_of(request).store
+    if store.was_deleted(batch_id, API, owner_seen(request)):
+        return _deleted(batch_id)
     row = _batch_row(request, batch_id)
     files = [id for id in (row["output_file_id"], row["error_file_id"]) if id]
-    if not service_of(request).store.delete_batch(batch_id, api.ENDED_STATUSES, files):
+    if not store.delete_batch(batch_id, api.ENDED_STATUSES, files):
+        if store.was_deleted(batch_id, API, owner_seen(request)):  # by another call
+            return _deleted(batch_id)
         raise ApiError(
             409,
             f"Cannot delete a batch with status '{row['status']}'. Cancel it, and "
             "delete it when it has ended.",
             retry=False,
         )
+    return _deleted(batch_id)
+
+
+def _deleted(batch_id: str) -> JSONResponse:
     return JSONResponse({"id": batch_id, "object": "batch", "deleted": True})
 
 
-def _batch_row(request: Request, batch_id: str, param: str = "id") -> dict[str, Any]:
+def _batch_row(request: Request, batch_id: str) -> dict[str, Any]:
     """The caller's batch with this id, unless it belongs to another API."""
     row = service_of(request).store.get_batch(batch_id, owner_seen(request))
     if row is None or row["api"] != API:
-        raise _no_such_batch(batch_id, param)
+        raise _no_such_batch(batch_id)
     return row
 
 

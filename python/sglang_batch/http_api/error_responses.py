@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -21,6 +22,9 @@ from ..errors import ApiError
 from .known_routes import RouteFinder
 
 logger = logging.getLogger(__name__)
+
+# Seconds over which clients that are refused with 429 spread their next attempts.
+RETRY_WITHIN_S = 8
 
 _routes = RouteFinder()
 
@@ -97,7 +101,8 @@ def error_response(error: ApiError) -> JSONResponse:
     if error.retry is not None:
         headers["x-should-retry"] = str(error.retry).lower()
     if error.status_code == 429:
-        headers.setdefault("Retry-After", "1")
+        # Not one moment for all that were refused at once.
+        headers.setdefault("Retry-After", str(random.randint(1, RETRY_WITHIN_S)))
     return JSONResponse(content, error.status_code, headers=headers)
 
 

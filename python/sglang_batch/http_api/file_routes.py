@@ -37,6 +37,7 @@ from .parameters import (
 )
 from .result_responses import BYTES, JSONL, file_response, results_so_far
 
+KIND = "files"
 MAX_FILE_PAGE = 10_000
 
 router = APIRouter(route_class=OpenAIRoute, responses=OPENAI_ERRORS, tags=["Files"])
@@ -86,13 +87,14 @@ def list_files(
     if order not in ("asc", "desc"):
         raise invalid("order", order, "Use asc or desc.")
     store, owner = service_of(request).store, owner_seen(request)
-    if after is not None and store.get_file(after, owner) is None:
+    place = store.place(after, KIND, owner) if after else None
+    if after and place is None:
         raise no_such_file(after, "after")
     rows = store.list_files(
-        after=after,
+        after=place,
         limit=limit + 1,
         descending=order == "desc",
-        purpose=purpose,
+        purpose=purpose or None,
         owner=owner,
     )
     return JSONResponse(list_object([_shown(request, row) for row in rows], limit))
@@ -131,8 +133,14 @@ def file_content(request: Request, file_id: str) -> Response:
 
 @router.delete("/v1/files/{file_id}", response_model=FileDeleted)
 def delete_file(request: Request, file_id: str) -> JSONResponse:
-    """Delete a file. A batch that is already running has its own copy of its input."""
-    if not service_of(request).store.delete_file(file_id, owner_seen(request)):
+    """Delete a file. A batch that is already running has its own copy of its input.
+
+    A repeated call has the same answer.
+    """
+    store, owner = service_of(request).store, owner_seen(request)
+    if not store.delete_file(file_id, owner) and not (
+        store.was_deleted(file_id, KIND, owner)
+    ):
         raise no_such_file(file_id)
     return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 

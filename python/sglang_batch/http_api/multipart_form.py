@@ -212,7 +212,7 @@ async def received_form(
     size = content_length(request)
     receiver: _FormReceiver | None = None
     try:
-        with large_body(request):
+        async with large_body(request):
             if size is not None:
                 await asyncio.to_thread(_check_size, room, size, max_bytes)
             receiver = _FormReceiver(

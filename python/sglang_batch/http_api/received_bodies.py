@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -17,6 +18,9 @@ from .parameters import service_of
 # For bodies without lines or contents of files.
 MAX_JSON_BYTES = 1 << 20
 _MAX_DIGITS = 18
+# How long a body waits for others of its client to end, and how many may wait.
+PATIENCE_S = 10.0
+MAX_WAITING = 4096
 
 
 def content_length(request: Request) -> int | None:
@@ -65,26 +69,38 @@ async def json_object(
     return body, content
 
 
-@contextmanager
-def large_body(request: Request) -> Iterator[None]:
+@asynccontextmanager
+async def large_body(request: Request) -> AsyncGenerator[None]:
     """Receive a body that may be large in this block.
 
+    A client that sends as many as it may waits for one of them to end.
+
     Raises:
-        ApiError: 429, the client sends as many as it may.
+        ApiError: 429, none has ended for ``PATIENCE_S`` seconds, or too many wait.
     """
     service, owner = service_of(request), owner_of(request)
     most = service.config.max_uploads
-    if service.num_receiving[owner] >= most:
-        raise ApiError(
-            429,
-            f"{most} bodies are being received from this client (max_uploads); wait for "
-            "one of them to end.",
-            code="too_many_uploads",
-        )
+    # Well before the body times out.
+    patience_s = min(PATIENCE_S, service.config.upload_timeout_s / 2)
+    turns = service.turns.setdefault(owner, asyncio.Semaphore(most))
     service.num_receiving[owner] += 1
     try:
-        yield
+        try:
+            late = service.num_receiving[owner] > most + MAX_WAITING
+            async with asyncio.timeout(0 if late else patience_s):
+                await turns.acquire()
+        except TimeoutError:
+            raise ApiError(
+                429,
+                f"{most} bodies are being received from this client (max_uploads); wait "
+                "for one of them to end.",
+                code="too_many_uploads",
+            ) from None
+        try:
+            yield
+        finally:
+            turns.release()
     finally:
         service.num_receiving[owner] -= 1
         if not service.num_receiving[owner]:
-            del service.num_receiving[owner]
+            del service.num_receiving[owner], service.turns[owner]

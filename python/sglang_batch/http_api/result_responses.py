@@ -13,6 +13,8 @@ from typing import BinaryIO
 
 import msgspec
 from fastapi.responses import FileResponse, Response, StreamingResponse
+from starlette.datastructures import Headers
+from starlette.staticfiles import NotModifiedResponse, StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from ..batch_api import protocol as api
@@ -23,6 +25,7 @@ from ..store.result_log import finished_lines
 JSONL, BYTES = "application/jsonl", "application/octet-stream"
 _RESULT_ID = re.compile(r"file-(output|error)-([0-9a-f]{32})")
 _BLOCK = 1 << 18
+_conditions = StaticFiles(check_dir=False)
 
 
 class _LineWithId(msgspec.Struct):
@@ -42,10 +45,26 @@ def file_response(
         return None
     filename = row["filename"]
     kind = JSONL if filename.endswith(".jsonl") else BYTES
-    headers = {"X-Incomplete": "false"}
-    return FileResponse(
-        path, media_type=kind, filename=_base_name(filename), headers=headers
+    return _StoredFile(
+        path,
+        media_type=kind,
+        filename=_base_name(filename),
+        headers={"X-Incomplete": "false"},
+        stat_result=path.stat(),
     )
+
+
+class _StoredFile(FileResponse):
+    """A file, or 304 for a client that says it has it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = Headers(scope=scope)
+        if asked.get("if-none-match", "").strip() == "*" or (
+            _conditions.is_not_modified(self.headers, asked)
+        ):
+            await NotModifiedResponse(self.headers)(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 def _base_name(filename: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,7 +15,7 @@ from ..batch_api.protocol import MAX_MIME_TYPE_LEN, MAX_UPLOAD_BYTES
 from ..errors import ApiError
 from ..server.service import BatchService, new_id
 from ..store.batch_store import OnMade, Row, now
-from ..store.uploads import PENDING, UploadStore
+from ..store.uploads import CANCELLED, COMPLETED, PENDING, UploadStore
 from .authorization.callers import owner_of, owner_seen
 from .error_responses import OpenAIRoute
 from .idempotency import BODY_KEY, Keep, answer_once
@@ -143,7 +144,10 @@ def _check_parts(service: BatchService, upload_id: str, num_bytes: int) -> None:
     openapi_extra=takes_json(CompletedUpload),
 )
 async def complete_upload(request: Request, upload_id: str) -> Response:
-    """Join the parts into one file, in the order of ``part_ids``."""
+    """Join the parts into one file, in the order of ``part_ids``.
+
+    A repeated call has the same answer.
+    """
     body, content = await json_object(request)
     row = _upload_row(request, upload_id)
 
@@ -165,7 +169,21 @@ def _complete(
 ) -> Row:
     """Check the parts, join them and record the file."""
     uploads = UploadStore(service.store)
+    completed_with = json.dumps([body.get("part_ids"), body.get("md5")])
+
+    def completed_before() -> Row | None:
+        """The file, if another call with the same parts has completed the upload."""
+        now = uploads.get(row["id"]) or row
+        if now["status"] != COMPLETED or now["completed_with"] != completed_with:
+            return None
+        file = service.store.get_file(now["file_id"])
+        if file is not None:
+            on_made(file)
+        return file
+
     parts = uploads.parts(row["id"])
+    if (file := completed_before()) is not None:
+        return file
     # After the parts were read: an upload that ended before has lost some of them.
     _check_pending(uploads.get(row["id"]) or row)
     part_ids = _checked_part_ids(row, body, parts)
@@ -177,13 +195,15 @@ def _complete(
         with service.room.receive(row["bytes"]) as whole:
             md5 = uploads.assemble(row["id"], part_ids, whole)
             _check_md5(body.get("md5"), md5)
-            uploads.complete(row["id"], whole.path, file_id, kept_s, on_made)
+            uploads.complete(
+                row["id"], whole.path, file_id, kept_s, completed_with, on_made
+            )
     except FileNotFoundError:  # another call ended the upload and removed its parts
         pass
     except BaseException:
         service.store.file_path(file_id).unlink(missing_ok=True)
         raise
-    file = service.store.get_file(file_id)
+    file = service.store.get_file(file_id) or completed_before()
     if file is None:
         raise _not_pending(uploads.get(row["id"]) or row)
     return file
@@ -222,11 +242,11 @@ def _check_md5(wanted: Any, md5: str) -> None:
 
 @router.post("/v1/uploads/{upload_id}/cancel", response_model=UploadObject)
 def cancel_upload(request: Request, upload_id: str) -> JSONResponse:
-    """Cancel an upload and drop its parts."""
-    _check_pending(_upload_row(request, upload_id))
+    """Cancel an upload and drop its parts. A repeated call has the same answer."""
+    _upload_row(request, upload_id)
     UploadStore(service_of(request).store).cancel(upload_id)
     row = _upload_row(request, upload_id)
-    if row["status"] != "cancelled":
+    if row["status"] != CANCELLED:
         raise _not_pending(row)
     return JSONResponse(upload_object(row))
 

@@ -46,7 +46,7 @@ async def run_wave(request: Request) -> StreamingResponse:
     answered with a JSON line, ``{"index": i, "status_code": 200, "body": {...}}``. A line that
     is no valid request is answered so, too.
     """
-    with large_body(request):
+    async with large_body(request):
         body, _ = await json_object(request, MAX_WAVE_BYTES)
     if {"requests", "lines"} <= body.keys():
         message = "A wave has either 'requests' or 'lines', not both."

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 ORPHAN_S = 3600
 # Seconds that the status of an upload is kept after it expired.
 UPLOAD_KEPT_S = 86_400
+# Seconds for which a list goes on behind something deleted, and its deletion can be repeated.
+DELETION_KEPT_S = 30 * 86_400
 
 
 # How often expired files are removed.
@@ -39,12 +41,14 @@ class Collected:
     uploads: expired uploads, with their parts.
     answers: answers for idempotency keys.
     orphans: files and directories that belong to no row.
+    deletions: what was known of files and batches that were deleted long ago.
     """
 
     files: int = 0
     uploads: int = 0
     answers: int = 0
     orphans: int = 0
+    deletions: int = 0
 
     def __bool__(self) -> bool:
         return any(asdict(self).values())
@@ -91,6 +95,7 @@ def collect(store: BatchStore, config: OfflineBatchConfig, now: int) -> Collecte
         uploads=_expired_uploads(store, now),
         orphans=_remove(_orphans(store, config, now)),
         answers=_old_answers(store, now),
+        deletions=_old_deletions(store, now),
     )
     if collected:
         counts = ", ".join(f"{n} {name}" for name, n in asdict(collected).items() if n)
@@ -126,6 +131,12 @@ def _old_answers(store: BatchStore, now: int) -> int:
     with store.atomic() as db:
         query = "DELETE FROM idempotent_answers WHERE created_at <= ?"
         return db.execute(query, (now - KEPT_S,)).rowcount
+
+
+def _old_deletions(store: BatchStore, now: int) -> int:
+    with store.atomic() as db:
+        query = "DELETE FROM deleted WHERE deleted_at <= ?"
+        return db.execute(query, (now - DELETION_KEPT_S,)).rowcount
 
 
 def _orphans(store: BatchStore, config: OfflineBatchConfig, now: int) -> Iterator[Path]:

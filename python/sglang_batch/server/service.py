@@ -75,7 +75,9 @@ class BatchService:
         self.rollouts: dict[str, RolloutRun] = {}
         self.room = Room(store, config.storage_bytes, config.min_free_bytes)
         # Large bodies that this process is receiving, by owner.
+        # Large bodies that are received or wait, by client, and their turns.
         self.num_receiving: Counter[str] = Counter()
+        self.turns: dict[str, asyncio.Semaphore] = {}
 
     async def start(
         self, engine: Engine, closing: Callable[[], bool] = lambda: False

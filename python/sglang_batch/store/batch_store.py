@@ -41,6 +41,7 @@ Query = Callable[[str, Iterable[Any]], list[Row]]
 DIRECTORIES = ("files", "batches", "uploads", "incoming", "keys")
 # An expired file is invisible at once. Its bytes are removed later.
 _NOT_EXPIRED = "(expires_at IS NULL OR expires_at > ?)"
+_DELETED = "FROM deleted WHERE id = ? AND kind = ? AND owner = COALESCE(?, owner)"
 
 
 def now() -> int:
@@ -175,7 +176,7 @@ class BatchStore:
     def delete_file(self, file_id: str, owner: str | None = None) -> bool:
         """Delete a file and its contents. False if there is none."""
         # The id comes from a client: it is a path only if it names a file of the store.
-        if self.get_file(file_id, owner) is None:
+        if self._get("files", file_id, owner) is None:
             return False
         deleted = self._forget("DELETE FROM files WHERE id = ?", (file_id,))
         self.file_path(file_id).unlink(missing_ok=True)
@@ -193,16 +194,41 @@ class BatchStore:
                 return forget()
             return with_spare_space(self._db, self.directory, forget)
 
+    def was_deleted(self, row_id: str, kind: str, owner: str | None = None) -> bool:
+        """Whether a file or batch was there, of this owner if one is named.
+
+        Args:
+            kind: ``files``, or the API of a batch.
+        """
+        return bool(self.rows(f"SELECT 1 {_DELETED}", (row_id, kind, owner)))
+
+    def place(self, row_id: str, kind: str, owner: str | None = None) -> int | None:
+        """Where lists go on after a file or batch, also after it has gone.
+
+        Args:
+            kind: see :meth:`was_deleted`.
+
+        Returns:
+            The place for ``after`` and ``before``, None if there never was one.
+        """
+        table, own = ("files", "") if kind == "files" else ("batches", " AND api = ?")
+        found = self.rows(
+            f"SELECT seq FROM {table} WHERE id = ? AND owner = COALESCE(?, owner){own}"
+            f" UNION ALL SELECT seq {_DELETED}",
+            [row_id, owner, *[kind] * bool(own), row_id, kind, owner],
+        )
+        return found[0]["seq"] if found else None
+
     def list_files(
         self,
         *,
-        after: str | None,
+        after: int | None,
         limit: int,
         descending: bool,
         purpose: str | None,
         owner: str | None = None,
     ) -> list[Row]:
-        """Up to ``limit`` files in order of creation, after the one named."""
+        """Up to ``limit`` files in order of creation, after this :meth:`place`."""
         return self._page(
             "files",
             after,
@@ -223,13 +249,13 @@ class BatchStore:
     def list_batches(
         self,
         *,
-        after: str | None,
+        after: int | None,
         limit: int,
         owner: str | None = None,
         api: str | None = None,
-        before: str | None = None,
+        before: int | None = None,
     ) -> list[Row]:
-        """Up to ``limit`` batches, newest first, after or before the one named."""
+        """Up to ``limit`` batches, newest first, after or before this :meth:`place`."""
         mine = {"owner = ?": owner, "api = ?": api}
         if before is not None:
             return self._page("batches", before, limit, False, mine)[::-1]
@@ -348,13 +374,13 @@ class BatchStore:
     def _page(
         self,
         table: str,
-        after: str | None,
+        after: int | None,
         limit: int,
         descending: bool,
         conditions: dict[str, Any],
     ) -> list[Row]:
         sign = "<" if descending else ">"
-        after_it = f"seq {sign} (SELECT seq FROM {table} WHERE id = ?)"
+        after_it = f"seq {sign} ?"
         asked = {
             condition: value
             for condition, value in {after_it: after, **conditions}.items()

@@ -202,6 +202,34 @@ def m006_costs(db: sqlite3.Connection) -> None:
         db.execute(f"ALTER TABLE usage ADD COLUMN {column}")
 
 
+def m007_deleted(db: sqlite3.Connection) -> None:
+    """What is known of deleted files and batches, and how an upload was completed.
+
+    deleted: lists go on behind them, and a repeated deletion has the same answer.
+    deleted.kind: ``files``, or the API of a batch.
+    uploads.completed_with: JSON of the parts and the checksum of the call, NULL if not yet.
+    """
+    db.execute(
+        """
+        CREATE TABLE deleted (
+            id TEXT PRIMARY KEY,
+            kind TEXT NOT NULL,
+            seq INTEGER NOT NULL,
+            owner TEXT NOT NULL,
+            deleted_at INTEGER NOT NULL
+        )
+        """
+    )
+    for table, kind in (("files", "'files'"), ("batches", "OLD.api")):
+        db.execute(
+            f"CREATE TRIGGER {table}_deleted AFTER DELETE ON {table} BEGIN"
+            " INSERT OR REPLACE INTO deleted (id, kind, seq, owner, deleted_at) VALUES"
+            f" (OLD.id, {kind}, OLD.seq, OLD.owner, CAST(strftime('%s') AS INTEGER));"
+            " END"
+        )
+    db.execute("ALTER TABLE uploads ADD COLUMN completed_with TEXT")
+
+
 MIGRATIONS = (
     m001_files_and_batches,
     m002_optimal_cached_share,
@@ -209,6 +237,7 @@ MIGRATIONS = (
     m004_error_reasons,
     m005_keys,
     m006_costs,
+    m007_deleted,
 )
 
 

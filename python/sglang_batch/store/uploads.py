@@ -139,6 +139,7 @@ class UploadStore:
         source: Path,
         file_id: str,
         kept_s: int | None,
+        completed_with: str,
         on_made: OnMade,
     ) -> bool:
         """Make the assembled contents a file. False if it is no longer pending.
@@ -149,6 +150,7 @@ class UploadStore:
         Args:
             source: the contents, in ``incoming/``.
             kept_s: seconds until the file expires, None for never.
+            completed_with: tells this call from others that would complete the upload.
             on_made: called with the file's row, see :data:`OnMade`.
         """
         sync_file(source)
@@ -166,8 +168,9 @@ class UploadStore:
                 upload["owner"],
             )
             db.execute(
-                "UPDATE uploads SET status = ?, file_id = ? WHERE id = ?",
-                (COMPLETED, file_id, upload_id),
+                "UPDATE uploads SET status = ?, file_id = ?, completed_with = ?"
+                " WHERE id = ?",
+                (COMPLETED, file_id, completed_with, upload_id),
             )
             on_made(file)
         self.remove_parts(upload_id)

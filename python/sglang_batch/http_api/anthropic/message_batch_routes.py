@@ -51,7 +51,7 @@ async def create_message_batch(request: Request) -> Response:
     """Start a batch of messages."""
     service, caller = service_of(request), caller_of(request)
     with ExitStack() as files:
-        with large_body(request):
+        async with large_body(request):
             size = content_length(request) or 0
             if size > most_bytes(request):
                 size = 0  # refused before it is read
@@ -92,12 +92,10 @@ def list_message_batches(
 ) -> JSONResponse:
     """List message batches, newest first, one page at a time."""
     check_limit(limit, MAX_PAGE)
-    if before_id is not None and after_id is not None:
+    if before_id and after_id:
         raise ApiError(400, "before_id and after_id: only one of them may be given.")
-    # Raises 404 if the batch at which the page begins does not exist.
     before, after = (
-        None if name is None else _row(request, name)["id"]
-        for name in (before_id, after_id)
+        _place(request, name) if name else None for name in (before_id, after_id)
     )
     rows = service_of(request).store.list_batches(
         before=before,
@@ -147,10 +145,22 @@ def cancel_message_batch(request: Request, message_batch_id: str) -> JSONRespons
     "/v1/messages/batches/{message_batch_id}", response_model=DeletedMessageBatch
 )
 def delete_message_batch(request: Request, message_batch_id: str) -> JSONResponse:
-    """Delete a message batch that has ended, with its requests and results."""
-    row = _row(request, message_batch_id)
+    """Delete a message batch that has ended, with its requests and results.
+
+    A repeated call has the same answer.
+    """
     store = service_of(request).store
-    if not store.delete_batch(row["id"], api.ENDED_STATUSES, _files_of(row)):
+
+    def was_deleted() -> bool:
+        batch_id = messages.batch_id_of(message_batch_id)
+        return store.was_deleted(batch_id, messages.API, owner_seen(request))
+
+    row = None if was_deleted() else _row(request, message_batch_id)
+    if (
+        row is not None
+        and not store.delete_batch(row["id"], api.ENDED_STATUSES, _files_of(row))
+        and not was_deleted()  # by another call
+    ):
         raise ApiError(
             400,
             f"Message batch {message_batch_id} has not ended. Cancel it before "
@@ -191,6 +201,16 @@ def _row(request: Request, message_batch_id: str) -> Row:
     if row is None or row["api"] != messages.API:
         raise _no_such_batch(message_batch_id)
     return row
+
+
+def _place(request: Request, message_batch_id: str) -> int:
+    """Where a page begins. Raises 404 if there never was such a batch."""
+    place = service_of(request).store.place(
+        messages.batch_id_of(message_batch_id), messages.API, owner_seen(request)
+    )
+    if place is None:
+        raise _no_such_batch(message_batch_id)
+    return place
 
 
 def _no_such_batch(message_batch_id: str) -> ApiError:

@@ -112,7 +112,8 @@ def revoke_key(
 ) -> JSONResponse:
     """Revoke a key, effective at once.
 
-    The batches of its name continue, unless ``cancel_batches`` is true.
+    The batches of its name continue, unless ``cancel_batches`` is true. A repeated call
+    has the same answer.
     """
     check_admin_key(request)
     service = service_of(request)
@@ -120,7 +121,7 @@ def revoke_key(
     if not found:
         raise ApiError(404, f"No key found with id {key_id!r:.100}.", param="key_id")
     key_table.revoke_key(service.store, key_id)
-    cancelled = _cancel_batches(service, found[0]["name"]) if cancel_batches else []
+    cancelled = _cancel_batches(service, key_id) if cancel_batches else []
     return JSONResponse(
         {
             "id": key_id,
@@ -238,12 +239,18 @@ def _models(models: Any) -> tuple[str, ...] | None:
     return tuple(models)
 
 
-def _cancel_batches(service: BatchService, owner: str) -> list[str]:
-    """Cancel the active batches of an owner and return their ids."""
-    cancelled = []
+def _cancel_batches(service: BatchService, key_id: str) -> list[str]:
+    """Cancel the active batches of a revoked key's owner.
+
+    Returns:
+        The ids of all that were cancelled since the key was revoked.
+    """
+    [key] = key_table.keys_in(service.store, key_id)
     for row in service.store.batches_in((api.VALIDATING, api.IN_PROGRESS)):
-        if row["owner"] == owner:
-            after = service.cancel_batch(row["id"])
-            if after is not None and after["status"] == api.CANCELLING:
-                cancelled.append(row["id"])
-    return cancelled
+        if row["owner"] == key["name"]:
+            service.cancel_batch(row["id"])
+    cancelled = service.store.rows(
+        "SELECT id FROM batches WHERE owner = ? AND cancelling_at >= ? ORDER BY seq",
+        (key["name"], key["revoked_at"]),
+    )
+    return [row["id"] for row in cancelled]

@@ -43,7 +43,7 @@ async def run_rollouts(request: Request) -> StreamingResponse:
     Each group whose last sample has ended is answered with a JSON line. The header
     ``X-Rollout-Id`` has the id with which the call is stopped.
     """
-    with large_body(request):
+    async with large_body(request):
         body, _ = await json_object(request, MAX_ROLLOUT_BYTES)
     try:
         call = parse_call(body)

@@ -18,13 +18,14 @@ from builders import make_line, make_request
 from route_server import AppTransport, Server
 
 from sglang_batch.batch_api.line_checks import LineError
-from sglang_batch.batch_api.lines import LineSplitter, invalid_line, unrun_line
+from sglang_batch.batch_api.lines import invalid_line, unrun_line
 from sglang_batch.batch_api.message_batches import (
     MessageBatchRequest,
     input_lines,
     rejected_line,
 )
 from sglang_batch.engine import WAVE_PATH
+from sglang_batch.json_lines import LineSplitter
 from sglang_batch.programs.program_log import ProgramLog, ProgramRecord
 from sglang_batch.request import Usage
 from sglang_batch.rollout import RolloutClient, RolloutGroup

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from ..errors import ApiError
+from ..json_lines import as_one_line, json_line
 from . import protocol as api
 from .line_checks import LineError
-from .lines import as_one_line, json_line
 from .objects import Row
 
 # Clients of this API cannot set the metadata of a batch, so its row keeps values there

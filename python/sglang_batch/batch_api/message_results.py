@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from .lines import ResultLine, ResultResponse, decode_envelope, json_line
+from ..json_lines import json_line
+from .lines import ResultLine, ResultResponse, decode_envelope
 from .message_batches import ENDED_TYPES, ERROR_TYPES, error_body
 from .objects import Row
 

@@ -13,10 +13,10 @@ from fastapi.responses import StreamingResponse
 
 from ..access.model_names import body_refusal, native_refusal
 from ..batch_api.line_checks import LineError, LineRules, check_line
-from ..batch_api.lines import json_line
 from ..batch_api.protocol import INTERACTIVE_PRIORITY, canonical_url, error_body
 from ..engine import GENERATE_URL, MAX_INFLIGHT, WAVE_PATH
 from ..errors import ApiError
+from ..json_lines import json_line
 from ..request import BatchRequestInput
 from ..server.service import new_id
 from .authorization.callers import caller_of

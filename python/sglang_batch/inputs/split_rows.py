@@ -12,7 +12,7 @@ from typing import BinaryIO
 import msgspec
 from tqdm import tqdm
 
-from ..batch_api.lines import json_line
+from ..json_lines import json_line
 from .field_sample import FieldSample, FieldSaving
 from .template import RowRequests, SplitLine
 

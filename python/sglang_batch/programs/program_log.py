@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..batch_api.lines import json_line
 from ..errors import StoreError, StoreWriteError
+from ..json_lines import json_line
 from ..store.append_log import AppendLog
 
 COMMIT_EVERY_S = 1.0

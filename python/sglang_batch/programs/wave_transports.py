@@ -15,12 +15,12 @@ import aiohttp
 import msgspec
 
 from ..batch_api.equal_requests import find_equal
-from ..batch_api.lines import LineSplitter
 from ..batch_api.protocol import INTERACTIVE_PRIORITY
 from ..config import OfflineBatchConfig
 from ..engine import GENERATE_URL, MAX_INFLIGHT, WAVE_PATH
 from ..errors import EngineError
 from ..job.job import Job
+from ..json_lines import LineSplitter
 from ..request import BatchRequestInput
 from .waves import OnAnswer
 

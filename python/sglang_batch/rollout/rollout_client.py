@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from ..batch_api.lines import LineSplitter
 from ..errors import ConfigError, ServerError
+from ..json_lines import LineSplitter
 from .length_history import LengthHistory
 from .rollout_call import (
     ID_HEADER,

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..batch_api.lines import as_one_line, json_line
+from ..json_lines import as_one_line, json_line
 from ..request import Cuts, Usage
 from .append_log import AppendLog, whole_lines
 

@@ -10,9 +10,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from ...access.model_names import native_refusal
-from ...batch_api.lines import json_line
 from ...batch_api.protocol import INTERACTIVE_PRIORITY
 from ...errors import ApiError, InputError
+from ...json_lines import json_line
 from ...rollout.rollout_call import (
     ID_HEADER,
     ROLLOUTS_PATH,

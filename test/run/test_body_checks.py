@@ -11,6 +11,8 @@ import pytest
 from builders import CHAT
 
 from sglang_batch.srt.engine.body_checks import body_errors
+from sglang_batch.srt.engine.checks.endpoint_checks import check_native
+from sglang_batch.srt.engine.checks.value_checks import FieldError
 
 # A body for each endpoint, and one with errors in these fields.
 BODIES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
@@ -135,3 +137,87 @@ def test_stop_rules_are_checked_without_an_engine() -> None:
             "body.stop_rules",
         )
     ]
+
+
+EMPTY = ["", [""], ["", "x"], ["x", ""]]
+# Fields whose empty or zero value would end each answer at once, or never.
+LITERAL: dict[str, dict[str, list[Any]]] = {
+    "/v1/chat/completions": {
+        "stop": EMPTY,
+        "stop_regex": [*EMPTY, "a*", "$", "x|"],
+        "top_k": [0],
+        "max_tokens": [0],
+        "max_completion_tokens": [0],
+    },
+    "/v1/completions": {
+        "stop": EMPTY,
+        "stop_regex": [*EMPTY, "(a|)"],
+        "top_k": [0],
+    },
+    "/v1/responses": {"stop": EMPTY, "top_k": [0], "max_output_tokens": [0]},
+    "/v1/messages": {
+        "stop_sequences": [[""], ["x", ""]],
+        "top_k": [0],
+        "max_tokens": [0],
+    },
+}
+# Empty values that mean none, or what they say.
+NONE: dict[str, dict[str, list[Any]]] = {
+    "/v1/chat/completions": {
+        "stop": [None, [], "x", ["x"], " ", "\n"],
+        "stop_regex": [None, [], "a+", "\\n"],
+        "stop_token_ids": [[]],
+        "top_k": [-1, 1],
+        "max_tokens": [1, None],
+        "temperature": [0],
+        "logit_bias": [{}],
+        "tools": [[]],
+        "min_p": [0],
+        "top_logprobs": [0],
+    },
+    "/v1/completions": {"max_tokens": [1], "stop": [[]], "logprobs": [0]},
+    "/v1/messages": {"stop_sequences": [None, [], ["x"]]},
+}
+
+
+def each_of(table: dict[str, dict[str, list[Any]]]) -> list[tuple[str, str, Any]]:
+    return [
+        (url, name, value)
+        for url, fields in table.items()
+        for name, values in fields.items()
+        for value in values
+    ]
+
+
+def errors_with(url: str, name: str, value: Any) -> list[str | None]:
+    body = {**BODIES[url][0], name: value}
+    return [param for _, param in body_errors(url, json.dumps(body).encode())]
+
+
+@pytest.mark.parametrize(("url", "name", "value"), each_of(LITERAL))
+def test_an_empty_value_that_nobody_means_is_refused(
+    url: str, name: str, value: Any
+) -> None:
+    assert errors_with(url, name, value) == [f"body.{name}"]
+
+
+@pytest.mark.parametrize(("url", "name", "value"), each_of(NONE))
+def test_an_empty_value_that_means_none_is_taken(
+    url: str, name: str, value: Any
+) -> None:
+    assert errors_with(url, name, value) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*[("stop", each) for each in EMPTY], ("stop_regex", "a*"), ("top_k", 0)],
+)
+@pytest.mark.parametrize("many", [False, True])
+def test_an_empty_value_of_a_native_line_is_refused(
+    name: str, value: Any, many: bool
+) -> None:
+    params: Any = {"max_new_tokens": 0, name: value}
+    with pytest.raises(FieldError) as found:
+        check_native({"sampling_params": [params] if many else params})
+    assert found.value.param == f"body.sampling_params.{name}"
+    check_native({"sampling_params": {"max_new_tokens": 0, "stop": []}})

@@ -26,7 +26,7 @@ from ..compat.server_types import (
     TokenizerManager,
 )
 from .body_checks import MESSAGES_URL, request_classes
-from .checks.endpoint_checks import check_parsed
+from .checks.endpoint_checks import check_native, check_parsed
 from .checks.value_checks import FieldError
 from .media import transcriptions
 
@@ -85,6 +85,7 @@ class ServingEndpoints:
         """
         if url in _NATIVE:
             native = _native_request(body)
+            check_native(body)
             keep((native, None))
             return self._generate(native)
         manager = self._managers[0]

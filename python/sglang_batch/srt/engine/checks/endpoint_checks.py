@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pydantic import BaseModel
 
+from .pattern_checks import TOKEN_LIMITS, check_literal
 from .value_checks import FieldError
 
 # OpenAI's highest temperature. SGLang's own endpoint has none.
@@ -27,6 +31,12 @@ def check_parsed(url: str, parsed: BaseModel, tool_call_parser: str | None) -> N
     Raises:
         FieldError: names the first one.
     """
+    for name, value in vars(parsed).items():
+        # Of a completion no new tokens may be wanted, only its prompt's probabilities.
+        if url == "/v1/completions" and name in TOKEN_LIMITS:
+            continue
+        if problem := check_literal(name, value):
+            raise FieldError(name, problem)
     temperature = getattr(parsed, "temperature", None)
     if url in _OPENAI and temperature is not None and temperature > MAX_TEMPERATURE:
         raise FieldError(
@@ -47,6 +57,23 @@ def check_parsed(url: str, parsed: BaseModel, tool_call_parser: str | None) -> N
             "a call of a tool can be required only of a server with "
             "--tool-call-parser, which this one was launched without",
         )
+
+
+def check_native(body: Mapping[str, Any]) -> None:
+    """Refuse empty values in a line of ``/generate`` that SGLang takes as they are.
+
+    Only in lines, of which there are many. Calls of SGLang's own API are answered as ever.
+
+    Raises:
+        FieldError: names the first one.
+    """
+    given = body.get("sampling_params")
+    for params in given if isinstance(given, list) else [given]:
+        if not isinstance(params, dict):
+            continue  # the request class refuses it
+        for name, value in params.items():
+            if problem := check_literal(name, value):
+                raise FieldError(f"sampling_params.{name}", problem)
 
 
 def _forces_a_tool(parsed: BaseModel) -> bool:

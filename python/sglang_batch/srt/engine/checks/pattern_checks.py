@@ -19,6 +19,10 @@ MAX_GRAMMAR_DEPTH = 100
 # A repeated part is written out as often as it may occur.
 MAX_GRAMMAR_REPEATS = 10_000
 
+# Fields whose empty or zero value means what nobody wants, see :func:`check_literal`.
+STOP_TEXTS = ("stop", "stop_sequences")
+TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+
 _REPEATS = (sre_parse.MAX_REPEAT, sre_parse.MIN_REPEAT, sre_parse.POSSESSIVE_REPEAT)
 _COUNT = re.compile(r"\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}", re.ASCII)
 
@@ -73,6 +77,38 @@ def _parts(value: object) -> list[sre_parse.SubPattern]:
     if isinstance(value, (tuple, list)):
         return [part for item in value for part in _parts(item)]
     return []
+
+
+def check_literal(name: str, value: object) -> str | None:
+    """The fault of an empty value that SGLang takes as it is, or None.
+
+    A template makes one of an empty column. Each line would have an answer, of one token or
+    of as many as fit, and count as completed.
+
+    Args:
+        name: of the field, by SGLang or by an endpoint.
+    """
+    values = value if isinstance(value, list) else [value]
+    texts = [each for each in values if isinstance(each, str)]
+    if name in STOP_TEXTS and "" in texts:
+        return "an empty text ends each answer at its first token; leave it out"
+    if name == "stop_regex" and any(_matches_nothing(each) for each in texts):
+        return (
+            "a pattern that matches the empty text ends each answer at its first token; "
+            "leave it out, or have it match at least one character"
+        )
+    if name == "top_k" and value == 0:
+        return "0 leaves no token; use -1 for all of them"
+    if name in TOKEN_LIMITS and value == 0:
+        return "0 is no limit of an answer; use 1 or more, or leave it out"
+    return None
+
+
+def _matches_nothing(pattern: str) -> bool:
+    try:
+        return re.search(pattern, "") is not None
+    except (re.error, OverflowError, RecursionError):
+        return False  # it has another fault
 
 
 def check_grammar(grammar: str) -> str | None:

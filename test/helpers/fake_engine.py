@@ -58,6 +58,7 @@ class FakeEngine:
         max_running: most requests in the engine at any one time.
         ended_early: rids of samples that were ended early: their answers have one token.
         weight_version: of the answers to samples.
+        tells: whether it tells which requests run.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class FakeEngine:
         self.queued: set[str] = set()
         self._began: dict[str, tuple[str, float]] = {}
         self.is_paused = False
+        self.tells = True
         self.opened: dict[str, list[JobPlan]] = {}
         self.closed: list[str] = []
         self.watching: dict[str, Callable[[list[int]], None]] = {}
@@ -169,7 +171,7 @@ class FakeEngine:
 
     def watch_job(self, job_id: str, on_joined: Callable[[list[int]], None]) -> bool:
         self.watching[job_id] = on_joined
-        return True
+        return self.tells
 
     async def set_priority(self, job_id: str, priority: int) -> None:
         self.priorities[job_id] = priority
@@ -250,6 +252,8 @@ class FakeEngine:
 
     def _joined(self, prepared: FakePrepared) -> None:
         """Tell the job of a request that it runs."""
+        if prepared.custom_id in self.queued:
+            return
         job_id, number, _ = parse_request_id(prepared.rid)
         if job_id in self.watching:
             self.watching[job_id]([number])

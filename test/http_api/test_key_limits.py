@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,11 @@ from sglang_batch.http_api.authorization.key_middleware import KeyMiddleware
 from sglang_batch.store.batch_store import BatchStore
 
 # Limits -------------------------------------------------------------------------
+
+
+def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.01)
 
 
 def refused(client: openai.OpenAI, *lines: str) -> Any:
@@ -124,6 +131,46 @@ def test_used_up_tokens_pause_batches_until_the_next_day(
     total = sum(row["total_tokens"] for row in rows if row["name"] == "bob")
     assert ended.usage is not None
     assert total == ended.usage.total_tokens > 0
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_limit_set_in_mid_run_takes_back_what_has_not_begun(
+    keyed: Server, tells: bool
+) -> None:
+    engine, ids = keyed.engine, ids_of(range(40))
+    engine.tells, engine.default_max_inflight = tells, 40
+    engine.hold(ids)
+    engine.queued = set(ids[5:])  # the engine has them all, and runs five
+    key = add(keyed, "bob")["value"]
+    batch = start(keyed.client_of(key), *make_lines(40))
+    until(lambda: len(engine.running) == 40)
+    keyed.http.post("/offline_batch/limits/bob", json={"tokens_per_day": 0})
+    until(lambda: len(engine.running) == 5)
+    assert sorted(engine.aborted) == sorted(ids[5:])
+    path = f"/v1/batches/{batch.id}"
+    while "5 of its lines" not in (
+        reason := call(keyed, key, "GET", path).json().get("paused_reason", "")
+    ):
+        pass
+    assert "0 tokens per day" in reason
+    keyed.call(engine.release)
+    while "had begun" in call(keyed, key, "GET", path).json()["paused_reason"]:
+        pass
+    # Counts are written now and then.
+    while call(keyed, key, "GET", path).json()["request_counts"]["completed"] < 5:
+        pass
+    assert len(engine.executed) == 40
+    engine.queued.clear()
+    keyed.http.post("/offline_batch/limits/bob", json={"tokens_per_day": None})
+    ended = keyed.ended(batch)
+    assert ended.request_counts is not None
+    assert ended.request_counts.completed == 40
+    # Those that were taken back are sent again in their order, each once.
+    assert len(engine.executed) == 75
+    assert Counter(engine.answered) == Counter(ids)
+    assert engine.executed[40:] == [
+        each for each in engine.executed[:40] if each in ids[5:]
+    ]
 
 
 def test_limits_of_a_name_in_the_file_of_keys_can_be_set(keyed: Server) -> None:

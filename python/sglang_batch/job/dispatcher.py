@@ -23,7 +23,7 @@ import numpy as np
 from ..config import OfflineBatchConfig
 from ..engine import Engine, PreparedRequest, ReplicaLost
 from ..planner.requests import LEFT, RIGHT, Int32s, Int64s
-from ..request import BatchRequestInput, RequestOutput, Sink
+from ..request import BatchRequestInput, RequestOutput, Sink, parse_request_id
 from .accounting.occupancy import Occupancy, Tail
 from .answer_feedback import AnswerFeedback
 from .inflight_limit import InflightLimit
@@ -56,6 +56,7 @@ class Dispatcher:
         limit: how many requests may be in the engine, for jobs that are throttled
             while they run.
         releases: whether replicas may end once nothing is left for them.
+        job_id: with which the ids of its requests begin.
 
     Attributes:
         grows: whether further plans will have more requests.
@@ -72,8 +73,10 @@ class Dispatcher:
         limit: InflightLimit | None = None,
         *,
         releases: bool = False,
+        job_id: str = "",
     ) -> None:
         self._engine = engine
+        self._job_id = job_id
         self._config = config
         self._render = render
         self._sink = sink
@@ -95,6 +98,9 @@ class Dispatcher:
         self._replicas_changed = False
         self._suspects: deque[int] = deque()
         self._trying: asyncio.Task[None] | None = None  # one that runs alone
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # of requests in flight
+        self._recalled: set[int] = set()
+        self._recalling: asyncio.Task[None] | None = None
         self.grows = False
         self.engine_tells = False
 
@@ -219,6 +225,7 @@ class Dispatcher:
                 while True:
                     self._changed.clear()
                     self._check_replicas()
+                    self._recall_if_due(group)
                     self._send_ready(group)
                     busy = self._num_unsent or self.num_in_flight
                     if not busy and not self.grows and not self._try_suspect(group):
@@ -277,7 +284,9 @@ class Dispatcher:
             replica.add_in_flight(number, side)
             if self._feedback is not None and not self.engine_tells:
                 self._feedback.add_started((replica.index, side), number)
-            group.create_task(self._execute(replica, side, request, rendered))
+            self._tasks[number] = group.create_task(
+                self._execute(replica, side, request, rendered)
+            )
         return True
 
     async def _execute(
@@ -294,6 +303,12 @@ class Dispatcher:
                 output = await self._engine.execute(prepared, replica=replica.index)
         except ReplicaLost as lost:
             self._take_back(replica, side, request.index, lost)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if request.index not in self._recalled or task is None or task.uncancel():
+                raise  # the job ends
+            self._unsend(replica, side, request.index)
+            replica.sides[replica.in_flight[request.index]].put_back(request.index)
         else:
             self._left[request.index] = 0.0
             self._sink(request, output)
@@ -302,21 +317,58 @@ class Dispatcher:
                 self._feedback.add_answer(request.index, tokens)
         finally:
             replica.remove_in_flight(request.index)
+            self._recalled.discard(request.index)
+            del self._tasks[request.index]
             self._changed.set()
 
     def _take_back(
         self, replica: Replica, side: int, number: int, lost: ReplicaLost
     ) -> None:
         """A request was lost with its replica. It will be sent again."""
+        if lost.is_suspect:
+            self._forget_started(replica, side, number)
+            self._suspects.append(number)
+            return
+        self._unsend(replica, side, number)
+        replica.returned.append(number)
+
+    def _unsend(self, replica: Replica, side: int, number: int) -> None:
+        self._forget_started(replica, side, number)
+        self._sent[number] = False
+        self._left[number] = 1.0
+
+    def _forget_started(self, replica: Replica, side: int, number: int) -> None:
         if self._feedback is not None:
             stream = replica.index if self.engine_tells else (replica.index, side)
             self._feedback.remove_started(stream, number)
-        if lost.is_suspect:
-            self._suspects.append(number)
-            return
-        self._sent[number] = False
-        self._left[number] = 1.0
-        replica.returned.append(number)
+
+    # Taking back ----------------------------------------------------------------------
+
+    def _recall_if_due(self, group: asyncio.TaskGroup) -> None:
+        """Take back what the engine has not begun, if the job is paused for long."""
+        if not self._limit.recalls:
+            self._recalling = None
+        elif self._recalling is None:
+            self._recalling = group.create_task(self._recall())
+
+    async def _recall(self) -> None:
+        running: set[int] | None = None
+        for replica in self._replicas:
+            waiting = replica.waiting
+            if waiting is None:
+                if running is None:
+                    running = await self._running()
+                waiting = [each for each in replica.in_flight if each not in running]
+            # The last one first: each is then the next to be sent.
+            for number in reversed(waiting):
+                if number in self._tasks and self._limit.recalls:
+                    self._recalled.add(number)
+                    self._tasks[number].cancel()
+
+    async def _running(self) -> set[int]:
+        """Numbers of the job's requests that the engine runs."""
+        known = [parse_request_id(rid) for rid in await self._engine.running_s()]
+        return {number for job_id, number, _ in known if job_id == self._job_id}
 
     def _try_suspect(self, group: asyncio.TaskGroup) -> bool:
         """Run the next suspect, now that nothing else runs. False if there is none."""

@@ -14,7 +14,7 @@ class InflightLimit:
 
     def __init__(self) -> None:
         self._max_inflight: int | None = None
-        self._pauses: set[str] = set()
+        self._pauses: dict[str, bool] = {}
         self.on_change: Callable[[], None] = lambda: None
 
     def allows(self, num_in_flight: int) -> bool:
@@ -29,14 +29,24 @@ class InflightLimit:
             self._max_inflight = max_inflight
             self.on_change()
 
-    def pause(self, reason: str) -> None:
-        """Send nothing until :meth:`resume` is called for the same reason."""
-        self._pauses.add(reason)
+    def pause(self, reason: str, *, recalls: bool = False) -> None:
+        """Send nothing until :meth:`resume` is called for the same reason.
+
+        Args:
+            recalls: requests that the engine has and has not begun are taken back, too.
+        """
+        self._pauses[reason] = recalls
+        self.on_change()
+
+    @property
+    def recalls(self) -> bool:
+        """Whether the engine is to have no request that has not begun."""
+        return any(self._pauses.values())
 
     def resume(self, reason: str) -> None:
         """End a pause. Does nothing if there is none for this reason."""
         if reason in self._pauses:
-            self._pauses.discard(reason)
+            del self._pauses[reason]
             self.on_change()
 
 

@@ -94,6 +94,7 @@ class Job:
             sink,
             limit,
             releases=releases,
+            job_id=job_id,
         )
         self._plan = LivePlan(
             job_id, engine, config, self._dispatcher, self._renderer, hints

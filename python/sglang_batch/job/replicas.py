@@ -61,6 +61,12 @@ class SendQueue:
         """Remove the next number."""
         self._begin += 1
 
+    def put_back(self, number: int) -> None:
+        """Have this number be the next one."""
+        held = self._held - self._begin
+        self._numbers = np.concatenate([[number], self.unsent])
+        self._begin, self._held = 0, held + 1
+
 
 class Replica:
     """One replica of the engine.
@@ -141,6 +147,14 @@ class Replica:
         if self._few_ahead:
             return self.num_unsent < self.most_ahead
         return not self.num_unsent and len(self.in_flight) < self.window
+
+    @property
+    def waiting(self) -> list[int] | None:
+        """Numbers of requests that it was sent and does not run, by the order of sending.
+        None if it does not tell."""
+        if not self._tells:
+            return None
+        return [number for number in self.in_flight if number in self._ahead]
 
     def hold(self) -> Int64s:
         """Keep the far half of each side. Returns the numbers that may be sent, int64.

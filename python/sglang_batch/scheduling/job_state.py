@@ -200,6 +200,10 @@ class JobState:
         skipped = self._place(request)
         if skipped >= 0:
             self.uses.skip_leaf(skipped, int(self.plan.node[skipped]))
+        elif request.leaf >= 0 and self.uses.is_over(request.leaf):
+            # It was taken back before it ran, and is sent again.
+            self.uses.expect_again(request)
+            self.work.expected_again(request)
         self._requests[req.rid] = request
         self.backlog.add(request)
         return request

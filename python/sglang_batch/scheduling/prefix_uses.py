@@ -285,6 +285,18 @@ class PrefixUses:
             self._uses_left[at] -= 1
             self._note(at)
 
+    def is_over(self, leaf: int) -> bool:
+        """Whether the request at a leaf has started, or was not to run any more."""
+        return bool(self._started[leaf])
+
+    def expect_again(self, request: ScheduledRequest) -> None:
+        """A request that was not to run any more will run after all."""
+        self._started[request.leaf] = False
+        for node in self.path(request.node):
+            self._uses_left[node] += 1
+            self._leaves.pop(node, None)
+            self._note(node)
+
     def reorder(self, plan: JobPlan) -> None:
         """Take another order of the same requests."""
         self._rank = _ranks(plan)

@@ -95,6 +95,12 @@ class WorkLeft:
         self._compute_s += self._uncounted_compute_s - before[0]
         self._kv_read_s += self._uncounted_kv_read_s - before[1]
 
+    def expected_again(self, request: ScheduledRequest) -> None:
+        """A planned request that was not to run any more will run after all."""
+        steps = np.array([float(request.est_decode_steps)])
+        self._correct(np.array([request.leaf]), steps)
+        self._ended[request.leaf] = False
+
     def _correct(self, leaves: Int32s | Int64s, steps: Floats) -> None:
         reads = self._read_len[leaves] * steps + _own_reads(steps)
         more_steps = float((steps - self._steps[leaves]).sum())

@@ -103,6 +103,7 @@ class BatchRun:
         self.limit = InflightLimit()
         self.pauses = Pauses(batch_id, store, self.limit)
         self._priority = 0
+        self._num_finishing = 0
         self._num_left: int | None = None
         self._saver: ResultSaver | None = None
         self._suspects: Suspects | None = None
@@ -138,6 +139,15 @@ class BatchRun:
     def is_started(self) -> bool:
         """Whether it runs. If its client's limit is used up, others take its place."""
         return self.may_run.is_set() and "limit" not in self.pauses
+
+    def finishing(self) -> str:
+        """Of a batch that is paused, the lines that run nevertheless, as a sentence."""
+        num = len(self.engine.in_flight)
+        # The number at first: what becomes of it is in the batch's counts.
+        self._num_finishing = (self._num_finishing or num) if num else 0
+        if not self._num_finishing:
+            return ""
+        return f" {self._num_finishing:,} of its lines had begun and run to their end."
 
     def row(self) -> Row:
         """The batch as it is in the store."""

@@ -83,7 +83,8 @@ class Pauses:
             self._limit.resume(kind)
         else:
             self._reasons[kind] = reason
-            self._limit.pause(kind)
+            # With the engine paused, nothing that it has goes on.
+            self._limit.pause(kind, recalls=kind != "engine")
         self.tell()
 
     def tell(self) -> None:

@@ -359,6 +359,8 @@ class BatchRunner:
                 if limit is None and "limit" in run.pauses:
                     # Others took its place. It continues when it is started again.
                     limit = WAITS_AGAIN
+            if limit is not None and "limit" in run.pauses:
+                limit += run.finishing()
             run.pauses.set("limit", limit)
 
 

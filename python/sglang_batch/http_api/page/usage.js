@@ -23,8 +23,9 @@ const COLUMNS = [
 
 function limitText({ today, tokens_per_day: limit }) {
   if (limit === null) return "no limit";
-  const share = limit ? today.total_tokens / limit : 1;
-  return `${percent.format(share)} of ${whole.format(limit)}`;
+  // It may have been lowered below what was used, so that a share would say nothing.
+  if (today.total_tokens >= limit) return `used up: ${whole.format(limit)}`;
+  return `${percent.format(today.total_tokens / limit)} of ${whole.format(limit)}`;
 }
 
 /** Show these keys in a section, or hide it if there are none. */

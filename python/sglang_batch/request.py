@@ -83,6 +83,23 @@ class Usage:
             self.reasoning_tokens + other.reasoning_tokens,
         )
 
+    def __sub__(self, other: Usage) -> Usage:
+        return Usage(
+            self.input_tokens - other.input_tokens,
+            self.cached_tokens - other.cached_tokens,
+            self.output_tokens - other.output_tokens,
+            self.reasoning_tokens - other.reasoning_tokens,
+        )
+
+    def possible_hit_rate(self, shared: float) -> float:
+        """The fraction that a perfect cache would have saved, of these tokens.
+
+        Args:
+            shared: the fraction that the job's prompts have in common. More than that comes
+                from the cache where it holds what other jobs computed.
+        """
+        return max(shared, self.cache_hit_rate)
+
     @property
     def cache_hit_rate(self) -> float:
         """Fraction of the prompt tokens that came from the cache, 0 to 1."""

@@ -172,6 +172,23 @@ def test_merged_requests_are_counted_and_in_no_rate(tmp_path: Path) -> None:
     log.close()
 
 
+def test_no_more_is_cached_than_was_possible(tmp_path: Path) -> None:
+    log = ResultLog(tmp_path / "log", 3)
+    usage = Usage(input_tokens=100, cached_tokens=60, output_tokens=10)
+    log.put(0, answer("a"), ok=True, usage=usage)
+
+    def possible(shared: float, before: Counts) -> float | None:
+        made = Summary.of_log(log, before, 1.0, optimal_cached_share=shared)
+        return made.optimal_cached_share
+
+    assert possible(0.7, Counts()) == 0.7
+    # The cache had what others computed.
+    assert possible(0.5, Counts()) == 0.6
+    # The rest of a job that is resumed has another share than the whole.
+    assert possible(0.7, Counts.of(log)) is None
+    log.close()
+
+
 def test_answers_cut_by_stop_rules_are_counted(tmp_path: Path) -> None:
     log = ResultLog(tmp_path / "results.jsonl", 3)
     usage = Usage(10, 0, 5)

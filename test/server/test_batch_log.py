@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from sglang_batch.batch_api.objects import batch_object
 from sglang_batch.server.batch_log import (
     ProgressLog,
     batch_changed,
     batch_progress,
+    cached_percent,
     duration,
 )
 from sglang_batch.server.history import Rate
@@ -117,6 +119,20 @@ def test_progress_has_the_rate_if_it_is_known() -> None:
     assert batch_progress(paused, stalled) == (
         f"{start} lines_per_s=0.0 tokens_per_s=0 paused=hours"
     )
+
+
+def test_merged_lines_count_neither_as_cached_nor_as_possible() -> None:
+    row = make_row(input_tokens=200, cached_tokens=150)
+    assert cached_percent(row) == "75%"
+    merged = {"merged_input_tokens": 100, "merged_cached_tokens": 90}
+    assert cached_percent(row | merged) == "60%"
+    assert cached_percent(row | merged | {"input_tokens": 100}) is None
+    for shared, possible in ((0.5, 0.6), (0.8, 0.8)):
+        more = {"metadata": None, "reasoning_tokens": 0, "merged_output_tokens": 0}
+        found = {**row, **merged, **more, "optimal_cached_share": shared}
+        details = batch_object(found)["usage"]["input_tokens_details"]
+        assert details["optimal_cached_share"] == possible
+        assert details["merged_cached_tokens"] == 90
 
 
 def test_progress_is_logged_now_and_then() -> None:

@@ -9,6 +9,7 @@ from openai.types import Batch, FileObject, Upload
 from openai.types.uploads import UploadPart
 
 from ..config import dollars
+from ..request import Usage
 
 Row = dict[str, Any]
 
@@ -31,9 +32,14 @@ def batch_object(row: Row, price: float | None = None) -> dict[str, Any]:
         key: row[key] for key in ("total", "completed", "failed")
     }
     details: dict[str, Any] = {"cached_tokens": row["cached_tokens"]}
-    if row.get("optimal_cached_share") is not None:
-        # Not OpenAI's: the share that a perfect prefix cache would have saved.
-        details["optimal_cached_share"] = row["optimal_cached_share"]
+    # Not OpenAI's: the share that a perfect prefix cache would have saved, and what of the
+    # tokens was not computed at all. The share is of the others.
+    shared = row.get("optimal_cached_share")
+    if shared is not None:
+        details["optimal_cached_share"] = computed_usage(row).possible_hit_rate(shared)
+    if row.get("merged_input_tokens"):
+        details["merged_tokens"] = row["merged_input_tokens"]
+        details["merged_cached_tokens"] = row["merged_cached_tokens"]
     fields["usage"] = {
         "input_tokens": row["input_tokens"],
         "input_tokens_details": details,
@@ -48,6 +54,13 @@ def batch_object(row: Row, price: float | None = None) -> dict[str, Any]:
         key: row.get(key) for key in ("priority", "paused_reason", "enough", "dedupe")
     }
     return shown | {key: value for key, value in extra.items() if value}
+
+
+def computed_usage(row: Row) -> Usage:
+    """The tokens of a batch without those of lines that got an equal one's answer."""
+    names = ("input_tokens", "cached_tokens", "output_tokens")
+    every = Usage(*(row.get(name) or 0 for name in names))
+    return every - Usage(*(row.get(f"merged_{name}") or 0 for name in names))
 
 
 def _cost(row: Row, price: float | None) -> dict[str, Any]:

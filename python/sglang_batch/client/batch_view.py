@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from ..batch_api import protocol as api
+from ..batch_api.objects import computed_usage
 from ..server.batch_log import cached_percent, duration
 
 # A batch object of the API.
@@ -196,6 +197,9 @@ def _usage_row(batch: Batch) -> dict[str, int]:
     return {
         "input_tokens": usage.get("input_tokens") or 0,
         "cached_tokens": details.get("cached_tokens") or 0,
+        "output_tokens": usage.get("output_tokens") or 0,
+        "merged_input_tokens": details.get("merged_tokens") or 0,
+        "merged_cached_tokens": details.get("merged_cached_tokens") or 0,
     }
 
 
@@ -213,8 +217,8 @@ def _tokens(batch: Batch) -> list[tuple[str, str]]:
         return []
     row = _usage_row(batch)
     possible = usage["input_tokens_details"].get("optimal_cached_share")
-    share = row["cached_tokens"] / row["input_tokens"] if row["input_tokens"] else 0.0
-    cached = f"{row['cached_tokens']:,} = {share:.1%}"
+    computed = computed_usage(row)
+    cached = f"{computed.cached_tokens:,} = {computed.cache_hit_rate:.1%}"
     if possible is not None:
         cached += f" (possible: {possible:.1%})"
     reasoning = usage["output_tokens_details"]["reasoning_tokens"]

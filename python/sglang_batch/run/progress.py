@@ -172,7 +172,8 @@ class Progress:
         if num_new == 0:
             doing = "Planning, and computing the first prompts"
             return f"{doing} ({seconds:.0f} s)"
-        usage, engines = self._log.usage, engines_running(self._engines())
+        usage = self._log.usage - self._log.merged_usage
+        engines = engines_running(self._engines())
         return self._meter(
             "Running",
             self._log.num_done,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..batch_api.error_reasons import line_error, without_details
 from ..config import dollars
 from ..inputs.field_sample import FieldSaving
+from ..request import Usage
 from ..stop_rules.rule_settings import RULES
 from ..store.result_log import ResultLog, finished_lines
 from .outputs import Outputs
@@ -183,8 +184,9 @@ class Summary:
         prompt tokens that were not cached.
     cached_share: share of the prompt tokens that came from the prefix cache, 0 to 1,
         without merged requests.
-    optimal_cached_share: share that a perfect prefix cache would have saved, 0 to 1.
-        None if the policy does not compute it.
+    optimal_cached_share: share that a perfect prefix cache would have saved, 0 to 1: what the
+        prompts have in common, or ``cached_share`` where the cache held what other jobs computed.
+        None if the policy does not compute it, and if earlier runs did a part of the job.
     this_run: the part of the job that this run did. None: all of it.
     given_up: requests without an answer, as enough of the others have one.
     engine_s: seconds of this run. Of a fleet: those in which its engines were there, loaded,
@@ -246,10 +248,12 @@ class Summary:
             price: dollars for an hour of an engine.
         """
         job = Counts.of(log)
+        # Lines that are refused have no tokens.
+        resumed = before.completed + before.failed > log.num_refused
         return cls.of_counts(
             job,
             seconds,
-            optimal_cached_share,
+            None if resumed else optimal_cached_share,
             refused=log.num_refused,
             this_run=job.since(before) if before.completed or before.failed else None,
             errors=_errors_of(log) if log.num_failed else (),
@@ -287,7 +291,10 @@ class Summary:
         if engine_s is None:
             engine_s = seconds
         if optimal_cached_share is not None:
-            optimal_cached_share = round(optimal_cached_share, 4)
+            used = Usage(whole.prompt_tokens, whole.cached_tokens)
+            optimal_cached_share = round(
+                used.possible_hit_rate(optimal_cached_share), 4
+            )
         return cls(
             **dataclasses.asdict(job),
             seconds=round(seconds, 3),

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..batch_api import protocol as api
+from ..batch_api.objects import computed_usage
 from ..store.batch_store import Row
 from .history import Rate
 
@@ -112,10 +113,10 @@ class ProgressLog:
 
 def cached_percent(row: Row) -> str | None:
     """Share of the prompt tokens that came from the cache, or None if there are no
-    prompt tokens.
+    prompt tokens. Merged lines do not count: theirs were not needed.
     """
-    tokens = row["input_tokens"]
-    return f"{row['cached_tokens'] / tokens:.0%}" if tokens else None
+    usage = computed_usage(row)
+    return f"{usage.cache_hit_rate:.0%}" if usage.input_tokens else None
 
 
 def duration(seconds: float) -> str:

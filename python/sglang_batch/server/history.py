@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..batch_api import protocol as api
+from ..batch_api.objects import computed_usage
 from ..engine import Engine, KvUse
 from ..store.batch_store import BatchStore, Row
 
@@ -50,7 +51,7 @@ class Point:
 
     time: Unix time in seconds.
     computed_tokens_per_s, cached_tokens_per_s, output_tokens_per_s: of lines that
-        were answered since the previous point. A line counts when it ends.
+        were answered since the previous point, but for merged ones. A line counts when it ends.
     lines_left: lines without an answer, of all batches.
     kv: None if no batch is in progress, or the engine does not count by side.
     """
@@ -246,11 +247,12 @@ class History:
 
 
 def _counts(row: Row) -> _Counts:
+    usage = computed_usage(row)
     return _Counts(
         lines=row["completed"] + row["failed"],
-        computed=row["input_tokens"] - row["cached_tokens"],
-        cached=row["cached_tokens"],
-        output=row["output_tokens"],
+        computed=usage.input_tokens - usage.cached_tokens,
+        cached=usage.cached_tokens,
+        output=usage.output_tokens,
     )
 
 

@@ -239,7 +239,10 @@ function tokensCell(batch) {
   if (!batch.usage?.total_tokens) return [];
   const { input_tokens: prompt, output_tokens: output, input_tokens_details: details } = batch.usage;
   const lines = [counted(output, "output"), counted(prompt, "prompt")];
-  if (prompt) lines.push([percent.format(details.cached_tokens / prompt), "cached"]);
+  // Merged lines needed no prompt: neither theirs nor a cached one.
+  const computed = prompt - (details.merged_tokens ?? 0);
+  const cached = details.cached_tokens - (details.merged_cached_tokens ?? 0);
+  if (computed) lines.push([percent.format(cached / computed), "cached"]);
   // The optimum is that of all lines, which does not fit a batch that ended early.
   const complete = ACTIVE.has(batch.status) || batch.status === "completed";
   const possible = details.optimal_cached_share ?? null;

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from random import Random
 
+import numpy as np
 import pytest
-from scheduling_jobs import Req, arrive, arrive_all, job_of, plan_of
+from scheduling_jobs import (
+    Req,
+    arrive,
+    arrive_all,
+    job_of,
+    plan_of,
+    random_prompts,
+)
 
 from sglang_batch.scheduling.job_state import DEFAULT_EST_DECODE_STEPS, JobState
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
@@ -193,3 +201,24 @@ def test_nothing_is_lost_or_doubled(seed: int) -> None:
         first = min(in_backlog, key=lambda request: request.position, default=None)
         assert job.backlog.first() is first
         check_counts(job, waiting)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_requests_that_were_taken_back_come_again(page_size: int) -> None:
+    plan = plan_of(random_prompts(Random(3), 60, step=6))
+    job, other = job_of(plan, page_size), job_of(plan, page_size)
+    requests = arrive_all(job)
+    arrive_all(other)
+    for request in requests[::3]:  # as the registry does with one that never ran
+        job.take(request)
+        job.uses.skip(request)
+        job.work.ended(request)
+        job.forget(request)
+    assert job.uses.arrays().started.sum() == len(requests[::3])
+    for number in range(0, len(requests), 3):
+        arrive(job, number)
+    for mine, expected in zip(job.uses.arrays(), other.uses.arrays(), strict=True):
+        assert np.array_equal(mine, expected)
+    assert job.work.compute_s == pytest.approx(other.work.compute_s)
+    assert job.work.kv_read_s == pytest.approx(other.work.kv_read_s)
+    assert len(job) == len(other) and job.num_waiting == other.num_waiting

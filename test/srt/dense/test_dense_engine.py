@@ -159,6 +159,34 @@ def test_samples_of_one_seed_differ_and_are_the_same_again(neo_engine: Engine) -
     assert texts == [choice["text"] for choice in body_of(second)["choices"]]
 
 
+@pytest.mark.parametrize(
+    ("url", "fields"),
+    [
+        (COMPLETIONS, {"max_tokens": 2}),
+        (COMPLETIONS, {"max_tokens": 2, "n": 3}),
+        (GENERATE_URL, {"sampling_params": {"max_new_tokens": 2}}),
+        (GENERATE_URL, {"sampling_params": {"max_new_tokens": 2, "n": 3}}),
+    ],
+)
+def test_prompts_are_computed_or_cached(
+    neo_engine: Engine, url: str, fields: dict[str, Any]
+) -> None:
+    chance = np.random.default_rng(len(str(fields)) + len(url))
+    shared = chance.integers(60, 100, 80).tolist()
+    unlike = [[60 + i, *chance.integers(60, 100, 90).tolist()] for i in range(4)]
+    alike = [[*shared, *chance.integers(60, 100, 20).tolist()] for _ in range(4)]
+    for prompts, most in ((unlike, 0), (alike, 3 * 85)):
+        name = "input_ids" if url == GENERATE_URL else "prompt"
+        found = [
+            output.usage
+            for output in answers(
+                neo_engine, *({name: ids, **fields} for ids in prompts), url=url
+            )
+        ]
+        assert [usage.input_tokens for usage in found] == [len(ids) for ids in prompts]
+        assert sum(usage.cached_tokens for usage in found) <= most
+
+
 def test_a_stop_string_ends_an_answer_and_is_not_in_it(
     neo_engine: Engine, generated: Generated
 ) -> None:

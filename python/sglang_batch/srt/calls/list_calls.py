@@ -35,7 +35,7 @@ from ..engine.request_ids import LIST_ID, has_our_id, new_list_id
 from ..engine.sglang_engine import SGLangEngine
 from .call_items import CallItem, Message, share_prefixes
 from .connection import engine_of, send, unsent_messages
-from .sampled_prompts import NotingPrompts, SampledPrompts
+from .sampled_prompts import SampledPrompts, counted
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +63,7 @@ async def plan_list(
     if _is_planned(obj, samples):
         answers = _planned(manager, obj, request, request_states, samples)
     else:
-        watched = manager
-        if samples > 1:
-            watched = NotingPrompts(manager, found, obj.batch_size)
-        answers = original(watched, obj, request, request_states)
+        answers = counted(original, manager, obj, request, request_states)
     async with aclosing(answers):
         async for answer in answers:
             if samples > 1:

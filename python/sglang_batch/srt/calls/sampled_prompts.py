@@ -7,11 +7,34 @@ has no answer, and with a plan any of the samples may be first.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
 from ..compat.server_types import EngineAnswer, EngineRequest, SequenceAnswer
+
+
+async def counted(
+    original: Callable[..., AsyncGenerator[Any]],
+    manager: Any,
+    obj: Any,
+    request: Any,
+    request_states: dict[str, Any],
+) -> AsyncGenerator[Any]:
+    """SGLang's own ``TokenizerManager._handle_batch_request``, with its samples counted.
+
+    Args:
+        original: the method, not bound.
+    """
+    samples = int(getattr(obj, "parallel_sample_num", 1))
+    found = SampledPrompts(samples)
+    if samples > 1:
+        manager = NotingPrompts(manager, found, obj.batch_size)
+    async with aclosing(original(manager, obj, request, request_states)) as answers:
+        async for answer in answers:
+            if samples > 1:
+                found.count(answer)
+            yield answer
 
 
 class SampledPrompts:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -35,7 +36,9 @@ from ...dense.embedding.embedding_model import EmbeddingModel
 from ...dense.model import LoadedModel
 from ...dense.row_request import DenseAnswer, DenseRequest
 from ...scheduling.dense_batches.length_rows import ByLength
+from ..calls.sampled_prompts import counted
 from ..compat.server_types import OfflineArgs
+from ..engine.request_ids import has_our_id
 from ..scheduler.finishing.rule_endings import trim_matched_stop
 from .conversion import (
     dense_request,
@@ -193,6 +196,18 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
         if self.event_loop is None:
             self.event_loop = loop = asyncio.get_running_loop()
             self.asyncio_tasks.add(loop.create_task(self.handle_loop()))
+
+    async def _handle_batch_request(
+        self, obj: Any, request: Any, request_states: dict[str, Any]
+    ) -> AsyncGenerator[Any]:
+        stock = TokenizerManager._handle_batch_request
+        if not has_our_id(obj):
+            stock_answers = stock(self, obj, request, request_states)
+        else:  # a line, whose samples are counted with any door
+            stock_answers = counted(stock, self, obj, request, request_states)
+        async with aclosing(stock_answers) as answers:
+            async for answer in answers:
+                yield answer
 
     async def handle_loop(self) -> None:
         while True:

@@ -213,7 +213,7 @@ class DayOfUsage(BaseModel):
     merged_tokens: int
     """Tokens of lines that got the answer of an equal one: nothing was computed for them."""
     engine_seconds: float
-    """Seconds of the engine for finished lines, divided among the lines that were in it."""
+    """Seconds of the engine, divided among all batches by the work done for their lines."""
     total_tokens: int
 
 

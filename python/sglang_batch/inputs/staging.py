@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from glob import escape
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
@@ -115,7 +116,7 @@ class Staging:
         self._manifest_path.unlink(missing_ok=True)
         scratch = self.directory / "downloads"
         shutil.rmtree(scratch, ignore_errors=True)
-        for half in self.directory.glob(f".{self.path.name}.*.tmp"):
+        for half in self.directory.glob(f".{escape(self.path.name)}.*.tmp"):
             half.unlink()  # from a run that was killed
         scratch.mkdir()
         try:

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import parse_qsl, urlencode
 
 from tqdm import tqdm
 
@@ -39,6 +39,17 @@ _SIGNATURE = re.compile(
 _TEMPORARY = {408, 425, 429, 500, 502, 503, 504}
 
 
+# As RFC 3986 has them. ``urlsplit`` refuses names of directories that have brackets.
+_PARTS = re.compile(r"([^:/?#]*)://([^/?#]*)([^?#]*)(?:\?([^#]*))?", re.DOTALL)
+
+
+class _Parts(NamedTuple):
+    scheme: str
+    netloc: str
+    path: str
+    query: str
+
+
 class _Refused(Exception):
     """An HTTP error that another attempt will not change."""
 
@@ -53,16 +64,29 @@ def location(name: str) -> str:
     return name if is_url(name) else str(Path(name).resolve())
 
 
+def scheme_of(url: str) -> str:
+    """The scheme of a URL in lower case, empty for a path."""
+    return _parts(url).scheme
+
+
+def _parts(url: str) -> _Parts:
+    found = _PARTS.match(url)
+    if found is None:
+        return _Parts("", "", url, "")
+    scheme, netloc, path, query = found.groups("")
+    return _Parts(scheme.lower(), netloc, path, query)
+
+
 def shown(url: str) -> str:
     """A URL without its secrets: without query, user and password."""
-    parts = urlsplit(url)
+    parts = _parts(url)
     host = parts.netloc.rpartition("@")[2]
     return f"{parts.scheme}://{host}{parts.path}"
 
 
 def fingerprint(url: str) -> str:
     """16 hexadecimal digits that stay the same when a URL is signed again."""
-    parts = urlsplit(url)
+    parts = _parts(url)
     query = [
         (key, value)
         for key, value in parse_qsl(parts.query, keep_blank_values=True)
@@ -141,19 +165,19 @@ def filesystem(url: str) -> tuple[Any, str]:
     """
     import fsspec
 
-    scheme = urlsplit(url).scheme
+    scheme = scheme_of(url)
     try:
         filesystem, path = fsspec.core.url_to_fs(url)
     except ImportError as error:
         how = f"pip install {_PACKAGES[scheme]}" if scheme in _PACKAGES else str(error)
         raise ConfigError(f"{shown(url)} needs a package: {how}") from None
-    except ValueError as error:
-        raise ConfigError(f"{shown(url)} cannot be used: {error}") from None
+    except Exception as error:  # each scheme has errors of its own
+        raise ConfigError(f"{shown(url)} cannot be used: {_reason(error)}") from None
     return filesystem, path
 
 
 def _is_http(url: str) -> bool:
-    return urlsplit(url).scheme in ("http", "https")
+    return scheme_of(url) in ("http", "https")
 
 
 def _with_attempts(attempt: Callable[[], None]) -> None:

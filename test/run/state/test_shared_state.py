@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -202,3 +206,94 @@ def test_a_shared_result_is_never_lost_or_doubled(
     last = Head(folder / data.draw(st.sampled_from("abcd")))
     assert not set(shared) & set(last.log.unfinished().tolist())
     assert last.finish() == list(range(NUM_LINES))
+
+
+def test_a_part_between_restore_and_claim_runs_again(tmp_path: Path) -> None:
+    first = Head(tmp_path / "a")
+    first.answer(0, 1)
+    first.share()
+    late = StateUrl(str(tmp_path / "state"))
+    claim = late.last_claim()
+    assert claim is not None
+    real = JobDirectory.restore
+
+    def restore(directory: JobDirectory) -> None:
+        real(directory)
+        first.answer(2)
+        first.share()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JobDirectory, "restore", restore)
+        second = Head(tmp_path / "b")
+    first.end()
+    assert list(map(int, second.log.unfinished())) == list(range(2, NUM_LINES))
+    second.answer(2, 3)
+    second.share()
+    second.end()
+    third = Head(tmp_path / "c")
+    assert list(map(int, third.log.unfinished())) == list(range(4, NUM_LINES))
+    assert third.finish() == list(range(NUM_LINES))
+
+
+def test_a_head_that_was_taken_over_finishes_nothing(tmp_path: Path) -> None:
+    first = Head(tmp_path / "a")
+    first.answer(*range(NUM_LINES))
+    first.share()
+    second = Head(tmp_path / "b")
+    assert first.directory.shared is not None
+    with pytest.raises(TakenOver):
+        first.directory.shared.finish()
+    first.end()
+    second.end()
+    third = Head(tmp_path / "c")
+    assert not list(third.log.unfinished())
+    third.end()
+
+
+_HEAD = """
+import sys, time
+from pathlib import Path
+from test_shared_state import NUM_LINES, Head
+from sglang_batch.run.state.state_url import TakenOver
+
+head = Head(Path(sys.argv[1]))
+print("began", flush=True)
+try:
+    for line in map(int, head.log.unfinished()):
+        if line <= int(sys.argv[2]):
+            head.answer(line)
+            head.share()
+            print(line, flush=True)
+    for _ in range(1200):  # a minute
+        head.share()
+        time.sleep(0.05)
+except TakenOver:
+    print("taken over", flush=True)
+    sys.exit(3)
+"""
+
+
+def test_of_two_live_processes_the_later_one_runs_the_job(tmp_path: Path) -> None:
+    def start(name: str, last: int) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", _HEAD, str(tmp_path / name), str(last)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+
+    with start("a", 2) as first:
+        assert first.stdout is not None
+        while first.stdout.readline() != "2\n":
+            assert first.poll() is None
+        with start("b", 8) as second:
+            assert second.stdout is not None
+            assert second.stdout.readline() == "began\n"
+            said = first.stdout.read().splitlines()
+            assert first.wait(30) == 3 and said[-1] == "taken over"
+            while second.stdout.readline() != "8\n":
+                assert second.poll() is None
+            second.send_signal(signal.SIGKILL)
+    third = Head(tmp_path / "c")
+    assert min(map(int, third.log.unfinished())) == 9
+    assert third.finish() == list(range(NUM_LINES))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import fsspec
 import pytest
+import zstandard
 
 from sglang_batch.errors import ConfigError, StoreError
 from sglang_batch.run.state.state_url import StateUrl, TakenOver
@@ -105,3 +109,153 @@ def test_removed_parts_are_gone(state: StateUrl) -> None:
 def test_a_url_that_cannot_be_written_is_refused(url: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         StateUrl(url).check()
+
+
+ODD = ("job[1]", "job[12]", "job*", "job?", "job#1", "job%20x", "a b", "[", "{a,b}")
+
+
+def written(url: str) -> StateUrl:
+    """A state with two parts, the second of a later head."""
+    state = StateUrl(url)
+    state.check()
+    first = state.claim(None, ())
+    state.put_part(first, 1, b"one\n")
+    second = state.claim(first, state.parts(first))
+    state.put_part(second, 1, b"two\n")
+    return state
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("scheme", ["", "file://", "memory://"])
+def test_names_are_no_patterns(scheme: str, name: str, tmp_path: Path) -> None:
+    fsspec.filesystem("memory").store.clear()
+    base = scheme + ("/base" if scheme == "memory://" else str(tmp_path))
+    # Directories that the name would match, were it a pattern.
+    others = [written(f"{base}/{other}") for other in ("job1", "job2", "jobs", "a")]
+    state = written(f"{base}/{name}")
+    assert records(StateUrl(f"{base}/{name}")) == b"one\ntwo\n"
+    state.remove_parts()
+    assert records(state) == b""
+    assert [records(other) for other in others] == [b"one\ntwo\n"] * 4
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize(
+    "scheme", ["s3", "gs", "nosuch", "http", "hf", "memory", "ftp"]
+)
+def test_an_odd_url_is_named_or_works(scheme: str, name: str) -> None:
+    fsspec.filesystem("memory").store.clear()
+    for url in (f"{scheme}://{name}", f"{scheme}://{name}/job", f"{scheme}://[::1/x"):
+        try:
+            state = StateUrl(url)
+        except ConfigError as error:
+            assert url.partition("?")[0].partition("#")[0] in str(error)
+        else:
+            assert str(state)
+
+
+_BOMB = """
+import sys, zstandard
+from sglang_batch.errors import StoreError
+from sglang_batch.run.state.state_url import StateUrl
+state = StateUrl(sys.argv[1])
+open("/proc/self/clear_refs", "w").write("5")
+peak = lambda: int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
+before = peak()
+try:
+    for piece in state.records(state.parts(state.last_claim())):
+        pass
+except StoreError as error:
+    print(error)
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("gib", [1, 0.4])
+@pytest.mark.parametrize("sized", [True, False])
+def test_a_part_that_expands_is_named_or_streamed(
+    tmp_path: Path, gib: float, sized: bool
+) -> None:
+    state = StateUrl(str(tmp_path / "job"))
+    state.check()
+    head = state.claim(None, ()).head
+    bomb = zstandard.ZstdCompressor(level=9, write_content_size=sized)
+    name = f"{head}-000001.jsonl.zst"
+    (tmp_path / "job/parts" / name).write_bytes(bomb.compress(bytes(int(gib * 2**30))))
+    found = subprocess.run(
+        [sys.executable, "-c", _BOMB, str(tmp_path / "job")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *error, grown = found.stdout.splitlines()
+    assert int(grown) < 100 << 10  # KiB
+    assert bool(error) == (gib == 1 or not sized)
+    assert all(name in line for line in error)
+
+
+@pytest.mark.parametrize("cut", [1, 3, 5, 100])
+def test_a_part_without_its_end_is_named(tmp_path: Path, cut: int) -> None:
+    state = StateUrl(str(tmp_path / "job"))
+    state.check()
+    claim = state.claim(None, ())
+    state.put_part(claim, 1, os.urandom(500).hex().encode() + b"\n")
+    (part,) = (tmp_path / "job/parts").iterdir()
+    os.truncate(part, part.stat().st_size - cut)
+    with pytest.raises(StoreError, match=part.name):
+        records(state)
+
+
+_JUNK = {
+    "999999999999999-dead.json": b"{",
+    "999999999999999-deadbeef.json": b"{",
+    "999999999999998-deadbeef.json": b"",
+    "999999999999997-deadbeef.json": b"[" * 100_000,
+    "999999999999996-deadbeef.json": b'{"epoch":1,"head":"other","host":"h"}',
+    "9" * 30 + "-deadbeef.json": b"{}",
+    "9 notes.txt": b"x",
+}
+
+
+def test_files_that_are_no_claims_end_nothing(state: StateUrl) -> None:
+    claim = state.claim(None, ())
+    state.put_part(claim, 1, b"one\n")
+    for name, data in _JUNK.items():
+        state.put(f"heads/{name}", data)
+        state.put(f"parts/{name}", data)
+    state.check_in_force(claim)
+    assert state.last_claim() == claim and records(state) == b"one\n"
+    later = state.claim(claim, state.parts(claim))
+    state.check_in_force(later)
+    with pytest.raises(TakenOver):
+        state.check_in_force(claim)
+    assert records(state) == b"one\n"
+
+
+@pytest.mark.parametrize("ahead", [10**15 - 1, 10**16, 10**17])
+def test_a_claim_of_a_clock_far_ahead_is_taken_over(
+    state: StateUrl, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    first = state.claim(None, ())
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time_ns", lambda: ahead * 1_000_000)
+        far = state.claim(first, ())
+    state.put_part(far, 1, b"far\n")
+    later = state.claim(far, state.parts(far))
+    state.put_part(later, 1, b"later\n")
+    state.check_in_force(later)
+    assert state.last_claim() == later and records(state) == b"far\nlater\n"
+    with pytest.raises(TakenOver):
+        state.check_in_force(far)
+
+
+def test_parts_are_kept_that_a_later_head_may_need(state: StateUrl) -> None:
+    first = state.claim(None, ())
+    state.put_part(first, 1, b"one\n")
+    later = state.claim(first, state.parts(first))
+    with pytest.raises(TakenOver):
+        state.remove_parts(first)
+    state.put_part(later, 1, b"two\n")
+    assert records(state) == b"one\ntwo\n"
+    state.remove_parts(later)
+    assert records(state) == b""

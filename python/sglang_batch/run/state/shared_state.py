@@ -44,6 +44,8 @@ class SharedState:
         self._log_path = directory / RESULTS
         self._copied: dict[str, bytes] = {}
         self._claim: Claim | None = None
+        # The parts that :meth:`restore` has read, of this head.
+        self._restored: tuple[str, tuple[str, ...]] | None = None
         self._lock = threading.Lock()
 
     @property
@@ -85,6 +87,7 @@ class SharedState:
             with atomic_write(self._directory / name) as file:
                 file.write(content)
         self._keep(_Place(head=last.head, shared=size))
+        self._restored = last.head, tuple(parts)
 
     def claim(self, *, afresh: bool) -> None:
         """Run the job from here on. A head elsewhere ends as soon as it notices.
@@ -95,7 +98,12 @@ class SharedState:
         last = self._state.last_claim()
         place = self._place()
         known = last is not None and place is not None and place.head == last.head
-        parts = self._state.parts(last) if last is not None and known else ()
+        parts: tuple[str, ...] = ()
+        if last is not None and known:
+            # A part that came since is not in this directory: its lines run again.
+            restored = self._restored
+            known_parts = restored[1] if restored and restored[0] == last.head else None
+            parts = self._state.parts(last) if known_parts is None else known_parts
         if afresh:
             self._state.put(RECORD, b"")
         if afresh or not known:
@@ -116,14 +124,20 @@ class SharedState:
             self._share()
 
     def finish(self) -> None:
-        """The job is complete and its output is in place: no result is needed any more."""
+        """The job is complete and its output is in place: no result is needed any more.
+
+        Raises:
+            TakenOver: another head runs the job.
+        """
         if self._claim is None:  # it was complete before
-            last = self._state.last_claim()
+            last, place = self._state.last_claim(), self._place()
             if last is None or self._state.get(RECORD) == self._record():
                 return
+            if place is None or place.head != last.head:
+                return  # of another head, which may run
             self._claim = last
         self.share()
-        self._state.remove_parts()
+        self._state.remove_parts(self._claim)
 
     def _share(self) -> None:
         assert self._claim is not None, "claim() comes first"

@@ -14,13 +14,15 @@ part that it writes, and ends if there is one.
 
 from __future__ import annotations
 
+import logging
+import re
 import secrets
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import zstandard
@@ -30,12 +32,26 @@ from ...inputs import urls
 from ...store.epochs import epoch_after
 from ...store.files import atomic_write
 
+# Most bytes of a part, compressed and not. A head writes far smaller ones.
+MAX_PART_BYTES = 1 << 29
 # Parts read at once: stores answer many requests at a time.
-_READ_AT_ONCE = 32
+_READ_AT_ONCE = 16
+# A part is expanded so many bytes at a time, which are 16 MiB at most, as is the window.
+_READ_BYTES, _MAX_WINDOW_BYTES = 1 << 9, 1 << 24
 _HEADS, _PARTS = "heads", "parts"
 _SUFFIX = ".jsonl.zst"
+# What heads name their claims and parts: epoch, head and number. Other files are not theirs.
+_NAMES = {
+    _HEADS: re.compile(r"(\d{1,18})-([0-9a-f]{8})()\.json"),
+    _PARTS: re.compile(r"(\d{1,18})-([0-9a-f]{8})-(\d{6,9})\.jsonl\.zst"),
+}
+# Epochs are below: a name has 18 digits at most.
+_END_OF_EPOCHS = 10**18
 _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "abfs", "az", "hf"}
 _RAISE = object()
+
+
+logger = logging.getLogger(__name__)
 
 
 class TakenOver(StoreError):
@@ -78,6 +94,7 @@ class StateUrl:
         from fsspec.implementations.local import LocalFileSystem
 
         self._is_local = isinstance(self._files, LocalFileSystem)
+        self._told: set[str] = set()
 
     def __str__(self) -> str:
         return urls.shown(self.url) if urls.is_url(self.url) else self.url
@@ -91,7 +108,7 @@ class StateUrl:
         name = f"probe-{secrets.token_hex(4)}"
         try:
             # A store without folders would make a bucket that is misspelt.
-            if urlsplit(self.url).scheme not in _WITHOUT_FOLDERS:
+            if urls.scheme_of(self.url) not in _WITHOUT_FOLDERS:
                 for folder in (_HEADS, _PARTS):
                     self._call(self._files.makedirs, self._at(folder), exist_ok=True)
             self.put(name, b"")
@@ -102,31 +119,47 @@ class StateUrl:
     def claim(self, last: Claim | None, parts: tuple[str, ...]) -> Claim:
         """Run the job from here on, in place of the head of ``last``."""
         epoch = epoch_after(0 if last is None else last.epoch)
+        if epoch >= _END_OF_EPOCHS:
+            raise StoreError(
+                f"{self}/{_HEADS}/{last.head if last else ''}.json is from a clock that "
+                "cannot be right; remove it, and the job resumes from the head before."
+            )
         head = f"{epoch:015d}-{secrets.token_hex(4)}"
         claim = Claim(epoch=epoch, head=head, host=socket.gethostname(), parts=parts)
         self.put(f"{_HEADS}/{head}.json", msgspec.json.encode(claim))
         return claim
 
     def last_claim(self) -> Claim | None:
-        """The claim in force."""
-        names = self._names(_HEADS)
-        if not names:
-            return None
-        data = self.get(f"{_HEADS}/{names[-1]}")
+        """The claim in force: the last one. A file that is none counts for nothing."""
+        for name in reversed(self._names(_HEADS)):
+            if (claim := self._claim_of(name)) is not None:
+                return claim
+        return None
+
+    def _claim_of(self, name: str) -> Claim | None:
+        """What a file of claims says, None if it is no claim, or not yet."""
+        data = self.get(f"{_HEADS}/{name}")
         try:
-            return msgspec.json.decode(data or b"", type=Claim)
-        except msgspec.DecodeError as error:
-            raise StoreError(
-                f"{self}/{_HEADS}/{names[-1]} cannot be read ({error}); remove it, and the "
-                "job resumes from the head before."
-            ) from None
+            claim = msgspec.json.decode(data or b"", type=Claim)
+        except (msgspec.DecodeError, RecursionError):
+            claim = None
+        if claim is not None and (f"{claim.head}.json", claim.epoch) == (
+            name,
+            _order(_HEADS, name)[0],
+        ):
+            return claim
+        if name not in self._told:
+            self._told.add(name)
+            logger.warning("%s/%s/%s is no claim, and not read", self, _HEADS, name)
+        return None
 
     def check_in_force(self, claim: Claim) -> None:
         """Raises :class:`TakenOver` if a later head runs the job."""
-        last = self._names(_HEADS)[-1:]
-        if last == [f"{claim.head}.json"]:
+        if self._names(_HEADS)[-1:] == [f"{claim.head}.json"]:
             return
         found = self.last_claim()
+        if found is not None and found.head == claim.head:
+            return
         by = "" if found is None else f" on {found.host}"
         raise TakenOver(
             f"another run{by} has taken over the job of --state {self}; this one ends."
@@ -151,19 +184,42 @@ class StateUrl:
         """
         for first in range(0, len(parts), _READ_AT_ONCE):
             names = parts[first : first + _READ_AT_ONCE]
-            paths = [self._at(f"{_PARTS}/{name}") for name in names]
-            for path, data in self._call(self._files.cat, paths).items():
+            # One by one: a call for many takes their names for patterns.
+            with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
+                found = list(pool.map(self._part, names))
+            for name, data in zip(names, found, strict=True):
                 try:
-                    yield zstandard.ZstdDecompressor().decompress(data)
-                except zstandard.ZstdError as error:
+                    yield from _expanded(data)
+                except (zstandard.ZstdError, ValueError) as error:
                     raise StoreError(
-                        f"{path} is damaged ({error}); remove it, and its lines run again."
+                        f"{self}/{_PARTS}/{name} is damaged ({error}); remove it, and its "
+                        "lines run again."
                     ) from None
 
-    def remove_parts(self) -> None:
-        """Remove all parts. Some may stay: they do no harm."""
+    def _part(self, name: str) -> bytes:
+        """A part as it is, or its beginning if it is too large to be one."""
+        path = self._at(f"{_PARTS}/{name}")
+        data: bytes = self._call(self._files.cat_file, path, end=MAX_PART_BYTES + 1)
+        return data
+
+    def remove_parts(self, claim: Claim | None = None) -> None:
+        """Remove all parts. Some may stay: they do no harm.
+
+        Args:
+            claim: remove them only while this one is in force.
+
+        Raises:
+            TakenOver: it is not.
+        """
+        names = self._names(_PARTS)  # not those that a later head writes from here on
+        if claim is not None:
+            self.check_in_force(claim)
+        with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
+            list(pool.map(self._remove_part, names))
+
+    def _remove_part(self, name: str) -> None:
         with suppress(StoreError):
-            self._call(self._files.rm, self._at(_PARTS), recursive=True)
+            self._call(self._files.rm_file, self._at(f"{_PARTS}/{name}"))
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small file, all of it or nothing."""
@@ -188,11 +244,12 @@ class StateUrl:
         return f"{self._root}/{name}"
 
     def _names(self, folder: str) -> list[str]:
-        """The names of the files in a folder, sorted."""
+        """The names of the claims or parts in a folder, from the earliest head on."""
         self._files.invalidate_cache()
         paths = self._call(self._files.ls, self._at(folder), detail=False, missing=[])
         names = (str(path).rstrip("/").rpartition("/")[2] for path in paths)
-        return sorted(name for name in names if name[:1].isdigit())
+        own = (name for name in names if _NAMES[folder].fullmatch(name))
+        return sorted(own, key=lambda name: _order(folder, name))
 
     def _call(
         self,
@@ -211,3 +268,37 @@ class StateUrl:
 
     def _error(self, error: Exception) -> StoreError:
         return StoreError(f"{self} cannot be used: {type(error).__name__}: {error}")
+
+
+def _order(folder: str, name: str) -> tuple[int, str, int]:
+    """What names of claims or parts are sorted by. A later epoch may have more digits."""
+    found = _NAMES[folder].fullmatch(name)
+    assert found is not None, name
+    epoch, head, number = found.groups()
+    return int(epoch), head, int(number or 0)
+
+
+def _expanded(data: bytes) -> Iterator[bytes]:
+    """The records of a part, in pieces.
+
+    Raises:
+        ValueError, ZstdError: it is damaged, or expands to more than a part has.
+    """
+    if len(data) > MAX_PART_BYTES:
+        raise ValueError(f"it has more than {MAX_PART_BYTES} bytes")
+    size = zstandard.get_frame_parameters(data).content_size
+    if size > MAX_PART_BYTES:  # so is the size of a part that does not say it
+        raise ValueError(
+            f"it expands to {size} bytes, and a part has at most {MAX_PART_BYTES}"
+        )
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+    # Not a reader, which takes the end of the data for the end of the frame.
+    frame = decompressor.decompressobj()
+    for begin in range(0, len(data), _READ_BYTES):
+        piece = frame.decompress(data[begin : begin + _READ_BYTES])
+        size -= len(piece)
+        yield piece
+        if frame.eof:
+            break
+    if not frame.eof or size:
+        raise ValueError("its end is missing")

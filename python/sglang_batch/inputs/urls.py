@@ -172,7 +172,8 @@ def filesystem(url: str) -> tuple[Any, str]:
         how = f"pip install {_PACKAGES[scheme]}" if scheme in _PACKAGES else str(error)
         raise ConfigError(f"{shown(url)} needs a package: {how}") from None
     except Exception as error:  # each scheme has errors of its own
-        raise ConfigError(f"{shown(url)} cannot be used: {_reason(error)}") from None
+        reason = str(error) if type(error) is ValueError else _reason(error)
+        raise ConfigError(f"{shown(url)} cannot be used: {reason}") from None
     return filesystem, path
 
 

@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from ipaddress import ip_network
 from typing import Any, TypeVar
 
 from .errors import ConfigError
@@ -67,6 +68,14 @@ _URL = re.compile(rf"({_ORIGIN.pattern})(/[!-~]*)?")
 def _is_origin(value: object) -> bool:
     """Whether a value is an ``Origin`` header as browsers send it, or ``*``."""
     return isinstance(value, str) and (value == "*" or bool(_ORIGIN.fullmatch(value)))
+
+
+def _is_network(value: object) -> bool:
+    """Whether a value is an IP address, or a network of them."""
+    try:
+        return isinstance(value, str) and ip_network(value) is not None
+    except ValueError:
+        return False
 
 
 def _is_server(value: object) -> bool:
@@ -156,6 +165,10 @@ _FITS: dict[str, tuple[_Fits, str]] = {
     "public_url": (
         lambda v: isinstance(v, str) and _URL.fullmatch(v) is not None,
         "the http or https URL of the server, such as 'https://batches.example.com'",
+    ),
+    "trusted_proxies": (
+        lambda v: isinstance(v, tuple) and all(map(_is_network, v)),
+        "a list of addresses and networks such as '10.0.0.7' or '10.0.0.0/8'",
     ),
     "api_keys": _PATH,
     "prefill_servers": (
@@ -331,7 +344,9 @@ class OfflineBatchConfig:
     allowed_origins: origins whose web pages may call the routes of batches and files,
         such as ``https://app.example.com``. ``*`` is any page.
     public_url: URL of the server as its clients know it. Links in answers start with
-        it. None makes them relative.
+        it. None: with the host that the call itself named.
+    trusted_proxies: addresses and networks of proxies, such as ``10.0.0.0/8``, whose
+        ``X-Forwarded-Host`` and ``X-Forwarded-Proto`` are read in place of the host.
     api_keys: path of a file with a line ``NAME KEY`` or ``NAME KEY admin`` for each
         key. Every call must then carry a key. A client sees only objects made under
         its name.
@@ -381,13 +396,20 @@ class OfflineBatchConfig:
     upload_timeout_s: float = 60.0
     allowed_origins: tuple[str, ...] = ()
     public_url: str | None = None
+    trusted_proxies: tuple[str, ...] = ()
     api_keys: str | None = None
     open_metrics: bool = False
     prefill_servers: tuple[str, ...] = ()
     media_sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("allowed_origins", "prefill_servers", "media_sources"):
+        lists = (
+            "allowed_origins",
+            "trusted_proxies",
+            "prefill_servers",
+            "media_sources",
+        )
+        for name in lists:
             if isinstance(getattr(self, name), list):  # of JSON
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.stop_rules is not None:

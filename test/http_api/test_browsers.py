@@ -190,14 +190,17 @@ def test_a_download_has_a_base_name(server: Server, filename: str, shown: str) -
     assert answer.headers["content-disposition"] == f"attachment; {shown}"
 
 
-def test_links_start_with_the_public_url_and_never_with_the_host(
+def test_links_start_with_the_public_url_or_the_host_of_the_call(
     server: Server, tmp_path: Any
 ) -> None:
     params = {"model": "demo", "max_tokens": 1, "messages": []}
     body = {"requests": [{"custom_id": "a", "params": params}]}
     url, host = "/v1/messages/batches", {"host": EVIL.removeprefix("https://")}
     with serving(tmp_path) as plain:
-        for each, begin in ((server, "https://batches.example.com/llm"), (plain, "")):
+        for each, begin in (
+            (server, "https://batches.example.com/llm"),
+            (plain, f"http://{host['host']}"),
+        ):
             made = each.http.post(url, json=body, headers=host).json()
             while made["processing_status"] != "ended":
                 made = each.http.get(f"{url}/{made['id']}", headers=host).json()

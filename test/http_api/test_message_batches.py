@@ -118,7 +118,9 @@ def test_a_batch_goes_from_requests_to_results(server: Server, batches: Any) -> 
     assert counts_of(batch) == {"succeeded": 2, "errored": 1}
     assert batch.ended_at is not None
     assert (batch.cancel_initiated_at, batch.archived_at) == (None, None)
-    assert batch.results_url == f"{PATH}/{batch.id}/results"
+    assert batch.results_url is not None
+    assert batch.results_url.endswith(f"{PATH}/{batch.id}/results")
+    assert server.http.get(batch.results_url).status_code == 200
     results = list(batches.results(batch.id))
     assert [result.custom_id for result in results] == ["a", "fails", "b"]
     kinds = [result.result.type for result in results]

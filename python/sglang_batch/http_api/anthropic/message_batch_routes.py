@@ -18,6 +18,7 @@ from ...store.batch_store import BatchStore, Row
 from ...store.incoming import AHEAD_BYTES
 from ..authorization.callers import caller_of, owner_field, owner_seen
 from ..idempotency import Keep, answer_once, is_repeated
+from ..links import base_url
 from ..openapi import (
     ANTHROPIC_ERRORS,
     DeletedMessageBatch,
@@ -219,7 +220,7 @@ def _no_such_batch(message_batch_id: str) -> ApiError:
 
 def _object(request: Request, row: Row) -> dict[str, Any]:
     service = service_of(request)
-    shown = messages.message_batch_object(row, service.config.public_url or "")
+    shown = messages.message_batch_object(row, base_url(request))
     if shown["results_url"] and not _results_kept(service.store, row):
         shown["results_url"] = None
     return shown | owner_field(request, row)

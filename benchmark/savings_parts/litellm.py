@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +69,15 @@ def measure(quick: bool) -> list[Figure]:
     ]  # fmt: skip
 
 
-def environment(place: Path) -> str:
-    """The Python of a new environment with LiteLLM."""
+def environment(place: Path, packages: Sequence[str] = PACKAGES) -> str:
+    """The Python of a new environment with these packages."""
     uv = shutil.which("uv") or str(Path(sys.executable).parent / "uv")
     python = place / "bin" / "python"
     subprocess.run(
         [uv, "venv", "--quiet", "--python", sys.executable, place], check=True
     )
     install = (uv, "pip", "install", "--quiet", "--python", python)
-    subprocess.run([*install, *PACKAGES], check=True)
+    subprocess.run([*install, *packages], check=True)
     return str(python)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from builders import CHAT
 
-from sglang_batch.srt.engine.body_checks import body_errors
+from sglang_batch.srt.engine.body_checks import body_errors, request_classes
 from sglang_batch.srt.engine.checks.endpoint_checks import check_native
 from sglang_batch.srt.engine.checks.value_checks import FieldError
 
@@ -56,7 +56,8 @@ BODIES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 CHECK = """
 import json, sys
 from sglang_batch.batch_api.protocol import ENDPOINTS
-from sglang_batch.srt.engine.body_checks import body_errors
+from sglang_batch.srt.engine.body_checks import body_errors, request_classes
+from sglang_batch.srt.engine.checks.value_checks import FieldError
 
 cases = json.load(sys.stdin)
 assert set(cases) == set(ENDPOINTS)
@@ -221,3 +222,110 @@ def test_an_empty_value_of_a_native_line_is_refused(
         check_native({"sampling_params": [params] if many else params})
     assert found.value.param == f"body.sampling_params.{name}"
     check_native({"sampling_params": {"max_new_tokens": 0, "stop": []}})
+
+
+@pytest.mark.parametrize("url", BODIES)
+def test_a_null_is_as_if_absent(url: str) -> None:
+    """Every field of a body that need not be given."""
+    good, _, _ = BODIES[url]
+    names = set(request_classes()[url].model_fields) - set(good)
+    optional = {
+        name
+        for name in names
+        if not request_classes()[url].model_fields[name].is_required()
+    }
+    assert optional
+    assert body_errors(url, json.dumps(good | dict.fromkeys(optional)).encode()) == []
+
+
+USER = {"role": "user", "content": "a"}
+TOOL = {"name": "f", "input_schema": {"type": "object"}, "strict": None}
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        (
+            "/v1/responses",
+            {
+                "input": "a",
+                "tools": [{"type": "function", "name": "f", "strict": None}],
+            },
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": [USER],
+                "max_tokens": 1,
+                "tools": [TOOL],
+                "tool_choice": {"type": "auto", "disable_parallel_tool_use": None},
+            },
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{**USER, "name": None}],
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "strict": None}}
+                ],
+                "stream_options": {"include_usage": None},
+            },
+        ),
+    ],
+)
+def test_a_null_within_a_field_is_as_if_absent(url: str, body: dict[str, Any]) -> None:
+    assert body_errors(url, json.dumps(body).encode()) == []
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user", "content": None}, "content"),
+        ({"role": "user"}, "content"),
+        ({"role": "user", "content": 5}, "content"),
+        ({"role": "user", "content": [{"type": "text"}]}, "content.0.text"),
+        ({"role": "user", "content": [{"type": "tixt", "text": ""}]}, "content.0.type"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            "content.0.image_url.url",
+        ),
+        ({"role": "tool", "content": 5}, "content"),
+        ({"role": "usr", "content": "a"}, "role"),
+        ({"content": "a"}, "role"),
+    ],
+)
+def test_an_error_names_the_part_of_a_message_that_is_wrong(
+    message: dict[str, Any], param: str
+) -> None:
+    body = {"messages": [USER, message]}
+    ((text, where),) = body_errors(CHAT, json.dumps(body).encode())
+    assert where == f"body.messages.1.{param}"
+    assert where in text
+    if param == "role" and "role" in message:
+        assert "'system'" in text and "'user'" in text
+
+
+@pytest.mark.parametrize("field", ["max_completion_tokens", "max_tokens"])
+def test_a_wrong_number_is_named_as_it_was_sent(field: str) -> None:
+    error = FieldError("max_new_tokens", "it is below 0").as_sent({field: -1})
+    assert (error.param, str(error)) == (f"body.{field}", f"{field}: it is below 0")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": "a", "max_output_tokens": 0}, "body.max_output_tokens"),
+        ({"input": "a", "metadata": {"a": 1}}, "body.metadata"),
+    ],
+)
+def test_what_a_response_repeats_is_checked(body: dict[str, Any], param: str) -> None:
+    errors = body_errors("/v1/responses", json.dumps(body).encode())
+    assert [where for _, where in errors] == [param]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "ok"), [(0, True), (1, True), (-1, False), (False, False)]
+)
+def test_a_completion_may_have_no_tokens(max_tokens: object, ok: bool) -> None:
+    body = {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": max_tokens}
+    assert (body_errors("/v1/completions", json.dumps(body).encode()) == []) is ok

@@ -15,6 +15,7 @@ from ..engine import Engine, PreparedRequest
 from ..request import (
     BatchRequestInput,
     RequestOutput,
+    Usage,
     Work,
     attempt_request_id,
     line_request_id,
@@ -88,7 +89,7 @@ class RetryingEngine(ForwardingEngine):
     """An :class:`~sglang_batch.engine.Engine` that retries transient errors.
 
     A line answered with a transient error is rendered and sent again, in at most
-    ``config.max_line_attempts`` attempts. A line whose prefill server is gone is sent to
+    ``config.max_line_attempts`` attempts, but not one that has used up its tokens. A line whose prefill server is gone is sent to
     another one, or when one is back, which is no attempt. A line without an answer
     ``config.line_timeout_s`` seconds after it began to run is aborted and answered with
     HTTP 408.
@@ -162,7 +163,7 @@ class RetryingEngine(ForwardingEngine):
     async def _execute(self, line: _PreparedLine, replica: int | None) -> RequestOutput:
         output = await self._attempt(line.prepared, line.rid, replica)
         pause_s, attempts, losses = BACK_OFF_S, 1, 0
-        while output.status_code in TRANSIENT and not _timed_out(output):
+        while output.status_code in TRANSIENT and not _is_final(output):
             if _is_code(output, PREFILL_LOST) and losses < MOST_LOSSES:
                 losses += 1
             elif attempts < self._config.max_line_attempts:
@@ -235,8 +236,10 @@ def _error_output(rid: str, status_code: int, code: str, message: str) -> Reques
     return RequestOutput(status_code, rid, msgspec.json.encode(body))
 
 
-def _timed_out(output: RequestOutput) -> bool:
-    return output.status_code == 408 and _is_code(output, "line_timeout")
+def _is_final(output: RequestOutput) -> bool:
+    """Whether another attempt would take as long, or as many tokens, for the same end."""
+    timed_out = output.status_code == 408 and _is_code(output, "line_timeout")
+    return timed_out or output.usage != Usage()
 
 
 def _is_code(output: RequestOutput, code: str) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from ..compat.server_types import TemplateManager
 from ..engine.sglang_engine import SGLangEngine
@@ -44,9 +47,25 @@ async def send(manager: Any, message: Message) -> None:
     rids = passing(manager)
     rids.add(message.rid)
     try:
-        await manager._send_one_request(message)
+        await send_or_refuse(manager, message, manager._send_one_request)
     finally:
         rids.discard(message.rid)
+
+
+async def send_or_refuse(
+    manager: Any, message: Message, send: Callable[[Message], Awaitable[None]]
+) -> None:
+    """Send a message. If that fails, the reason is the answer to its request.
+
+    Whoever waits for the answer does not wait for this call, and would wait for ever.
+    """
+    try:
+        await send(message)
+    except Exception as error:
+        refused = isinstance(error, ValueError)
+        status = HTTPStatus.BAD_REQUEST if refused else HTTPStatus.INTERNAL_SERVER_ERROR
+        reason = FINISH_ABORT(str(error), status).to_json()
+        manager._handle_abort_req(AbortReq(rid=message.rid, finished_reason=reason))
 
 
 def abort_unsent(manager: Any, rid: str = "", abort_all: bool = False) -> None:

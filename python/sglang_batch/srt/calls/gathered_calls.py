@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from ...store.token_spool import RootTokens, unshared_token
 from ..engine.request_ids import GATHERED_ID, OUR_IDS
 from ..engine.sglang_engine import SGLangEngine, namespace_of, shareable_len
 from .call_items import Message, output_limits, share_prefixes
-from .connection import engine_of, passing, unsent_messages
+from .connection import engine_of, passing, send_or_refuse, unsent_messages
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,9 @@ class _Gathering:
             waits = unsent.pop(message.rid, None) is not None
             if waits and message.rid in self._manager.rid_to_state:  # not given up
                 self._active[number].sent = True
-                await self._send(self._manager, message)
+                await send_or_refuse(
+                    self._manager, message, partial(self._send, self._manager)
+                )
 
     async def _open(self, job_id: str, new: dict[int, Message]) -> None:
         engine = await engine_of(self._manager)

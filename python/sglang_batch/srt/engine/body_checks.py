@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from copy import deepcopy
+from functools import cache, partial
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
@@ -34,6 +35,10 @@ _PACKAGE = "sglang"
 # Optional for the request classes, and imports torch. Without it, a structural tag is
 # checked by the engine only.
 _SLOW_MODULE = "xgrammar"
+_Parsed = TypeVar("_Parsed", bound=BaseModel)
+# Fields that tell which member of a union a value is.
+_TAGS = ("role", "type")
+_TYPES = frozenset({"str", "int", "float", "bool", "list", "dict", "none"})
 
 
 def request_classes() -> dict[str, type[BaseModel]]:
@@ -78,6 +83,79 @@ def parse_body(body: bytes) -> JsonObject:
     return value
 
 
+def without_nulls(body: JsonObject) -> JsonObject:
+    """A body without the fields that are null, which clients send for what they leave out."""
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def validated(kind: type[_Parsed], body: JsonObject) -> _Parsed:
+    """A body as an endpoint's request class.
+
+    A null is as good as nothing, within the body, too, where the class has a default.
+    ``max_tokens`` of a completion may be 0, which SGLang's class refuses: a prompt whose
+    log probabilities are echoed needs no answer.
+
+    Raises:
+        ValidationError: the class does not take the body.
+    """
+    body = without_nulls(body)
+    scores = "prompt" in kind.model_fields and _is_zero(body.get("max_tokens"))
+    if scores:
+        del body["max_tokens"]
+    parsed = _validated(kind, body)
+    if scores:
+        vars(parsed)["max_tokens"] = 0
+    return parsed
+
+
+def _is_zero(value: object) -> bool:
+    return type(value) is int and value == 0
+
+
+def _validated(kind: type[_Parsed], body: JsonObject) -> _Parsed:
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        fewer = _without_refused_nulls(body, error)
+        if fewer is None:
+            raise
+        try:
+            return _validated(kind, fewer)
+        except ValidationError:
+            raise error from None
+
+
+def _without_refused_nulls(
+    body: JsonObject, error: ValidationError
+) -> JsonObject | None:
+    """A copy without the nulls that the error names, or None if it names none."""
+    copied, dropped = deepcopy(body), False
+    for each in error.errors(include_url=False, include_context=False):
+        if each["input"] is not None:
+            continue
+        inner: Any = copied
+        *outer, last = _places(copied, each["loc"]) or (None,)
+        for part in outer:
+            inner = inner[part]
+        if isinstance(inner, dict) and last in inner:
+            del inner[last]
+            dropped = True
+    return copied if dropped else None
+
+
+def _places(value: Any, loc: tuple[int | str, ...]) -> list[int | str]:
+    """The keys and indices of a location that lead to a null; the others are of unions."""
+    found: list[int | str] = []
+    for part in loc:
+        known = (isinstance(value, dict) and part in value) or (
+            isinstance(value, list) and isinstance(part, int) and part < len(value)
+        )
+        if known:
+            found.append(part)
+            value = value[part]
+    return found if value is None else []
+
+
 def body_errors(url: str, body: bytes) -> list[tuple[str, str | None]]:
     """The errors of a body, each as (message, param): the first of each field.
 
@@ -95,7 +173,7 @@ def body_errors(url: str, body: bytes) -> list[tuple[str, str | None]]:
     except FieldError as error:
         found[error.param] = str(error)
     try:
-        parsed = _checked_classes()[url].model_validate(value)
+        parsed = validated(_checked_classes()[url], value)
     except ValidationError as error:
         return [*_errors_by_field(error), *_as_pairs(found)]
     found |= _sampling_errors(parsed)
@@ -142,21 +220,58 @@ def describe_validation_error(error: ValidationError) -> tuple[str, str | None]:
 
 
 def _errors_by_field(error: ValidationError) -> list[tuple[str, str | None]]:
-    # A value that fits no member of a union has an error for each of them.
-    firsts: dict[object, tuple[str, str | None]] = {}
+    fields: dict[object, list[Any]] = {}
     for each in error.errors(include_url=False, include_context=False):
-        field = each["loc"][0] if each["loc"] else None
-        firsts.setdefault(field, _described(each))
-    return list(firsts.values())
+        fields.setdefault(each["loc"][0] if each["loc"] else None, []).append(each)
+    return [_described(_closest(errors, 0)) for errors in fields.values()]
+
+
+def _closest(errors: list[Any], at: int) -> Any:
+    """The error to tell of several that share the first parts of their locations.
+
+    A value that fits no member of a union has an error for each of them. It is meant to
+    be the one whose tag it has, and of several the one of which more was understood.
+    """
+    parts: dict[object, list[Any]] = {}
+    for each in errors:
+        part = each["loc"][at] if at < len(each["loc"]) else None
+        parts.setdefault(part, []).append(each)
+    if None in parts:
+        return parts[None][0]
+    if not any(_is_member(part) for part in parts):
+        return _closest(next(iter(parts.values())), at + 1)
+    nearest = min(parts.values(), key=partial(_distance, at=at))
+    if not _distance(nearest, at)[0]:
+        return _closest(nearest, at + 1)
+    # It is none of them. Each says which tag it has.
+    tags = [each for each in errors if _is_tag(each, at)]
+    said = dict.fromkeys(each["msg"].rstrip(".") for each in tags)
+    return {**tags[0], "msg": "; or ".join(said)}
+
+
+def _distance(errors: list[Any], at: int) -> tuple[bool, int]:
+    """How far a value is from a member of a union with these errors."""
+    depths = [len(_keys(each["loc"][at:])) for each in errors]
+    return any(_is_tag(each, at) for each in errors), -max(depths)
+
+
+def _is_tag(error: Any, at: int) -> bool:
+    return _keys(error["loc"][at:]) in ([tag] for tag in _TAGS)
+
+
+def _keys(loc: Iterable[object]) -> list[object]:
+    return [part for part in loc if not _is_member(part)]
+
+
+def _is_member(part: object) -> bool:
+    """Whether a part of a location names a type, and no key or index of the body."""
+    if not isinstance(part, str):
+        return False
+    return part in _TYPES or not part.isidentifier() or part[0].isupper()
 
 
 def _described(each: Any) -> tuple[str, str | None]:
-    # Union members appear in the path as type names, which are omitted.
-    path = ".".join(
-        str(part)
-        for part in each["loc"]
-        if str(part).isidentifier() or isinstance(part, int)
-    )
+    path = ".".join(map(str, _keys(each["loc"])))
     where = f"body.{path}" if path else "body"
     return f"Invalid value for '{where}': {each['msg'].rstrip('.')}.", where
 

@@ -25,10 +25,11 @@ from ..compat.server_types import (
     TemplateManager,
     TokenizerManager,
 )
-from .body_checks import MESSAGES_URL, request_classes
+from .body_checks import MESSAGES_URL, request_classes, validated, without_nulls
 from .checks.endpoint_checks import check_native, check_parsed
 from .checks.value_checks import FieldError
 from .media import transcriptions
+from .strict_serving import make_strict
 
 REQUEST_CLASSES = request_classes()
 _NATIVE = (GENERATE_URL, SAMPLE_URL)
@@ -92,7 +93,7 @@ class ServingEndpoints:
         # SGLang's answers repeat the request's name of the model.
         if body.get("model") is None:
             body = {**body, "model": manager.served_model_name}
-        parsed = REQUEST_CLASSES[url].model_validate(body)
+        parsed = validated(REQUEST_CLASSES[url], body)
         check_parsed(url, parsed, manager.server_args.tool_call_parser)
         serve = self._serve[url]
         if isinstance(serve, Exception):
@@ -130,7 +131,7 @@ def _native_request(body: JsonObject) -> GenerateReqInput:
             raise FieldError(name[:100], "there is no such field", "unknown_parameter")
     if body.get("stream"):
         raise FieldError("stream", "the answers of a job are not streamed")
-    return _native_requests().validate_python(body)
+    return _native_requests().validate_python(without_nulls(body))
 
 
 def _serve_function(
@@ -141,7 +142,9 @@ def _serve_function(
     if url == MESSAGES_URL:
         from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 
-        messages = AnthropicServing(manager.serving_chat_class(manager, templates))
+        messages = make_strict(
+            AnthropicServing(manager.serving_chat_class(manager, templates))
+        )
         return partial(messages.handle_messages, raw_request=None)
     if url == TRANSCRIPTIONS_URL:
         return partial(_transcribe, transcriptions.serving_class(manager))
@@ -152,8 +155,8 @@ def _responses(manager: TokenizerManager, templates: TemplateManager) -> Serve:
     from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 
     # Without a tool server: the results of its built-in tools are no part of a batch.
-    handler = OpenAIServingResponses(
-        manager, templates, enable_prompt_tokens_details=True
+    handler = make_strict(
+        OpenAIServingResponses(manager, templates, enable_prompt_tokens_details=True)
     )
     # A store would keep every answer of a batch in memory. Without it "store" has no
     # effect, and "background" and "previous_response_id" are refused, as they are
@@ -184,7 +187,8 @@ def _handler(
         "/v1/rerank": OpenAIServingRerank,
         "/v1/classify": OpenAIServingClassify,
     }[url]
-    return handler_class(manager, templates)
+    handler: ServingHandler = make_strict(handler_class(manager, templates))
+    return handler
 
 
 async def _transcribe(handler: ServingHandler, parsed: BaseModel) -> object:

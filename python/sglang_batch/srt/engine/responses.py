@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -74,6 +75,35 @@ def aborted(url: str, rid: str, reason: str) -> RequestOutput:
     """The error of a request that the engine aborted, which may be sent again."""
     message = f"The engine aborted this request before its end: {reason}"
     return _error_output(url, rid, 503, message, code="request_aborted")
+
+
+def unusable(
+    url: str,
+    output: RequestOutput,
+    failure: Exception | None,
+    engine_answers: Sequence[EngineAnswer],
+    num_prompts: Sequence[int],
+) -> RequestOutput:
+    """The error of a request whose answer cannot be converted: the server's, not its own.
+
+    Args:
+        output: the error as it would be for a request that cannot be converted.
+        failure: the exception behind it, if it was not told by SGLang.
+        engine_answers, num_prompts: see :func:`output_of`. Their tokens are counted.
+    """
+    if output.status_code < 500:
+        logger.error(
+            "Request %s has no usable answer", output.request_id, exc_info=failure
+        )
+        problem = f"The answer cannot be converted: {_message_of(output.body)}"
+        output = _error_output(url, output.request_id, 500, problem)
+    used = sum(map(_native_usage, engine_answers, num_prompts), Usage())
+    work = sum(map(_work, engine_answers, num_prompts), Work())
+    return replace(output, usage=used, work=work)
+
+
+def _message_of(body: bytes) -> str:
+    return str(orjson.loads(body)["error"]["message"])
 
 
 def output_of(

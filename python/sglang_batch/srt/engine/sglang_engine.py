@@ -30,6 +30,7 @@ from ..compat.job_control import (
 )
 from ..compat.server_types import (
     EngineRequest,
+    JsonObject,
     TemplateManager,
     Tokenizer,
     TokenizerManager,
@@ -38,13 +39,14 @@ from ..compat.support import STATE_KEY
 from .body_checks import parse_body
 from .checks.request_checks import check_line
 from .checks.stop_rule_checks import has_rules, take_rules
+from .checks.value_checks import FieldError
 from .early_ends import EarlyEnds
 from .endpoints import Converted, ServingEndpoints
 from .measuring.learnt_machine import LearntMachine
 from .media.media_sources import check_sources
 from .media.media_tokens import media_token_ids
 from .media.transcriptions import with_duration
-from .responses import abort_reason, aborted, output_of, rejection
+from .responses import abort_reason, aborted, output_of, rejection, unusable
 from .serving_call import HoldingManager, ServingCall
 from .stored_request import load, store
 
@@ -356,6 +358,7 @@ class SGLangEngine:
     ) -> Prepared | RequestOutput:
         url = request.url
         converted: list[Converted] = []
+        body: JsonObject = {}
         try:
             body = parse_body(request.body)
             rules = take_rules(url, body)
@@ -372,6 +375,8 @@ class SGLangEngine:
         except (AttributeError, LookupError) as error:
             # SGLang's code raises these for a body of the wrong shape.
             return rejection(url, rid, ValueError(f"The body cannot be used: {error}"))
+        except FieldError as error:
+            return rejection(url, rid, error.as_sent(body))
         except Exception as error:
             return rejection(url, rid, error)
         limits = _output_limits(adapted)
@@ -442,13 +447,18 @@ class SGLangEngine:
         reason = None if url == SAMPLE_URL else abort_reason(engine_answers)
         if reason is not None:
             return aborted(url, rid, reason)
-        if failure is not None:
-            return rejection(url, rid, failure)
         # A request that failed early has no size.
         num_prompts = [
             getattr(sent.adapted, "batch_size", 1) for sent in call.submissions
         ]
-        return output_of(url, rid, answer, engine_answers, num_prompts)
+        if failure is None:
+            output = output_of(url, rid, answer, engine_answers, num_prompts)
+        else:
+            output = rejection(url, rid, failure)
+        # Nothing was refused: the last request was answered.
+        if not output.ok and engine_answers[-1] is not None:
+            return unusable(url, output, failure, engine_answers, num_prompts)
+        return output
 
     def end_early(self, rid: str) -> None:
         self._early_ends.end(rid)

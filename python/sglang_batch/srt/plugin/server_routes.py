@@ -27,6 +27,7 @@ from ..calls.connection import engine_of
 from ..compat.server_types import OfflineArgs
 from ..disaggregation.pairing import stop_pairing
 from ..disaggregation.prefill_routes import add_routes
+from ..engine.strict_serving import make_strict
 from . import engine_death
 from .client_keys import ServerKeys
 from .online_usage import count_online_usage
@@ -71,6 +72,9 @@ def attach(app: FastAPI, keys: ServerKeys | None = None) -> None:
         if keys is not None:
             keys.open_for_sglang()
         async with stock_lifespan(app) as state:
+            # SGLang's serving objects, which answer online calls.
+            for name, handler in list(app.state._state.items()):
+                setattr(app.state, name, make_strict(handler))
             try:
                 service = await _start_service()
                 access = (keys or ServerKeys(service.config)).access(service.store)

@@ -12,7 +12,8 @@ from .value_checks import FieldError
 
 # OpenAI's highest temperature. SGLang's own endpoint has none.
 MAX_TEMPERATURE = 2
-_OPENAI = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+RESPONSES_URL = "/v1/responses"
+_OPENAI = ("/v1/chat/completions", "/v1/completions", RESPONSES_URL)
 # Arguments of the tokenizer's function that a template is no part of. A template of the
 # client's may never end.
 _RESERVED = frozenset(
@@ -44,6 +45,8 @@ def check_parsed(url: str, parsed: BaseModel, tool_call_parser: str | None) -> N
             f"{temperature:g} is above {MAX_TEMPERATURE}, the highest",
             "decimal_above_max_value",
         )
+    if url == RESPONSES_URL:
+        _check_metadata(getattr(parsed, "metadata", None) or {})
     for name in getattr(parsed, "chat_template_kwargs", None) or ():
         if name in _RESERVED:
             raise FieldError(
@@ -74,6 +77,15 @@ def check_native(body: Mapping[str, Any]) -> None:
         for name, value in params.items():
             if problem := check_literal(name, value):
                 raise FieldError(f"sampling_params.{name}", problem)
+
+
+def _check_metadata(metadata: Mapping[str, object]) -> None:
+    """Refuse what an answer, which repeats them, must not have among its metadata."""
+    for name, value in metadata.items():
+        if not isinstance(value, str):
+            raise FieldError(
+                "metadata", f"the value of {name[:100]!r} is not text", "invalid_type"
+            )
 
 
 def _forces_a_tool(parsed: BaseModel) -> bool:

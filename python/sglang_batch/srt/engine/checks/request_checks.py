@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -83,6 +83,8 @@ def check_request(adapted: EngineRequest) -> None:
     for params in sampling if isinstance(sampling, list) else [sampling]:
         if params is not None:
             check_sampling(params)
+    if sampling is not None:
+        adapted.sampling_params = _without_nulls(sampling)
     _check_prompts(adapted)
     _check_id(adapted)
     _check_tensors(adapted)
@@ -133,6 +135,20 @@ def check_sampling(params: object) -> None:
         if not isinstance(rule, (Whole, Real, Biases, TokenIds)):
             check_type(name, value, types[name])
         check_value(name, value, rule, None, None)
+
+
+def _without_nulls(sampling: Any) -> Any:
+    """Sampling parameters without the nulls that do not mean that there is no limit."""
+    if isinstance(sampling, list):
+        return [_without_nulls(params) for params in sampling]
+    if sampling is None or None not in sampling.values():
+        return sampling
+    types = _sampling_types()
+    return {
+        name: value
+        for name, value in sampling.items()
+        if value is not None or type(None) in get_args(types[name])
+    }
 
 
 @cache

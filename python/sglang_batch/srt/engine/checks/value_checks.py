@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -29,6 +29,17 @@ OPENAI_NAMES = {
     "top_logprobs_num": "top_logprobs",
     "sampling_seed": "seed",
 }
+# What a body has in the place of such a field, by the endpoint's names.
+_SENT_AS = {
+    "max_new_tokens": ("max_completion_tokens", "max_output_tokens", "max_tokens"),
+    "min_new_tokens": ("min_tokens",),
+    "top_logprobs_num": ("top_logprobs", "logprobs"),
+    "sampling_seed": ("seed",),
+    "stop": ("stop_sequences",),
+    "json_schema": ("response_format",),
+    "text": ("prompt", "input", "messages"),
+    "input_ids": ("prompt", "input", "messages"),
+}
 
 
 class FieldError(ValueError):
@@ -42,8 +53,14 @@ class FieldError(ValueError):
     def __init__(self, field: str, problem: str, code: str = "invalid_value") -> None:
         super().__init__(f"{field}: {problem}")
         self.field = field
+        self.problem = problem
         self.param = f"body.{OPENAI_NAMES.get(field, field)}"
         self.code = code
+
+    def as_sent(self, body: Mapping[str, object]) -> FieldError:
+        """The error by the name that the client's body has for the field."""
+        names = (name for name in _SENT_AS.get(self.field, ()) if name in body)
+        return FieldError(next(names, self.field), self.problem, self.code)
 
 
 def check_text(value: object) -> None:

@@ -1,0 +1,322 @@
+"""SGLang's serving classes, whose answers are what the clients' own types say.
+
+Lenient clients do not notice what SGLang adds to these types or leaves out of them. Strict
+ones refuse an answer for it. :func:`make_strict` is for batches and for the online calls
+of their server: SGLang's own classes stay as they are.
+"""
+
+from __future__ import annotations
+
+import codecs
+import copy
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+
+from ..compat.server_types import JsonObject
+
+# The log probability of a token that cannot follow. JSON has no infinity, and SGLang's null
+# is not a number. OpenAI shows the least probable tokens with this one.
+IMPOSSIBLE = -9999.0
+# Anthropic's types of errors, by status.
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_DATA = "data: "
+
+
+def make_strict(handler: Any) -> Any:
+    """One of SGLang's serving objects with strict answers, and the same state.
+
+    Returns:
+        Another object, or the same if it serves none of these endpoints.
+    """
+    kind = _strict_class(type(handler))
+    if kind is type(handler):
+        return handler
+    strict: Any = object.__new__(kind)
+    strict.__dict__ = vars(handler)
+    if isinstance(strict, _Messages):
+        strict.openai_serving_chat = make_strict(strict.openai_serving_chat)
+    return strict
+
+
+@cache
+def _strict_class(kind: type) -> type:
+    names = {each.__name__ for each in kind.__mro__}
+    mixins = tuple(
+        mixin
+        for name, mixin in _MIXINS.items()
+        if name in names and not issubclass(kind, mixin)
+    )
+    return type(f"Strict{kind.__name__}", (*mixins, kind), {}) if mixins else kind
+
+
+class _Chat:
+    """For ``OpenAIServingChat``."""
+
+    def _build_chat_response(self, request: Any, *args: Any) -> Any:
+        response = super()._build_chat_response(request, *args)  # type: ignore[misc]
+        _keep_texts(response)
+        return response
+
+    def _build_token_logprobs_from_raw(self, *args: Any) -> Any:
+        tokens = super()._build_token_logprobs_from_raw(*args)  # type: ignore[misc]
+        for token in tokens:
+            for each in (token, *token.top_logprobs):
+                each.logprob = max(each.logprob, IMPOSSIBLE)
+        return tokens
+
+
+class _Completions:
+    """For ``OpenAIServingCompletion``."""
+
+    def _build_completion_response(self, request: Any, ret: Any, *args: Any) -> Any:
+        if request.max_tokens == 0:
+            for each in ret:  # SGLang computes a token that is not in the answer
+                lists = ("output_token_logprobs", "output_top_logprobs")
+                each["meta_info"] |= {name: [] for name in lists}
+        response = super()._build_completion_response(  # type: ignore[misc]
+            request, ret, *args
+        )
+        _keep_texts(response)
+        for choice in getattr(response, "choices", ()):
+            if choice.logprobs is not None:
+                _complete(vars(choice.logprobs), TextOffsets(), choice.text)
+        return response
+
+    async def _generate_completion_stream(
+        self, adapted: Any, request: Any, *args: Any
+    ) -> AsyncIterator[str]:
+        stream = super()._generate_completion_stream(  # type: ignore[misc]
+            adapted, request, *args
+        )
+        offsets: dict[int, TextOffsets] = {}
+
+        def completed(chunk: JsonObject) -> None:
+            for choice in chunk.get("choices") or ():
+                found = offsets.setdefault(choice["index"], TextOffsets())
+                _complete(choice.get("logprobs") or {}, found, choice["text"])
+
+        async for frame in stream:
+            wanted = request.logprobs is not None
+            yield _changed(frame, completed) if wanted else frame
+
+
+class _Messages:
+    """For ``AnthropicServing``.
+
+    _sequences: the client's stop sequences, in the copy that serves its call.
+    """
+
+    openai_serving_chat: Any
+
+    _sequences: Sequence[str] = ()
+
+    async def _handle_non_streaming(
+        self, chat_request: Any, anthropic_request: Any, *args: Any
+    ) -> Any:
+        one: Any = copy.copy(self)
+        one._sequences = anthropic_request.stop_sequences or ()
+        return await super(_Messages, one)._handle_non_streaming(
+            chat_request, anthropic_request, *args
+        )
+
+    def _convert_response(self, response: Any) -> Any:
+        message = super()._convert_response(response)  # type: ignore[misc]
+        for block in message.content:
+            if block.type == "thinking" and block.signature is None:
+                block.signature = ""
+        choice = response.choices[0] if response.choices else None
+        matched = choice.matched_stop if choice is not None else None
+        if matched in self._sequences and message.stop_reason == "end_turn":
+            message.stop_reason, message.stop_sequence = "stop_sequence", matched
+        return message
+
+    def _error_response(
+        self, status_code: int, error_type: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        # SGLang passes types of its own on, such as BadRequestError.
+        if error_type not in _ERROR_TYPES.values():
+            fault = "api_error" if status_code >= 500 else "invalid_request_error"
+            error_type = _ERROR_TYPES.get(status_code, fault)
+        return super()._error_response(  # type: ignore[misc]
+            status_code, error_type, *args, **kwargs
+        )
+
+    async def _generate_anthropic_stream(
+        self, adapted: Any, processed: Any, anthropic_request: Any, *args: Any
+    ) -> AsyncIterator[str]:
+        one: Any = copy.copy(self)
+        one.openai_serving_chat = _WatchedChat(one.openai_serving_chat)
+        stream = super(_Messages, one)._generate_anthropic_stream(
+            adapted, processed, anthropic_request, *args
+        )
+        sequences = anthropic_request.stop_sequences or ()
+
+        def completed(event: JsonObject) -> None:
+            block = event.get("content_block") or {}
+            if block.get("type") == "thinking":
+                block.setdefault("signature", "")
+            matched, delta = one.openai_serving_chat.matched_stop, event.get("delta")
+            if event["type"] == "message_delta" and matched in sequences:
+                assert delta is not None
+                if delta.get("stop_reason") == "end_turn":
+                    delta.update(stop_reason="stop_sequence", stop_sequence=matched)
+
+        async for frame in stream:
+            special = "message_delta" in frame or "content_block_start" in frame
+            yield _changed(frame, completed) if special else frame
+
+
+class _WatchedChat:
+    """A chat handler whose stream tells which text has ended its answer."""
+
+    def __init__(self, handler: Any) -> None:
+        self._handler = handler
+        self.matched_stop: object = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler, name)
+
+    async def _generate_chat_stream(self, *args: Any) -> AsyncIterator[str]:
+        async for frame in self._handler._generate_chat_stream(*args):
+            if '"matched_stop":"' in frame:
+                for choice in json.loads(frame.removeprefix(_DATA))["choices"]:
+                    self.matched_stop = choice.get("matched_stop")
+            yield frame
+
+
+class _Responses:
+    """For ``OpenAIServingResponses``."""
+
+    async def create_responses(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        object.__setattr__(request, "__class__", _exact_limit(type(request)))
+        response = await super().create_responses(  # type: ignore[misc]
+            request, *args, **kwargs
+        )
+        for item in getattr(response, "output", ()):
+            for part in getattr(item, "content", None) or ():
+                for token in getattr(part, "logprobs", None) or ():
+                    for each in (token, *token.top_logprobs):
+                        each.logprob = max(each.logprob, IMPOSSIBLE)
+        return response
+
+
+@cache
+def _exact_limit(kind: type[BaseModel]) -> type[BaseModel]:
+    """SGLang's request class, without the two tokens that it keeps back."""
+
+    def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> JsonObject:
+        params: JsonObject = kind.to_sampling_params(  # type: ignore[attr-defined]
+            self, *args, **kwargs
+        )
+        if self.max_output_tokens is not None:
+            params["max_new_tokens"] = self.max_output_tokens
+        return params
+
+    fields = {"__module__": kind.__module__, "to_sampling_params": to_sampling_params}
+    made: type[BaseModel] = type(kind.__name__, (kind,), fields)
+    return made
+
+
+_MIXINS: dict[str, type] = {
+    "OpenAIServingChat": _Chat,
+    "OpenAIServingCompletion": _Completions,
+    "AnthropicServing": _Messages,
+    "OpenAIServingResponses": _Responses,
+}
+
+
+def _keep_texts(response: Any) -> None:
+    """Drop metadata that are no texts: which tokens were generated with which weights.
+
+    Those are in the choices' ``meta_info`` with ``return_meta_info``, and in answers of
+    ``/generate``.
+    """
+    if (metadata := getattr(response, "metadata", None)) is not None:
+        response.metadata = {k: v for k, v in metadata.items() if isinstance(v, str)}
+
+
+def _complete(logprobs: JsonObject, offsets: TextOffsets, text: str) -> None:
+    """Fill in what SGLang leaves out of the log probabilities of a completion.
+
+    The first token of a prompt follows nothing, so it has no probability. The clients'
+    types have no null there.
+    """
+    if not logprobs:
+        return
+    logprobs["text_offset"] = offsets.of(text, logprobs["tokens"])
+    logprobs["token_logprobs"] = [
+        0.0 if value is None else max(value, IMPOSSIBLE)
+        for value in logprobs["token_logprobs"]
+    ]
+    logprobs["top_logprobs"] = [
+        {
+            k: IMPOSSIBLE if v is None else max(v, IMPOSSIBLE)
+            for k, v in (top or {}).items()
+        }
+        for top in logprobs["top_logprobs"]
+    ]
+
+
+class TextOffsets:
+    """Where in the text of a choice each of its tokens begins, in characters."""
+
+    def __init__(self) -> None:
+        self._rest = b""  # of the text: what no token was found in
+        self._ahead: list[str] = []  # tokens whose text has not come
+        self._chars = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+
+    def of(self, text: str, tokens: Sequence[str]) -> list[int]:
+        """The places of these tokens.
+
+        Args:
+            text: the next part of the text, which may lag behind the tokens.
+            tokens: the next ones. A part of a character is a character for each byte.
+        """
+        self._rest += text.encode()
+        ahead, self._ahead = self._ahead, []
+        return [self._place(token) for token in (*ahead, *tokens)][len(ahead) :]
+
+    def _place(self, token: str) -> int:
+        place, rest = self._chars, self._rest
+        if not rest:
+            self._ahead.append(token)
+            return place
+        # Some tokenizers show a token without the space before it.
+        spaced = (b" " + token.encode(),) if rest.startswith(b" ") else ()
+        for raw in (token.encode(), _bytes_of(token), *spaced):
+            if raw and (rest.startswith(raw) or raw.startswith(rest)):
+                self._rest = rest[len(raw) :]
+                self._chars += len(self._decoder.decode(rest[: len(raw)]))
+                break  # else the text does not show it
+        return place
+
+
+def _bytes_of(token: str) -> bytes:
+    try:
+        return token.encode("latin-1")
+    except UnicodeEncodeError:
+        return b""
+
+
+def _changed(frame: str, change: Callable[[JsonObject], None]) -> str:
+    """A frame of a stream of events whose object was changed in place."""
+    head, found, data = frame.partition(_DATA)
+    if not found or data.strip() == "[DONE]":
+        return frame
+    content = json.loads(data)
+    change(content)
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    return f"{head}{_DATA}{text}\n\n"

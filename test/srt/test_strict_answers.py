@@ -38,6 +38,9 @@ from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
+from sglang.srt.entrypoints.openai.serving_transcription import (
+    OpenAIServingTranscription,
+)
 from strict_types import fault
 
 from sglang_batch.srt.engine.strict_serving import _MIXINS, TextOffsets, make_strict
@@ -197,6 +200,16 @@ def _assert_none(asked: list[Found], faults: list[str | None]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_samples_that_cannot_be_sent_are_answered(dense_server: Server) -> None:
+    """The dense engine has no grammars after reasoning. Samples are a list of requests."""
+    body = full(CHAT, GENERATING[CHAT]["required tool"])
+    status, text = online(dense_server.url, CHAT, body)
+    assert (status, "after reasoning" in text) == (400, True)
+    prompts = {"text": ["a", "b"], "sampling_params": {"n": 1, "beam_width": 2}}
+    status, text = online(dense_server.url, "/generate", prompts)
+    assert (status, "beam_width" in text) == (400, True)
+
+
 def bodies(found: list[Found], way: str, url: str, case: str) -> list[dict[str, Any]]:
     return [json.loads(each.text) for each in found if each[:3] == (way, url, case)]
 
@@ -317,6 +330,7 @@ def test_sglang_has_what_is_overridden(mixin: str) -> None:
         OpenAIServingChat,
         OpenAIServingCompletion,
         OpenAIServingResponses,
+        OpenAIServingTranscription,
     )
     (kind,) = [each for each in kinds if each.__name__ == mixin]
     ours = {name for name, value in vars(_MIXINS[mixin]).items() if callable(value)}

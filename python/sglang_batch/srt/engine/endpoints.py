@@ -147,7 +147,8 @@ def _serve_function(
         )
         return partial(messages.handle_messages, raw_request=None)
     if url == TRANSCRIPTIONS_URL:
-        return partial(_transcribe, transcriptions.serving_class(manager))
+        handler = transcriptions.serving_class(manager)
+        return partial(_transcribe, make_strict(handler))
     return partial(_serve, _handler(url, manager, templates))
 
 

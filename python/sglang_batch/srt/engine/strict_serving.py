@@ -212,6 +212,19 @@ class _Responses:
         return response
 
 
+class _Transcriptions:
+    """For ``OpenAIServingTranscription``."""
+
+    async def _handle_non_streaming_request(self, *args: Any) -> Any:
+        answer = await super()._handle_non_streaming_request(  # type: ignore[misc]
+            *args
+        )
+        # Some of SGLang's models tell no language, others this.
+        if getattr(answer, "language", "") is None:
+            answer.language = "auto"
+        return answer
+
+
 @cache
 def _exact_limit(kind: type[BaseModel]) -> type[BaseModel]:
     """SGLang's request class, without the two tokens that it keeps back."""
@@ -234,6 +247,7 @@ _MIXINS: dict[str, type] = {
     "OpenAIServingCompletion": _Completions,
     "AnthropicServing": _Messages,
     "OpenAIServingResponses": _Responses,
+    "OpenAIServingTranscription": _Transcriptions,
 }
 
 

@@ -89,10 +89,10 @@ class RetryingEngine(ForwardingEngine):
     """An :class:`~sglang_batch.engine.Engine` that retries transient errors.
 
     A line answered with a transient error is rendered and sent again, in at most
-    ``config.max_line_attempts`` attempts, but not one that has used up its tokens. A line whose prefill server is gone is sent to
-    another one, or when one is back, which is no attempt. A line without an answer
-    ``config.line_timeout_s`` seconds after it began to run is aborted and answered with
-    HTTP 408.
+    ``config.max_line_attempts`` attempts, but not one whose answer was generated. A line
+    whose prefill server is gone is sent to another one, or when one is back, which is no
+    attempt. A line without an answer ``config.line_timeout_s`` seconds after it began to
+    run is aborted and answered with HTTP 408.
 
     Attributes:
         in_flight: indices of the lines that are in the engine.

@@ -23,6 +23,7 @@ from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job.retrying_engine import RetryingEngine
 from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
 from sglang_batch.run.options.backend_options import transformers_engine
+from sglang_batch.srt.dense import manager
 from sglang_batch.srt.dense.dense_engine import DenseEngine
 
 # SGLang answers errors with a class that its web framework wants to drop.
@@ -154,6 +155,16 @@ def test_an_error_that_sglang_answers_after_it_generated(
     bad, _ = answer(engine, "/v1/completions", {"prompt": "a", "max_tokens": TOKENS})
     assert (bad.status_code, bad.usage.output_tokens) == (500, TOKENS)
     assert "no object" in json.loads(bad.body)["error"]["message"]
+
+
+def test_an_answer_that_the_engine_cannot_give(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": "Why?", "max_tokens": TOKENS}
+    good, _ = answer(engine, "/v1/completions", body)
+    monkeypatch.setattr(manager, "token_output", _invalid)
+    bad, retries = answer(engine, "/v1/completions", body)
+    assert (bad.status_code, retries, bad.usage) == (500, 0, good.usage)
 
 
 def test_what_is_refused_before_is_the_clients(engine: Engine) -> None:

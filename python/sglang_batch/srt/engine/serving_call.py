@@ -25,6 +25,9 @@ from .checks.stop_rule_checks import add_rules
 from .endpoints import ServingCoroutine
 from .request_ids import set_rid
 
+# An attribute of a request whose answer the engine could not give: a report of its tokens.
+SPENT = "_offline_batch_spent"
+
 
 class Submission:
     """A request that serving code passes to the engine. Awaiting it holds the call.
@@ -60,9 +63,13 @@ class HoldingManager(TokenizerManagerScoreMixin):  # type: ignore[misc]
         """SGLang's answers to ``obj``, once :class:`ServingCall` sends it."""
         submission = Submission(obj)
         await submission
-        async for answer in self._tokenizer_manager.generate_request(obj, request):
-            submission.answer = answer
-            yield answer
+        try:
+            async for answer in self._tokenizer_manager.generate_request(obj, request):
+                submission.answer = answer
+                yield answer
+        except Exception:
+            submission.answer = getattr(obj, SPENT, submission.answer)
+            raise
 
 
 class ServingCall:

@@ -256,7 +256,8 @@ def _distance(errors: list[Any], at: int) -> tuple[bool, int]:
 
 
 def _is_tag(error: Any, at: int) -> bool:
-    return _keys(error["loc"][at:]) in ([tag] for tag in _TAGS)
+    keys = _keys(error["loc"][at:])
+    return len(keys) == 1 and keys[0] in _TAGS
 
 
 def _keys(loc: Iterable[object]) -> list[object]:

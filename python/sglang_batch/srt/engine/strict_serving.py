@@ -40,8 +40,9 @@ def make_strict(handler: Any) -> Any:
     Returns:
         Another object, or the same if it serves none of these endpoints.
     """
-    kind = _strict_class(type(handler))
-    if kind is type(handler):
+    stock: Any = type(handler)
+    kind = _strict_class(stock)
+    if kind is stock:
         return handler
     strict: Any = object.__new__(kind)
     strict.__dict__ = vars(handler)
@@ -127,9 +128,8 @@ class _Messages:
     ) -> Any:
         one: Any = copy.copy(self)
         one._sequences = anthropic_request.stop_sequences or ()
-        return await super(_Messages, one)._handle_non_streaming(
-            chat_request, anthropic_request, *args
-        )
+        stock: Any = super(_Messages, one)
+        return await stock._handle_non_streaming(chat_request, anthropic_request, *args)
 
     def _convert_response(self, response: Any) -> Any:
         message = super()._convert_response(response)  # type: ignore[misc]
@@ -158,7 +158,8 @@ class _Messages:
     ) -> AsyncIterator[str]:
         one: Any = copy.copy(self)
         one.openai_serving_chat = _WatchedChat(one.openai_serving_chat)
-        stream = super(_Messages, one)._generate_anthropic_stream(
+        stock: Any = super(_Messages, one)
+        stream = stock._generate_anthropic_stream(
             adapted, processed, anthropic_request, *args
         )
         sequences = anthropic_request.stop_sequences or ()
@@ -200,7 +201,8 @@ class _Responses:
     """For ``OpenAIServingResponses``."""
 
     async def create_responses(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        object.__setattr__(request, "__class__", _exact_limit(type(request)))
+        kind: Any = type(request)
+        object.__setattr__(request, "__class__", _exact_limit(kind))
         response = await super().create_responses(  # type: ignore[misc]
             request, *args, **kwargs
         )

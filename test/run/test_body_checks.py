@@ -12,7 +12,9 @@ from builders import CHAT
 
 from sglang_batch.srt.engine.body_checks import body_errors, request_classes
 from sglang_batch.srt.engine.checks.endpoint_checks import check_native
-from sglang_batch.srt.engine.checks.value_checks import FieldError
+from sglang_batch.srt.engine.checks.pattern_checks import check_schema
+from sglang_batch.srt.engine.checks.request_fields import SAMPLING_FIELDS, Text
+from sglang_batch.srt.engine.checks.value_checks import FieldError, check_value
 
 # A body for each endpoint, and one with errors in these fields.
 BODIES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
@@ -224,6 +226,7 @@ def test_an_empty_value_of_a_native_line_is_refused(
     check_native({"sampling_params": {"max_new_tokens": 0, "stop": []}})
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("url", BODIES)
 def test_a_null_is_as_if_absent(url: str) -> None:
     """Every field of a body that need not be given."""
@@ -329,3 +332,76 @@ def test_what_a_response_repeats_is_checked(body: dict[str, Any], param: str) ->
 def test_a_completion_may_have_no_tokens(max_tokens: object, ok: bool) -> None:
     body = {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": max_tokens}
     assert (body_errors("/v1/completions", json.dumps(body).encode()) == []) is ok
+=======
+WIDE = [
+    r"^[^\n]{1,200}$",
+    r"^[^\n]{200}$",
+    r"^[^\n]{129,}$",
+    r"^.{1,129}$",
+    r"^\S{1,150}$",
+    r"^\s{1,150}$",
+    r"^(ab|[^x]){1,200}$",
+    r'^["a]{1,150}$',
+    r"^[!-~]{1,150}$",
+    r"^([^\n]{1,20}){1,20}$",
+    r"^([^\n]){150}$",
+    r"^[^\n]{1,120}[^\n]{1,120}[^\n]{1,120}[^\n]{1,120}[^\n]{1,120}$",
+]
+NARROW = [
+    r"^[^\n]{1,100}$",
+    r"^[a-z ]{1,1000}$",
+    r"^\w{1,500}$",
+    r"^[^\n]*$",
+    "(",
+    "a+",
+]
+
+
+@pytest.mark.parametrize("pattern", [*WIDE, *NARROW])
+@pytest.mark.parametrize("place", ["pattern", "patternProperties", "tag"])
+def test_a_pattern_whose_answers_would_be_no_json_is_refused(
+    pattern: str, place: str
+) -> None:
+    schema: dict[str, Any] = {"type": "string", "pattern": pattern}
+    if place == "patternProperties":
+        schema = {"type": "object", "patternProperties": {pattern: {"type": "string"}}}
+    elif place == "tag":
+        content = {"type": "json_schema", "json_schema": {"items": [schema]}}
+        schema = {"type": "structural_tag", "format": content}
+    problem = check_schema(json.dumps(schema))
+    assert (problem is not None) == (pattern in WIDE)
+    assert problem is None or "maxLength" in problem
+
+
+@pytest.mark.parametrize("name", ["json_schema", "structural_tag"])
+def test_such_a_pattern_is_refused_in_a_request(name: str) -> None:
+    assert SAMPLING_FIELDS[name] == Text(check_schema)
+    schema = json.dumps({"type": "string", "pattern": WIDE[0]})
+    with pytest.raises(FieldError):
+        check_value(name, schema, SAMPLING_FIELDS[name], None, None)
+
+
+REF = {"$ref": "#/$defs/b"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "loops"),
+    [
+        ({"$ref": "#"}, True),
+        ({"allOf": [{"$ref": "#"}]}, True),
+        ({"$ref": "#/$defs/a", "$defs": {"a": REF, "b": {"$ref": "#/$defs/a"}}}, True),
+        ({"properties": {"a": REF}, "$defs": {"b": REF}}, True),
+        ({"properties": {"a": {"$ref": "#"}}}, False),
+        ({"anyOf": [{"$ref": "#"}, {"type": "string"}]}, False),
+        ({"$ref": "#/none"}, False),
+        ({"allOf": [REF, REF], "$defs": {"b": {"type": "string"}}}, False),
+        ({"enum": [f"x{i}" for i in range(10_000)]}, False),
+        ([], False),
+    ],
+)
+def test_a_schema_that_only_refers_to_itself_is_refused(
+    schema: Any, loops: bool
+) -> None:
+    problem = check_schema(json.dumps(schema))
+    assert (problem is not None) == loops
+>>>>>>> 1c29aab (Schemas: patterns whose answers would be no JSON, and references to nothing but themselves, are refused before they are compiled)

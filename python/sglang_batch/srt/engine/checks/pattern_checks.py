@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 with warnings.catch_warnings():
@@ -22,6 +24,13 @@ MAX_GRAMMAR_REPEATS = 10_000
 # Fields whose empty or zero value means what nobody wants, see :func:`check_literal`.
 STOP_TEXTS = ("stop", "stop_sequences")
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+# Beyond the first, xgrammar 0.2 takes a text for any that its part matches, quotes and control
+# characters included: the answer is no JSON. Up to it, a repeat is written out, which takes
+# a second or more.
+MAX_TEXT_REPEATS = 128
+MAX_ALL_TEXT_REPEATS = 512
+# Characters that a JSON string has to escape.
+_ESCAPED = frozenset([*range(0x20), ord('"'), ord("\\")])
 
 _REPEATS = (sre_parse.MAX_REPEAT, sre_parse.MIN_REPEAT, sre_parse.POSSESSIVE_REPEAT)
 _COUNT = re.compile(r"\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}", re.ASCII)
@@ -128,3 +137,128 @@ def check_grammar(grammar: str) -> str | None:
     if any(count > MAX_GRAMMAR_REPEATS for count in counts):
         return f"it repeats {max(counts)} times; the most are {MAX_GRAMMAR_REPEATS}"
     return None
+
+
+def check_schema(grammar: str) -> str | None:
+    """The fault of a JSON schema, or of a structural tag with schemas, or None."""
+    if problem := check_grammar(grammar):
+        return problem
+    try:
+        schema = json.loads(grammar)
+    except ValueError:
+        return None  # the compiler says what is wrong
+    if loop := _endless_reference(schema):
+        return (
+            f"{loop!r:.100} refers to itself and to nothing else, so no answer fits it"
+        )
+    found = list(_patterns(schema))
+    for pattern in found:
+        try:
+            parsed = sre_parse.parse(pattern)
+        except (re.error, OverflowError, RecursionError):
+            continue  # of another dialect; the compiler reads it
+        counts = list(_wide_repeats(parsed, 1))
+        if max(counts, default=0) > MAX_TEXT_REPEATS or (
+            sum(counts) > MAX_ALL_TEXT_REPEATS
+        ):
+            return (
+                f"the pattern {pattern[:100]!r} repeats more than {MAX_TEXT_REPEATS} "
+                "times what may be a quote, a backslash or a control character, so "
+                "answers would be no valid JSON, or take too long to prepare. Use "
+                "minLength and maxLength instead, or exclude these characters"
+            )
+    return None
+
+
+def _endless_reference(schema: Any) -> str | None:
+    """A reference that leads back to itself before anything else is said, or None."""
+    ended: set[int] = set()
+
+    def follow(part: Any, way: list[int]) -> str | None:
+        if not isinstance(part, dict) or id(part) in ended:
+            return None
+        if id(part) in way:
+            return str(part.get("$ref", "allOf"))
+        nexts = part["allOf"] if isinstance(part.get("allOf"), list) else []
+        if isinstance(ref := part.get("$ref"), str):
+            nexts = [*nexts, _at(schema, ref)]
+        for each in nexts:
+            if loop := follow(each, [*way, id(part)]):
+                return loop
+        ended.add(id(part))
+        return None
+
+    return next(filter(None, (follow(part, []) for part in _objects(schema))), None)
+
+
+def _objects(part: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(part, dict):
+        yield part
+    inner = part.values() if isinstance(part, dict) else part
+    for each in inner if isinstance(part, dict | list) else ():
+        yield from _objects(each)
+
+
+def _at(schema: Any, ref: str) -> Any:
+    """What a JSON pointer of a schema leads to, None if it is nothing."""
+    start, *names = ref.split("/")
+    if start != "#":
+        return None
+    for name in names:
+        name = name.replace("~1", "/").replace("~0", "~")
+        schema = schema.get(name) if isinstance(schema, dict) else None
+    return schema
+
+
+def _patterns(part: Any) -> Iterator[str]:
+    """The patterns of all strings and names of properties in a schema."""
+    if isinstance(part, list):
+        for each in part:
+            yield from _patterns(each)
+    if not isinstance(part, dict):
+        return
+    for name, value in part.items():
+        if name == "pattern" and isinstance(value, str):
+            yield value
+        elif name == "patternProperties" and isinstance(value, dict):
+            yield from value
+        yield from _patterns(value)
+
+
+def _wide_repeats(parsed: Any, times: int) -> Iterator[int]:
+    """How often each repeated part occurs that may be a character of ``_ESCAPED``."""
+    for kind, value in parsed:
+        if kind not in _REPEATS:
+            for part in _parts(value):
+                yield from _wide_repeats(part, times)
+            continue
+        low, high, part = value
+        most = int(low if high == sre_parse.MAXREPEAT else high) or 1
+        most = min(times * most, 1 << 20)
+        if _may_be_escaped(part) and most > 1:
+            yield most
+        yield from _wide_repeats(part, most)
+
+
+def _may_be_escaped(parsed: Any) -> bool:
+    """Whether a part can match a character that a JSON string has to escape."""
+    for kind, value in parsed:
+        if kind in (sre_parse.ANY, sre_parse.NOT_LITERAL):
+            return True
+        if kind is sre_parse.LITERAL and value in _ESCAPED:
+            return True
+        if kind is sre_parse.IN and any(_is_wide(*each) for each in value):
+            return True
+        if any(_may_be_escaped(part) for part in _parts(value)):
+            return True
+    return False
+
+
+def _is_wide(kind: Any, value: Any) -> bool:
+    """Whether a member of a set of characters is one of ``_ESCAPED``, or all but some."""
+    if kind is sre_parse.RANGE:
+        low, high = value
+        return any(low <= each <= high for each in _ESCAPED)
+    if kind is sre_parse.CATEGORY:
+        return value not in (sre_parse.CATEGORY_DIGIT, sre_parse.CATEGORY_WORD)
+    return kind is sre_parse.NEGATE or value in _ESCAPED

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .pattern_checks import check_grammar, check_pattern
+from .pattern_checks import check_grammar, check_pattern, check_schema
 
 _INT32 = (1 << 31) - 1
 _INT63 = (1 << 63) - 1
@@ -118,10 +118,10 @@ SAMPLING_FIELDS: dict[str, Rule] = {
     "min_new_tokens": Whole(),
     "n": Whole(1, MAX_SEQUENCES),
     "beam_width": Whole(1, 128),
-    "json_schema": Text(check_grammar),
+    "json_schema": Text(check_schema),
     "regex": Text(check_grammar),
     "ebnf": Text(check_grammar),
-    "structural_tag": Text(check_grammar),
+    "structural_tag": Text(check_schema),
     "ignore_eos": _FLAG,
     "skip_special_tokens": _FLAG,
     "spaces_between_special_tokens": _FLAG,

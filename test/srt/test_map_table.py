@@ -82,7 +82,7 @@ def test_a_frame_without_rows_and_calls_that_cannot_be() -> None:
     assert list(empty.columns) == [*ROWS, "answer"] and not len(empty)
     for arguments, error, said in (
         ({}, ConfigError, "needs either model_path or server"),
-        ({"server": "x", "tp": 2}, ConfigError, "tp is an option of an engine"),
+        ({"server": "x", "tp": 2}, ConfigError, "no 'tp', and options of an engine"),
         ({"server": "x", "endpoint": "/v1"}, ConfigError, "endpoint '/v1' is none of"),
         ({"server": "x", "answer": "name"}, ConfigError, "has a column 'name' already"),
         ({"model_path": "./none"}, InputError, "./none"),

@@ -35,10 +35,14 @@ class DataFrame:
         roots = {kind.__module__.partition(".")[0] for kind in type(frame).__mro__}
         self._is_pandas, self._is_polars = "pandas" in roots, "polars" in roots
         self._is_duckdb = bool(roots & {"duckdb", "_duckdb"})
+        if (self._is_pandas or self._is_polars) and not hasattr(frame, "columns"):
+            raise ConfigError(
+                f"a {type(frame).__name__} is one column: make a DataFrame of it."
+            )
 
     @property
     def columns(self) -> list[str]:
-        """The names of its columns."""
+        """The names of its columns, as text. Those of pandas may be any values."""
         if self._is_pandas or self._is_polars:
             return list(map(str, self._frame.columns))
         return list(self._whole.column_names)
@@ -51,17 +55,23 @@ class DataFrame:
         """
         import pyarrow
 
-        names = sorted(columns)
+        names, found = sorted(columns), self.columns
         for column in names:
-            if column not in self.columns:
+            if found.count(column) > 1:
+                raise InputError(
+                    f"{found.count(column)} columns of the table are named {column!r}: "
+                    "rename all but one of them."
+                )
+            if column not in found:
                 raise InputError(
                     f"the table has no column {column!r}; it has "
-                    f"{', '.join(map(repr, self.columns)) or 'none'}."
+                    f"{', '.join(map(repr, found)) or 'none'}."
                 )
         try:
             if self._is_pandas:  # its other columns may have no type in Arrow
+                chosen = self._frame.iloc[:, [found.index(name) for name in names]]
                 return pyarrow.Table.from_pandas(
-                    self._frame[names], preserve_index=False
+                    chosen.set_axis(names, axis=1), preserve_index=False
                 )
             return self._whole.select(names)
         except (pyarrow.ArrowException, TypeError, ValueError) as error:
@@ -70,7 +80,12 @@ class DataFrame:
     def with_columns(self, columns: Mapping[str, Sequence[Any]]) -> Any:
         """A frame of the same kind with further columns, or else a ``pyarrow.Table``."""
         if self._is_pandas:
-            return self._frame.assign(**columns)
+            answered = self._frame.copy(deep=False)
+            levels = answered.columns.nlevels
+            for name, values in columns.items():
+                label = name if levels == 1 else (name, *[""] * (levels - 1))
+                answered[label] = values
+            return answered
         added = _table_of(columns)
         if self._is_polars:
             return self._frame.hstack(type(self._frame)(added))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import inspect
 import json
 import re
 import signal
@@ -75,13 +77,17 @@ def map_table(
         EngineError: the engine failed.
         ServerError: the server failed, or ended the batch before its end.
     """
+    for name in options:
+        for meant in difflib.get_close_matches(name, _OWN, 1, cutoff=0.8):
+            raise ConfigError(f"map_table has no {name!r}; is {meant!r} meant?")
     if (model_path is None) == (server is None):
         raise ConfigError("map_table needs either model_path or server.")
     if endpoint not in ENDPOINTS:
         raise ConfigError(f"endpoint {endpoint!r} is none of {', '.join(ENDPOINTS)}.")
     if server is not None and options:
         raise ConfigError(
-            f"{next(iter(options))} is an option of an engine: the server has its own."
+            f"map_table has no {next(iter(options))!r}, and options of an engine are for "
+            f"model_path. With a server there are {', '.join(_OWN)}."
         )
     parsed = _template(template, endpoint)
     given = DataFrame(frame)
@@ -122,6 +128,13 @@ def map_table(
             stacklevel=2,
         )
     return given.with_columns(columns)
+
+
+_OWN = [
+    name
+    for name, each in inspect.signature(map_table).parameters.items()
+    if each.kind is not each.VAR_KEYWORD
+]
 
 
 def _template(template: Mapping[str, Any] | str, endpoint: str) -> Template:

@@ -1,0 +1,91 @@
+"""Frames with names of columns that are not plain text, and keywords that nobody has."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pyarrow
+import pytest
+
+from sglang_batch import map_table
+from sglang_batch.errors import ConfigError, InputError
+from sglang_batch.frames.frame_columns import DataFrame
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        ([0, 1], ["0", "1"]),
+        ([1.5, "x"], ["1.5", "x"]),
+        ([("a", "x"), ("b", "")], ["('a', 'x')", "('b', '')"]),
+        ([True, b"b"], ["True", "b'b'"]),
+    ],
+)
+@pytest.mark.parametrize("index", [[0, 1], [5, 5]])
+def test_columns_of_pandas_may_have_any_names(
+    labels: list[Any], names: list[str], index: list[int]
+) -> None:
+    pandas = pytest.importorskip("pandas")
+    multi = isinstance(labels[0], tuple)
+    columns = pandas.MultiIndex.from_tuples(labels) if multi else labels
+    frame = pandas.DataFrame([["Rome", 1], ["Oslo", 2]], columns=columns, index=index)
+    given = DataFrame(frame)
+    assert given.columns == names
+    assert given.arrow([names[0]]).to_pydict() == {names[0]: ["Rome", "Oslo"]}
+    answered = given.with_columns({"answer": ["a", "b"]})
+    assert list(answered["answer"]) == ["a", "b"]
+    assert list(answered.columns)[:2] == list(frame.columns)
+    assert len(frame.columns) == 2
+    assert list(answered.index) == index
+
+
+def test_timestamps_are_names_too() -> None:
+    pandas = pytest.importorskip("pandas")
+    days = pandas.date_range("2026-01-01", periods=2)
+    given = DataFrame(pandas.DataFrame([["Rome", 1]], columns=days))
+    name = given.columns[0]
+    assert given.arrow([name]).to_pydict() == {name: ["Rome"]}
+
+
+@pytest.mark.parametrize("kind", ["pandas", "pyarrow"])
+def test_a_name_that_two_columns_have_is_refused(kind: str) -> None:
+    frame: Any
+    if kind == "pandas":
+        pandas = importlib.import_module(kind)
+        frame = pandas.DataFrame([[1, 2, 3]], columns=["a", "a", "b"])
+    else:
+        arrays = [pyarrow.array([i]) for i in (1, 2, 3)]
+        frame = pyarrow.Table.from_arrays(arrays, names=["a", "a", "b"])
+    with pytest.raises(InputError, match="2 columns of the table are named 'a'"):
+        DataFrame(frame).arrow(["a"])
+    assert DataFrame(frame).arrow(["b"]).to_pydict() == {"b": [3]}
+
+
+def test_a_column_is_no_table() -> None:
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(ConfigError):
+        DataFrame(pandas.Series([1]))
+
+
+@pytest.mark.parametrize("where", [{"server": "http://x"}, {"model_path": "x"}])
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("answers", "answer"),
+        ("optimise_fields", "optimize_fields"),
+        ("apikey", "api_key"),
+    ],
+)
+def test_a_keyword_that_is_misspelt_is_named(
+    where: dict[str, Any], wrong: str, meant: str
+) -> None:
+    table = pyarrow.table({"a": [1]})
+    with pytest.raises(ConfigError, match=f"no '{wrong}'; is '{meant}' meant"):
+        map_table(table, "{{a}}", **where, **{wrong: "x"})
+
+
+def test_a_keyword_of_nobody_is_not_taken_for_an_engines() -> None:
+    table = pyarrow.table({"a": [1]})
+    with pytest.raises(ConfigError, match="map_table has no 'colour'"):
+        map_table(table, "{{a}}", server="http://x", colour="red")

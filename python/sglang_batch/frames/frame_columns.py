@@ -80,12 +80,12 @@ class DataFrame:
     def with_columns(self, columns: Mapping[str, Sequence[Any]]) -> Any:
         """A frame of the same kind with further columns, or else a ``pyarrow.Table``."""
         if self._is_pandas:
-            answered = self._frame.copy(deep=False)
-            levels = answered.columns.nlevels
+            frame = self._frame.copy(deep=False)
+            levels = frame.columns.nlevels
             for name, values in columns.items():
                 label = name if levels == 1 else (name, *[""] * (levels - 1))
-                answered[label] = values
-            return answered
+                frame[label] = values
+            return frame
         added = _table_of(columns)
         if self._is_polars:
             return self._frame.hstack(type(self._frame)(added))

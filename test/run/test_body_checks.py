@@ -226,7 +226,6 @@ def test_an_empty_value_of_a_native_line_is_refused(
     check_native({"sampling_params": {"max_new_tokens": 0, "stop": []}})
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("url", BODIES)
 def test_a_null_is_as_if_absent(url: str) -> None:
     """Every field of a body that need not be given."""
@@ -332,7 +331,8 @@ def test_what_a_response_repeats_is_checked(body: dict[str, Any], param: str) ->
 def test_a_completion_may_have_no_tokens(max_tokens: object, ok: bool) -> None:
     body = {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": max_tokens}
     assert (body_errors("/v1/completions", json.dumps(body).encode()) == []) is ok
-=======
+
+
 WIDE = [
     r"^[^\n]{1,200}$",
     r"^[^\n]{200}$",
@@ -404,4 +404,3 @@ def test_a_schema_that_only_refers_to_itself_is_refused(
 ) -> None:
     problem = check_schema(json.dumps(schema))
     assert (problem is not None) == loops
->>>>>>> 1c29aab (Schemas: patterns whose answers would be no JSON, and references to nothing but themselves, are refused before they are compiled)

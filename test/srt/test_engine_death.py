@@ -33,13 +33,13 @@ def kill_all(*_):
     other.kill()
     os._exit(0)
 signal.signal(signal.SIGQUIT, kill_all)
-engine_death.tell_workers()
-Multiprocess(Config("app", workers=2), [])
-command = [sys.executable, "-c", {WORKER!r}]
-worker = subprocess.Popen(command, stderr=subprocess.PIPE)
-assert worker.stderr.readline() == b"ready\\n"
-os.kill(os.getpid(), signal.SIGQUIT)
-assert False, "uvicorn took the signal"
+with engine_death.telling_workers():
+    Multiprocess(Config("app", workers=2), [])
+    command = [sys.executable, "-c", {WORKER!r}]
+    worker = subprocess.Popen(command, stderr=subprocess.PIPE)
+    assert worker.stderr.readline() == b"ready\\n"
+    os.kill(os.getpid(), signal.SIGQUIT)
+    assert False, "uvicorn took the signal"
 """
 
 

@@ -78,7 +78,7 @@ def test_the_log_has_no_lines_that_nobody_reads() -> None:
 
     assert engine.logger.name in quiet_log.LONG_LINES
     assert metrics_reporter.logger.name == quiet_log.STEPS
-    quiet_log.quiet_server()
+    quiet_log.hide_polls()
     quiet_log.quiet_scheduler()
     access = '%s - "%s %s HTTP/%s" %d'
 
@@ -99,13 +99,19 @@ def test_the_log_has_no_lines_that_nobody_reads() -> None:
         assert called("GET", "/v1/batches/batch_1", 200)
     finally:
         root.setLevel(before)
+    quiet_log.show_polls()
+    assert called("GET", "/v1/batches/batch_1", 200)
 
 
 def test_a_long_line_is_cut() -> None:
-    quiet_log.quiet_server()
+    quiet_log.quiet_arguments()
     logger = logging.getLogger(quiet_log.LONG_LINES[0])
-    text = "server_args=" + "x" * 19_000
-    made = logger.makeRecord(logger.name, logging.INFO, "", 0, text, (), None)
-    assert logger.filter(made)
-    assert len(made.getMessage()) < 1100
-    assert "19012 characters; --log-level debug" in made.getMessage()
+    for text, most in (
+        ("server_args={'offline_batch': True, " + "x" * 19_000, 1100),
+        ("server_args={" + "x" * 19_000, 20_000),  # a stock engine's
+    ):
+        made = logger.makeRecord(logger.name, logging.INFO, "", 0, text, (), None)
+        assert logger.filter(made)
+        assert len(made.getMessage()) < most
+        cut = f"{len(text)} characters; --log-level debug" in made.getMessage()
+        assert cut == (most < len(text))

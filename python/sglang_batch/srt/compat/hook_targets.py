@@ -15,7 +15,9 @@ ENGINE_DEATH_HOOK = (
 ROUTE_LABEL_HOOK = (
     "sglang.srt.observability.http_request_metrics._get_fastapi_request_path"
 )
-WAIT_HOOK = "sglang.srt.entrypoints.engine._wait_for_scheduler_ready"
+LAUNCH_HOOK = "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes"
+SHUTDOWN_HOOK = "sglang.srt.entrypoints.engine.Engine.shutdown"
+ENTER_HOOK = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 REQUEST_HOOKS = (
     "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
     "sglang.srt.managers.io_struct.EmbeddingReqInput.normalize_batch_and_arguments",
@@ -31,10 +33,13 @@ BATCH_SEND_HOOK = (
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_batch_request"
 )
 ABORT_HOOK = "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request"
-MODEL_CONFIG_HOOK = "sglang.srt.configs.model_config.ModelConfig.__init__"
+MODEL_CONFIG_HOOK = "sglang.srt.configs.model_config.ModelConfig.from_server_args"
 FORWARD_HOOK = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 LOAD_MODEL_HOOK = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 SCHEDULER_HOOK = "sglang.srt.managers.scheduler.Scheduler"
+PENALTY_HOOK = (
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens"
+)
 TRIM_HOOK = (
     "sglang.srt.managers.detokenizer_manager.DetokenizerManager.trim_matched_stop"
 )
@@ -62,6 +67,7 @@ TRANSFER_QUEUE_HOOK = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
 HTTP_HOOKS = (
     ENGINE_DEATH_HOOK,
     ROUTE_LABEL_HOOK,
+    ENTER_HOOK,
     *REQUEST_HOOKS,
     MESSAGE_HOOK,
     LIST_HOOK,
@@ -74,7 +80,8 @@ MAIN_PROCESS_HOOKS = (
     SERVER_HOOK,
     *HTTP_HOOKS,
     MODEL_CONFIG_HOOK,
-    WAIT_HOOK,
+    LAUNCH_HOOK,
+    SHUTDOWN_HOOK,
     TRANSFER_BACKENDS_HOOK,
     KV_CLASS_HOOK,
 )

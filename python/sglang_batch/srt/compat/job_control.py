@@ -13,7 +13,6 @@ from functools import partial
 import numpy as np
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
-from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
 from .server_types import ControlChannel, TokenizerManager
@@ -113,7 +112,9 @@ def channel_of(tokenizer_manager: TokenizerManager, answers: type) -> ControlCha
     channels = vars(tokenizer_manager).setdefault("offline_channels", {})
     if answers not in channels:
         channel: ControlChannel = FanOutCommunicator(
-            tokenizer_manager._dispatch_to_scheduler, get_parallel().num_dp_ranks
+            tokenizer_manager._dispatch_to_scheduler,
+            # Of its engine: what is published is the engine that was started last.
+            tokenizer_manager.elastic_worker_count,
         )
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
             [(answers, channel.handle_recv)]

@@ -374,6 +374,10 @@ PRIVATE_API: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "running_batch",
             "decodes in steps with prompts, where SGLang leaves them out",
         ),
+        "cumulate_penalty_output_tokens": (
+            "",
+            "hooked: which token a request counts for its penalties",
+        ),
         "check_decode_mem": ("selected_indices", "whether the next step has room"),
         "retract_decode": ("", "SGLang's last resort, where offloading is not enough"),
     },

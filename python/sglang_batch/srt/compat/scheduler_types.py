@@ -171,6 +171,8 @@ class ScheduleBatch(Protocol):
 
     reqs: list[Req]
     device: torch.device
+    enable_overlap: bool
+    spec_algorithm: SpeculativeAlgorithm
     forward_mode: ForwardMode
     # Of a mixed step, the requests that decode.
     decoding_reqs: list[Req] | None

@@ -261,6 +261,7 @@ class TokenizerManager(Protocol):
     served_model_name: str
     gracefully_exit: bool
     is_pause: bool
+    elastic_worker_count: int  # DP ranks
     rid_to_state: Mapping[str, RequestState]
     context_len: int
     mm_processor: Any

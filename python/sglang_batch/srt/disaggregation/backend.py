@@ -14,6 +14,7 @@ from sglang.srt.disaggregation.utils import TransferBackend as _Stock
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from ..compat.hook_targets import KV_CLASS_HOOK, TRANSFER_BACKENDS_HOOK
+from ..compat.offline_hooks import published, register_offline
 from ..compat.support import TRANSFER_BACKEND
 
 _members = {backend.name: backend.value for backend in _Stock}
@@ -24,7 +25,7 @@ TransferBackends = Enum("TransferBackends", _members | {"TCP": TRANSFER_BACKEND}
 def register() -> None:
     """Register the hooks, in each process of an offline server."""
     HookRegistry.register(TRANSFER_BACKENDS_HOOK, TransferBackends, HookType.REPLACE)
-    HookRegistry.register(KV_CLASS_HOOK, kv_class, HookType.AROUND)
+    register_offline(KV_CLASS_HOOK, kv_class, HookType.AROUND, published)
 
 
 def kv_class(

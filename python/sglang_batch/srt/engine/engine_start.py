@@ -6,8 +6,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -19,15 +20,21 @@ STARVED = 0.5
 _TITLE = "sglang::"
 
 
-def tell_while_waiting(
-    original: Callable[..., Any], readers: Sequence[Any], processes: Sequence[Any]
-) -> Any:
-    """AROUND hook on ``_wait_for_scheduler_ready``: a line on stderr each ``EVERY_S``."""
+def tell_of_schedulers(
+    result: tuple[Any, object], *_args: object, **_kwargs: object
+) -> None:
+    """AFTER hook on ``Engine._launch_scheduler_processes``: waiting for them is not silent."""
+    launched, _ = result
+    launched.wait_for_ready = partial(tell_while_waiting, launched.wait_for_ready)
+
+
+def tell_while_waiting(original: Callable[..., Any], *args: Any) -> Any:
+    """Call a function, with a line on stderr each ``EVERY_S`` until it returns."""
     over = threading.Event()
     telling = threading.Thread(target=_tell, args=(over,), daemon=True)
     telling.start()
     try:
-        return original(readers, processes)
+        return original(*args)
     finally:
         over.set()
         telling.join()

@@ -8,7 +8,7 @@ reused or cut prefix were computed without the rest of the text.
 
 Two hooks correct this, and neither affects any other model:
 
-* on ``ModelConfig``: an encoder-only model is declared unfit for prefix reuse and
+* on ``ModelConfig.from_server_args``: an encoder-only model is declared unfit for prefix reuse and
   chunked prefill, with the fields that SGLang has for this, and its pooling becomes the
   checkpoint's. SGLang's own argument resolution does the rest.
 * on ``ModelRunner.load_model``: a model declared to pool by the mean gets a
@@ -38,6 +38,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch.nn.functional import normalize
 
 from ..compat.hook_targets import LOAD_MODEL_HOOK, MODEL_CONFIG_HOOK
+from ..compat.offline_hooks import first, register_offline
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -189,9 +190,7 @@ def declared_spec(
     return spec
 
 
-def _after_model_config(
-    _result: None, config: ModelConfig, *_args: object, **_kwargs: object
-) -> None:
+def _after_model_config(config: ModelConfig, *_args: object, **_kwargs: object) -> None:
     config.embedding_model_spec = declared_spec(
         config.embedding_model_spec, config.model_path, config.revision
     )
@@ -212,7 +211,7 @@ def _after_load_model(
 
 def register_config_hook() -> None:
     """In every process, before SGLang resolves its arguments."""
-    HookRegistry.register(MODEL_CONFIG_HOOK, _after_model_config, HookType.AFTER)
+    register_offline(MODEL_CONFIG_HOOK, _after_model_config, HookType.AFTER, first)
 
 
 def register_pooler_hook() -> None:

@@ -26,6 +26,7 @@ from sglang.srt.runtime_context import (
 
 from ...errors import ConfigError
 from ...request import BatchRequestInput, RequestOutput
+from ..compat.offline_hooks import enter
 from ..compat.server_types import EngineRequest, JsonObject, OfflineArgs
 from .checks.stop_rule_checks import has_rules
 from .sglang_engine import SGLangEngine, shareable_len, text_token_ids
@@ -80,6 +81,7 @@ class Renderer:
         if adapted.contains_mm_input():
             return "images, video and audio are not supported: their tokens are unknown"
         try:
+            enter(self._manager, adapted)
             adapted.normalize_batch_and_arguments()
             each = [adapted]
             if not adapted.is_single:

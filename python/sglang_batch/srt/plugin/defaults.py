@@ -7,10 +7,11 @@ process. The steps of this resolution can be wrapped.
 from __future__ import annotations
 
 import atexit
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sglang.srt.arg_groups.overrides import (
     declare_resolution,
@@ -21,6 +22,7 @@ from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
 from ...errors import ConfigError, ExitStatus
 from ...planner.choosing.ways import MOST_GRAPH_ROWS
+from ..compat.offline_hooks import is_offline
 from ..compat.support import (
     CACHE_BACKEND,
     SET_BY_SGLANG,
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 # Python's thresholds are for programs with few objects. A job keeps thousands of requests,
 # and each search for cycles looks at all of them.
 GC_THRESHOLD = [20_000, 20, 50]
+# The process's own, while there is an offline engine with ours.
+_gc_before: tuple[int, int, int] | None = None
 
 ResolutionStep: TypeAlias = Callable[["ServerArgs"], object]
 """A step of SGLang's resolution of arguments."""
@@ -52,17 +56,36 @@ ResolutionStep: TypeAlias = Callable[["ServerArgs"], object]
 
 def register() -> None:
     """Add our steps to SGLang's resolution of arguments (main process, once)."""
-    register_resolution_hook("handle_missing_default_values")(_resolve)
+    _register("handle_missing_default_values", _resolve)
     # Before this step, SGLang has not yet failed on a model that we refuse. After it,
     # the model's own defaults apply.
-    register_resolution_hook("handle_model_specific_adjustments")(_check)
-    register_resolution_hook("handle_deterministic_inference")(_check_deterministic)
+    _register("handle_model_specific_adjustments", _check)
+    _register("handle_deterministic_inference", _check_deterministic)
+
+
+def _register(name: str, step: Callable[[ServerArgs, ResolutionStep], None]) -> None:
+    """Have our step wrap SGLang's for the arguments of offline engines."""
+
+    def ours(server_args: ServerArgs, previous: ResolutionStep) -> None:
+        if is_offline(server_args):
+            step(server_args, previous)
+        else:
+            previous(server_args)
+
+    register_resolution_hook(name)(ours)
+
+
+def undo(_result: None, engine: Any) -> None:
+    """AFTER hook on ``Engine.shutdown``: the process collects garbage as it did before."""
+    global _gc_before
+    if _gc_before is not None:
+        gc.set_threshold(*_gc_before)
+        _gc_before = None
 
 
 def _resolve(server_args: ServerArgs, previous: ResolutionStep) -> None:
+    global _gc_before
     previous(server_args)
-    if not getattr(server_args, "offline_batch", False):
-        return
     # Answers include counts of cached tokens, like OpenAI's, and progress shows them.
     declare_resolution(server_args, "offline_batch", enable_cache_report=True)
     config = server_args.offline_config
@@ -70,6 +93,8 @@ def _resolve(server_args: ServerArgs, previous: ResolutionStep) -> None:
     if config.sleep_on_idle:
         declare_resolution(server_args, "offline_batch", sleep_on_idle=True)
     if view.gc_threshold is None:
+        # Which SGLang sets for the process.
+        _gc_before = _gc_before or gc.get_threshold()
         declare_resolution(server_args, "offline_batch", gc_threshold=GC_THRESHOLD)
     mode = view.disaggregation_mode
     if (
@@ -128,9 +153,6 @@ def _graph_rows(view: ServerArgs) -> int | None:
 
 
 def _check(server_args: ServerArgs, previous: ResolutionStep) -> None:
-    if not getattr(server_args, "offline_batch", False):
-        previous(server_args)
-        return
     with _said_in_one_line(server_args):
         check_host_receive(resolving_view(server_args))
         if server_args.offline_config.scheduler == "offline":
@@ -142,8 +164,6 @@ def _check(server_args: ServerArgs, previous: ResolutionStep) -> None:
 
 def _check_deterministic(server_args: ServerArgs, previous: ResolutionStep) -> None:
     previous(server_args)
-    if not getattr(server_args, "offline_batch", False):
-        return
     config, view = server_args.offline_config, resolving_view(server_args)
     if config.scheduler == "offline" and is_deterministic(view):
         with _said_in_one_line(server_args):

@@ -13,8 +13,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import psutil  # type: ignore[import-untyped]
@@ -31,11 +31,12 @@ PATIENCE_S = 5.0
 CORE_DUMPS = "CUDA_ENABLE_USER_TRIGGERED_COREDUMP"
 CORE_DUMP_WAIT = "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS"
 
+
 _listeners: list[Callable[[], None]] = []
 
 
 def listen(listener: Callable[[], None]) -> None:
-    """Call ``listener`` on the event loop when the engine has died."""
+    """Call ``listener`` on the event loop when an offline engine of this process has died."""
     _listeners.append(listener)
 
 
@@ -51,15 +52,16 @@ def tell(*_args: object, **_kwargs: object) -> None:
         os.environ.setdefault(CORE_DUMP_WAIT, "0")
 
 
-def tell_workers() -> None:
-    """Notify tokenizer workers before SGLang's handler in this process kills them.
+@contextmanager
+def telling_workers() -> Iterator[None]:
+    """In this block, tokenizer workers are notified before SGLang's handler kills them.
 
-    Called in the main process, after SGLang has set its handler of SIGQUIT and before
+    Entered in the main process, after SGLang has set its handler of SIGQUIT and before
     uvicorn starts the workers.
     """
     # Uvicorn would handle the signal itself and do nothing: the server would keep
     # running without an engine, and every call would hang.
-    multiprocess.SIGNALS.pop(signal.SIGQUIT, None)
+    uvicorns = multiprocess.SIGNALS.pop(signal.SIGQUIT, None)
     kill_all = signal.getsignal(signal.SIGQUIT)
 
     def handle(signum: int, frame: FrameType | None) -> None:
@@ -72,6 +74,12 @@ def tell_workers() -> None:
             kill_all(signum, frame)
 
     signal.signal(signal.SIGQUIT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGQUIT, kill_all or signal.SIG_DFL)
+        if uvicorns is not None:
+            multiprocess.SIGNALS[signal.SIGQUIT] = uvicorns
 
 
 def _is_worker(process: psutil.Process) -> bool:

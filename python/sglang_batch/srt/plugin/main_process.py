@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookType
 
-from ..compat import sglang_version
+from ..compat import offline_hooks, sglang_version
 from ..compat.hook_targets import (
     ABORT_HOOK,
     BATCH_SEND_HOOK,
     ENGINE_DEATH_HOOK,
+    ENTER_HOOK,
     HTTP_HOOKS,
+    LAUNCH_HOOK,
     LIST_HOOK,
     MAIN_PROCESS_HOOKS,
     MESSAGE_HOOK,
@@ -19,13 +23,10 @@ from ..compat.hook_targets import (
     ROUTE_LABEL_HOOK,
     SEND_HOOK,
     SERVER_HOOK,
-    WAIT_HOOK,
+    SHUTDOWN_HOOK,
     check_hooks_took,
 )
-
-# Seconds after which SGLang kills a tokenizer worker that does not answer.
-_WORKER_PATIENCE = "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT"
-_WORKER_PATIENCE_S = "60"
+from ..compat.offline_hooks import register_offline
 
 # Whether the hooks are in place.
 _entered = False
@@ -41,28 +42,40 @@ def enter_offline_main() -> None:
     global _entered
     sglang_version.check_version()
     if not _entered:
-        from ..disaggregation import backend
-        from ..engine import engine_start, pooling
-        from . import defaults, server_routes
-
-        defaults.register()
-        backend.register()
-        pooling.register_config_hook()
-        HookRegistry.register(
-            SERVER_HOOK, server_routes.attach_to_server, HookType.BEFORE
-        )
-        HookRegistry.register(
-            WAIT_HOOK, engine_start.tell_while_waiting, HookType.AROUND
-        )
-        _register_http_hooks()
-        HookRegistry.apply_hooks()
-        # Tokenizer workers import the app by this path, in processes of their own.
-        os.environ["SGLANG_HTTP_SERVER_APP_PATH"] = "sglang_batch.srt.plugin.app:app"
-        # Their imports take longer than SGLang's 10 s on a busy machine, where it would
-        # kill and start them for ever.
-        os.environ.setdefault(_WORKER_PATIENCE, _WORKER_PATIENCE_S)
+        with _same_event_loop():
+            _hook_main()
         _entered = True
     check_hooks_took(MAIN_PROCESS_HOOKS)
+
+
+def _hook_main() -> None:
+    from ..disaggregation import backend
+    from ..engine import engine_start, pooling
+    from . import defaults, server_routes
+
+    defaults.register()
+    backend.register()
+    pooling.register_config_hook()
+    of = offline_hooks
+    around, after = HookType.AROUND, HookType.AFTER
+    register_offline(SERVER_HOOK, server_routes.run_server, around, of.first)
+    register_offline(LAUNCH_HOOK, engine_start.tell_of_schedulers, after, of.second)
+    register_offline(SHUTDOWN_HOOK, defaults.undo, after, of.own)
+    _register_http_hooks()
+    of.apply()
+
+
+@contextmanager
+def _same_event_loop() -> Iterator[None]:
+    """Keep the event loop of this thread, with which a stock engine may be running.
+
+    SGLang's HTTP server sets another policy when it is imported.
+    """
+    policy = asyncio.get_event_loop_policy()
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop_policy(policy)
 
 
 def enter_tokenizer_worker() -> None:
@@ -72,7 +85,7 @@ def enter_tokenizer_worker() -> None:
         EngineError: a hook did not take effect.
     """
     _register_http_hooks()
-    HookRegistry.apply_hooks()
+    offline_hooks.apply()
     check_hooks_took(HTTP_HOOKS)
 
 
@@ -84,17 +97,20 @@ def _register_http_hooks() -> None:
     from ..engine.sglang_engine import SGLangEngine
     from . import engine_death, quiet_log
 
-    quiet_log.quiet_server()
-    HookRegistry.register(ENGINE_DEATH_HOOK, engine_death.tell, HookType.BEFORE)
-    HookRegistry.register(
-        ROUTE_LABEL_HOOK, route_labels.label_by_template, HookType.AROUND
-    )
-    for target in REQUEST_HOOKS:
-        HookRegistry.register(target, request_checks.normalize, HookType.AROUND)
-    HookRegistry.register(MESSAGE_HOOK, request_checks.create_message, HookType.AROUND)
+    quiet_log.quiet_arguments()
     SGLangEngine.find_pairing = staticmethod(pairing.pairing_of)
-    HookRegistry.register(LIST_HOOK, list_calls.plan_list, HookType.AROUND)
-    HookRegistry.register(SEND_HOOK, gathered_calls.gather, HookType.AROUND)
-    HookRegistry.register(SEND_HOOK, pairing.pair_message, HookType.BEFORE)
-    HookRegistry.register(BATCH_SEND_HOOK, pairing.pair_messages, HookType.BEFORE)
-    HookRegistry.register(ABORT_HOOK, connection.abort_unsent, HookType.BEFORE)
+    of = offline_hooks
+    before, around = HookType.BEFORE, HookType.AROUND
+    register_offline(ENGINE_DEATH_HOOK, engine_death.tell, before, of.managers)
+    register_offline(
+        ROUTE_LABEL_HOOK, route_labels.label_by_template, around, of.served
+    )
+    register_offline(ENTER_HOOK, of.enter, before, of.own)
+    for target in REQUEST_HOOKS:
+        register_offline(target, request_checks.normalize, around, of.requested)
+    register_offline(MESSAGE_HOOK, request_checks.create_message, around, of.own)
+    register_offline(LIST_HOOK, list_calls.plan_list, around, of.own)
+    register_offline(SEND_HOOK, gathered_calls.gather, around, of.own)
+    register_offline(SEND_HOOK, pairing.pair_message, before, of.own)
+    register_offline(BATCH_SEND_HOOK, pairing.pair_messages, before, of.own)
+    register_offline(ABORT_HOOK, connection.abort_unsent, before, of.own)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
 import sglang.srt.server_args as stock
 from sglang.srt.environ import envs
+from sglang.srt.plugins import load_plugins
 
 from ...config import OfflineBatchConfig
 from ...errors import ConfigError, SGLangBatchError, refuse
@@ -101,7 +102,14 @@ def rebuild(
 ) -> OfflineServerArgs:
     """Un-pickle a record, which marks this process as one of an offline server."""
     record: OfflineServerArgs = stock._rebuild_server_args(cls, fields, bookkeeping)
-    enter_offline_child(record.offline_config.scheduler, record.disaggregation_mode)
+    if getattr(record, "_resolution_finished", False):
+        enter_offline_child(record.offline_config.scheduler, record.disaggregation_mode)
+    else:
+        # A record that a program of the user passes on, for an engine in this process.
+        from .main_process import enter_offline_main
+
+        load_plugins()
+        enter_offline_main()
     return record
 
 
@@ -161,13 +169,8 @@ def from_cli_args(
         if getattr(args, name, None) is not None:
             flag = "--" + name.replace("_", "-")
             refuse(f"{flag} needs --offline-batch.")
-    for name in ATTENTION_ARGUMENTS:
-        if getattr(args, name, None) == ATTENTION_BACKEND:
-            flag = f"--{name.replace('_', '-')} {ATTENTION_BACKEND}"
-            refuse(f"{flag} needs --offline-batch.")
-    if getattr(args, "disaggregation_transfer_backend", None) == TRANSFER_BACKEND:
-        flag = f"--disaggregation-transfer-backend {TRANSFER_BACKEND}"
-        refuse(f"{flag} needs --offline-batch.")
+    for name, value in ours(vars(args)):
+        refuse(f"--{name.replace('_', '-')} {value} needs --offline-batch.")
     return original(cls, args)
 
 
@@ -187,7 +190,19 @@ def make_server_args(**kwargs: Any) -> stock.ServerArgs:
     for name in (FLAG, *COMPANIONS):
         if kwargs.pop(name, None):
             raise ConfigError(f"{name} needs offline_batch=True.")
+    for name, value in ours(kwargs):
+        raise ConfigError(f"{name}={value!r} needs offline_batch=True.")
     return stock.ServerArgs(**kwargs)
+
+
+def ours(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """SGLang's arguments that have a value of ours, which only an offline engine knows."""
+    for name in ATTENTION_ARGUMENTS:
+        if values.get(name) == ATTENTION_BACKEND:
+            yield name, ATTENTION_BACKEND
+    name = "disaggregation_transfer_backend"
+    if values.get(name) == TRANSFER_BACKEND:
+        yield name, TRANSFER_BACKEND
 
 
 def _cut_prompts(values: dict[str, Any]) -> None:

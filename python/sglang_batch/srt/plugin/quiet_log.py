@@ -10,6 +10,8 @@ import logging
 # The loggers of SGLang that print its server arguments, on a line of 19,000 characters.
 LONG_LINES = ("sglang.srt.entrypoints.engine", "sglang.srt.entrypoints.http_server")
 MAX_LINE_CHARS = 1000
+# What those of an offline engine say. Others are not ours to cut.
+OFFLINE = "'offline_batch': True"
 # The logger that prints a line for each prefill batch.
 STEPS = "sglang.srt.managers.scheduler_components.metrics_reporter"
 ACCESS = "uvicorn.access"
@@ -31,11 +33,20 @@ CALLED = "/offline_batch/prefill/"
 DOWNLOADS = ("/content", "/results")
 
 
-def quiet_server() -> None:
-    """Attach the filters of a process that serves HTTP or starts an engine."""
+def quiet_arguments() -> None:
+    """Attach the filter of a process that starts offline engines."""
     for name in LONG_LINES:
         logging.getLogger(name).addFilter(_shorten)
+
+
+def hide_polls() -> None:
+    """Attach the filter of an offline server's accesses."""
     logging.getLogger(ACCESS).addFilter(_is_no_poll)
+
+
+def show_polls() -> None:
+    """Detach that filter: the next server of this process may be a stock one."""
+    logging.getLogger(ACCESS).removeFilter(_is_no_poll)
 
 
 def quiet_scheduler() -> None:
@@ -49,7 +60,7 @@ def _everything() -> bool:
 
 def _shorten(record: logging.LogRecord) -> bool:
     message = record.getMessage()
-    if len(message) > MAX_LINE_CHARS and not _everything():
+    if len(message) > MAX_LINE_CHARS and OFFLINE in message and not _everything():
         record.msg, record.args = (
             "%s... (%d characters; --log-level debug prints all)",
             (message[:MAX_LINE_CHARS], len(message)),

@@ -10,6 +10,7 @@ from ..compat.hook_targets import (
     FORWARD_HOOK,
     GRAMMAR_HOOK,
     GRAPH_VARIANTS_HOOK,
+    PENALTY_HOOK,
     PREALLOC_QUEUE_HOOK,
     RESULT_HOOKS,
     SCHEDULER_HOOK,
@@ -77,6 +78,12 @@ def hook_scheduler() -> None:
             (TRANSFER_QUEUE_HOOK, queues.HostTransferQueue),
         ):
             HookRegistry.register(target, queue, HookType.REPLACE)
+    if _offline_scheduler == "offline":
+        from ..scheduler.kv import token_counts
+
+        HookRegistry.register(
+            PENALTY_HOOK, token_counts.count_by_place, HookType.AROUND
+        )
     HookRegistry.register(GRAMMAR_HOOK, dead_grammars.allow_one, HookType.AFTER)
     for target in RESULT_HOOKS:
         HookRegistry.register(target, dead_grammars.abort_marked, HookType.BEFORE)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,33 +28,74 @@ from ..calls.connection import engine_of
 from ..compat.server_types import OfflineArgs
 from ..disaggregation.pairing import stop_pairing
 from ..disaggregation.prefill_routes import add_routes
+<<<<<<< HEAD
 from ..engine.strict_serving import make_strict
 from . import engine_death
+=======
+from . import engine_death, quiet_log
+>>>>>>> 84cab51 (Engines of one process: every hook asks whether its engine is an offline one; penalties count tokens by their place)
 from .client_keys import ServerKeys
 from .online_usage import count_online_usage
 
 logger = logging.getLogger(__name__)
 
 
-def attach_to_server(server_args: OfflineArgs, *args: object, **kwargs: object) -> None:
-    """BEFORE hook on SGLang's ``_setup_and_run_http_server``.
+# What tokenizer workers, which inherit it, import as their app.
+APP_PATH = ("SGLANG_HTTP_SERVER_APP_PATH", "sglang_batch.srt.plugin.app:app")
+# Seconds after which SGLang kills a tokenizer worker that does not answer, unless the user
+# gives others. Their imports take longer than SGLang's 10 s on a busy machine, where it would kill and
+# start them for ever.
+WORKER_PATIENCE = ("SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT", "60")
+
+
+def run_server(
+    original: Callable[..., None],
+    server_args: OfflineArgs,
+    *args: object,
+    **kwargs: object,
+) -> None:
+    """AROUND hook on SGLang's ``_setup_and_run_http_server``.
 
     The engine's processes are running and the app has not started yet. With several
     tokenizer workers the app runs in processes of its own, see :mod:`.app`.
     """
-    if getattr(server_args, "offline_batch", False):
-        keys = ServerKeys(server_args.offline_config)
+    keys = ServerKeys(server_args.offline_config)
+    workers = server_args.tokenizer_worker_num
+    if workers == 1:
         attach(http_server.app, keys)
         # Only now that every call is refused until our keys are in use.
         keys.replace_sglangs()
-        if server_args.tokenizer_worker_num > 1:
-            engine_death.tell_workers()
-            logger.warning(
-                "--tokenizer-worker-num %d: if only the worker that runs the batches "
-                "dies, the engine keeps the lines that it had sent, and its batches may "
-                "stop; restart the server then.",
-                server_args.tokenizer_worker_num,
-            )
+        quiet_log.hide_polls()
+        try:
+            original(server_args, *args, **kwargs)
+        finally:
+            quiet_log.show_polls()
+        return
+    logger.warning(
+        "--tokenizer-worker-num %d: if only the worker that runs the batches dies, the "
+        "engine keeps the lines that it had sent, and its batches may stop; restart the "
+        "server then.",
+        workers,
+    )
+    keys.replace_sglangs()
+    with engine_death.telling_workers(), _worker_environment():
+        original(server_args, *args, **kwargs)
+
+
+@contextmanager
+def _worker_environment() -> Iterator[None]:
+    """In this block, processes that are started may become our tokenizer workers."""
+    before = {name: os.environ.get(name) for name, _ in (APP_PATH, WORKER_PATIENCE)}
+    os.environ.update([APP_PATH])
+    os.environ.setdefault(*WORKER_PATIENCE)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def attach(app: FastAPI, keys: ServerKeys | None = None) -> None:

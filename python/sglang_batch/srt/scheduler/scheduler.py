@@ -42,6 +42,7 @@ from ...scheduling.reports.step_samples import StepSamples
 from ...scheduling.reports.waiting_view import WaitingView
 from ..attention.attention_choice import share_by_default
 from ..attention.sharing import Sharing
+from ..compat.hook_targets import PENALTY_HOOK, check_hooks_took
 from ..compat.job_control import (
     CHANGE,
     CLOSE,
@@ -117,6 +118,7 @@ class OfflineScheduler(MarkedScheduler):
     tier: ModelTier
 
     def get_init_info(self) -> dict[str, object]:
+        check_hooks_took((PENALTY_HOOK,))
         info = super().get_init_info()
         if _is_first_rank() and _replica() == 0:
             logger.info("%s.", self.tier)

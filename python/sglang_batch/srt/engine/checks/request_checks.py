@@ -18,6 +18,7 @@ from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.runtime_context import get_exec, get_observability
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from ...compat.offline_hooks import leave
 from ...compat.server_types import EngineRequest, TokenizerManager
 from ..request_ids import OUR_IDS, has_our_id, name_list
 from .request_fields import (
@@ -214,6 +215,7 @@ def normalize(original: Callable[[Any], None], adapted: Any) -> None:
     Raises:
         ValueError: the request cannot be used.
     """
+    leave(adapted)
     # SGLang reads it after a refusal too, to abort what was sent.
     adapted.is_single = True
     if not vars(adapted).pop(_CHECKED, False):

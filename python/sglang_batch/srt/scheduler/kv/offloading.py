@@ -423,8 +423,8 @@ class KvOffloader:
         for req in reqs:
             if counts_tokens(req.sampling_params):
                 batches.append(self._new_batch([req]))
-                # The last token is counted in the next step.
-                count_again(batches[-1], req.output_ids[:-1])
+                # The next decode counts for itself.
+                count_again(batches[-1], len(req.output_ids) - 1)
         for batch in batches[1:]:
             batches[0].merge_batch(batch)
         return batches[0]

@@ -1,0 +1,126 @@
+"""Several engines of one process, offline and stock: each as in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_children import command
+from preloaded import run_each
+
+STOCK: dict[str, Any] = {}
+OFFLINE = {"offline_batch": True, "offline_batch_config": {"gather_s": 0.02}}
+OTHER = {
+    "offline_batch": True,
+    "offline_batch_config": {"policy": "fcfs", "attention": "stock"},
+    "chunked_prefill_size": 64,
+}
+SENT = {"offline_batch": True, "offline_batch_config": {"scheduler": "stock"}}
+
+ALONE = [["stock", "start", STOCK], ["stock", "ask"], ["stock", "end"]]
+ORDERS = {
+    "stock, then offline beside it, then stock again": [
+        *ALONE[:2],
+        ["offline", "start", OFFLINE],
+        [["stock", "offline"], "ask"],
+        ["offline", "end"],  # SGLang ends the processes of both
+        *ALONE,
+    ],
+    "two offline ones side by side, then stock, then offline beside it": [
+        ["offline", "start", OTHER],
+        ["sent", "start", SENT],
+        [["sent", "offline"], "ask"],
+        ["offline", "end"],
+        *ALONE[:2],
+        ["offline", "start", OFFLINE],
+        [["offline", "stock"], "ask"],
+        ["stock", "ask"],
+        ["offline", "end"],
+    ],
+}
+
+
+def run(model: Path, steps: list[Any]) -> Any:
+    done = subprocess.run(
+        command("engines_in_turn", str(model), json.dumps(steps)),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def alone(demo_model: Path) -> Any:
+    """The answers of a stock engine in a process of its own."""
+    return run(demo_model, ALONE)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_answers_are_those_of_a_process_of_its_own(
+    demo_model: Path, alone: Any, order: str
+) -> None:
+    [_, expected, _], [_, _, blocking] = alone["answers"]
+    found = run(demo_model, ORDERS[order])
+    for name, *answer in found["answers"]:
+        if answer[0] == "blocking":
+            assert answer[1] == blocking, name
+        else:
+            assert answer[0] == expected, name
+            # Lists are planned, and so have ids of a job, on offline engines only.
+            assert answer[1] == ([""] if name == "stock" else ["list_"]), name
+    assert found["after"] == alone["after"]
+
+
+HOOKS_THAT_ASK_NOTHING = {
+    # They read the flag itself.
+    "sglang.srt.server_args.ServerArgs.add_cli_args",
+    "sglang.srt.server_args.ServerArgs.from_cli_args",
+    # SGLang's backends, with the same names and values, and one more.
+    "sglang.srt.disaggregation.utils.TransferBackend",
+}
+
+
+def test_every_hook_leaves_a_stock_engine_alone() -> None:
+    """Of those that an offline engine puts into its process. A new one is found here."""
+    done = run_each({"hooks": "import stock_calls; stock_calls.main()"})["hooks"]
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    asks_nothing = {t for t, said in found["hooks"].items() if said == "asks nothing"}
+    assert asks_nothing == HOOKS_THAT_ASK_NOTHING
+    others = {t: s for t, s in found["hooks"].items() if t not in asks_nothing}
+    assert len(others) > 10
+    assert set(others.values()) == {"leaves it alone"}, others
+    assert found["changed"] == []
+    assert found["steps"] == []
+
+
+def test_transfer_backends_are_sglangs_and_one_more() -> None:
+    from sglang.srt.disaggregation.utils import TransferBackend
+
+    from sglang_batch.srt.disaggregation.backend import TransferBackends
+
+    ours = {each.name: each.value for each in TransferBackends}
+    assert ours.pop("TCP") == "tcp"
+    assert ours == {each.name: each.value for each in TransferBackend}
+
+
+PASSED_ON = """
+import pickle, subprocess, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.entrypoints.engine import Engine
+args = Engine.server_args_class(model_path="none", offline_batch=True)
+code = "import sys, pickle, stock_calls; stock_calls.unpickle(sys.stdin.buffer.read())"
+subprocess.run([sys.executable, "-c", code], input=pickle.dumps(args), check=True)
+"""
+
+
+def test_arguments_passed_to_a_process_of_the_user_make_it_a_main_process() -> None:
+    done = run_each({"passed on": PASSED_ON})["passed on"]
+    assert done.returncode == 0, done.stderr[-3000:]

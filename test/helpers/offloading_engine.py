@@ -196,7 +196,7 @@ def prompts(count: int) -> list[list[int]]:
     ]
 
 
-def sampling(i: int, penalties: bool) -> dict[str, Any]:
+def sampling(i: int) -> dict[str, Any]:
     params: dict[str, Any] = {
         "temperature": 0,
         "max_new_tokens": 20 + i * 7 % 41,
@@ -204,9 +204,9 @@ def sampling(i: int, penalties: bool) -> dict[str, Any]:
     }
     if i % 4 == 1:
         params["min_new_tokens"] = 18
-    if penalties and i % 4 == 2:
+    if i % 4 == 2:
         params |= {"frequency_penalty": 0.6, "presence_penalty": 0.3}
-    if penalties and i % 4 == 3:
+    if i % 4 == 3:
         params["repetition_penalty"] = 1.3
     return params
 
@@ -216,7 +216,7 @@ def generate(engine: Any, settings: dict[str, Any], prefix: str) -> list[Any]:
     engine.flush_cache()
     outputs = engine.generate(
         input_ids=prompts(count),
-        sampling_params=[sampling(i, settings["penalties"]) for i in range(count)],
+        sampling_params=[sampling(i) for i in range(count)],
         rid=[f"{prefix}{i}" for i in range(count)],
         return_logprob=[i % 3 == 0 for i in range(count)],
         top_logprobs_num=[2 if i % 6 == 0 else 0 for i in range(count)],

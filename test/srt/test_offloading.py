@@ -19,9 +19,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # Results are not drained first: requests in flight must not be offloaded.
     "in-flight": {"drain": False, "engine": {"max_total_tokens": 20000}},
     "normal-loop": {
-        # In the overlap loop SGLang's penalties lag behind by a token, and by how
-        # much depends on the schedule: only here are they comparable.
-        "penalties": True,
         "engine": {"max_total_tokens": 20000, "disable_overlap_schedule": True},
     },
     "pages-under-pressure": {
@@ -46,7 +43,6 @@ def run_all(model: Path, engine: str) -> dict[str, Any]:
             "seed": seed,
             "count": COUNT,
             "drain": True,
-            "penalties": False,
             "evict_every": NEVER,
             "pool_bytes": None,
             **SETTINGS[name],

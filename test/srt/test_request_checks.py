@@ -31,7 +31,12 @@ from sglang_batch.srt.engine.checks.request_fields import (
 )
 from sglang_batch.srt.engine.checks.stop_rule_checks import has_rules, settle_rules
 from sglang_batch.srt.engine.checks.value_checks import FieldError, check_text
-from sglang_batch.srt.engine.request_ids import set_rid
+from sglang_batch.srt.engine.request_ids import (
+    OUR_IDS,
+    is_of_a_job,
+    may_be_ours,
+    set_rid,
+)
 
 VOCAB = 300
 
@@ -61,6 +66,10 @@ def test_every_field_of_sglang_is_decided_once() -> None:
 
 def request(**fields: Any) -> Any:
     return GenerateReqInput(**{"text": "x", **fields})
+
+
+# The random number of a job's id.
+JOB = "0123456789abcdef" * 2
 
 
 @pytest.mark.parametrize(
@@ -111,8 +120,9 @@ def test_sampling_that_cannot_be_is_named(sampling: Any, field: str, code: str) 
         {"rid": 5},
         {"rid": "b"},  # SGLang aborts by the beginning of an id
         {"rid": "batch_1234"},
-        {"rid": "batch_1-00000007.try000001.000002"},
-        {"rid": ["mine", "wave_1-00000007"]},
+        {"rid": f"batch_{JOB}"},
+        {"rid": f"batch_{JOB}-00000007.try000001.000002"},
+        {"rid": ["mine", f"wave_{JOB}-00000007"]},
     ],
 )
 def test_fields_that_are_not_for_clients_are_refused(fields: dict[str, Any]) -> None:
@@ -125,6 +135,11 @@ def test_fields_that_are_not_for_clients_are_refused(fields: dict[str, Any]) -> 
     "fields",
     [
         {"rid": "mine"},
+        # Of other forms than ours, so none of ours begins with them.
+        {"rid": "batch_of_tuesday"},
+        {"rid": "batch_1-00000007"},
+        {"rid": f"list_{JOB}0"},
+        {"rid": ["lists", "rollout_12th"], "text": ["x", "y"]},
         {"sampling_params": {"top_k": -1, "temperature": 0, "n": 1024, "stop": ["x"]}},
         {"sampling_params": {"stop_token_ids": {1, 2}, "logit_bias": {"5": -100.0}}},
         {"sampling_params": {"stop_regex": r"\d+\s*EUR|USD", "regex": "[a-z]{1,20}"}},
@@ -136,10 +151,18 @@ def test_what_sglang_can_do_is_let_through(fields: dict[str, Any]) -> None:
     check_request(request(**fields))
 
 
-def test_ids_of_lines_are_let_through() -> None:
-    line = request()
-    set_rid(line, "batch_1-00000007.try000001")
-    check_request(line)
+@pytest.mark.parametrize("begin", OUR_IDS)
+def test_ids_of_lines_are_let_through_and_are_ours(begin: str) -> None:
+    for rid in (f"{begin}{JOB}-00000007", f"{begin}{JOB}-00000007.try000001.000003"):
+        line = request()
+        set_rid(line, rid)
+        check_request(line)
+        assert is_of_a_job(rid)
+        for end in range(len(rid) + 1):  # SGLang would abort it with each of these
+            assert may_be_ours(rid[:end])
+    for rid in (f"{begin}1-00000007", f"{begin}x", f"x{begin}{JOB}-00000007"):
+        assert not is_of_a_job(rid)
+        assert not may_be_ours(rid)
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,9 @@ from ...batch_api.protocol import INTERACTIVE_PRIORITY
 from ...config import OfflineBatchConfig
 from ...job.job_planner import JobPlanner
 from ...planner.requests import UNKNOWN, Int32s, PlanRequests
-from ...request import parse_request_id
 from ...scheduling.job_plan import JobPlan
 from ...store.token_spool import RootTokens, unshared_token
-from ..engine.request_ids import GATHERED_ID, OUR_IDS
+from ..engine.request_ids import GATHERED_ID, is_of_a_job
 from ..engine.sglang_engine import SGLangEngine, namespace_of, shareable_len
 from .call_items import Message, output_limits, share_prefixes
 from .connection import engine_of, passing, send_or_refuse, unsent_messages
@@ -64,9 +63,7 @@ async def gather(
 
 def _is_ours(manager: Any, message: Message) -> bool:
     """Whether a message belongs to another job already."""
-    job_id, number, _ = parse_request_id(message.rid)
-    ours = number >= 0 and job_id.startswith(OUR_IDS)
-    return ours or message.rid in passing(manager)
+    return is_of_a_job(message.rid) or message.rid in passing(manager)
 
 
 @dataclass(slots=True)

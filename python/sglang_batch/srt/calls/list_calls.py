@@ -31,7 +31,7 @@ from ...request import (
     parse_request_id,
 )
 from ...scheduling.job_plan import JobPlan
-from ..engine.request_ids import LIST_ID, has_our_id, new_list_id
+from ..engine.request_ids import has_our_id, is_of_a_job, new_list_id
 from ..engine.sglang_engine import SGLangEngine
 from .call_items import CallItem, Message, share_prefixes
 from .connection import engine_of, send, unsent_messages
@@ -80,8 +80,8 @@ async def _planned(
 ) -> AsyncGenerator[Any]:
     messages = await _tokenize(manager, obj)
     # The ids that the request got, unless its client chose them.
-    job_id, number, _ = parse_request_id(messages[0].rid)
-    if number < 0 or not job_id.startswith(LIST_ID) or samples > 1:
+    job_id, _, _ = parse_request_id(messages[0].rid)
+    if not is_of_a_job(messages[0].rid) or samples > 1:
         job_id = new_list_id()
     if samples > 1:
         items = _sample_items(manager, obj, messages, job_id, request_states)
@@ -230,7 +230,7 @@ class _ListEngine(ForwardingEngine):
         self._items = items
         # Of clients' own ids the scheduler learns when the job opens.
         rids = tuple(item.message.rid for item in items)
-        self._names = () if rids[0].startswith(LIST_ID) else rids
+        self._names = () if is_of_a_job(rids[0]) else rids
 
     async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None:
         names, self._names = self._names, ()

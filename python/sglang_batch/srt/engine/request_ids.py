@@ -7,19 +7,44 @@ an online request, which runs before all lines.
 from __future__ import annotations
 
 import itertools
+import re
 import uuid
 from collections.abc import Iterator
 
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from ...request import engine_request_id, part_request_id
+from ...request import engine_request_id, parse_request_id, part_request_id
 from ..compat.server_types import EngineRequest
 
 # An attribute of SGLang's requests that no body sets: SGLang ignores unknown fields.
 _OURS = "_offline_batch_has_our_id"
-# How the ids of jobs begin: of lists of prompts in one call, of gathered calls, and all.
+# How the ids of jobs begin: of lists of prompts in one call, of gathered calls, and all. A
+# random number of 32 hexadecimal digits follows, by which no client's id is taken for ours.
 LIST_ID, GATHERED_ID = "list_", "gathered_"
 OUR_IDS = ("batch_", GATHERED_ID, LIST_ID, "rollout_", "wave_")
+_DIGITS = 32
+_JOB_ID = re.compile(f"({'|'.join(OUR_IDS)})[0-9a-f]{{{_DIGITS}}}")
+_HEX = re.compile("[0-9a-f]*")
+
+
+def is_of_a_job(rid: str) -> bool:
+    """Whether an id is that of a request of one of our jobs."""
+    job_id, number, _ = parse_request_id(rid)
+    return number >= 0 and _JOB_ID.fullmatch(job_id) is not None
+
+
+def may_be_ours(rid: str) -> bool:
+    """Whether an id is, or could be the beginning of, an id that we choose.
+
+    SGLang aborts every request whose id begins with the id of a call that is dropped.
+    """
+    for begin in OUR_IDS:
+        if begin.startswith(rid):
+            return True
+        if rid.startswith(begin):
+            digits, rest = rid[len(begin) :][:_DIGITS], rid[len(begin) + _DIGITS :]
+            return bool(_HEX.fullmatch(digits)) and rest[:1] in ("", "-")
+    return False
 
 
 def has_our_id(adapted: EngineRequest) -> bool:

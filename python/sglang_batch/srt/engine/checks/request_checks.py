@@ -20,7 +20,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from ...compat.offline_hooks import leave
 from ...compat.server_types import EngineRequest, TokenizerManager
-from ..request_ids import OUR_IDS, has_our_id, name_list
+from ..request_ids import has_our_id, may_be_ours, name_list
 from .request_fields import (
     REQUEST_FIELDS,
     SAMPLING_FIELDS,
@@ -177,9 +177,7 @@ def _check_id(adapted: EngineRequest) -> None:
             continue
         if not isinstance(rid, str):
             raise FieldError("rid", f"{short(rid)} is not text")
-        # The scheduler recognises lines by their ids, and SGLang aborts every request
-        # whose id begins with the given one.
-        if any(i.startswith(rid) or rid.startswith(i) for i in OUR_IDS):
+        if may_be_ours(rid):  # by which the scheduler recognises lines
             raise FieldError(
                 "rid", f"{rid[:100]!r} is, or begins, the id of a line; choose another"
             )

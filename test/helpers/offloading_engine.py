@@ -16,13 +16,15 @@ from typing import Any
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_batch.srt.compat.hook_targets import PENALTY_HOOK
 from sglang_batch.srt.scheduler.kv.offload_support import can_offload
 from sglang_batch.srt.scheduler.kv.offloading import (
     KvOffloader,
     drain_results,
 )
-from sglang_batch.srt.scheduler.kv.token_counts import count_retracted
+from sglang_batch.srt.scheduler.kv.token_counts import count_by_place, count_retracted
 
 OFFLOAD = "offload/"
 SETTINGS = "OFFLOADING_TEST_SETTINGS"
@@ -182,6 +184,7 @@ class OffloadingScheduler(scheduler_module.Scheduler):  # type: ignore[misc]
 
 def run_offloading_scheduler_process(*args: Any, **kwargs: Any) -> None:
     scheduler_module.Scheduler = OffloadingScheduler
+    HookRegistry.register(PENALTY_HOOK, count_by_place, HookType.AROUND)
     scheduler_module.run_scheduler_process(*args, **kwargs)
 
 

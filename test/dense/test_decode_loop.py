@@ -496,3 +496,36 @@ def test_prompt_logprobs_of_an_encoder_are_refused_or_empty() -> None:
     answers = run.finish()
     assert answers["asked"].error or not answers["asked"].prompt_logprobs
     assert list(answers["good"].output_ids) == generated(model, [9, 8, 7], 4)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_penalties_and_least_lengths_do_not_depend_on_company(
+    demo: LoadedModel, apart: bool
+) -> None:
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"frequency_penalty": 0.8},
+        {"presence_penalty": 1.2},
+        {"repetition_penalty": 1.5},
+        {"logit_bias": {40: 2.0, 41: -2.0}},
+    ]
+    requests = [
+        DenseRequest(
+            f"line-{i}",
+            ids,
+            Stopping(10 + 3 * i, min_new_tokens=i),
+            sampling=Sampling(temperature=0.0, **kinds[i % len(kinds)]),
+        )
+        for i, ids in enumerate(prompts(12, seed=8))
+    ]
+
+    def run() -> Run:
+        rows = SeparateRows(demo) if apart else None
+        return Run(demo, SETTINGS, rows=rows)
+
+    alone = {each.rid: list(only(run(), each).output_ids) for each in requests}
+    assert len({tuple(ids) for ids in alone.values()}) > 10
+    # Rows join where others end, and half of them while others run.
+    together = run().add(requests[::2]).steps(7).add(requests[1::2])
+    together.finish()
+    assert together.tokens() == alone

@@ -28,12 +28,8 @@ from ..calls.connection import engine_of
 from ..compat.server_types import OfflineArgs
 from ..disaggregation.pairing import stop_pairing
 from ..disaggregation.prefill_routes import add_routes
-<<<<<<< HEAD
 from ..engine.strict_serving import make_strict
-from . import engine_death
-=======
 from . import engine_death, quiet_log
->>>>>>> 84cab51 (Engines of one process: every hook asks whether its engine is an offline one; penalties count tokens by their place)
 from .client_keys import ServerKeys
 from .online_usage import count_online_usage
 

@@ -17,6 +17,7 @@ from ipaddress import ip_network
 from typing import Any, TypeVar
 
 from .errors import ConfigError
+from .media_places import parse_source
 from .policies import POLICIES
 from .stop_rules.rule_settings import StopRules
 
@@ -65,7 +66,7 @@ _ORIGIN = re.compile(
 _URL = re.compile(rf"({_ORIGIN.pattern})(/[!-~]*)?")
 
 
-def _is_origin(value: object) -> bool:
+def is_origin(value: object) -> bool:
     """Whether a value is an ``Origin`` header as browsers send it, or ``*``."""
     return isinstance(value, str) and (value == "*" or bool(_ORIGIN.fullmatch(value)))
 
@@ -84,8 +85,14 @@ def _is_server(value: object) -> bool:
 
 
 def _is_place(value: object) -> bool:
-    """Whether a value is how URLs or paths begin, up to a whole part of them."""
-    return isinstance(value, str) and len(value) > 1 and value.endswith("/")
+    """Whether a value is a place that media may be read from, or a network of hosts."""
+    if not isinstance(value, str):
+        return False
+    try:
+        parse_source(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _rules_text(value: object) -> str | None:
@@ -159,7 +166,7 @@ _FITS: dict[str, tuple[_Fits, str]] = {
     "max_uploads": _FROM_1,
     "upload_timeout_s": (lambda v: _number(v) and v > 0, "a number of seconds above 0"),
     "allowed_origins": (
-        lambda v: isinstance(v, tuple) and all(map(_is_origin, v)),
+        lambda v: isinstance(v, tuple) and all(map(is_origin, v)),
         "a list of origins such as 'https://app.example.com', or ['*']",
     ),
     "public_url": (
@@ -177,7 +184,8 @@ _FITS: dict[str, tuple[_Fits, str]] = {
     ),
     "media_sources": (
         lambda v: isinstance(v, tuple) and all(map(_is_place, v)),
-        "a list of beginnings of URLs that end in /, such as 'https://images.example.com/'",
+        "a list of URLs, absolute paths and networks, such as "
+        "'https://images.example.com/', '/data/images/' or '10.0.0.0/8'",
     ),
     "open_metrics": (lambda v: isinstance(v, bool), "true or false"),
 }
@@ -352,8 +360,9 @@ class OfflineBatchConfig:
         its name.
     open_metrics: whether ``/metrics`` needs no key on a server with keys. It needs that
         of an admin otherwise.
-    media_sources: how the URLs and paths begin from which images and other media of a
-        job's lines may be read, besides data: URLs.
+    media_sources: URLs and paths of the files and folders from which images and other
+        media of a job's lines may be read, besides data: URLs, and the private networks
+        in which hosts of these URLs may be.
     prefill_servers: on a decode server (``--disaggregation-mode decode``), URLs of the
         offline servers that compute its prompts, such as ``http://10.0.0.7:30000``.
     """

@@ -23,6 +23,7 @@ from ...stop_rules.rule_settings import StopRules
 from ..compat.server_types import EngineAnswer, EngineRequest, TokenizerManager
 from .checks.stop_rule_checks import add_rules
 from .endpoints import ServingCoroutine
+from .media.media_reading import media_reader
 from .request_ids import set_rid
 
 # An attribute of a request whose answer the engine could not give: a report of its tokens.
@@ -63,6 +64,9 @@ class HoldingManager(TokenizerManagerScoreMixin):  # type: ignore[misc]
         """SGLang's answers to ``obj``, once :class:`ServingCall` sends it."""
         submission = Submission(obj)
         await submission
+        # Also of the later requests of a call, which nobody else has seen.
+        if obj.contains_mm_input():
+            await media_reader(self._tokenizer_manager).read(obj)
         try:
             async for answer in self._tokenizer_manager.generate_request(obj, request):
                 submission.answer = answer

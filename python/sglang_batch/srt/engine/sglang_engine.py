@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -43,6 +44,7 @@ from .checks.value_checks import FieldError
 from .early_ends import EarlyEnds
 from .endpoints import Converted, ServingEndpoints
 from .measuring.learnt_machine import LearntMachine
+from .media.media_reading import media_reader
 from .media.media_sources import check_sources
 from .media.media_tokens import media_token_ids
 from .media.transcriptions import with_duration
@@ -322,10 +324,10 @@ class SGLangEngine:
     ) -> Prepared | RequestOutput:
         await self._endpoints.open(request.url)
         if request.url == TRANSCRIPTIONS_URL:
-            config = self._tokenizer_manager.server_args.offline_config
             try:
                 body = parse_body(request.body)
-                request = await with_duration(request, body, config.media_sources)
+                reader = media_reader(self._tokenizer_manager)
+                request = await with_duration(request, body, reader)
             except Exception as error:
                 return rejection(request.url, rid, error)
         if len(request.body) <= SHORT_BODY:
@@ -348,7 +350,10 @@ class SGLangEngine:
             )
             if not tokenize or manager.mm_processor is None:
                 return prepared
-            ids = await media_token_ids(manager, prepared.adapted)
+            # It is read again once it is sent, see HoldingManager.
+            own = copy.copy(prepared.adapted)
+            await media_reader(manager).read(own)
+            ids = await media_token_ids(manager, own)
         except Exception as error:
             return rejection(prepared.url, prepared.rid, error)
         return replace(prepared, input_ids=ids)

@@ -18,11 +18,10 @@ _MANY = END_OF_PLACEHOLDERS - FIRST_PLACEHOLDER
 async def media_token_ids(manager: TokenizerManager, request: Any) -> list[int]:
     """The tokens of a prompt with media, which are loaded and processed for it.
 
-    What is left of them are the placeholders. They are loaded again once the request is
-    sent.
+    What is left of them are the placeholders.
 
     Args:
-        request: SGLang's request, not changed.
+        request: SGLang's request with its media in it, not changed.
 
     Raises:
         Exception: one that cannot be loaded.

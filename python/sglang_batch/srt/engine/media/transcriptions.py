@@ -7,7 +7,6 @@ Whisper alone, needs more than one request to the engine, and is left out.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ import orjson
 from pydantic import BaseModel, Field
 
 from ....request import BatchRequestInput
-from .media_sources import check_places
+from .media_reading import MediaReader
 
 
 class TranscriptionBody(BaseModel):
@@ -36,12 +35,9 @@ class TranscriptionBody(BaseModel):
 
 
 async def with_duration(
-    line: BatchRequestInput, body: dict[str, Any], allowed: Sequence[str]
+    line: BatchRequestInput, body: dict[str, Any], reader: MediaReader
 ) -> BatchRequestInput:
     """A line whose body says how long its sound is.
-
-    Args:
-        allowed: how the URLs and paths begin that may be read.
 
     Raises:
         ValueError: the place may not be read.
@@ -50,16 +46,17 @@ async def with_duration(
     place = body.get("file_url")
     if not isinstance(place, str):
         return line  # whose checks say so
-    check_places(place, allowed)
-    seconds = await asyncio.to_thread(_duration, place)
+    url = await reader.data_url(place, "audio")
+    seconds = await asyncio.to_thread(_duration, url, place)
+    # Not its bytes: lines wait in memory.
     return replace(line, body=orjson.dumps(body | {"duration_s": seconds}))
 
 
-def _duration(place: str) -> float:
-    """The length in seconds of the sound in a place."""
+def _duration(url: str, place: str) -> float:
+    """The length in seconds of the sound in a data: URL, which was in a place."""
     from sglang.srt.utils import load_audio
 
-    sound = load_audio(place, sr=16000)
+    sound = load_audio(url, sr=16000)
     if not sound.size:
         raise ValueError(f"{place[:100]!r} has no sound.")
     return float(sound.shape[-1]) / 16000

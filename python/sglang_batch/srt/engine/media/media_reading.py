@@ -1,0 +1,371 @@
+"""Media of lines, read from the places that ``media_sources`` names.
+
+SGLang's loaders get ``data:`` URLs only. Theirs would resolve the host of a URL anew,
+follow redirects to any host, and open whatever a path leads to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import ipaddress
+import os
+import socket
+import stat
+import warnings
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urljoin
+
+import httpcore
+import httpx
+import pybase64
+
+from ....media_places import PORTS, Place, parse_place, parse_sources
+from ...compat.server_types import TokenizerManager
+from .media_sources import (
+    KINDS,
+    _is_below,
+    check_sources,
+    not_allowed,
+    places_in,
+    with_places,
+)
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+# A decoded image has three bytes or more per pixel.
+MOST_PIXELS = 1 << 26
+# A decoded sound has up to eight bytes per sample of each channel.
+MOST_SAMPLES = 1 << 28
+# All media of a line together have at most this many times what one may have.
+LINE = 4
+MOST_REDIRECTS = 5
+MOST_AT_A_TIME = 8
+_CHUNK = 1 << 20
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+
+def media_reader(manager: TokenizerManager) -> MediaReader:
+    """A reader for one line of an engine, by its settings."""
+    args: Any = manager.server_args
+    return MediaReader(
+        args.offline_config.media_sources, args.media_url_max_file_size_mb << 20
+    )
+
+
+class MediaReader:
+    """Reads the media of one line, within bounds for all of them.
+
+    Args:
+        allowed: ``media_sources``.
+        most_bytes: of one place. 0 is any number.
+    """
+
+    def __init__(self, allowed: Sequence[str], most_bytes: int) -> None:
+        self._allowed = tuple(allowed)
+        self._most_bytes = most_bytes
+        self._bytes = self._pixels = self._samples = 0
+        self._room = asyncio.Semaphore(MOST_AT_A_TIME)
+
+    async def read(self, request: Any) -> None:
+        """Put the content of each place in the fields of SGLang's request.
+
+        Raises:
+            ValueError: a place may not be read, cannot be, or has too much.
+        """
+        check_sources(request, self._allowed)
+        for name, kind in KINDS.items():
+            value = getattr(request, name, None)
+            places = list(dict.fromkeys(places_in(value)))
+            tasks = [asyncio.create_task(self.data_url(each, kind)) for each in places]
+            try:
+                urls = dict(zip(places, await asyncio.gather(*tasks), strict=True))
+            except BaseException:
+                for task in tasks:
+                    task.cancel()
+                raise
+            if places:
+                setattr(request, name, with_places(value, urls.__getitem__))
+
+    async def data_url(self, source: str, kind: str) -> str:
+        """A place as a ``data:`` URL whose content SGLang may decode.
+
+        Args:
+            kind: ``image``, ``video`` or ``audio``.
+
+        Raises:
+            ValueError: it may not be read, cannot be, or has too much.
+        """
+        async with self._room:
+            if source.startswith("data:"):
+                content = await asyncio.to_thread(_content_of, source)
+            elif not _is_below(source, self._allowed):
+                raise not_allowed(source)
+            else:
+                content = await self._content_at(source)
+            try:
+                await asyncio.to_thread(self._check, content, kind)
+            except ValueError as error:
+                raise ValueError(f"{source[:100]!r}: {error}") from None
+            if source.startswith("data:"):
+                return source
+            encoded = await asyncio.to_thread(pybase64.b64encode, content)
+            return f"data:{kind}/unknown;base64,{encoded.decode()}"
+
+    async def _content_at(self, source: str) -> bytes:
+        place = parse_place(source)
+        try:
+            if place.scheme == "file":
+                return await asyncio.to_thread(self._file, place)
+            # As SGLang's own loaders.
+            async with asyncio.timeout(float(os.getenv("REQUEST_TIMEOUT", "10"))):
+                return await self._fetched(source, place)
+        except TimeoutError:
+            reason = "it takes too long"
+        except (OSError, httpcore.NetworkError, httpcore.ProtocolError) as error:
+            reason = type(error).__name__
+        except httpcore.TimeoutException:
+            reason = "it takes too long"
+        except ValueError as error:
+            reason = str(error)
+        raise ValueError(f"{source[:100]!r} cannot be read: {reason}.")
+
+    # Files ----------------------------------------------------------------------------
+
+    def _file(self, place: Place) -> bytes:
+        path = os.path.realpath(place.target)
+        self._check_real(path, place)
+        # A pipe would wait for its other end.
+        opened = os.open(
+            path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        )
+        with open(opened, "rb") as file:
+            if not stat.S_ISREG(os.fstat(opened).st_mode):
+                raise ValueError("it is no file")
+            link = Path(f"/proc/self/fd/{opened}")
+            if link.exists():  # a folder above it may have become a link meanwhile
+                self._check_real(os.path.realpath(link), place)
+            content = bytearray()
+            while chunk := file.read(_CHUNK):
+                self._take(content, chunk)
+        return bytes(content)
+
+    def _check_real(self, path: str, place: Place) -> None:
+        """Check that what a path leads to is in a folder that the settings name."""
+        for folder in parse_sources(self._allowed)[0]:
+            if folder.scheme == "file" and place.is_below(folder):
+                real = Path(os.path.realpath(folder.target))
+                if Path(path).is_relative_to(real):
+                    return
+        raise ValueError("it leads out of its folder")
+
+    # URLs -----------------------------------------------------------------------------
+
+    async def _fetched(self, source: str, place: Place) -> bytes:
+        for _ in range(MOST_REDIRECTS + 1):
+            found = await self._answer(place)
+            if isinstance(found, bytes):
+                return found
+            source = urljoin(source, found)
+            if not _is_below(source, self._allowed):
+                raise ValueError("it redirects to a place that may not be read")
+            place = parse_place(source)
+            if place.scheme not in PORTS:
+                raise ValueError("it redirects to a file")
+        raise ValueError(f"it redirects more than {MOST_REDIRECTS} times")
+
+    async def _answer(self, place: Place) -> bytes | str:
+        """The content at a URL, or where it redirects to."""
+        host = f"[{place.host}]" if ":" in place.host else place.host
+        shown = host if place.port == PORTS[place.scheme] else f"{host}:{place.port}"
+        backend = _Pinned(place, self._allowed)
+        async with (
+            httpcore.AsyncConnectionPool(
+                ssl_context=_certificates() if place.scheme == "https" else None,
+                network_backend=backend,
+            ) as pool,
+            pool.stream(
+                "GET",
+                httpcore.URL(
+                    scheme=place.scheme,
+                    host=place.host,
+                    port=place.port,
+                    target=place.target,
+                ),
+                headers={
+                    "Host": shown,
+                    "Accept": "*/*",
+                    "Accept-Encoding": "identity",
+                    "User-Agent": "sglang-batch",
+                    "Connection": "close",
+                },
+            ) as answer,
+        ):
+            headers = {name.lower(): value for name, value in answer.headers}
+            if answer.status in (301, 302, 303, 307, 308) and b"location" in headers:
+                return headers[b"location"].decode("latin-1")
+            if answer.status != 200:
+                raise ValueError(f"its host answers with status {answer.status}")
+            content = bytearray()
+            async for chunk in answer.aiter_stream():
+                self._take(content, chunk)
+            return bytes(content)
+
+    # Bounds ---------------------------------------------------------------------------
+
+    def _take(self, content: bytearray, chunk: bytes) -> None:
+        self._bytes += len(chunk)
+        most = self._most_bytes
+        if most and len(content) + len(chunk) > most:
+            raise ValueError(f"it has more than {most:,} bytes")
+        if most and self._bytes > LINE * most:
+            raise ValueError(
+                f"the media of the line have more than {LINE * most:,} bytes"
+            )
+        content += chunk
+
+    def _check(self, content: bytes, kind: str) -> None:
+        """Check what the content would take when it is decoded."""
+        if kind == "image":
+            width, height = _image_size(content)
+        elif kind == "video":
+            width, height = _frame_size(content)
+        else:
+            samples = _num_samples(content)
+            self._samples += samples
+            if samples > MOST_SAMPLES or self._samples > LINE * MOST_SAMPLES:
+                raise ValueError(
+                    f"it has {samples:,} samples, of {MOST_SAMPLES:,} at most"
+                )
+            return
+        pixels = width * height
+        self._pixels += pixels
+        if pixels > MOST_PIXELS:
+            raise ValueError(
+                f"it has {width} x {height} pixels, of {MOST_PIXELS:,} at most"
+            )
+        if self._pixels > LINE * MOST_PIXELS:
+            raise ValueError(
+                f"with it, the images of the line have more than {LINE * MOST_PIXELS:,} pixels"
+            )
+
+
+class _Pinned(httpcore.AsyncNetworkBackend):
+    """Connects to a place at an address that was checked, and to nothing else."""
+
+    def __init__(self, place: Place, allowed: tuple[str, ...]) -> None:
+        self._place = place
+        self._allowed = allowed
+        self._backend = httpcore.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        found = await asyncio.to_thread(
+            socket.getaddrinfo, host, port, type=socket.SOCK_STREAM
+        )
+        addresses = [ipaddress.ip_address(str(each[4][0])) for each in found]
+        good = [
+            each for each in addresses if may_connect(self._place, each, self._allowed)
+        ]
+        if not good:
+            raise ValueError(
+                "its host is at a private address, which media_sources does not name"
+            )
+        failure: Exception | None = None
+        for address in dict.fromkeys(good):
+            try:
+                return await self._backend.connect_tcp(
+                    str(address), port, timeout, local_address, socket_options
+                )
+            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+                failure = error
+        raise failure or OSError()
+
+
+def may_connect(place: Place, address: Address, allowed: Sequence[str]) -> bool:
+    """Whether a place that is allowed may be read at an address of its host.
+
+    Private, loopback, link-local and reserved addresses are for hosts that are written
+    as this address, for ``localhost``, and for networks of ``media_sources``.
+    """
+    inner = _inner(address)
+    if str(address) == place.host:
+        return True
+    if place.host == "localhost" and inner.is_loopback:
+        return True
+    if any(inner in network for network in parse_sources(tuple(allowed))[1]):
+        return True
+    return inner.is_global and not (
+        inner.is_multicast
+        or inner.is_reserved
+        or (isinstance(inner, ipaddress.IPv6Address) and inner.is_site_local)
+    )
+
+
+def _inner(address: Address) -> Address:
+    """The IPv4 address that an IPv6 address leads to, or the address itself."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return address
+    if address in _NAT64:
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    teredo = address.teredo
+    return (
+        address.ipv4_mapped or address.sixtofour or (teredo[1] if teredo else address)
+    )
+
+
+@cache
+def _certificates() -> Any:
+    return httpx.create_ssl_context()
+
+
+def _content_of(url: str) -> bytes:
+    """The content of a ``data:`` URL, as SGLang decodes it."""
+    try:
+        return pybase64.b64decode(url.partition(",")[2], validate=True)
+    except ValueError as error:
+        raise ValueError(f"{url[:100]!r}: {error}") from None
+
+
+def _image_size(content: bytes) -> tuple[int, int]:
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(content)) as image:  # reads the header only
+                return image.size
+    except Image.DecompressionBombError:
+        raise ValueError(f"it has more than {MOST_PIXELS:,} pixels") from None
+    except (OSError, SyntaxError) as error:
+        raise ValueError(f"Could not decode image: {error}") from None
+
+
+def _frame_size(content: bytes) -> tuple[int, int]:
+    from sglang.srt.utils import load_video
+
+    try:
+        height, width = load_video(content, use_gpu=False).frame_shape
+    except (ImportError, ValueError):  # SGLang's loader will say so
+        return 0, 0
+    return width, height
+
+
+def _num_samples(content: bytes) -> int:
+    """Samples of a sound in all channels. 0 where only SGLang can tell."""
+    import soundfile
+
+    try:
+        found = soundfile.info(io.BytesIO(content))
+    except soundfile.LibsndfileError:
+        return 0
+    return int(found.frames) * int(found.channels)

@@ -24,7 +24,14 @@ KERNELS = ROOT / "sgl_kernel_ext"
 # neighbours in the same layer.
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "sglang_batch": (
-        ("errors", "json_lines", "media_places", "option_types", "policies", "stop_rules"),
+        (
+            "errors",
+            "json_lines",
+            "media_places",
+            "option_types",
+            "policies",
+            "stop_rules",
+        ),
         ("config", "request"),
         ("store", "batch_api", "planner"),
         ("workloads", "scheduling", "inputs", "access", "rollout"),
@@ -75,7 +82,15 @@ PURE: dict[str, set[str]] = {
     "access": {"store"},
     "rollout": {"planner"},
 }
-SHARED = {"request", "config", "errors", "json_lines", "media_places", "option_types", "policies"}
+SHARED = {
+    "request",
+    "config",
+    "errors",
+    "json_lines",
+    "media_places",
+    "option_types",
+    "policies",
+}
 HEAVY = {"torch", "sglang"}
 WEB = {"fastapi", "starlette"}
 # Outside srt/, these alone import sglang: its frontend language, which runs in users'

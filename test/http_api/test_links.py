@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import Request
+from route_server import serving
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError
@@ -105,3 +107,22 @@ def test_forwarded_headers_count_from_trusted_proxies_only() -> None:
 def test_what_is_no_network_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="trusted_proxies"):
         OfflineBatchConfig(trusted_proxies=(value,))
+
+
+def test_an_answer_that_is_repeated_names_the_host_of_its_own_call(
+    tmp_path: Path,
+) -> None:
+    path = "/v1/messages/batches"
+    params = {"model": "demo", "max_tokens": 1, "messages": []}
+    body = {"requests": [{"custom_id": "twice", "params": params}]}
+    with serving(tmp_path) as server:
+        made = server.http.post(path, json=body).json()
+        while made["processing_status"] != "ended":
+            made = server.http.get(f"{path}/{made['id']}").json()
+        # A client that got no answer calls again, with a key, when the batch has ended.
+        again = {"x-stainless-retry-count": "1", "idempotency-key": "key"}
+        for host in ("first.example", "second.example"):
+            shown = server.http.post(path, json=body, headers=again | {"host": host})
+            url = f"http://{host}{path}/{made['id']}/results"
+            assert shown.json()["results_url"] == url
+    assert shown.headers["idempotency-replayed"] == "true"

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
@@ -46,6 +48,7 @@ async def answer_once(
     content: bytes,
     make: Callable[[Keep], Awaitable[JSONResponse]],
     body_key: Any = None,
+    shown: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> Response:
     """Answer a POST by calling ``make``, or repeat the answer stored for its key.
 
@@ -54,6 +57,7 @@ async def answer_once(
             files, since boundaries differ from one attempt to the next.
         body_key: the key that the body names. The header means the same.
         make: executes the call and stores its answer with the :data:`Keep` it is given.
+        shown: makes of a stored body what this call gets.
 
     Raises:
         ApiError: 400 if the key is too long, empty or not a string, or if the body
@@ -69,7 +73,10 @@ async def answer_once(
     async with _locked(store, owner, key):
         before = await asyncio.to_thread(find_answer, store, owner, key)
         if before is not None:
-            return _replayed(before, key, sha256)
+            body = before.body
+            if shown is not None and before.request_sha256 == sha256:
+                body = bytes(JSONResponse(shown(json.loads(body))).body)
+            return _replayed(replace(before, body=body), key, sha256)
 
         def keep(body: dict[str, Any]) -> None:
             answer = Answer(sha256, 200, bytes(JSONResponse(body).body))

@@ -66,7 +66,7 @@ async def create_message_batch(request: Request) -> Response:
 
         async def make(keep: Keep) -> JSONResponse:
             def on_made(row: Row) -> None:
-                keep(_object(request, row))
+                keep(_object(request, row, url=""))
 
             row = None
             # A client that got no answer and tries again means the batch of its first
@@ -81,7 +81,13 @@ async def create_message_batch(request: Request) -> Response:
                 await asyncio.to_thread(on_made, row)
             return JSONResponse(_object(request, row))
 
-        return await answer_once(request, sha256.encode(), make)
+        def shown(kept: dict[str, Any]) -> dict[str, Any]:
+            path = kept["results_url"]
+            if path is None or not path.startswith("/"):  # of an earlier version
+                return kept
+            return kept | {"results_url": base_url(request) + path}
+
+        return await answer_once(request, sha256.encode(), make, shown=shown)
 
 
 @router.get("/v1/messages/batches", response_model=MessageBatchPage)
@@ -218,9 +224,16 @@ def _no_such_batch(message_batch_id: str) -> ApiError:
     return ApiError(404, f"No message batch found with id '{message_batch_id}'.")
 
 
-def _object(request: Request, row: Row) -> dict[str, Any]:
+def _object(request: Request, row: Row, url: str | None = None) -> dict[str, Any]:
+    """A batch for a caller.
+
+    Args:
+        url: of the server. None is how the call names it. An answer that is kept has
+            none: it may be repeated to a call that names another.
+    """
     service = service_of(request)
-    shown = messages.message_batch_object(row, base_url(request))
+    url = base_url(request) if url is None else url
+    shown = messages.message_batch_object(row, url)
     if shown["results_url"] and not _results_kept(service.store, row):
         shown["results_url"] = None
     return shown | owner_field(request, row)

@@ -24,7 +24,7 @@ from sglang_batch.errors import InputError
 from sglang_batch.fleet import plan_bytes
 from sglang_batch.job.job_planner import JobPlanner
 from sglang_batch.planner.costs.cost_model import CostModel
-from sglang_batch.planner.costs.mixing import MixingCost
+from sglang_batch.planner.costs.mixing import ALWAYS_MIXED, MixingCost
 from sglang_batch.planner.costs.pool_shares import PoolShares
 from sglang_batch.planner.costs.step_table import StepExtras, linear_table
 from sglang_batch.planner.machine_model import Machine
@@ -33,7 +33,9 @@ from sglang_batch.policies import POLICIES
 from sglang_batch.scheduling.job_plan import JobPlan, unplanned
 
 
-def a_plan(policy: str = "dual-scan", n: int = 40) -> JobPlan:
+def a_plan(
+    policy: str = "dual-scan", n: int = 40, max_wait_steps: int | None = None
+) -> JobPlan:
     prompts = [[1, 2, 3, i % 4, i] for i in range(n)]
     requests = PlanRequests(
         np.concatenate([np.array(p, np.int32) for p in prompts]),
@@ -42,9 +44,8 @@ def a_plan(policy: str = "dual-scan", n: int = 40) -> JobPlan:
         np.full(n, UNKNOWN, np.int32),
     )
     machine = make_machine()
-    planner = JobPlanner(
-        requests, np.arange(n), machine, OfflineBatchConfig(policy=policy)
-    )
+    config = OfflineBatchConfig(policy=policy, max_wait_steps=max_wait_steps)
+    planner = JobPlanner(requests, np.arange(n), machine, config)
     return planner.plans()[0].for_scheduler(machine)
 
 
@@ -91,7 +92,8 @@ def test_a_plan_of_each_policy_arrives_as_it_was(policy: str) -> None:
 
 
 def test_a_plan_with_all_that_it_may_have_arrives_as_it_was() -> None:
-    mixing = MixingCost(1.0, 2.0, float("inf"), 0.5, (0.0, 1e-300))
+    matrices = (1e-300, *ALWAYS_MIXED.matrices_s[1:])
+    mixing = MixingCost(1.0, 2.0, float("inf"), 0.5, matrices)
     plan = a_plan()
     plan = dataclasses.replace(
         plan,
@@ -104,6 +106,12 @@ def test_a_plan_with_all_that_it_may_have_arrives_as_it_was() -> None:
     assert same(plan, plan_bytes.plan_of(plan_bytes.to_bytes(plan)))
     none = unplanned(make_machine())
     assert same(none, plan_bytes.plan_of(plan_bytes.to_bytes(none)))
+
+
+@pytest.mark.parametrize("policy", ["length-tree", "length-aligned"])
+def test_a_limit_of_steps_may_be_larger_than_any_count(policy: str) -> None:
+    plan = a_plan(policy, max_wait_steps=10**30)
+    assert same(plan, plan_bytes.plan_of(plan_bytes.to_bytes(plan)))
 
 
 def test_a_machine_arrives_as_it_was() -> None:
@@ -138,21 +146,30 @@ def test_pickles_are_not_read(read: Any, data: bytes) -> None:
     assert "pickle" not in vars(plan_bytes)
 
 
-def _packed(value: object) -> bytes:
-    return b"\0" + msgspec.msgpack.encode(value)
+def _packed(value: object, arrays: bytes = b"") -> bytes:
+    return b"\0" + msgspec.msgpack.encode((msgspec.msgpack.encode(value), arrays))
 
 
 def _changed(path: str, value: object) -> bytes:
-    """A plan of which one value is another."""
-    plain = plan_bytes.to_bytes(a_plan())
-    fields = msgspec.msgpack.decode(plan_bytes._expanded(plain, 1 << 20))
+    """A plan of which one value is another, as msgpack has it."""
+    plain = plan_bytes._expanded(plan_bytes.to_bytes(a_plan()), 1 << 20)
+    head, arrays = msgspec.msgpack.decode(plain)
+    fields = msgspec.msgpack.decode(head)
     fields[path] = value
-    return _packed(fields)
+    return _packed(fields, arrays)
 
 
-def _ints(*values: int) -> list[object]:
-    array = np.array(values, np.int32)
-    return ["<i4", [len(values)], array.tobytes()]
+def _replaced(**values: object) -> bytes:
+    """A plan of which some values are others, which may not fit the rest."""
+    return plan_bytes.to_bytes(dataclasses.replace(a_plan(), **values))  # type: ignore[arg-type]
+
+
+def _ints(*values: int) -> Any:
+    return np.array(values, np.int32)
+
+
+def _cost(**values: Any) -> bytes:
+    return _replaced(cost=dataclasses.replace(a_plan().cost, **values))
 
 
 _BAD = {
@@ -169,20 +186,31 @@ _BAD = {
     "cut": plan_bytes.to_bytes(a_plan())[:-3],
     "more": plan_bytes.to_bytes(a_plan()) + b"x",
     "no array": _changed("parent", 3),
-    "dtype of objects": _changed("parent", ["|O", [1], b"12345678"]),
-    "dtype of records": _changed("parent", ["i4,i4", [1], b"12345678"]),
-    "other dtype": _changed("parent", ["<f4", [1], b"1234"]),
-    "huge shape": _changed("parent", ["<i4", [1 << 40], b"1234"]),
-    "product of shape overflows": _changed("parent", ["<i4", [1 << 62, 4], b""]),
-    "negative shape": _changed("parent", ["<i4", [-1], b"1234"]),
-    "half a number": _changed("parent", ["<i4", [1], b"123"]),
-    "other length": _changed("input_len", _ints(1, 2)),
-    "node without a parent": _changed("parent", _ints(-1, -1, -1, -1, -1)),
-    "circle": _changed("parent", _ints(-1, 2, 1, 0, 0)),
-    "no node": _changed("node", _ints(*[1 << 30] * 40)),
-    "negative position": _changed("position", _ints(*range(-1, 39))),
-    "position twice": _changed("position", _ints(*[1] * 40)),
-    "huge number": _changed("number", _ints(*range(39), (1 << 31) - 1)),
+    "dtype of objects": _changed("parent", ["|O", [1]]),
+    "dtype of records": _changed("parent", ["i4,i4", [1]]),
+    "other dtype": _changed("parent", ["<f4", [1]]),
+    "huge shape": _changed("parent", ["<i4", [1 << 40]]),
+    "product of shape overflows": _changed("parent", ["<i4", [1 << 62, 4]]),
+    "negative shape": _changed("parent", ["<i4", [-1]]),
+    "fewer arrays": _changed("number", ["<i4", [0]]),
+    "many small values": _changed("policy", [{}] * plan_bytes.MAX_HEAD_BYTES),
+    "other length": _replaced(input_len=_ints(1, 2)),
+    "node without a parent": _replaced(parent=_ints(-1, -1, -1, -1, -1)),
+    "circle": _replaced(parent=_ints(-1, 2, 1, 0, 0)),
+    "no node": _replaced(node=_ints(*[1 << 30] * 40)),
+    "negative position": _replaced(position=_ints(*range(-1, 39))),
+    "position twice": _replaced(position=_ints(*[1] * 40)),
+    "huge number": _replaced(number=_ints(*range(39), (1 << 31) - 1)),
+    "node that ends before it begins": _replaced(leaf_end=np.zeros(5, np.int32)),
+    "steps without end": _replaced(est_decode_steps=np.full(40, np.inf, np.float32)),
+    "no steps": _replaced(est_decode_steps_sq=np.full(40, np.nan, np.float32)),
+    "no density": _replaced(density=np.full(40, np.nan, np.float32)),
+    "unknown rule": _replaced(length_rule=9),
+    "wait below 1": _replaced(max_wait_steps=0),
+    "no time": _cost(token_time_s=float("nan")),
+    "negative time": _cost(kv_read_time_s=-1.0),
+    "few matrices": _cost(mixing=MixingCost(1.0, 1.0, 1.0, 1.0, (0.0,))),
+    "no matrices": _cost(mixing=ALWAYS_MIXED._replace(step_s=float("nan"))),
     "huge integer": _changed("num_left", (1 << 64) - 1),
 }
 
@@ -213,17 +241,29 @@ def test_a_machine_with_impossible_numbers_is_refused() -> None:
     machine = full_machine()
     with pytest.raises(InputError, match="NaN"):
         plan_bytes.machine_of(plan_bytes.to_bytes(Machine(cost, machine.limits)))
+    for wrong in ({"state_reads": float("inf")}, {"window": -1}):
+        other = dataclasses.replace(machine.cost, **wrong)  # type: ignore[arg-type]
+        with pytest.raises(InputError):
+            plan_bytes.machine_of(plan_bytes.to_bytes(Machine(other, machine.limits)))
     limits = dataclasses.replace(machine.limits, kv_capacity_tokens=1 << 62)
     with pytest.raises(InputError, match=str(1 << 62)):
         plan_bytes.machine_of(plan_bytes.to_bytes(Machine(machine.cost, limits)))
 
 
 _BOMBS = """
-import sys, zlib, zstandard
+import msgspec, os, sys, zlib, zstandard
 from sglang_batch.errors import InputError
 from sglang_batch.fleet import plan_bytes
 bombs = [b"\\1" + zstandard.ZstdCompressor(write_content_size=size).compress(bytes(1 << 29))
          for size in (True, False)]
+def small(name, value):
+    # Values of a byte in place of an array or of times, at the ratio that is allowed.
+    fields = {"noise": os.urandom(420_000), name: value}
+    plain = msgspec.msgpack.encode(fields)
+    return [b"\\1" + zstandard.ZstdCompressor(level=1).compress(each)
+            for each in (plain, msgspec.msgpack.encode((plain, b"")))]
+bombs += small("number", [{}] * 6_200_000)
+bombs += small("cost", {"mixing": [0, 0, 0, 0, [0] * 6_200_000]})
 bombs += [zlib.compress(bytes(1 << 28)), b"\\1" + bombs[0][1:] * 50]
 open("/proc/self/clear_refs", "w").write("5")
 peak = lambda: int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])

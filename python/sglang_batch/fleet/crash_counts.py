@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
+
 from ..errors import StoreError
 from ..request import line_request_id
 from ..store.files import atomic_write
@@ -39,8 +41,9 @@ class CrashCounts:
         if path is None or not path.exists():
             return
         try:
-            self._deaths.update(json.loads(path.read_bytes()))
-        except (OSError, ValueError, TypeError) as error:
+            found = msgspec.json.decode(path.read_bytes(), type=dict[str, int])
+            self._deaths.update(found)
+        except (OSError, msgspec.MsgspecError) as error:
             raise StoreError(
                 f"{path} cannot be read ({error}); remove it to try lines again that "
                 "engines died of."

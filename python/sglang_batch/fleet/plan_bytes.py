@@ -1,9 +1,10 @@
 """Plans and machines as bytes that can only hold data.
 
 They are msgpack, read by the types of :class:`JobPlan` and :class:`Machine`: numbers, strings,
-lists and arrays. Nothing in them names a class or a function. An array is its dtype, its shape
-and its bytes. What was read is checked before it is used, since compiled code follows the
-numbers of a plan without checks of its own.
+lists and arrays. Nothing in them names a class or a function. An array is its dtype and its
+shape, and the bytes of all arrays follow the rest, which is small: a value of msgpack takes a
+byte, and an object in memory seventy. What was read is checked before it is used, since compiled
+code follows the numbers of a plan without checks of its own.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ import numpy as np
 import zstandard
 
 from ..errors import InputError
+from ..planner.costs.mixing import ALWAYS_MIXED
 from ..planner.costs.step_table import HEAD_MEMORY, TOKENS
+from ..planner.length_batches.batch_state import GROUPS, TREE
 from ..planner.machine_model import Machine
-from ..scheduling.job_plan import JobPlan
+from ..scheduling.job_plan import JobPlan, StepCost
 
 # Most bytes of a plan and of a machine, expanded. A plan has about 40 for each request.
 MAX_PLAN_BYTES = 1 << 30
 MAX_MACHINE_BYTES = 1 << 24
+# Most bytes besides those of arrays. A plan and a machine have a few hundred.
+MAX_HEAD_BYTES = 1 << 14
 # What is compressed to less than one byte in so many is sent as it is, and so bytes that would
 # expand further are no plan.
 MAX_RATIO = 16
@@ -39,7 +44,9 @@ T = TypeVar("T", JobPlan, Machine)
 
 def to_bytes(value: JobPlan | Machine) -> bytes:
     """A plan or a machine as bytes."""
-    plain = msgspec.msgpack.encode(value, enc_hook=_plain)
+    arrays: list[bytes] = []
+    head = msgspec.msgpack.encode(value, enc_hook=partial(_plain, arrays))
+    plain = msgspec.msgpack.encode((head, b"".join(arrays)))
     packed = zstandard.ZstdCompressor(level=1).compress(plain)
     if len(packed) * MAX_RATIO < len(plain) or len(packed) >= len(plain):
         return _PLAIN + plain
@@ -69,35 +76,55 @@ def machine_of(data: bytes) -> Machine:
     return machine
 
 
-def _plain(value: object) -> object:
-    """Arrays and numbers of numpy as msgpack has them."""
+def _plain(arrays: list[bytes], value: object) -> object:
+    """Arrays and numbers of numpy as msgpack has them. Bytes of arrays go to ``arrays``."""
     if isinstance(value, np.ndarray):
-        return value.dtype.str, value.shape, value.tobytes()
+        arrays.append(value.tobytes())
+        return value.dtype.str, value.shape
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot be in a plan")
 
 
-def _array(kind: Any, value: object) -> Any:
-    """The array that :func:`_plain` made. ``kind``: its type, such as ``Int32s``."""
-    dtype, shape, data = msgspec.convert(value, tuple[str, list[int], bytes])
-    (expected,) = get_args(get_args(kind)[1])
-    if dtype != np.dtype(expected).str:
-        raise ValueError(f"an array of {dtype[:20]!r} in place of {expected.__name__}")
-    if min(shape, default=0) < 0 or len(shape) > 4:
-        raise ValueError(f"an array cannot have the shape {shape[:5]}")
-    # Its size is checked by numpy, which makes no copy before.
-    flat = np.frombuffer(data, expected) if data else np.zeros(0, expected)
-    if math.prod(shape) != flat.size:
-        raise ValueError(f"{len(data)} bytes are no array of the shape {shape}")
-    return flat.reshape(shape).copy()  # what is read from bytes cannot be written
+class _Arrays:
+    """The bytes of all arrays, which are taken in the order of writing."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._left = data
+
+    def take(self, kind: Any, value: object) -> Any:
+        """The array that :func:`_plain` made. ``kind``: its type, such as ``Int32s``."""
+        dtype, shape = msgspec.convert(value, tuple[str, list[int]])
+        (expected,) = get_args(get_args(kind)[1])
+        if dtype != np.dtype(expected).str:
+            raise ValueError(
+                f"an array of {dtype[:20]!r} in place of {expected.__name__}"
+            )
+        if min(shape, default=0) < 0 or len(shape) > 4:
+            raise ValueError(f"an array cannot have the shape {shape[:5]}")
+        size = math.prod(shape) * np.dtype(expected).itemsize
+        if size > len(self._left):
+            raise ValueError(f"too few bytes for an array of the shape {shape}")
+        data, self._left = self._left[:size], self._left[size:]
+        # What is read from bytes cannot be written, so a copy.
+        return np.frombuffer(data, expected).reshape(shape).copy()
+
+    def check_end(self) -> None:
+        if self._left:
+            raise ValueError(f"{len(self._left)} bytes belong to no array")
 
 
 def _read(data: bytes, kind: type[T], limit: int) -> T:
     refuse = partial(_refusal, data, kind)
     try:
         plain = _expanded(data, limit)
-        return msgspec.msgpack.decode(plain, type=kind, dec_hook=_array)
+        head, rest = msgspec.msgpack.decode(plain, type=tuple[memoryview, memoryview])
+        if len(head) > MAX_HEAD_BYTES:
+            raise ValueError(f"{len(head)} bytes besides those of arrays")
+        arrays = _Arrays(rest)
+        value = msgspec.msgpack.decode(head, type=kind, dec_hook=arrays.take)
+        arrays.check_end()
+        return value
     except RecursionError:
         raise refuse("it is nested too deep") from None
     except (msgspec.MsgspecError, zstandard.ZstdError, ValueError, TypeError) as error:
@@ -165,6 +192,21 @@ def _check_plan(plan: JobPlan) -> None:
                 f"A plan's {name} has numbers from {array.min()} to {array.max()}, "
                 f"outside of {least} to {end}."
             )
+    if (plan.leaf_begin > plan.leaf_end).any():
+        raise InputError("A plan's nodes end before they begin.")
+    for name in ("est_decode_steps", "est_decode_steps_sq"):
+        array = getattr(plan, name)
+        if not ((array >= 0) & np.isfinite(array)).all():
+            raise InputError(
+                f"A plan's {name} has a number that is no number of steps."
+            )
+    if plan.density is not None and np.isnan(plan.density).any():
+        raise InputError("A plan's density has a number that is none (NaN).")
+    if plan.length_rule not in (0, TREE, GROUPS):
+        raise InputError(f"A plan has length_rule={plan.length_rule}.")
+    if plan.max_wait_steps is not None and plan.max_wait_steps < 1:
+        raise InputError(f"A plan has max_wait_steps={plan.max_wait_steps}.")
+    _check_cost(plan.cost)
     for name in ("number", "position"):
         array = getattr(plan, name)
         if (np.diff(np.sort(array)) == 0).any():
@@ -174,6 +216,26 @@ def _check_plan(plan: JobPlan) -> None:
         raise InputError("A plan's nodes are no tree.")
     if not 0 <= plan.num_left <= n:
         raise InputError(f"A plan of {n} requests has num_left={plan.num_left}.")
+
+
+def _check_cost(cost: StepCost) -> None:
+    """Refuse times by which a scheduler cannot compute.
+
+    Raises:
+        InputError: names what is none.
+    """
+    for field in fields(cost):
+        value = getattr(cost, field.name)
+        if isinstance(value, float) and not value >= 0:
+            raise InputError(f"A plan's cost has {field.name}={value}.")
+    if cost.mixing is not None:
+        if len(cost.mixing.matrices_s) != len(ALWAYS_MIXED.matrices_s):
+            raise InputError(
+                f"A plan has times of {len(cost.mixing.matrices_s)} matrices, and not "
+                f"{len(ALWAYS_MIXED.matrices_s)}."
+            )
+        if any(map(math.isnan, (*cost.mixing[:-1], *cost.mixing.matrices_s))):
+            raise InputError("A plan's cost has a time that is none (NaN).")
 
 
 def _check_machine(machine: Machine) -> None:
@@ -198,3 +260,9 @@ def _check_machine(machine: Machine) -> None:
             raise InputError(f"A machine has the number {value}.")
         if isinstance(value, float) and math.isnan(value):
             raise InputError("A machine has a number that is none (NaN).")
+    cost = machine.cost
+    more = (cost.state_reads, cost.window, cost.window_reads, *cost.extras)
+    if not all(map(math.isfinite, more)):
+        raise InputError("A machine has a cost without end.")
+    if min(more[:3]) < 0 or min(machine.limits.second_pool) < 0:
+        raise InputError("A machine has a number below 0 where there can be none.")

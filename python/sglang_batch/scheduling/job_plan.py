@@ -26,6 +26,9 @@ from ..planner.requests import Floats, Int32s, Int64s
 
 Float32s = NDArray[np.float32]
 
+# No job has as many steps, and what plans are sent as has integers of 64 bits.
+_MOST_STEPS = 1 << 62
+
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
@@ -211,10 +214,12 @@ def job_plan(plan: Plan, numbers: Int64s, machine: Machine) -> JobPlan:
     position = np.empty(n, np.int32)
     position[leaf_of_place[place_of[plan.scan.requests]]] = np.arange(n, dtype=np.int32)
     lengths = plan.scan.lengths
-    key = family = None
+    key = family = max_wait_steps = None
     if lengths is not None:
         at = plan.fits[tree.order]
         key, family = lengths.key[at], lengths.family[at]
+        if lengths.max_wait_steps is not None:
+            max_wait_steps = min(lengths.max_wait_steps, _MOST_STEPS)
     steps, est_decode_steps_sq = _decode_steps(estimates)
     compute_s, kv_read_s = planned_work(tree, cost, steps, est_decode_steps_sq)
     return JobPlan(
@@ -239,7 +244,7 @@ def job_plan(plan: Plan, numbers: Int64s, machine: Machine) -> JobPlan:
         length_rule=0 if lengths is None else lengths.rule,
         length_key=key,
         family=family,
-        max_wait_steps=None if lengths is None else lengths.max_wait_steps,
+        max_wait_steps=max_wait_steps,
     )
 
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_batch.errors import InputError
-from sglang_batch.fleet.crash_counts import CrashCounts
+from sglang_batch.errors import InputError, StoreError
+from sglang_batch.fleet.crash_counts import CRASHES, CrashCounts
 from sglang_batch.request import Usage
 from sglang_batch.run.job_directory import JobDirectory, JobRecord
 from sglang_batch.run.outputs import Outputs
@@ -148,6 +148,24 @@ def test_a_directory_with_another_job_is_kept(tmp_path: Path) -> None:
     Head(tmp_path / "b", sha="2").end()
     with pytest.raises(InputError, match="input_sha256 is '1' here and '2' there"):
         Head(tmp_path / "a")
+
+
+@pytest.mark.parametrize("junk", [b"{", b"[]", b"[" * 100_000, b"7"])
+def test_a_record_that_is_none_is_named(tmp_path: Path, junk: bytes) -> None:
+    first = Head(tmp_path / "a")
+    first.answer(0)
+    first.share()
+    first.end()
+    (tmp_path / "state/job.json").write_bytes(junk)
+    with pytest.raises(StoreError, match="is no record of a job"):
+        Head(tmp_path / "b")
+
+
+@pytest.mark.parametrize("junk", [b"{", b"[]", b"[" * 100_000, b'{"a":"b"}'])
+def test_counts_of_crashes_that_are_none_are_named(tmp_path: Path, junk: bytes) -> None:
+    (tmp_path / CRASHES).write_bytes(junk)
+    with pytest.raises(StoreError, match=CRASHES):
+        CrashCounts(tmp_path / CRASHES)
 
 
 def test_a_log_larger_than_a_part(

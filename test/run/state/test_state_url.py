@@ -13,6 +13,7 @@ import pytest
 import zstandard
 
 from sglang_batch.errors import ConfigError, StoreError
+from sglang_batch.run.state import state_url
 from sglang_batch.run.state.state_url import StateUrl, TakenOver
 
 
@@ -192,6 +193,36 @@ def test_a_part_that_expands_is_named_or_streamed(
     assert int(grown) < 100 << 10  # KiB
     assert bool(error) == (gib == 1 or not sized)
     assert all(name in line for line in error)
+
+
+def test_many_parts_that_are_large_take_the_memory_of_a_few(tmp_path: Path) -> None:
+    """Parts that are no parts, each as large as one may be."""
+    state = StateUrl(str(tmp_path / "job"))
+    state.check()
+    head = state.claim(None, ()).head
+    for number in range(8):
+        name = f"{head}-{number:06d}.jsonl.zst"
+        with open(tmp_path / "job/parts" / name, "wb") as file:
+            file.truncate(state_url.MAX_PART_BYTES)
+    found = subprocess.run(
+        [sys.executable, "-c", _BOMB, str(tmp_path / "job")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    error, grown = found.stdout.splitlines()
+    assert f"{head}-000000" in error
+    together = 8 * state_url._READ_AT_ONCE_BYTES + state_url.MAX_PART_BYTES
+    assert int(grown) < (together + (100 << 20)) >> 10  # KiB
+
+
+def test_a_claim_of_any_size_is_none(tmp_path: Path) -> None:
+    state = StateUrl(str(tmp_path / "job"))
+    state.check()
+    claim = state.claim(None, ())
+    with open(tmp_path / "job/heads/999999999999999-deadbeef.json", "wb") as file:
+        file.truncate(1 << 40)
+    assert state.last_claim() == claim
 
 
 @pytest.mark.parametrize("cut", [1, 3, 5, 100])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -68,8 +69,9 @@ class SharedState:
         record = self._state.get(RECORD)
         if not record:  # it ended before it began
             return
-        self._check_same_job(record)
-        complete = msgspec.json.decode(record).get("complete")
+        there = self._fields(record, f"{self._state}/{RECORD}")
+        self._check_same_job(there)
+        complete = there.get("complete")
         parts = () if complete else self._state.parts(last)
         with atomic_write(self._log_path) as log:
             for records in self._state.records(parts):
@@ -167,11 +169,21 @@ class SharedState:
             end = found.rfind(b"\n") + 1
             return found[:end] if end or not found else found + log.readline()
 
-    def _check_same_job(self, record: bytes) -> None:
+    def _fields(self, record: bytes, path: object) -> dict[str, Any]:
+        """The fields of a record of a job, which is at ``path``."""
+        try:
+            return msgspec.json.decode(record, type=dict[str, Any])
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise StoreError(
+                f"{path} is no record of a job ({error}); name another URL, or pass "
+                "--overwrite to run all lines again."
+            ) from None
+
+    def _check_same_job(self, other: dict[str, Any]) -> None:
         here = self._record()
         if not here:
             return
-        own, other = (msgspec.json.decode(each) for each in (here, record))
+        own = self._fields(here, self._directory / RECORD)
         for name in ("input_sha256", "model", "served_model"):
             if own.get(name) != other.get(name):
                 raise InputError(

@@ -21,6 +21,7 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,10 @@ from ...store.files import atomic_write
 
 # Most bytes of a part, compressed and not. A head writes far smaller ones.
 MAX_PART_BYTES = 1 << 29
-# Parts read at once: stores answer many requests at a time.
-_READ_AT_ONCE = 16
+# Most bytes of each other file.
+MAX_FILE_BYTES = 1 << 26
+# Parts read at once: stores answer many requests at a time. What is larger is read alone.
+_READ_AT_ONCE, _READ_AT_ONCE_BYTES = 16, 1 << 26
 # A part is expanded so many bytes at a time, which are 16 MiB at most, as is the window.
 _READ_BYTES, _MAX_WINDOW_BYTES = 1 << 9, 1 << 24
 _HEADS, _PARTS = "heads", "parts"
@@ -186,8 +189,13 @@ class StateUrl:
             names = parts[first : first + _READ_AT_ONCE]
             # One by one: a call for many takes their names for patterns.
             with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
-                found = list(pool.map(self._part, names))
-            for name, data in zip(names, found, strict=True):
+                first_bytes = repeat(_READ_AT_ONCE_BYTES)
+                found = list(pool.map(self._part, names, first_bytes))
+            found.reverse()
+            for name in names:
+                data = found.pop()
+                if len(data) > _READ_AT_ONCE_BYTES:
+                    data = self._part(name, MAX_PART_BYTES)
                 try:
                     yield from _expanded(data)
                 except (zstandard.ZstdError, ValueError) as error:
@@ -196,10 +204,10 @@ class StateUrl:
                         "lines run again."
                     ) from None
 
-    def _part(self, name: str) -> bytes:
-        """A part as it is, or its beginning if it is too large to be one."""
+    def _part(self, name: str, most: int) -> bytes:
+        """A part as it is, or the first ``most + 1`` bytes if it has more."""
         path = self._at(f"{_PARTS}/{name}")
-        data: bytes = self._call(self._files.cat_file, path, end=MAX_PART_BYTES + 1)
+        data: bytes = self._call(self._files.cat_file, path, end=most + 1)
         return data
 
     def remove_parts(self, claim: Claim | None = None) -> None:
@@ -234,11 +242,12 @@ class StateUrl:
             raise self._error(error) from error
 
     def get(self, name: str) -> bytes | None:
-        """The content of a file, None if there is none."""
+        """The content of a small file, None if there is none, or one that is too large."""
+        end = MAX_FILE_BYTES + 1
         found: bytes | None = self._call(
-            self._files.cat_file, self._at(name), missing=None
+            self._files.cat_file, self._at(name), end=end, missing=None
         )
-        return found
+        return None if found is None or len(found) == end else found
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"

@@ -121,9 +121,10 @@ def files_are_listed_page_by_page(calls: Calls) -> None:
 def a_deleted_file_is_gone(calls: Calls) -> None:
     files = calls.api.files
     file = calls.upload(CONTENT)
-    deleted = strictly(files.delete(file.id))
-    assert (deleted.id, deleted.object, deleted.deleted) == (file.id, "file", True)
-    for call in (files.retrieve, files.content, files.delete):
+    for _ in range(2):  # a client repeats the call if its answer was lost
+        deleted = strictly(files.delete(file.id))
+        assert (deleted.id, deleted.object, deleted.deleted) == (file.id, "file", True)
+    for call in (files.retrieve, files.content):
         refused(
             lambda call=call: call(file.id),  # type: ignore[misc]
             openai.NotFoundError,
@@ -236,12 +237,12 @@ def an_upload_that_does_not_fit_together_is_refused(calls: Calls) -> None:
     part = uploads.parts.create(exact, data=CONTENT).id
     refused(lambda: uploads.complete(exact, part_ids=["part_nope"]), says="part_nope")
     refused(lambda: uploads.complete(exact, part_ids=[part], md5="0" * 32), says="md5")
-    cancelled = strictly(uploads.cancel(exact))
-    assert cancelled.status == "cancelled"
+    for _ in range(2):  # a client repeats the call if its answer was lost
+        cancelled = strictly(uploads.cancel(exact))
+        assert cancelled.status == "cancelled"
     for call in (
         lambda: uploads.parts.create(exact, data=b"x"),
         lambda: uploads.complete(exact, part_ids=[part]),
-        lambda: uploads.cancel(exact),
     ):
         refused(call, openai.ConflictError, says="cancelled")
     for call in (

@@ -29,6 +29,9 @@ TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 # a second or more.
 MAX_TEXT_REPEATS = 128
 MAX_ALL_TEXT_REPEATS = 512
+# A repeat of nothing but a repeat divides one text in many ways: 25 take a second, 64 over
+# twenty.
+MAX_NESTED_TEXT_REPEATS = 25
 # Characters that a JSON string has to escape.
 _ESCAPED = frozenset([*range(0x20), ord('"'), ord("\\")])
 
@@ -157,15 +160,20 @@ def check_schema(grammar: str) -> str | None:
             parsed = sre_parse.parse(pattern)
         except (re.error, OverflowError, RecursionError):
             continue  # of another dialect; the compiler reads it
-        counts = list(_wide_repeats(parsed, 1))
-        if max(counts, default=0) > MAX_TEXT_REPEATS or (
-            sum(counts) > MAX_ALL_TEXT_REPEATS
+        repeats = list(_wide_repeats(parsed, 1))
+        nested = max((most for most, is_nested in repeats if is_nested), default=0)
+        counts = [most for most, _ in repeats]
+        if (
+            nested > MAX_NESTED_TEXT_REPEATS
+            or max(counts, default=0) > MAX_TEXT_REPEATS
+            or sum(counts) > MAX_ALL_TEXT_REPEATS
         ):
             return (
                 f"the pattern {pattern[:100]!r} repeats more than {MAX_TEXT_REPEATS} "
-                "times what may be a quote, a backslash or a control character, so "
-                "answers would be no valid JSON, or take too long to prepare. Use "
-                "minLength and maxLength instead, or exclude these characters"
+                f"times, or in a repeat of a repeat {MAX_NESTED_TEXT_REPEATS} times, "
+                "what may be a quote, a backslash or a control character, so answers "
+                "would be no valid JSON, or take too long to prepare. Use minLength and "
+                "maxLength instead, or exclude these characters"
             )
     return None
 
@@ -225,19 +233,28 @@ def _patterns(part: Any) -> Iterator[str]:
         yield from _patterns(value)
 
 
-def _wide_repeats(parsed: Any, times: int) -> Iterator[int]:
-    """How often each repeated part occurs that may be a character of ``_ESCAPED``."""
+def _wide_repeats(
+    parsed: Any, times: int, is_whole: bool = False
+) -> Iterator[tuple[int, bool]]:
+    """How often each repeated part occurs that may be a character of ``_ESCAPED``, and
+    whether it is the whole of what another repeat repeats.
+
+    Args:
+        times: how often repeats around it repeat it.
+        is_whole: whether it is the whole of the part of the innermost of these.
+    """
+    is_whole = is_whole and len(parsed) == 1
     for kind, value in parsed:
         if kind not in _REPEATS:
             for part in _parts(value):
-                yield from _wide_repeats(part, times)
+                yield from _wide_repeats(part, times, is_whole)
             continue
         low, high, part = value
         most = int(low if high == sre_parse.MAXREPEAT else high) or 1
         most = min(times * most, 1 << 20)
         if _may_be_escaped(part) and most > 1:
-            yield most
-        yield from _wide_repeats(part, most)
+            yield most, is_whole
+        yield from _wide_repeats(part, most, True)
 
 
 def _may_be_escaped(parsed: Any) -> bool:

@@ -111,6 +111,15 @@ def jsonl(lines: Iterable[dict[str, Any]]) -> bytes:
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
+def but_for_cost(batch: Batch) -> dict[str, Any]:
+    """A batch without what it costs, which becomes exact as the work of others does."""
+    found = batch.to_dict()
+    usage: Any = found.get("usage") or {}
+    for name in ("engine_seconds", "dollars"):
+        usage.pop(name, None)
+    return found
+
+
 def strictly(answer: Answer) -> Answer:
     """An answer whose keys and types are those of the client's type.
 

@@ -385,6 +385,54 @@ def test_such_a_pattern_is_refused_in_a_request(name: str) -> None:
         check_value(name, schema, SAMPLING_FIELDS[name], None, None)
 
 
+BARE = [
+    r"^\t$",
+    r"\t+",
+    r"^[\t]$",
+    r'^"a"$',
+    r'a"',
+    r'^(?:"|\\)+$',
+    r'^(a"|b\t)+c$',
+    r"^\0$",
+    # As JavaScript writes it.
+    r"^[^]$",
+    r"^a[^]b$",
+    r"^\u{9}$",
+    r"^\cI$",
+    r"^(?<tab>\t)$",
+    r"^[\w-.]?[^]{1,200}$",
+]
+PLAIN = [
+    r'^a(?:"b)?$',
+    r'^(a|")$',
+    r'^[a"]$',
+    r"^[\s\S]*$",
+    r"^(?<year>[0-9]{4})$",
+    r"^\u{41}$",
+    r"^[\w-.]+@[\w-.]{1,100}$",
+    r"^\p{L}+$",
+]
+
+
+@pytest.mark.parametrize("pattern", [*BARE, *PLAIN])
+@pytest.mark.parametrize("name", ["pattern", "propertyNames"])
+def test_a_pattern_of_characters_to_escape_is_refused(pattern: str, name: str) -> None:
+    """xgrammar would take it for JSON text."""
+    schema: dict[str, Any] = {"type": "string", "pattern": pattern}
+    if name == "propertyNames":
+        schema = {"type": "object", "propertyNames": {"pattern": pattern}}
+    assert (check_schema(json.dumps(schema)) is not None) == (pattern in BARE)
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [("json-pointer", True), ("relative-json-pointer", True), ("date-time", False)],
+)
+def test_a_format_with_bare_quotes_is_refused(name: str, refused: bool) -> None:
+    schema = {"properties": {"format": {"type": "string", "format": name}}}
+    assert (check_schema(json.dumps(schema)) is not None) == refused
+
+
 REF = {"$ref": "#/$defs/b"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 with warnings.catch_warnings():
@@ -34,6 +34,16 @@ MAX_ALL_TEXT_REPEATS = 512
 MAX_NESTED_TEXT_REPEATS = 25
 # Characters that a JSON string has to escape.
 _ESCAPED = frozenset([*range(0x20), ord('"'), ord("\\")])
+
+# Formats of xgrammar whose strings may have them as they are.
+_BARE_FORMATS = frozenset({"json-pointer", "relative-json-pointer"})
+# What JavaScript writes otherwise than Python, and what Python writes.
+_DIALECT: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    (re.compile(r"\[\^\]"), r"[\\s\\S]"),
+    (re.compile(r"\(\?<(?=[A-Za-z_$])"), "(?P<"),
+    (re.compile(r"\\u\{0*([0-9A-Fa-f]{1,6})\}"), lambda m: f"\\U{m[1]:0>8}"),
+    (re.compile(r"\\c([A-Za-z])"), lambda m: f"\\x{ord(m[1]) % 32:02x}"),
+)
 
 _REPEATS = (sre_parse.MAX_REPEAT, sre_parse.MIN_REPEAT, sre_parse.POSSESSIVE_REPEAT)
 _COUNT = re.compile(r"\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}", re.ASCII)
@@ -136,10 +146,14 @@ def check_grammar(grammar: str) -> str | None:
             depth -= 1
     if most > MAX_GRAMMAR_DEPTH:
         return f"it is nested {most} deep; the most is {MAX_GRAMMAR_DEPTH}"
-    counts = [int(n[:12]) for pair in _COUNT.findall(grammar) for n in pair if n]
+    counts = _counts(grammar)
     if any(count > MAX_GRAMMAR_REPEATS for count in counts):
         return f"it repeats {max(counts)} times; the most are {MAX_GRAMMAR_REPEATS}"
     return None
+
+
+def _counts(grammar: str) -> list[int]:
+    return [int(n[:12]) for pair in _COUNT.findall(grammar) for n in pair if n]
 
 
 def check_schema(grammar: str) -> str | None:
@@ -154,12 +168,28 @@ def check_schema(grammar: str) -> str | None:
         return (
             f"{loop!r:.100} refers to itself and to nothing else, so no answer fits it"
         )
+    if formats := _formats(schema) & _BARE_FORMATS:
+        return (
+            f"the format {min(formats)!r} has quotes and control characters, so answers "
+            "would be no valid JSON. Use a pattern that excludes them"
+        )
     found = list(_patterns(schema))
     for pattern in found:
         try:
-            parsed = sre_parse.parse(pattern)
+            parsed = sre_parse.parse(_as_python(pattern))
         except (re.error, OverflowError, RecursionError):
-            continue  # of another dialect; the compiler reads it
+            # Of another dialect. The compiler reads it, and only what is long is refused.
+            if max(_counts(pattern), default=0) > MAX_TEXT_REPEATS:
+                return (
+                    f"the pattern {pattern[:100]!r} cannot be read, and repeats more than "
+                    f"{MAX_TEXT_REPEATS} times. Use minLength and maxLength instead"
+                )
+            continue
+        if "[^]" in pattern or not _has_plain(parsed):
+            return (
+                f"the pattern {pattern[:100]!r} asks for quotes, backslashes or control "
+                "characters, so answers would be no valid JSON. Exclude these characters"
+            )
         repeats = list(_wide_repeats(parsed, 1))
         nested = max((most for most, is_nested in repeats if is_nested), default=0)
         counts = [most for most, _ in repeats]
@@ -218,6 +248,11 @@ def _at(schema: Any, ref: str) -> Any:
     return schema
 
 
+def _formats(schema: Any) -> set[str]:
+    found = [each.get("format") for each in _objects(schema)]
+    return {each for each in found if isinstance(each, str)}
+
+
 def _patterns(part: Any) -> Iterator[str]:
     """The patterns of all strings and names of properties in a schema."""
     if isinstance(part, list):
@@ -231,6 +266,40 @@ def _patterns(part: Any) -> Iterator[str]:
         elif name == "patternProperties" and isinstance(value, dict):
             yield from value
         yield from _patterns(value)
+
+
+def _as_python(pattern: str) -> str:
+    """A pattern of JavaScript's dialect, which schemas have, in Python's."""
+    for of_javascript, of_python in _DIALECT:
+        pattern = of_javascript.sub(of_python, pattern)
+    return pattern
+
+
+def _has_plain(parsed: Any) -> bool:
+    """Whether a match can do without the characters that a JSON string has to escape.
+
+    If none can, xgrammar takes the pattern for JSON text, and not for what it says.
+    """
+    return all(_is_plain(kind, value) for kind, value in parsed)
+
+
+def _is_plain(kind: Any, value: Any) -> bool:
+    if kind is sre_parse.LITERAL:
+        return value not in _ESCAPED
+    if kind is sre_parse.IN:
+        return any(_has_plain_member(*each) for each in value)
+    if kind is sre_parse.BRANCH:
+        return any(_has_plain(part) for part in value[1])
+    if kind in _REPEATS and value[0] == 0:
+        return True
+    return all(_has_plain(part) for part in _parts(value))
+
+
+def _has_plain_member(kind: Any, value: Any) -> bool:
+    if kind is sre_parse.RANGE:
+        low, high = value
+        return any(each not in _ESCAPED for each in range(low, min(high, low + 64) + 1))
+    return kind is not sre_parse.LITERAL or value not in _ESCAPED
 
 
 def _wide_repeats(

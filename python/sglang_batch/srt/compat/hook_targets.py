@@ -44,6 +44,9 @@ TRIM_HOOK = (
     "sglang.srt.managers.detokenizer_manager.DetokenizerManager.trim_matched_stop"
 )
 GRAMMAR_HOOK = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.fill_vocab_mask"
+GRAMMAR_COMPILER_HOOK = (
+    "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend.__init__"
+)
 _RESULTS = (
     "sglang.srt.managers.scheduler_components.batch_result_processor"
     ".SchedulerBatchResultProcessor.process_batch_result_"
@@ -88,6 +91,7 @@ MAIN_PROCESS_HOOKS = (
 SCHEDULER_PROCESS_HOOKS = (
     SCHEDULER_HOOK,
     GRAMMAR_HOOK,
+    GRAMMAR_COMPILER_HOOK,
     *RESULT_HOOKS,
     GRAPH_VARIANTS_HOOK,
     FORWARD_HOOK,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ..compat.hook_targets import (
     DP_CONTROLLER_HOOK,
     FORWARD_HOOK,
+    GRAMMAR_COMPILER_HOOK,
     GRAMMAR_HOOK,
     GRAPH_VARIANTS_HOOK,
     PENALTY_HOOK,
@@ -59,7 +60,7 @@ def hook_scheduler() -> None:
     from ..disaggregation import backend
     from ..engine import pooling
     from ..overlap import overlapped_steps
-    from ..scheduler.finishing import dead_grammars
+    from ..scheduler.finishing import dead_grammars, json_grammars
     from ..scheduler.kv import planned_cache
     from . import quiet_log
 
@@ -85,6 +86,9 @@ def hook_scheduler() -> None:
             PENALTY_HOOK, token_counts.count_by_place, HookType.AROUND
         )
     HookRegistry.register(GRAMMAR_HOOK, dead_grammars.allow_one, HookType.AFTER)
+    HookRegistry.register(
+        GRAMMAR_COMPILER_HOOK, json_grammars.keep_to_json, HookType.AFTER
+    )
     for target in RESULT_HOOKS:
         HookRegistry.register(target, dead_grammars.abort_marked, HookType.BEFORE)
     HookRegistry.register(

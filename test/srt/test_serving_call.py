@@ -6,10 +6,10 @@ import asyncio
 import gc
 from collections.abc import AsyncGenerator, Callable
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_batch.srt.engine.serving_call import HoldingManager, ServingCall
 
@@ -23,7 +23,7 @@ class Manager:
 
 
 async def one_answer(manager: Any) -> Any:
-    request = SimpleNamespace(rid="", input_ids=[1], text=None)
+    request = GenerateReqInput(rid="", input_ids=[1])
     return await manager.generate_request(request).__anext__()
 
 

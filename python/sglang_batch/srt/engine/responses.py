@@ -91,12 +91,12 @@ def unusable(
         failure: the exception behind it, if it was not told by SGLang.
         engine_answers, num_prompts: see :func:`output_of`. Their tokens are counted.
     """
-    if output.status_code < 500:
+    if output.status_code != 500:
         logger.error(
             "Request %s has no usable answer", output.request_id, exc_info=failure
         )
         problem = f"The answer cannot be converted: {_message_of(output.body)}"
-        output = _error_output(url, output.request_id, 500, problem)
+        output = _error_output(url, output.request_id, 500, problem, is_settled=True)
     used = sum(map(_native_usage, engine_answers, num_prompts), Usage())
     work = sum(map(_work, engine_answers, num_prompts), Work())
     return replace(output, usage=used, work=work)
@@ -167,17 +167,24 @@ def _error_output(
     *,
     param: str | None = None,
     code: str | None = None,
+    is_settled: bool = False,
 ) -> RequestOutput:
+    """An error as its endpoint has it.
+
+    Args:
+        is_settled: the message, which may have parts of an answer, says nothing more about
+            status and code.
+    """
     content: JsonObject
-    if _REFUSED_BY_GRAMMAR in message:
+    if not is_settled and _REFUSED_BY_GRAMMAR in message:
         status_code = 400
         message = f"The grammar or schema allows no complete text. {message}"
-    if _ABORTED_BEFORE_START in message:
+    if not is_settled and _ABORTED_BEFORE_START in message:
         status_code, code = 503, "request_aborted"
     if url == MESSAGES_URL:
         content = _messages_error(status_code, message)
     else:
-        if code is None and "context length" in message:
+        if status_code < 500 and code is None and "context length" in message:
             code = "context_length_exceeded"
         content = error_body(message, status_code=status_code, param=param, code=code)
     return RequestOutput(status_code, rid, orjson.dumps(content))

@@ -457,8 +457,11 @@ class SGLangEngine:
             getattr(sent.adapted, "batch_size", 1) for sent in call.submissions
         ]
         if failure is None:
-            output = output_of(url, rid, answer, engine_answers, num_prompts)
-        else:
+            try:
+                output = output_of(url, rid, answer, engine_answers, num_prompts)
+            except Exception as error:  # JSON cannot encode it
+                failure = error
+        if failure is not None:
             output = rejection(url, rid, failure)
         # Nothing was refused: the last request was answered.
         if not output.ok and engine_answers[-1] is not None:

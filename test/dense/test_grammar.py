@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
 from transformers import AutoTokenizer
 
 from sglang_batch.demo_model import SPECIAL_IDS, VOCAB_SIZE, write_demo_model
 from sglang_batch.dense.grammar import ANY_JSON, GrammarRow, Grammars
 from sglang_batch.dense.row_request import Sampling
 from sglang_batch.dense.sampling import RowSampler, choose
-from sglang_batch.srt.scheduler.finishing.json_grammars import keep_to_json
 
 EOS = SPECIAL_IDS["<|end|>"]
 WIDTH = VOCAB_SIZE + 50  # of the logits, more than the tokenizer has
@@ -252,64 +250,3 @@ def test_a_kind_that_there_is_not_is_named(grammars: Grammars) -> None:
 def test_grammars_that_could_not_end_are_refused(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="eos_ids is empty"):
         Grammars(tokenizer, vocab_size=WIDTH, eos_ids=[])
-
-
-SHORT = {"type": "string", "maxLength": 300}
-LIMITED: dict[str, tuple[str, Any, str]] = {
-    "maxLength": ("json_schema", SHORT, '"'),
-    "minLength": ("json_schema", {"type": "string", "minLength": 2}, '"'),
-    "name": (
-        "json_schema",
-        {"type": "object", "propertyNames": {"maxLength": 9}},
-        '{"',
-    ),
-    "tag": (
-        "structural_tag",
-        {
-            "type": "structural_tag",
-            "format": {
-                "type": "tag",
-                "begin": "<a>",
-                "content": {"type": "json_schema", "json_schema": SHORT},
-                "end": "</a>",
-            },
-        },
-        '<a>"',
-    ),
-    "older tag": (
-        "structural_tag",
-        {
-            "structures": [{"begin": "<a>", "schema": SHORT, "end": "</a>"}],
-            "triggers": ["<a"],
-        },
-        '<a>"',
-    ),
-}
-
-
-@pytest.mark.filterwarnings("ignore:max_rollback_tokens")
-@pytest.mark.parametrize("case", LIMITED)
-@pytest.mark.parametrize("engine", ["dense", "sglang"])
-def test_strings_of_limited_length_are_json(
-    grammars: Grammars, tokenizer: Any, engine: str, case: str
-) -> None:
-    kind, grammar, begin = LIMITED[case]
-    if engine == "dense":
-        row = grammars.row(kind, json.dumps(grammar))
-        accept_text(row, begin)
-        found = allowed(grammars, row)
-    else:
-        backend = XGrammarGrammarBackend(tokenizer, WIDTH, [EOS])
-        keep_to_json(None, backend)
-        dispatch = backend.dispatch_json
-        if kind == "structural_tag":
-            dispatch = backend.dispatch_structural_tag
-        one = dispatch(json.dumps(grammar))
-        for token in begin.encode():
-            one.accept_token(token)
-        mask = one.allocate_vocab_mask(WIDTH, 1, "cpu")
-        one.fill_vocab_mask(mask, 0)
-        bits = mask[0].tolist()
-        found = {i for i in range(VOCAB_SIZE) if bits[i // 32] >> (i % 32) & 1}
-    assert set(b"az 09{") <= found
-    assert not found & set(range(0x20))

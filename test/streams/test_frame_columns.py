@@ -89,3 +89,20 @@ def test_a_keyword_of_nobody_is_not_taken_for_an_engines() -> None:
     table = pyarrow.table({"a": [1]})
     with pytest.raises(ConfigError, match="map_table has no 'colour'"):
         map_table(table, "{{a}}", server="http://x", colour="red")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [{"answer": 0}, {"error": None}, {"answer": ""}, {"answer": "x", "error": "x"}],
+)
+def test_names_of_new_columns_are_two_texts(names: dict[str, Any]) -> None:
+    table = pyarrow.table({"a": [1]})
+    with pytest.raises(ConfigError, match=r"answer|error"):
+        map_table(table, "{{a}}", server="http://127.0.0.1:9", **names)
+
+
+@pytest.mark.parametrize("name", ["input_file", "input", "o", "error_file", "url"])
+def test_options_that_the_table_settles_are_refused(name: str) -> None:
+    table = pyarrow.table({"a": [1]})
+    with pytest.raises(ConfigError, match="map_table sets"):
+        map_table(table, "{{a}}", model_path="m", **{name: "/v1/completions"})

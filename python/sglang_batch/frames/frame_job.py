@@ -80,6 +80,12 @@ def map_table(
     for name in options:
         for meant in difflib.get_close_matches(name, _OWN, 1, cutoff=0.8):
             raise ConfigError(f"map_table has no {name!r}; is {meant!r} meant?")
+        for own in _SET_HERE:
+            if own.startswith(name):  # as an option may be shortened
+                raise ConfigError(
+                    f"map_table sets {own!r} itself, for the rows of the table: drop "
+                    f"{name!r}."
+                )
     if (model_path is None) == (server is None):
         raise ConfigError("map_table needs either model_path or server.")
     if endpoint not in ENDPOINTS:
@@ -91,7 +97,13 @@ def map_table(
         )
     parsed = _template(template, endpoint)
     given = DataFrame(frame)
-    for name in (answer, error):
+    if answer == error:
+        raise ConfigError(f"answer and error are one column, {answer!r}: name two.")
+    for role, name in (("answer", answer), ("error", error)):
+        if not isinstance(name, str) or not name:
+            raise ConfigError(
+                f"{role}={name!r} is no name of a column, which is a text."
+            )
         if name in given.columns:
             raise ConfigError(
                 f"the table has a column {name!r} already: name others with answer= and "
@@ -130,6 +142,8 @@ def map_table(
     return given.with_columns(columns)
 
 
+# Options of ``sglang-batch run`` that say where rows come from and answers go.
+_SET_HERE = ("input_file", "output_file", "error_file", "id_column", "url", "dry_run")
 _OWN = [
     name
     for name, each in inspect.signature(map_table).parameters.items()

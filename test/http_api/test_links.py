@@ -79,6 +79,13 @@ def test_a_link_has_the_host_of_the_call(host: str) -> None:
         "-",
         ".",
         "a:",
+        "[:::]",
+        "[1:2]",
+        "[::1.2.3]",
+        "256.1.1.1",
+        "1.2.3.4.5",
+        "a..b",
+        "a" * 64 + ".b",
     ],
 )
 def test_what_is_no_host_makes_links_paths(host: str) -> None:

@@ -7,6 +7,7 @@ from ipaddress import ip_address, ip_network
 
 from fastapi import Request
 
+from ..media_places import parse_place
 from .middleware.calls import header_of
 from .parameters import service_of
 
@@ -53,7 +54,11 @@ def _first(value: str | None) -> str:
 
 
 def _is_host(host: str | None) -> bool:
+    """Whether clients can call it: they refuse odd addresses and ports."""
     if host is None or _HOST.fullmatch(host) is None:
         return False
-    port = host.rpartition("]")[2].partition(":")[2]
-    return not port or 0 < int(port) < 1 << 16
+    try:
+        parse_place(f"http://{host}")
+    except ValueError:
+        return False
+    return True

@@ -99,7 +99,8 @@ def test_each_endpoint_has_its_rules(found: Any, url: str) -> None:
         ("n", "0"), ("n", "100000"), ("temperature", "5"), ("temperature", "-1"),
         ("temperature", "NaN"), ("temperature", "1e999"), ("top_p", "0"),
         ("max_tokens", "-1"), ("seed", "1e30"), ("user", '"\\ud800"'),
-        ("top_k", "1" * 5000),
+        ("top_k", "1" * 5000), ("logit_bias", '{"": 1}'), ("logit_bias", '{"-1": 1}'),
+        ("logit_bias", '{"1": 1e30}'), ("stop_token_ids", "[-1]"),
     ],
 )  # fmt: skip
 def test_values_that_cannot_be_sampled_with_are_found(field: str, value: str) -> None:

@@ -24,7 +24,7 @@ from ...batch_api.lines import loads_lenient
 from ...batch_api.protocol import TRANSCRIPTIONS_URL
 from ..compat.server_types import JsonObject
 from .checks.endpoint_checks import check_parsed
-from .checks.request_fields import SAMPLING_FIELDS, Real, Whole
+from .checks.request_fields import SAMPLING_FIELDS, Biases, Real, Rule, TokenIds, Whole
 from .checks.stop_rule_checks import take_rules
 from .checks.value_checks import OPENAI_NAMES, FieldError, check_text, check_value
 from .media.transcriptions import TranscriptionBody
@@ -190,7 +190,7 @@ def _as_pairs(found: dict[str, str]) -> list[tuple[str, str | None]]:
 
 
 def _sampling_errors(parsed: BaseModel) -> dict[str, str]:
-    """The numbers of a body that SGLang cannot sample with, by their names."""
+    """The numbers and token ids that SGLang cannot sample with, by their names."""
     found = {}
     values = vars(parsed)
     for name, rule in _numbers().items():
@@ -203,12 +203,12 @@ def _sampling_errors(parsed: BaseModel) -> dict[str, str]:
 
 
 @cache
-def _numbers() -> dict[str, Whole | Real]:
-    """The rules for numbers among the sampling parameters, by their names in bodies."""
-    numbers = {
+def _numbers() -> dict[str, Rule]:
+    """The rules for numbers and token ids of sampling, by their names in bodies."""
+    numbers: dict[str, Rule] = {
         OPENAI_NAMES.get(name, name): rule
         for name, rule in SAMPLING_FIELDS.items()
-        if isinstance(rule, Whole | Real)
+        if isinstance(rule, Whole | Real | Biases | TokenIds)
     }
     most_tokens = numbers["max_tokens"]
     return numbers | dict.fromkeys(_OTHER_MAX_TOKENS, most_tokens)

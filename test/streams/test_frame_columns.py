@@ -106,3 +106,10 @@ def test_options_that_the_table_settles_are_refused(name: str) -> None:
     table = pyarrow.table({"a": [1]})
     with pytest.raises(ConfigError, match="map_table sets"):
         map_table(table, "{{a}}", model_path="m", **{name: "/v1/completions"})
+
+
+def test_duckdb_does_not_tell_cases_of_names_apart() -> None:
+    duckdb = pytest.importorskip("duckdb")
+    relation = duckdb.sql("SELECT 'a' AS \"Answer\", 'b' AS q")
+    with pytest.raises(ConfigError, match="a column 'answer' already"):
+        map_table(relation, "{{q}}", server="http://127.0.0.1:9")

@@ -47,6 +47,12 @@ class DataFrame:
             return list(map(str, self._frame.columns))
         return list(self._whole.column_names)
 
+    def has_column(self, name: str) -> bool:
+        """Whether a new column cannot have this name. DuckDB does not tell cases apart."""
+        if self._is_duckdb:
+            return name.lower() in map(str.lower, self.columns)
+        return name in self.columns
+
     def arrow(self, columns: Collection[str]) -> Any:
         """These columns, as a ``pyarrow.Table``.
 

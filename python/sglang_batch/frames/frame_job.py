@@ -104,7 +104,7 @@ def map_table(
             raise ConfigError(
                 f"{role}={name!r} is no name of a column, which is a text."
             )
-        if name in given.columns:
+        if given.has_column(name):
             raise ConfigError(
                 f"the table has a column {name!r} already: name others with answer= and "
                 "error=."

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import bench_validation
+from openai import ConflictError
 from report import Figure
 from soak_server import ENDED, SoakServer, chat_line, write_lines
 
@@ -56,7 +58,8 @@ def _peak_bytes(server: SoakServer, scratch: Path, count: int) -> tuple[int, int
                 break
         usage, counts = batch.usage, batch.request_counts
         if batch.status in ("in_progress", "validating"):
-            batch = server.api.batches.cancel(batch.id)
+            with suppress(ConflictError):  # it has ended meanwhile
+                batch = server.api.batches.cancel(batch.id)
         server.wait(batch, PATIENCE_S)
     source.unlink()
     if not (usage and counts and counts.completed):

@@ -266,7 +266,8 @@ def test_the_app_of_metrics_answers_no_method_without_a_key(call: Call) -> None:
 
 
 def test_a_client_chooses_no_id_that_begins_others(call: Call) -> None:
-    for rid in ("batch_", "0", "batch_1-00000000"):
+    line = f"batch_{'0' * 32}-00000000"
+    for rid in ("batch_", "0", line):
         asked = COMPLETIONS | {"rid": rid}
         answer = call(ANN, "POST", "/v1/completions", asked)
         assert answer.status_code == 200

@@ -22,7 +22,7 @@ from sglang_batch.planner.steps.steady_state import RequestMix, steady_state
 from sglang_batch.prediction.models import MODELS
 
 MIX = RequestMix(1000, 1000)
-# Of BlendServe's grid (docs/planner.md).
+# Of BlendServe's grid (docs/results.md).
 INTERFERENCE = 1.47
 CASES = (
     ("llama-3.1-70b", "h100", 8, None),

@@ -12,7 +12,7 @@ GROUP_SHARE = 0.7
 
 
 # With paged KV, rows are parked from this ``row_share`` on, and where their moves are hidden
-# by steps. ``docs/aligned.md`` has the figures.
+# by steps. ``docs/experimental.md`` has the figures.
 PARKS_FROM = 8.0
 
 

@@ -1,0 +1,418 @@
+"""Sections of ``docs/results.md``: which tables are shown, in which order, and their set-up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from results_views import (
+    Figures,
+    Saved,
+    View,
+    field_orders,
+    fleet_sharing,
+    kernel_times,
+    long_documents,
+    page_sizes,
+    published_errors,
+    replicas,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A heading of the page.
+
+    about: how the section's tables were measured, in Markdown, without results.
+    sources: documents of ``results/`` by name, each with the tables it gives.
+    """
+
+    title: str
+    about: str
+    sources: Sequence[tuple[str, View]]
+
+
+THROUGHPUT = Saved(
+    columns={
+        "policy": "order",
+        "cached": "cached",
+        "steps": "steps",
+        "blend": "spread of compute / memory",
+        "seconds": "seconds",
+        "from-to": "range",
+    }
+)
+TRACES = Saved(
+    columns={
+        "trace": "trace (density, sharing)",
+        "law": "law",
+        "ours": "dual-scan",
+        "paper's alg.": "paper's alg.",
+        "dfs": "dfs",
+        "dfs-weight": "dfs-weight",
+        "random": "random",
+        "lof": "lof",
+        "lpt": "lpt",
+        "over best": "over the best other",
+        "auto": "`auto`, the same",
+        "sharing kept": "sharing kept",
+    },
+    tables=[0],
+    titles=["Traces 1 to 4, share of the tightest bound"],
+)
+LENGTHS = {
+    "mix": "mix",
+    "density": "density",
+    "sharing": "sharing",
+    "dual-scan": "dual-scan",
+    "paper's alg.": "paper's alg.",
+    "prefix-groups": "prefix-groups",
+    "dfs": "dfs",
+    "random": "random",
+    "lof": "lof",
+    "best other": "best other",
+    "ours / best": "seconds, ours / best",
+}
+GPU = Saved(
+    columns={
+        "engine": "engine",
+        "cached": "cached",
+        "steps": "steps",
+        "prefilled": "prefilled",
+        "seconds": "seconds",
+        "over best stock": "times as fast",
+        "all tokens/s": "tokens/s, prompts included",
+    }
+)
+HOST_TIME = Saved(
+    columns={
+        "engine": "engine",
+        3: "mean",
+        4: "p99",
+        5: "our own code, mean",
+        6: "our own code, p99",
+    }
+)
+OVERLAP = Saved(
+    columns={
+        "steps": "steps",
+        "OMP threads": "OpenMP threads",
+        "seconds": "seconds",
+        "from-to": "range",
+        "cpu s": "processor s",
+    }
+)
+ALL = Saved()
+
+SECTIONS = (
+    Section(
+        "Prompt tokens from the cache",
+        "All schedulers run with the same server arguments and a fresh engine each time, in turn: medians and ranges of three "
+        "repeats. Every answer equals that of stock `fcfs`. Jobs 1 to 4 run without mixed chunks, job 5 with them. The *spread* is "
+        "that of the steps' compute time over their memory time.",
+        [(f"throughput_job{job}", THROUGHPUT) for job in range(1, 6)],
+    ),
+    Section(
+        "On a GPU",
+        "One H200, a model with the shape of Llama 3.1 8B and random weights in bf16. Both engines choose their own attention: SGLang "
+        "takes FlashAttention 3, and sglang-batch adds its kernel for shared prefixes. Requests are shuffled and all lengths are "
+        "fixed. One run each, with all engines on the GPU at the same time and timed one after another. Answers were not compared, "
+        "because in bf16 near ties fall either way. NCCL was 2.28, with `TORCHDYNAMO_DISABLE=1`.",
+        [("gpu_throughput_job1", GPU), ("gpu_throughput_job2", GPU)],
+    ),
+    Section(
+        "Shared-prefix attention",
+        "The GPU's times are per layer of an 8B model (32 query heads, 8 KV heads of 128, bf16), with pages of one token, CUDA graphs "
+        "and a cold L2 cache: medians of 50 replays in alternation. The floor is the time to read each KV token once at the bandwidth "
+        "that the device reached. The bytes are computed, for an H200's 4.3 TB/s.",
+        [
+            ("shared_prefix_gpu", kernel_times),
+            ("shared_prefix_gpu", Figures("Targets on the H200")),
+            ("shared_prefix_host", ALL),
+            (
+                "shared_prefix_cpu",
+                Saved(
+                    columns={
+                        "shape": "shape",
+                        "unshared MB": "MB read without sharing",
+                        "unique MB": "MB read with sharing",
+                        "ratio": "ratio",
+                        "predicted gain": "predicted gain",
+                    },
+                    where={"family": ["performance"], "page": ["1"]},
+                    titles=["Bytes per layer and the gain that the plan predicts"],
+                ),
+            ),
+        ],
+    ),
+    Section(
+        "Host time of a step",
+        "Milliseconds of processor time in the scheduler's thread, steady decode steps, engines in turn.",
+        [("scheduler_time_64", HOST_TIME), ("scheduler_time_1000", HOST_TIME)],
+    ),
+    Section(
+        "The planner",
+        "Plans and simulations of BlendServe's traces with 400,000 requests, after compilation.",
+        [
+            (
+                "planner",
+                Figures(
+                    "The planner itself",
+                    (
+                        "tree and*",
+                        "memory growth*",
+                        "5,000,000*",
+                        "growth of time*",
+                        "prompts to groups*",
+                        "tokens saved",
+                        "density of*",
+                        "KV of the*",
+                        "% saved*",
+                        "trace ?, 4 shards: *",
+                        "trace ?: 400*",
+                    ),
+                ),
+            ),
+        ],
+    ),
+    Section(
+        "Orders",
+        "All seconds are simulated: Llama-3-8B on an A100 with BlendServe's constants, 400,000 requests. Shares are those of the "
+        "tightest bound, below which no schedule can be (for k = infinity the ideal overlap, for k = 1 the sum). Lengths come from a "
+        "1 % sample that runs first and is part of the time. Each baseline has the best of six limits on the tokens of a step (256 to "
+        "8192). *Paper's alg.* is dual-scan with Algorithms 2 and 3 as printed. The long documents are fourteen jobs of 2,000 to 4,000 "
+        "requests with 10,000 to 100,000 prompt tokens. The traces of lengths are open files, whose sharing is Mooncake's own. "
+        "The last table counts that each step reads the weights.",
+        [
+            ("order_traces", TRACES),
+            ("order_traces", long_documents),
+            (
+                "order_grid",
+                Figures(
+                    "BlendServe's grid of 65 blends, k = 1.47",
+                    ("share of the bound, *", "over *", "dfs: *"),
+                ),
+            ),
+            (
+                "order_lengths",
+                Saved(
+                    columns=LENGTHS,
+                    tables=[1],
+                    titles=["Traces of lengths, k = 1.47"],
+                ),
+            ),
+            (
+                "order_weight_reads",
+                Saved(
+                    columns={c: c for c in TRACES.columns if c != "auto"},
+                    where={"law": ["k = 1.47"]},
+                    tables=[0],
+                    titles=["Traces 1 to 4 with weight reads"],
+                ),
+            ),
+            (
+                "order_weight_reads",
+                Saved(
+                    columns=LENGTHS,
+                    tables=[1],
+                    titles=["Traces of lengths with weight reads"],
+                ),
+            ),
+        ],
+    ),
+    Section(
+        "Costs",
+        "Predicted seconds against published throughputs (`benchmark/data/published/throughput.csv` has the sources), against the "
+        "H200 above, and against this CPU after `sglang-batch calibrate`. Choices are predicted, on no GPU.",
+        [
+            ("costs_published", published_errors),
+            ("costs_h200", ALL),
+            ("costs_measured", ALL),
+            ("costs_mixing", ALL),
+            (
+                "costs_choices",
+                Saved(titles=["`plan --choose` against other ways to spread a model"]),
+            ),
+        ],
+    ),
+    Section(
+        "Batches of similar KV length",
+        "Speed-ups over `fcfs`. The first two tables are simulated decodes of 1,500 requests with known lengths on an H100, drawn with "
+        "the moments of the open traces. *Alone* is a move of KV over PCIe 5 during which nothing else runs.",
+        [
+            (
+                "aligned_traces",
+                Saved(
+                    columns={
+                        "model": "model",
+                        "trace": "trace",
+                        "law": "law",
+                        "ascending": "ascending sort",
+                        "length-tree": "length-tree",
+                        "length-aligned": "length-aligned",
+                        "moved alone": "length-aligned, moved alone",
+                    },
+                    titles=["Orders by the law of a step"],
+                ),
+            ),
+            (
+                "aligned_parking",
+                Saved(
+                    columns={
+                        "model": "model",
+                        "trace": "trace",
+                        "w": "w",
+                        "stays": "length-tree, never parked",
+                        "parks": "parked",
+                        "alone": "parked alone",
+                        "length-aligned": "length-aligned",
+                    },
+                    where={"w": ["8", "33"]},
+                    titles=["Parking with paged KV"],
+                ),
+            ),
+            ("aligned_kv_pool", ALL),
+            ("aligned_dense", ALL),
+            ("row_share_cpu", ALL),
+        ],
+    ),
+    Section(
+        "Mixed steps as two forwards",
+        "Job 5 with `dual-scan` and a random Llama of two layers and a hidden size of 1,024, on cores that other programs used as well. "
+        "All answers are equal. The last table is an estimate by the operators' seconds: NanoFlow's halves of a step, of which nothing "
+        "is built.",
+        [
+            ("overlap_one_thread", OVERLAP),
+            ("overlap_two_threads", OVERLAP),
+            ("costs_halves", ALL),
+        ],
+    ),
+    Section(
+        "Dense batches",
+        "Random models in float32 with greedy sampling and known lengths, on one core. All ways give the same tokens.",
+        [
+            ("dense_small", ALL),
+            ("dense_sglang", ALL),
+            ("dense_steps", ALL),
+            ("dense_packed", ALL),
+        ],
+    ),
+    Section(
+        "Models",
+        "Tiny random checkpoints on a CPU in float32, compared with `transformers` and with stock SGLang (`lpm`).",
+        [
+            ("model_states", ALL),
+            ("model_windows", ALL),
+            ("model_few_states", ALL),
+            ("model_speculation", ALL),
+            ("model_families", ALL),
+            ("model_adapters", ALL),
+            ("model_images", ALL),
+        ],
+    ),
+    Section(
+        "Doors",
+        "Single calls, streams, online requests and several jobs at a time.",
+        [
+            ("online", ALL),
+            ("doors_trickle", ALL),
+            ("doors_stream", ALL),
+            ("doors_fair", ALL),
+            ("doors_mixed", ALL),
+            ("doors_pages", page_sizes),
+            ("doors_replicas", replicas),
+        ],
+    ),
+    Section(
+        "An idle server",
+        "Each kind of work is a prompt with one token of output, sent to an engine that is idle for 1.5 s: the time until the end of "
+        "its first step. Other programs ran on the same cores, so a spinning engine did not get a whole one.",
+        [("idle", ALL)],
+    ),
+    Section(
+        "The batch service under failure",
+        "Over HTTP: SIGKILL at random moments of a batch of 20,000 lines, bad input, unmodified OpenAI clients, memory and polling.",
+        [
+            ("soak_kill", Figures("SIGKILL at 20 moments")),
+            ("soak_bad", Figures("Lines and files that no client should send")),
+            ("soak_contract_validation", Figures("Contract and validation")),
+            ("soak_memory", Figures("Memory of the serving process")),
+            ("soak_clients", Figures("50 clients that poll each second")),
+            (
+                "soak_overhead",
+                Figures("Wall time against one call of `Engine.generate`"),
+            ),
+            ("doors_overhead", ALL),
+        ],
+    ),
+    Section(
+        "Tokens that need not be computed",
+        "",
+        [
+            (
+                "savings",
+                Figures("Equal requests", ("20,000*", "nothing equal*", "16 samples*")),
+            ),
+            ("savings", field_orders),
+            ("savings", Figures("Small and large tables", ("200 *", "100,000 *"))),
+            (
+                "savings",
+                Figures(
+                    "Stop rules",
+                    (
+                        "json:*",
+                        "regex:*",
+                        "repetition:*",
+                        "all*",
+                        "no rules*",
+                        "nothing cut*",
+                        "seconds with all*",
+                    ),
+                ),
+            ),
+            ("savings", Figures("The tail", ("job 5*", "16 simulated*"))),
+        ],
+    ),
+    Section(
+        "Streams and rollouts",
+        "Rollouts: 64 prompts of 16 samples, 128 rows, lengths of 4 to 1,023 that are hidden from both engines. SGLang gets a request "
+        "per sample.",
+        [
+            (
+                "savings",
+                Saved(
+                    columns={
+                        "": "4,000 rows of 100 families",
+                        "cached tokens": "cached tokens",
+                        "seconds": "seconds",
+                    }
+                ),
+            ),
+            ("rollouts", ALL),
+        ],
+    ),
+    Section(
+        "Many engines",
+        "Two cores, so no speed of a fleet is claimed.",
+        [
+            ("fleet", fleet_sharing),
+            ("fleet", Saved(tables=[1, 2])),
+            (
+                "fleet",
+                Figures(
+                    "The head and large jobs",
+                    (
+                        "records*",
+                        "lines for*",
+                        "head at*",
+                        "first cut",
+                        "longest moves",
+                        "50,000,000*",
+                        "peak*",
+                    ),
+                ),
+            ),
+            ("fleet_faults", ALL),
+        ],
+    ),
+)

@@ -15,9 +15,10 @@ from sglang_batch.srt.compat.tiers import (
     Tier,
     check_drafts,
     check_model,
-    flags_table,
     kinds_table,
+    limits_table,
     model_tier,
+    refusals_table,
 )
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
@@ -105,4 +106,5 @@ def test_an_index_of_groups_is_refused(tmp_path: Path) -> None:
 def test_docs_have_the_tables() -> None:
     text = DOCS.read_text()
     assert kinds_table() in text
-    assert flags_table() in text
+    assert limits_table() in text
+    assert refusals_table() in text

@@ -11,9 +11,11 @@ docs/models.md are made from these.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import groupby
+from operator import itemgetter
 
 from ...errors import ConfigError
 from .server_types import ModelConfig
@@ -263,26 +265,35 @@ def kinds_table() -> str:
     lines.append("| KV of all tokens, nothing else | full | |")
     for kind in MODEL_KINDS:
         why = f"{kind.reason}; {kind.way_out}" if kind.way_out else kind.reason
-        off = "" if kind.tier is Tier.REFUSED else ", without offloading"
-        lines.append(f"| {kind.name} | {kind.tier}{off} | {why} |")
+        lines.append(f"| {kind.name} | {kind.tier} | {why} |")
     return "\n".join(lines)
 
 
-def flags_table() -> str:
-    """The flags that the offline scheduler has less for, as a Markdown table."""
-    lines = ["| flag | tier | why |", "|---|---|---|"]
+def limits_table() -> str:
+    """The flags with which requests are not offloaded, as a Markdown table."""
+    rows = []
     for limit in LIMITS:
-        flags = _flags(limit.names)
-        if limit.values:
-            flags += f" {', '.join(limit.values)}"
-        lines.append(f"| {flags} | planned, without offloading | {limit.reason} |")
+        values = f" {', '.join(limit.values)}" if limit.values else ""
+        rows.append((_flags(limit.names) + values, limit.reason))
+    return _table_of_flags(rows)
+
+
+def refusals_table() -> str:
+    """The flags that the offline scheduler refuses, as a Markdown table."""
+    rows = []
     for refusal in REFUSALS:
-        why = (
-            f"{refusal.reason}; {refusal.way_out}"
-            if refusal.way_out
-            else refusal.reason
-        )
-        lines.append(f"| {_flags(refusal.names)} | refused | {why} |")
+        why = refusal.reason
+        if refusal.way_out:
+            why += f"; {refusal.way_out}"
+        rows.append((_flags(refusal.names), why))
+    return _table_of_flags(rows)
+
+
+def _table_of_flags(rows: Iterable[tuple[str, str]]) -> str:
+    """rows: flags and their reason. Neighbours with the same reason become one row."""
+    lines = ["| flag | why |", "|---|---|"]
+    for why, group in groupby(rows, key=itemgetter(1)):
+        lines.append(f"| {', '.join(flags for flags, _ in group)} | {why} |")
     return "\n".join(lines)
 
 

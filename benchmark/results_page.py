@@ -28,10 +28,10 @@ PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 PREAMBLE = """\
 # Results
 
-For people who want to know how a figure was measured. `benchmark/results_page.py` generates this page from the documents in
-`benchmark/results/`. *Stock* is SGLang 0.5.23 without `--offline-batch`, and *ours* is sglang-batch. Where nothing else is said, the
-model is the random demo model of two layers, with `OMP_NUM_THREADS=1`. The CPUs are shared, so times vary by a tenth or more. Below
-each table are its document, machine, commit, date and command, with `*` where the table was copied from an earlier page.
+For people who want to know how a figure was measured. `benchmark/results_page.py` generates this page from `benchmark/results/`. *Stock*
+is SGLang 0.5.23 without `--offline-batch`, and *ours* is sglang-batch. Unless stated, the model is the random demo model of two layers, with
+`OMP_NUM_THREADS=1`. The CPUs are shared, so times vary by a tenth or more. Below each table are its document, machine, commit, date and
+command, with `*` where it was copied from an earlier page.
 
 """
 
@@ -66,7 +66,8 @@ def page() -> str:
             if name not in (other for other, _ in section.sources[i + 1 : i + 2]):
                 label = f"M{machines.index(_machine(document)) + 1}"
                 parts.append(_provenance(name, document, label))
-                parts += [f"{note}\n" for note in notes.get(name, ())]
+                # Once, though a document may have tables in two sections.
+                parts += [f"{note}\n" for note in notes.pop(name, ())]
     return "\n".join([*parts, OTHERS])
 
 

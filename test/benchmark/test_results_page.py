@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmark"
-
-
-@pytest.fixture(scope="module")
-def generator() -> Any:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module("results_page")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+from results_page import PAGE, RESULTS, page, unused
 
 
-def test_the_page_is_what_the_script_writes(generator: Any) -> None:
-    assert generator.PAGE.read_text() == generator.page()
+def test_the_page_is_what_the_script_writes() -> None:
+    assert PAGE.read_text() == page()
 
 
-def test_every_document_is_shown(generator: Any) -> None:
-    assert generator.unused() == set()
+def test_every_document_is_shown() -> None:
+    assert unused() == set()
 
 
 @pytest.mark.parametrize(
-    "path", sorted((BENCHMARKS / "results").glob("*.json")), ids=lambda path: path.stem
+    "path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem
 )
 def test_a_document_says_where_it_comes_from(path: Path) -> None:
     document = json.loads(path.read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,15 @@ from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_batch.errors import UnsupportedSGLang
+from sglang_batch.srt.compat.hook_targets import (
+    DP_CONTROLLER_HOOK,
+    MAIN_PROCESS_HOOKS,
+    PENALTY_HOOK,
+    PREALLOC_QUEUE_HOOK,
+    SCHEDULER_PROCESS_HOOKS,
+    TRANSFER_QUEUE_HOOK,
+    TRIM_HOOK,
+)
 from sglang_batch.srt.compat.private_api import (
     PRIVATE_API,
     check_private_api,
@@ -21,6 +31,20 @@ from sglang_batch.srt.compat.private_api import (
 
 def test_installed_sglang_is_as_we_expect() -> None:
     check_private_api()
+
+
+def test_the_page_names_each_hook() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sglang.md").read_text()
+    in_some_processes = (
+        PENALTY_HOOK,
+        TRIM_HOOK,
+        DP_CONTROLLER_HOOK,
+        PREALLOC_QUEUE_HOOK,
+        TRANSFER_QUEUE_HOOK,
+    )
+    for target in (*MAIN_PROCESS_HOOKS, *SCHEDULER_PROCESS_HOOKS, *in_some_processes):
+        name = target.rpartition(".")[2]
+        assert f"{name}`" in page, target
 
 
 def test_added_parameter_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # The demo model is so small that a second thread only gets in the way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo demo-embeddings fleet-demo test test-fast lint types compile \
+.PHONY: env demo demo-embeddings fleet-demo test test-fast test-nightly lint types compile \
 	compile-planner compile-fields unit format constraints clean
 
 env: $(STAMP)
@@ -33,9 +33,13 @@ test: lint
 	$(MAKE) -j 2 compile-planner types compile-fields
 	$(MAKE) unit
 
-# All but test/srt, the tests that import or start SGLang.
+# All but test/srt, the tests that import or start SGLang, and those marked as slow.
 test-fast: lint types
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=test/srt
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=test/srt -m "not slow"
+
+# Properties are tried on four times as many examples.
+test-nightly:
+	SGLANG_BATCH_TEST_EXAMPLES=1 $(MAKE) test
 
 lint: env
 	$(BIN)/ruff check .

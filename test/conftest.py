@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_counts import examples
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
@@ -30,7 +31,7 @@ pytest.register_assert_rewrite(
 )
 
 # The same commit passes or fails the same way every time.
-settings.register_profile("fixed", derandomize=True)
+settings.register_profile("fixed", derandomize=True, max_examples=examples(100))
 settings.load_profile("fixed")
 
 # The demo model's layers are so small that a second OpenMP thread only spins.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from builders import CHAT, MODEL, make_body, make_file, make_line
+from example_counts import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from jsonl_files import RULES
@@ -95,7 +96,7 @@ def mutated_lines(draw: st.DrawFn) -> bytes:
 
 @settings(
     deadline=None,
-    max_examples=300,
+    max_examples=examples(300),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.lists(CHUNKS | mutated_lines(), max_size=5).map(b"\n".join))

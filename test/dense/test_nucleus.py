@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,7 +47,7 @@ def test_the_same_tokens_are_kept_as_by_a_sort(seed: int, dtype: torch.dtype) ->
         assert torch.equal(probs, expected)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     st.lists(
         st.lists(st.integers(0, 4), min_size=12, max_size=12).filter(any),

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -131,7 +132,7 @@ SETTINGS = st.builds(
 ANSWERS = st.lists(st.integers(0, VOCAB - 1), max_size=5)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(
     rows=st.lists(st.tuples(SETTINGS, ANSWERS), min_size=1, max_size=6),
     order=st.randoms(use_true_random=False),

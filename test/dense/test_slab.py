@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
@@ -123,7 +124,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(ACTIONS, max_size=14))
 def test_any_sequence_of_changes_keeps_the_kv_of_every_row(
     actions: list[tuple[str, int | list[int]]],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_counts import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
@@ -161,7 +162,7 @@ def first_match(
     return None
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     data=st.binary(max_size=60)
     | st.text(alphabet="ab é€😀", max_size=40).map(lambda text: text.encode()),
@@ -183,7 +184,7 @@ def test_the_tail_tells_as_much_as_the_whole_answer_of_bytes(
     assert run(list(data), stopping, byte_tokens) == expected
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     tokens=st.lists(st.integers(0, len(PIECES) - 1), max_size=40),
     strings=st.lists(

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import zstandard
 from builders import make_machine
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -335,7 +336,7 @@ _VALUES = st.recursive(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(
     st.binary(max_size=300)
     | st.binary(max_size=300).map(lambda data: b"\0" + data)
@@ -354,7 +355,7 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
         assert isinstance(found, JobPlan | Machine)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.sampled_from([f.name for f in dataclasses.fields(JobPlan)]), _VALUES)
 def test_a_plan_with_any_value_is_read_or_refused(name: str, value: object) -> None:
     with suppress(InputError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -116,7 +117,9 @@ class Network(RuleBasedStateMachine):
 
 
 TestNetwork = Network.TestCase
-TestNetwork.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestNetwork.settings = settings(
+    max_examples=examples(200), stateful_step_count=40, deadline=None
+)
 
 
 def attached(session: Session) -> WorkerEnd:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from builders import make_body, run
+from example_counts import examples
 from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -295,7 +296,7 @@ def test_other_bytes_are_no_message(read: Any, data: bytes) -> None:
         read(data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
     for read in _READERS:

@@ -12,6 +12,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 from builders import CHAT, make_line
+from example_counts import examples
 from fastapi.routing import APIRoute
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -242,7 +243,7 @@ FIELDS = st.fixed_dictionaries(
 POSTS = [template for method, template in CALLS if method == "POST"]
 
 
-@settings(max_examples=MAX_EXAMPLES, deadline=None)
+@settings(max_examples=examples(MAX_EXAMPLES), deadline=None)
 @given(template=st.sampled_from(POSTS), valid=st.booleans(), fields=FIELDS)
 def test_any_fields(
     call: Caller, template: str, valid: bool, fields: dict[str, Any]
@@ -262,7 +263,7 @@ def test_any_fields(
     call("POST", path_of(template, call), body=(JSON, text))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(content=st.binary(max_size=300), number=st.integers(0, 2))
 def test_any_form(call: Caller, content: bytes, number: int) -> None:
     bodies = [content, PURPOSE + content, PURPOSE + FILE + content + b"\r\n--b--\r\n"]

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 from builders import make_line
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Upload
@@ -91,7 +92,7 @@ def test_the_clients_own_way_of_uploading_in_chunks(server: Server) -> None:
     assert (ended.status, ended.request_counts.completed) == ("completed", 40)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.data())
 def test_parts_are_put_together_in_the_order_that_is_asked_for(
     bare_server: Server, data: st.DataObject

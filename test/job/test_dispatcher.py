@@ -20,6 +20,7 @@ from dispatcher_jobs import (
     two_kinds,
     unknown,
 )
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -152,7 +153,7 @@ def test_the_stock_scheduler_gets_the_order_of_a_simulated_run() -> None:
 
 @pytest.mark.usefixtures("eager")
 def test_every_request_is_answered_once_whatever_happens() -> None:
-    @settings(deadline=None, max_examples=80)
+    @settings(deadline=None, max_examples=examples(80))
     @given(st.data())
     def check(data: st.DataObject) -> None:
         count = data.draw(st.integers(2, 30))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from builders import CHAT, Answers, answer_text, ids_of, make_requests, run
+from example_counts import examples
 from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -171,7 +172,7 @@ def test_the_engine_sizes_the_window_where_the_settings_do_not() -> None:
     assert engine.max_running == 7
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_every_request_is_answered_once_whatever_order_they_end_in(
     data: st.DataObject,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from builders import make_machine
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -231,7 +232,7 @@ def test_replicas_keep_their_numbers(tree: PrefixTree, requests: PlanRequests) -
         shards(tree, requests, replica)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_replicas_come_and_go(data: st.DataObject) -> None:
     """Whatever happens, each request is in one shard, and what was sent stays."""

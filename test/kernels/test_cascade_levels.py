@@ -17,6 +17,7 @@ from attention_cases import (
     make_batch,
     make_planner,
 )
+from example_counts import examples
 from hypothesis import given, settings
 from partial_attention import attend_span
 
@@ -108,7 +109,7 @@ def test_known_forests(name: str) -> None:
 
 
 @given(batch=batches())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_forest(batch: Batch) -> None:
     check(batch, make_planner(batch).plan(*batch.planned()))
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 from attention_cases import SMALL, Batch, batches, make_batch, make_planner
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,7 +51,7 @@ def brute_force_cost(
     part=st.sampled_from([1, 100, 500]),
     task=st.sampled_from([0, 3000]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_no_other_choice_of_nodes_is_cheaper(
     batch: Batch, part: int, task: int
 ) -> None:

@@ -21,6 +21,7 @@ from attention_cases import (
     make_planner,
     poisoned_outputs,
 )
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -90,7 +91,7 @@ def check_reference(batch: Batch, plan: AttentionPlan) -> None:
 
 
 @given(batch=batches(), max_tile=st.sampled_from([16, 64, 128]))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_any_plan_covers_all_kv_once_and_computes_attention(
     batch: Batch, max_tile: int
 ) -> None:

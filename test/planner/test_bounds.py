@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_jobs import Job, build, jobs, run, unit_cost
@@ -91,7 +92,7 @@ def test_no_requests() -> None:
     assert bounds.min_steps == 0
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(jobs())
 def test_ideal_and_no_overlap_enclose_the_law(job: Job) -> None:
     bounds = lower_bounds(job.tree, job.cost, job.lengths, 1000)
@@ -103,7 +104,7 @@ def test_ideal_and_no_overlap_enclose_the_law(job: Job) -> None:
         assert getattr(bounds, name) <= bounds.tightest_s * slack
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(jobs(), st.floats(1, 10), st.booleans())
 def test_no_schedule_beats_them_under_any_law(
     job: Job, exponent: float, as_sglang: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_jobs import PROMPTS, Prompt, tree_of
@@ -35,7 +36,7 @@ def allowed(lcp: Int32s, work: Floats, start: int, at: int, share: float) -> boo
     return bool(lcp[at] <= share * least)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(PROMPTS, WORK, st.integers(1, 5), st.integers(0, 5), SHARES)
 def test_a_piece_ends_where_the_price_is_lowest(
     prompts: list[Prompt], each: list[int], fewest: int, more: int, share: float
@@ -64,7 +65,7 @@ def test_a_piece_ends_where_the_price_is_lowest(
             assert end == next(found, n)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(PROMPTS, WORK, st.integers(1, 3), SHARES)
 def test_no_family_is_cut_below_its_price(
     prompts: list[Prompt], each: list[int], fewest: int, share: float

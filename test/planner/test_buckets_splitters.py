@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_jobs import EDGE_PROMPTS, PROMPTS, Prompt, make_requests
@@ -59,7 +60,7 @@ def common(a: Prompt, b: Prompt) -> int:
     return same
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(PROMPTS, PROMPTS, NUM_BUCKETS, MAX_REPEATED)
 def test_buckets_are_stretches_of_the_sorted_prompts(
     sample: list[Prompt], others: list[Prompt], num_buckets: int, max_repeated: float

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -139,7 +140,7 @@ def test_lengths_are_squared_in_floating_point() -> None:
     )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=8))
 def test_chunks_of_a_prefill_add_up_to_the_whole(chunks: list[int]) -> None:
     cost = CostModel.of(LLAMA_8B, A100, attention_flops=True)
@@ -150,7 +151,7 @@ def test_chunks_of_a_prefill_add_up_to_the_whole(chunks: list[int]) -> None:
     )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(lengths, lengths, st.sampled_from([2, 4, 8]), st.booleans())
 def test_tensor_parallelism_leaves_the_density(
     input_len: int, output_len: int, tp: int, attention_flops: bool
@@ -179,7 +180,7 @@ def test_density_where_nothing_is_read_or_done() -> None:
     assert density(100, 0) == math.inf
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(times, times, exponents, exponents)
 def test_overlap_lies_between_maximum_and_sum_and_falls_with_the_exponent(
     compute: float, memory: float, a: float, b: float
@@ -192,7 +193,7 @@ def test_overlap_lies_between_maximum_and_sum_and_falls_with_the_exponent(
     assert overlapped(memory, compute, low) == more
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(times, times, exponents, st.floats(1e-6, 1e6))
 def test_overlap_scales_with_its_times(
     compute: float, memory: float, k: float, factor: float

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_jobs import (
@@ -63,7 +64,7 @@ def test_leaf_work_by_hand_is_in_tree_order() -> None:
     assert (taken.decode_s.tolist(), taken.memory_s.tolist()) == ([20.0], [85.0])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(PROMPTS, SEEDS, COSTS)
 def test_node_work_counts_each_prefix_below_once(
     prompts: list[Prompt], seed: int, cost: CostModel
@@ -177,7 +178,7 @@ def nested_sort(tree: PrefixTree, prompts: list[Prompt], output_len: np.ndarray,
     return walk(0)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(PROMPTS, SEEDS, COSTS, st.sampled_from([0, 1, 30]))
 def test_layer_sort_sorts_the_children_of_every_node(
     prompts: list[Prompt], seed: int, cost: CostModel, most: int

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -205,7 +206,7 @@ def test_more_memory_time_never_gives_fewer_prompt_tokens(
     assert fewer[:2] == more[:2]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     densities,
     densities,

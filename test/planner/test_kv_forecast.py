@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,20 +92,20 @@ def loads(
     return Load(longest, now, running, newcomer, page_size)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(loads((1, 20, 100, 510)))
 def test_peak_is_the_true_one_where_a_bucket_is_one_step(load: Load) -> None:
     # The engine learns of an end one step late.
     assert found_peak(load) == true_peak(load, kept=1)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(loads())
 def test_peak_is_at_least_the_true_one(load: Load) -> None:
     assert found_peak(load) >= true_peak(load, kept=0)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(loads())
 def test_peak_is_above_the_true_one_by_a_buckets_growth_at_most(load: Load) -> None:
     forecast = forecast_of(load.running, load.longest, load.page_size)
@@ -119,7 +120,7 @@ def test_peak_is_above_the_true_one_by_a_buckets_growth_at_most(load: Load) -> N
     assert found_peak(load) <= true_peak(load, kept=0) + growth + short
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(loads(), st.randoms(use_true_random=False))
 def test_what_was_added_can_be_removed(load: Load, random: Random) -> None:
     forecast = forecast_of(load.running, load.longest, load.page_size)

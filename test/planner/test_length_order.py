@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_jobs import Prompt, make_requests
@@ -143,7 +144,7 @@ def jobs(draw: st.DrawFn) -> tuple[list[Prompt], list[int], EngineLimits]:
 
 
 @pytest.mark.timeout(600)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(jobs(), st.sampled_from([TREE, GROUPS]), st.booleans())
 def test_every_request_ends_once(
     job: tuple[list[Prompt], list[int], EngineLimits], rule: int, dense: bool

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -121,7 +122,7 @@ def test_every_policy_orders_every_job(
             assert_is_whole(order, n)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(PROMPTS, SEEDS)
 def test_every_policy_gives_a_permutation_and_the_same_one_again(
     prompts: list[Prompt], seed: int
@@ -301,7 +302,7 @@ def test_dual_scan_takes_an_outlier_out_of_its_subtree() -> None:
     assert order.requests[-1] == 19
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(PROMPTS, SEEDS, KEPT)
 def test_dual_scan_repeats_what_it_says_and_no_more_than_it_may(
     prompts: list[Prompt], seed: int, kept: float
@@ -324,7 +325,7 @@ def test_dual_scan_repeats_what_it_says_and_no_more_than_it_may(
         assert shared_in(side, range(len(side))) == most_shared(side)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(PROMPTS, SEEDS, KEPT)
 def test_algorithm_2_repeats_no_more_than_it_says(
     prompts: list[Prompt], seed: int, kept: float

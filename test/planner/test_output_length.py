@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -171,7 +172,7 @@ def test_what_all_prompts_begin_with_stays_in_the_cache() -> None:
 FAMILIES = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(
     FAMILIES,
     st.integers(0, 60),
@@ -221,7 +222,7 @@ def test_the_seed_decides() -> None:
     assert first.tolist() == again.tolist() != other.tolist()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(PROMPTS, st.floats(0.01, 1.0), st.integers(1, 6), st.integers(0, 99))
 def test_a_sample_is_bounded_and_without_repeats(
     prompts: list[list[int]], share: float, least: int, seed: int
@@ -349,7 +350,7 @@ def observed_jobs(
     return estimator, np.array(cap), np.array(exact)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(observed_jobs(), st.integers(0, 9))
 def test_estimates_and_draws_keep_to_caps_and_facts(
     case: tuple[OutputLengthEstimator, NDArray[np.int64], NDArray[np.int64]], seed: int
@@ -456,7 +457,7 @@ def test_what_remains_of_a_known_or_observed_request_is_exact() -> None:
     assert estimator.remaining_len(asked, produced).tolist() == [30, 20, 0, 0]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(observed_jobs())
 def test_the_expected_total_never_falls(
     case: tuple[OutputLengthEstimator, NDArray[np.int64], NDArray[np.int64]],

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefix_tree_check import check_prefix_tree
@@ -104,7 +105,7 @@ def mixed_speeds(draw: st.DrawFn, num_shards: int) -> ShardSpeeds:
 MANY_SHARDS = st.integers(65, 300)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(PROMPTS, NUM_SHARDS | MANY_SHARDS, GRANULARITIES, st.integers(0, 99), st.data())
 def test_sums_and_lost_tokens_are_those_of_the_shards_prefixes(
     prompts: list[Prompt],
@@ -140,7 +141,7 @@ def test_sums_and_lost_tokens_are_those_of_the_shards_prefixes(
         assert found.memory_s[s] == pytest.approx(0.5 * reads)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(
     st.lists(
         st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=30
@@ -174,7 +175,7 @@ def test_requests_without_shared_prefixes_are_dealt_within_the_bound(
         assert max(left, np.delete(there, slowest).min()) >= seconds.max() * (1 - 1e-6)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(PROMPTS, NUM_SHARDS, st.integers(0, 99))
 def test_no_more_sharing_is_lost_than_every_split_path_once_per_shard(
     prompts: list[Prompt], num_shards: int, seed: int
@@ -185,7 +186,7 @@ def test_no_more_sharing_is_lost_than_every_split_path_once_per_shard(
     assert 0 <= found.lost_tokens <= (num_shards - 1) * node_tokens.sum()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(PROMPTS, NUM_SHARDS, GRANULARITIES, st.integers(0, 99))
 def test_the_same_job_gives_the_same_shards(
     prompts: list[Prompt], num_shards: int, granularity: int, seed: int
@@ -196,7 +197,7 @@ def test_the_same_job_gives_the_same_shards(
     np.testing.assert_array_equal(first.shard, again.shard)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(PROMPTS, NUM_SHARDS)
 def test_jobs_without_output_have_finite_sums(
     prompts: list[Prompt], num_shards: int
@@ -206,7 +207,7 @@ def test_jobs_without_output_have_finite_sums(
     assert not found.memory_s.any()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(PROMPTS, NUM_SHARDS, st.integers(0, 99))
 def test_a_shards_job_is_what_its_own_prompts_would_give(
     prompts: list[Prompt], num_shards: int, seed: int
@@ -362,7 +363,7 @@ def test_engines_that_are_good_at_different_work_end_together(num_shards: int) -
     assert not found.compute_s[~speeds.there].any()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(
     st.lists(
         st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=30
@@ -419,7 +420,7 @@ def test_families_of_many_engines_stay_together() -> None:
     assert found.lost_tokens == sum(shared * (each - 1) for each in homes)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(PROMPTS, st.integers(1, 6), st.integers(0, 99))
 def test_what_leaves_share_in_their_shards(
     prompts: list[Prompt], num_shards: int, seed: int

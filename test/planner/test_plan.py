@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_jobs import EDGE_PROMPTS, Prompt, make_requests
@@ -258,7 +259,7 @@ def test_any_observed_answers(policy: str, answers: dict[int, int]) -> None:
 # --- Bounds.
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(prompt_lists(), costs(), st.integers(0, 99), st.sampled_from([0, 1, 300]))
 def test_no_predicted_run_beats_the_bounds(
     prompts: list[Prompt], cost: CostModel, seed: int, spare: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_jobs import Prompt, build, prompt_lists
@@ -162,7 +163,7 @@ def test_a_prefix_is_read_by_many_and_counted_once() -> None:
     assert changes == [0, -2, -2]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(
     prompt_lists(most=12),
     st.sampled_from([LRU, PLANNED]),

@@ -7,6 +7,7 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,7 +129,7 @@ def test_a_child_that_keeps_no_leaf_costs_nothing(short_one: int) -> None:
     assert sorted(found) == [(4, [2, 3]), (7, [0, 1])]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(PROMPTS)
 def test_groups_are_a_partition_by_shared_prefix(prompts: list[list[int]]) -> None:
     tree = tree_of(prompts)
@@ -148,7 +149,7 @@ def test_groups_are_a_partition_by_shared_prefix(prompts: list[list[int]]) -> No
         assert length == 0 or len(requests) > 1
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(PROMPTS)
 def test_saving_is_between_the_first_level_and_the_best(
     prompts: list[list[int]],

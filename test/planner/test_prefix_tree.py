@@ -9,6 +9,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -105,7 +106,7 @@ def assert_is_expected(tree: PrefixTree, prompts: Sequence[Prompt]) -> None:
         assert array.dtype == DTYPES[name], name
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(PROMPTS)
 def test_tree_is_the_set_of_prefixes_that_requests_share(prompts: list[Prompt]) -> None:
     tree = build(prompts)
@@ -178,7 +179,7 @@ def test_groups_of_hundreds(seed: int) -> None:
     assert_is_expected(build(prompts), prompts)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(PROMPTS, st.integers(0, 3))
 def test_threads_make_the_same_tree(prompts: list[Prompt], rounds: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
@@ -295,7 +296,7 @@ def test_integrity_fails_for_other_prompts(job: Job) -> None:
         check_prefix_tree(tree, tokens, offsets[:-1])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(PROMPTS.filter(bool), st.data())
 def test_integrity_fails_for_any_single_change(
     prompts: list[Prompt], data: st.DataObject
@@ -379,7 +380,7 @@ def test_integrity_names_the_broken_rule(
 # --- Parts of a tree, and sequences of leaves.
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(PROMPTS, st.data())
 def test_a_part_is_the_tree_of_its_prompts(
     prompts: list[Prompt], data: st.DataObject

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharding_jobs import mixed_job
@@ -306,7 +307,7 @@ def test_equal_engines_move_what_they_always_moved(speed: float | None) -> None:
     )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.data())
 def test_engines_of_any_speed(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=10))
@@ -341,7 +342,7 @@ def test_engines_of_any_speed(data: st.DataObject) -> None:
         assert new.max() <= old.max() * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.data())
 def test_moves_only_help(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=8))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_jobs import Job, jobs, make_job, own_prompts, run, unit_cost
@@ -133,7 +134,7 @@ def test_the_work_planned_is_the_work_done() -> None:
 # --- The laws.
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(jobs(), st.booleans())
 def test_any_job_keeps_the_laws(job: Job, by_limit: bool) -> None:
     job = replace(job, limits=replace(job.limits, as_sglang=True))
@@ -162,7 +163,7 @@ def test_any_job_keeps_the_laws(job: Job, by_limit: bool) -> None:
         assert done.retractions == 0
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(jobs(capacities=st.just(10**9), dual=False))
 def test_with_room_for_all_each_prefix_is_computed_once(job: Job) -> None:
     # Nobody waits for less than eight tokens.

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_jobs import Job, jobs, make_job, own_prompts, run, unit_cost
@@ -96,7 +97,7 @@ def test_windows_limit_admission() -> None:
     assert max(run(job).samples[3]) == 2
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(jobs(), st.integers(1, 12))
 def test_any_job_ends_with_any_number_of_states(job: Job, states: int) -> None:
     limits = replace(job.limits, as_sglang=True, second_pool=of_states(states))

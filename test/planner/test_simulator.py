@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_jobs import (
@@ -248,7 +249,7 @@ def check_bounds(job: Job, done: Simulation) -> None:
         assert bounds.sum_s <= least
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(jobs())
 def test_any_job_keeps_the_laws_and_the_bounds(job: Job) -> None:
     done = run(job)
@@ -256,13 +257,13 @@ def test_any_job_keeps_the_laws_and_the_bounds(job: Job) -> None:
     check_bounds(job, done)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(jobs(dual=False))
 def test_requests_are_admitted_in_order(job: Job) -> None:
     assert run(job).admission_order.tolist() == job.order
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(jobs(capacities=st.just(UNLIMITED), dual=False))
 def test_any_order_shares_all_there_is_with_room_for_all(job: Job) -> None:
     prompts = [job.prompts[i] for i in job.order]
@@ -278,7 +279,7 @@ def test_any_order_shares_all_there_is_with_room_for_all(job: Job) -> None:
         assert sum(new) == job.tree.num_unique_tokens
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(prompt_lists())
 def test_depth_first_reaches_the_sharing_ratio(prompts: list[Prompt]) -> None:
     tree = build(prompts)
@@ -288,7 +289,7 @@ def test_depth_first_reaches_the_sharing_ratio(prompts: list[Prompt]) -> None:
     assert done.achieved_prefix_sharing_ratio == pytest.approx(expected, abs=1e-12)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(jobs(), st.sampled_from(ORDERS))
 def test_the_orders_that_plans_are_made_of(job: Job, policy: str) -> None:
     order = make_order(
@@ -311,7 +312,7 @@ def test_the_orders_that_plans_are_made_of(job: Job, policy: str) -> None:
     check_bounds(job, done)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(jobs(), st.sampled_from([2, 8, 128]))
 def test_whole_multiples_cost_more_and_change_no_count(job: Job, multiple: int) -> None:
     done = run(replace(job, limits=replace(job.limits, batch_multiple=multiple)))
@@ -324,7 +325,7 @@ def test_whole_multiples_cost_more_and_change_no_count(job: Job, multiple: int) 
     check_bounds(job, done)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(15))
 @given(jobs())
 def test_the_same_job_goes_the_same_way(job: Job) -> None:
     first, second = run(job), run(job)

@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_jobs import PROMPTS, Bools, Prompt, prefixes, repeated, tree_of
@@ -52,7 +53,7 @@ def hull(points: set[tuple[int, float]]) -> list[tuple[int, float]]:
 # --- In two.
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=examples(120))
 @given(SMALL, SEEDS, st.integers(0, 25))
 def test_the_split_is_the_best_of_all_for_its_price(
     prompts: list[Prompt], seed: int, budget: int
@@ -189,7 +190,7 @@ def breakpoints(tree: PrefixTree) -> list[float]:
     return [each + 1e-6 for each in sorted(set(least))]
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=examples(120))
 @given(PROMPTS, st.sampled_from([1.0, 0.99, 0.9, 0.7, 0.5, 0.2, 0.0]))
 def test_units_are_those_of_the_largest_threshold_that_keeps_enough(
     prompts: list[Prompt], kept: float

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,7 +92,7 @@ class TestCells:
 
 
 class TestPreempted:
-    @settings(max_examples=300)
+    @settings(max_examples=examples(300))
     @given(batches(), st.integers(0, 100), st.integers(0, 2))
     def test_no_choice_moves_less(
         self, rows: list[Row], max_cells: int, steps: int
@@ -128,7 +129,7 @@ class TestPreempted:
 
 
 class TestDisplaced:
-    @settings(max_examples=300)
+    @settings(max_examples=examples(300))
     @given(batches(), st.integers(1, 8), st.integers(0, 150), st.integers(1, 12))
     def test_only_lower_priorities_leave_and_none_in_vain(
         self, rows: list[Row], max_rows: int, max_cells: int, length: int
@@ -370,7 +371,7 @@ def jobs(draw: st.DrawFn) -> list[Request]:
 
 
 class TestSimulation:
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(200), deadline=None)
     @given(
         jobs(),
         st.integers(1, 8),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -176,7 +177,7 @@ def jobs(draw: st.DrawFn) -> list[Request]:
 
 
 class TestSimulated:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(jobs(), st.integers(1, 8), st.integers(20, 400), st.sampled_from([None, 90]))
     def test_limits_hold_priorities_come_first_and_all_end(
         self,
@@ -208,7 +209,7 @@ class TestSimulated:
         assert lonely.ended is not None
         assert lonely.ended < 130
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=examples(30), deadline=None)
     @given(jobs(), st.integers(1, 6), st.integers(30, 200))
     def test_without_a_rule_all_is_as_of_admission(
         self, requests: list[Request], max_rows: int, max_cells: int

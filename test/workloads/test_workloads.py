@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from long_documents import (
@@ -150,7 +151,7 @@ def test_few_videos_carry_the_load_of_their_distribution(count: int) -> None:
     assert output.max() <= 131_072
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.integers(0, 300),
     st.floats(1.0, 500.0),
@@ -296,7 +297,7 @@ def test_an_infeasible_density_names_the_range() -> None:
         blend_counts(60.0, 0.35, 400_000, TOKEN_TIME_S, KV_READ_TIME_S)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.floats(0.03, 0.85), st.floats(0.01, 0.99))
 def test_the_range_of_the_message_is_the_feasible_one(
     sharing: float, inside: float

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from example_counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -189,7 +190,7 @@ def test_a_log_larger_than_a_part(
 
 
 @settings(
-    max_examples=30,
+    max_examples=examples(30),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -102,27 +102,31 @@ ALL = Saved()
 SECTIONS = (
     Section(
         "Prompt tokens from the cache",
-        "All schedulers run with the same server arguments and a fresh engine each time, in turn: medians and ranges of three "
-        "repeats. Every answer equals that of stock `fcfs`. Jobs 1 to 4 run without mixed chunks, job 5 with them. The *spread* is "
-        "that of the steps' compute time over their memory time.",
+        "Medians and ranges of three repeats, all schedulers in turn with the same server arguments and a fresh engine. Every answer equals that "
+        "of stock `fcfs`. Jobs 1 to 4 run without mixed chunks, job 5 with them. The *spread* is that of the steps' compute time over memory time.",
         [(f"throughput_job{job}", THROUGHPUT) for job in range(1, 6)],
     ),
     Section(
         "On a GPU",
-        "One H200, a model with the shape of Llama 3.1 8B and random weights in bf16. Both engines choose their own attention: SGLang "
-        "takes FlashAttention 3, and sglang-batch adds its kernel for shared prefixes. Requests are shuffled and all lengths are "
-        "fixed. One run each, with all engines on the GPU at the same time and timed one after another. Answers were not compared, "
-        "because in bf16 near ties fall either way. NCCL was 2.28, with `TORCHDYNAMO_DISABLE=1`.",
+        "A model with the shape of Llama 3.1 8B and random weights in bf16. SGLang takes FlashAttention 3, and sglang-batch adds its kernel for "
+        "shared prefixes. Requests are shuffled, lengths fixed. One run each, all engines on the GPU together and timed one after another. Answers "
+        "were not compared: in bf16 near ties fall either way. NCCL was 2.28, with `TORCHDYNAMO_DISABLE=1`.",
         [("gpu_throughput_job1", GPU), ("gpu_throughput_job2", GPU)],
     ),
     Section(
         "Shared-prefix attention",
-        "The GPU's times are per layer of an 8B model (32 query heads, 8 KV heads of 128, bf16), with pages of one token, CUDA graphs "
-        "and a cold L2 cache: medians of 50 replays in alternation. The floor is the time to read each KV token once at the bandwidth "
-        "that the device reached. The bytes are computed, for an H200's 4.3 TB/s.",
+        "Times are per layer of an 8B model (32 query heads, 8 KV heads of 128, bf16), pages of one token, CUDA graphs, a cold L2 cache, medians of "
+        "50 replays in alternation. The floor is the time to read each KV token once at the bandwidth that the device reached.",
         [
             ("shared_prefix_gpu", kernel_times),
-            ("shared_prefix_gpu", Figures("Targets on the H200")),
+            (
+                "shared_prefix_gpu",
+                Figures(
+                    "Targets on the H200",
+                    ("share of*", "speed*", "nothing*"),
+                    notes=False,
+                ),
+            ),
             ("shared_prefix_host", ALL),
             (
                 "shared_prefix_cpu",
@@ -154,15 +158,15 @@ SECTIONS = (
                 Figures(
                     "The planner itself",
                     (
+                        "density of*",
+                        "KV of the*",
+                        "% saved*",
                         "tree and*",
                         "memory growth*",
                         "5,000,000*",
                         "growth of time*",
                         "prompts to groups*",
                         "tokens saved",
-                        "density of*",
-                        "KV of the*",
-                        "% saved*",
                         "trace ?, 4 shards: *",
                         "trace ?: 400*",
                     ),
@@ -172,12 +176,10 @@ SECTIONS = (
     ),
     Section(
         "Orders",
-        "All seconds are simulated: Llama-3-8B on an A100 with BlendServe's constants, 400,000 requests. Shares are those of the "
-        "tightest bound, below which no schedule can be (for k = infinity the ideal overlap, for k = 1 the sum). Lengths come from a "
-        "1 % sample that runs first and is part of the time. Each baseline has the best of six limits on the tokens of a step (256 to "
-        "8192). *Paper's alg.* is dual-scan with Algorithms 2 and 3 as printed. The long documents are fourteen jobs of 2,000 to 4,000 "
-        "requests with 10,000 to 100,000 prompt tokens. The traces of lengths are open files, whose sharing is Mooncake's own. "
-        "The last table counts that each step reads the weights.",
+        "All seconds are simulated: Llama-3-8B on an A100 with BlendServe's constants, 400,000 requests. No schedule beats the tightest bound. "
+        "Lengths come from a 1 % sample that runs first and is part of the time. Baselines have the best of six limits on a step's tokens (256 to "
+        "8192). *Paper's alg.* is dual-scan with Algorithms 2 and 3 as printed. Long documents are fourteen jobs of 2,000 to 4,000 requests with "
+        "10,000 to 100,000 prompt tokens. Lengths are open traces.",
         [
             (
                 "order_traces",
@@ -224,8 +226,7 @@ SECTIONS = (
     ),
     Section(
         "Costs",
-        "Predicted seconds against published throughputs (`benchmark/data/published/throughput.csv` has the sources), against the "
-        "H200 above, and against this CPU after `sglang-batch calibrate`. Choices are predicted, on no GPU.",
+        "Sources of the published throughputs are in `benchmark/data/published/throughput.csv`. Choices are predicted, on no GPU.",
         [
             ("costs_published", published_errors),
             ("costs_h200", ALL),
@@ -239,8 +240,8 @@ SECTIONS = (
     ),
     Section(
         "Batches of similar KV length",
-        "Speed-ups over `fcfs`. The first two tables are simulated decodes of 1,500 requests with known lengths on an H100, drawn with "
-        "the moments of the open traces. *Alone* is a move of KV over PCIe 5 during which nothing else runs.",
+        "Speed-ups over `fcfs`. The first two tables are simulated decodes of 1,500 requests with known lengths on an H100. *Alone*: nothing runs "
+        "while KV moves over PCIe 5.",
         [
             (
                 "aligned_traces",
@@ -280,9 +281,8 @@ SECTIONS = (
     ),
     Section(
         "Mixed steps as two forwards",
-        "Job 5 with `dual-scan` and a random Llama of two layers and a hidden size of 1,024, on cores that other programs used as well. "
-        "All answers are equal. The last table is an estimate by the operators' seconds: NanoFlow's halves of a step, of which nothing "
-        "is built.",
+        "Job 5 with `dual-scan` and a random Llama of two layers and a hidden size of 1,024, on busy cores. All answers are equal. The last table is an "
+        "estimate of NanoFlow's halves, of which nothing is built.",
         [
             ("overlap_one_thread", OVERLAP),
             ("overlap_two_threads", OVERLAP),
@@ -327,15 +327,17 @@ SECTIONS = (
     ),
     Section(
         "An idle server",
-        "Each kind of work is a prompt with one token of output, sent to an engine that is idle for 1.5 s: the time until the end of "
-        "its first step. Other programs ran on the same cores, so a spinning engine did not get a whole one.",
+        "From sending a prompt with one token of output to an engine that is idle for 1.5 s until the end of its first step, on busy cores.",
         [("idle", ALL)],
     ),
     Section(
         "The batch service under failure",
         "Over HTTP: SIGKILL at random moments of a batch of 20,000 lines, bad input, unmodified OpenAI clients, memory and polling.",
         [
-            ("soak_kill", Figures("SIGKILL at 20 moments")),
+            (
+                "soak_kill",
+                Figures("SIGKILL at 20 moments", ("lines*", "finished*", "tokens*")),
+            ),
             ("soak_bad", Figures("Lines and files that no client should send")),
             ("soak_contract_validation", Figures("Contract and validation")),
             ("soak_memory", Figures("Memory of the serving process")),
@@ -386,8 +388,7 @@ SECTIONS = (
     ),
     Section(
         "Streams and rollouts",
-        "Rollouts: 64 prompts of 16 samples, 128 rows, lengths of 4 to 1,023 that are hidden from both engines. SGLang gets a request "
-        "per sample.",
+        "Rollouts have 64 prompts of 16 samples, 128 rows and lengths of 4 to 1,023, hidden from both engines. SGLang gets a request per sample.",
         [
             (
                 "savings",
@@ -421,6 +422,7 @@ SECTIONS = (
                         "50,000,000*",
                         "peak*",
                     ),
+                    notes=False,
                 ),
             ),
             ("fleet_faults", ALL),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -58,10 +59,14 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures whose names match one of the patterns, with their targets."""
+    """The figures whose names match one of the patterns, with their targets.
+
+    notes: whether their notes are shown, such as a paper's figure.
+    """
 
     title: str
     patterns: Sequence[str] = ("*",)
+    notes: bool = True
 
     def __call__(self, document: Document) -> Iterator[Table]:
         """One table."""
@@ -239,16 +244,14 @@ def replicas(document: Document) -> Iterator[Table]:
     for figure in figures(document):
         job, _, kind = figure["name"].partition(": ")
         if kind == "ends apart":
-            rows.append([job, f"{figure['value']:.1f} %", figure["beside"]])
+            most, before = re.findall(r"(?:at most|was) ([\d.]+ %)", figure["beside"])
+            rows.append([job, f"{figure['value']:.1f} %", most, before])
         elif kind == "cached share":
             rows[-1].append(f"{figure['value']:.1f} %")
-    header = [
-        "job",
-        "ends apart",
-        "of four seeds; *was*: without a plan",
-        "cached share",
-    ]
-    yield Table("Jobs on several replicas", header, rows)
+    header = ["job", "ends apart, mean", "most", "without a plan", "cached share"]
+    yield Table(
+        "Ends of the replicas, of the job's time, with four seeds", header, rows
+    )
 
 
 def page_sizes(document: Document) -> Iterator[Table]:

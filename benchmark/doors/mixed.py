@@ -145,7 +145,9 @@ def _run(
     arguments = [f"--model-path={model}", *ARGUMENTS]
     if policy is not None:
         steps = str(scratch / mixed_engine.STEPS_FILE)
-        config = json.dumps({"policy": policy, "step_log": steps})
+        # Costs that are learned would run prompts alone where that pays, as on a CPU.
+        settings = {"policy": policy, "step_log": steps, "learn_costs": False}
+        config = json.dumps(settings)
         arguments += ["--offline-batch", f"--offline-batch-config={config}"]
     task = {"arguments": arguments, "calls": calls}
     (scratch / mixed_engine.TASK_FILE).write_text(json.dumps(task))

@@ -305,11 +305,7 @@ SECTIONS = (
         [
             ("model_states", ALL),
             ("model_windows", ALL),
-            ("model_few_states", ALL),
-            ("model_speculation", ALL),
-            ("model_families", ALL),
-            ("model_adapters", ALL),
-            ("model_images", ALL),
+            ("models", ALL),
         ],
     ),
     Section(

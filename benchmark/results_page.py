@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -114,7 +115,8 @@ def _provenance(name: str, document: Document, label: str) -> str:
     machine = document["machine"]
     typed = "*" if "typed_from" in document else ""
     date = str(machine["date"])[:10]
-    return f"{name}{typed}, {label}, {machine['commit'][:7]}, {date}: `{document['command']}`\n"
+    command = re.sub(r" --save( \w+)?$", "", document["command"])
+    return f"{name}{typed}, {label}, {machine['commit'][:7]}, {date}: `{command}`\n"
 
 
 def main() -> int:

@@ -377,6 +377,7 @@ SECTIONS = (
                         "nothing cut*",
                         "seconds with all*",
                     ),
+                    notes=False,
                 ),
             ),
             ("savings", Figures("The tail", ("job 5, 1% long*", "16 simulated*"))),

@@ -96,7 +96,7 @@ def _other_than(*allowed: object) -> Callable[[object], bool]:
     return lambda value: value is not None and value not in allowed
 
 
-_SECOND_TIER = "it moves KV to and from a second tier, which is not in the plan"
+_SECOND_TIER = "it moves KV that the plan relies on"
 _ADMISSION = "the plan and its KV forecast decide when a request is admitted"
 _PLAN_ORDER = """set the order with --offline-batch-config '{"policy": "dfs"}'"""
 
@@ -125,12 +125,12 @@ REFUSALS = (
     Refusal(
         ("hicache_storage_backend",),
         _given,
-        "--enable-hierarchical-cache means host memory here, and nothing behind it",
+        "--enable-hierarchical-cache means host memory here, without storage behind it",
     ),
     Refusal(
         ("hicache_host_memory_mode",),
         _other_than("cache"),
-        "--enable-hierarchical-cache means host memory here, which KV stays in",
+        "--enable-hierarchical-cache keeps KV in host memory here",
     ),
     Refusal(
         ("enable_session_radix_cache", "enable_streaming_session"),
@@ -141,8 +141,8 @@ REFUSALS = (
     Refusal(
         ("enable_unified_memory", "enable_page_major_kv_layout"),
         _given,
-        "it divides one memory among all kinds of KV as requests come, and the plan "
-        "counts pools of fixed size",
+        "it divides memory among kinds of KV at run time, and the plan counts pools of "
+        "fixed size",
     ),
     Refusal(
         ("enable_kv_cache_sharding",),
@@ -159,7 +159,7 @@ REFUSALS = (
     Refusal(
         ("enable_priority_scheduling",),
         _given,
-        "the plan orders the requests, and preemption would drop KV that it relies on",
+        "preemption would drop KV that the plan relies on",
         _PLAN_ORDER,
     ),
     Refusal(
@@ -222,17 +222,17 @@ REFUSALS = (
     Refusal(
         ("dcp_size",),
         _above(1),
-        "a page of KV is spread over ranks, and the plan counts the pages of one rank",
+        "it spreads a page of KV over ranks, and the plan counts those of one rank",
     ),
     Refusal(
         ("attn_cp_size",),
         _above(1),
-        "its ranks split prompts, which was never run in the steps of a plan",
+        "its ranks split prompts, which was never tested with a plan",
     ),
     Refusal(
         ("enable_prefill_cp",),
         _given,
-        "its ranks split prompts, which was never run in the steps of a plan",
+        "its ranks split prompts, which was never tested with a plan",
     ),
     Refusal(
         ("elastic_ep_backend",),

@@ -120,8 +120,8 @@ MODEL_KINDS: tuple[ModelKind, ...] = (
         "recurrent states and windows (Inkling)",
         Tier.REFUSED,
         _states_and_windows,
-        "it keeps recurrent states and has sliding-window layers with a pool of their own, "
-        "and the plan counts one such pool",
+        "it has both recurrent states and a pool for windows, and the plan counts one such "
+        "pool",
     ),
     ModelKind(
         "sliding-window layers only",

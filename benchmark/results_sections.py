@@ -337,7 +337,7 @@ SECTIONS = (
             ("soak_bad", Figures("Lines and files that no client should send")),
             ("soak_contract_validation", Figures("Contract and validation")),
             ("soak_memory", Figures("Memory of the serving process")),
-            ("soak_clients", Figures("50 clients that poll each second")),
+            ("soak_clients", Figures("50 clients that poll each second", notes=False)),
             (
                 "soak_overhead",
                 Figures("Wall time against one call of `Engine.generate`"),
@@ -363,7 +363,10 @@ SECTIONS = (
                 ),
             ),
             ("savings", field_orders),
-            ("savings", Figures("Small and large tables", ("200 *", "100,000 *"))),
+            (
+                "savings",
+                Figures("Small and large tables", ("200 *rows: mean*", "100,000 *")),
+            ),
             (
                 "savings",
                 Figures(
@@ -380,7 +383,12 @@ SECTIONS = (
                     notes=False,
                 ),
             ),
-            ("savings", Figures("The tail", ("job 5, 1% long*", "16 simulated*"))),
+            (
+                "savings",
+                Figures(
+                    "The tail", ("job 5, 1% long, *", "16 simulated*"), notes=False
+                ),
+            ),
         ],
     ),
     Section(

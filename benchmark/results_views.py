@@ -75,7 +75,7 @@ class Figures:
                 figure["name"].strip(),
                 value_of(figure),
                 _target(figure),
-                figure["beside"],
+                figure["beside"] if self.notes else "",
             ]
             for figure in figures(document)
             if any(fnmatchcase(figure["name"].strip(), p) for p in self.patterns)

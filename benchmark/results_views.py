@@ -92,13 +92,17 @@ def figures(document: Document) -> list[dict[str, Any]]:
 
 
 def value_of(figure: dict[str, Any]) -> str:
-    """Its value with its unit: whole numbers in full, others with four digits."""
+    """Its value with its unit."""
     value = figure["value"]
     if isinstance(value, bool):
         return "yes" if value else "no"
-    whole = float(value).is_integer()
-    text = f"{value:,.0f}" if whole or abs(value) >= 1000 else f"{value:.4g}"
-    return f"{text} {figure['unit']}".strip()
+    return f"{_digits(value)} {figure['unit']}".strip()
+
+
+def _digits(value: float) -> str:
+    """Whole and large numbers without decimals, others with four digits."""
+    whole = float(value).is_integer() or abs(value) >= 1000
+    return f"{value:,.0f}" if whole else f"{value:.4g}"
 
 
 def _target(figure: dict[str, Any]) -> str:
@@ -106,7 +110,7 @@ def _target(figure: dict[str, Any]) -> str:
         return ""
     relation, bound = figure["target"]
     missed = "" if figure["met"] else ", missed"
-    return f"{relation} {bound:.3g}{missed}"
+    return f"{relation} {_digits(bound)}{missed}"
 
 
 def kernel_times(document: Document) -> Iterator[Table]:

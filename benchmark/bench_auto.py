@@ -1,0 +1,372 @@
+"""How much `auto` loses to the best single order, over jobs as people have them.
+
+    python benchmark/bench_auto.py                     400 jobs, one law each
+    python benchmark/bench_auto.py --jobs 40 --seed 7  fewer, others
+    python benchmark/bench_auto.py --show 10           and the worst ten
+
+Llama-3-8B on an A100, simulated as SGLang with the offline scheduler. Each order runs with
+the sample that it begins with, and is made from the answers to it: what a job of that policy
+does. `auto` learns from its sample too; without one it follows `dfs` until as many answers are
+there as the scheduler waits for, and orders the rest. The true lengths are seen by no order.
+
+The families are few-shot prompts, questions on documents, conversations, rows of tables,
+evaluations, groups of samples, agents and prompts that share nothing, of 30 to 10,000
+requests (``--largest``), with KV for the largest request up to the whole job, answers that are
+short, long or of heavy tails, and none, half or all of their lengths known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from report import RESULTS, Figure, finish, print_figures, print_table
+from tqdm import tqdm
+
+from sglang_batch.planner.candidates import Candidates, best, orders_for
+from sglang_batch.planner.costs.bounds import with_law
+from sglang_batch.planner.costs.cost_model import CostModel
+from sglang_batch.planner.costs.hardware import hardware
+from sglang_batch.planner.costs.model_spec import ModelSpec
+from sglang_batch.planner.lengths.length_sample import choose_sample
+from sglang_batch.planner.lengths.output_length import Observed
+from sglang_batch.planner.machine_model import EngineLimits, Machine
+from sglang_batch.planner.ordering.order import Order, OrderSettings
+from sglang_batch.planner.requests import UNKNOWN, Int32s, PlanRequests
+from sglang_batch.planner.simulator.simulator import simulate
+from sglang_batch.planner.steps.parallelism import Parallelism
+from sglang_batch.planner.steps.step_costs import step_costs
+from sglang_batch.policies import POLICY_TABLE
+from sglang_batch.prediction.models import MODELS
+
+LAWS = (1.0, 1.2, 1.47)
+# Fewer unknown requests take no sample (``job.job_planner.MIN_SAMPLED``).
+MIN_SAMPLED = 64
+Prompts = list[np.ndarray]
+Generator = np.random.Generator
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A job.
+
+    true_output_len: int32 ``[n]``, the lengths that its answers get.
+    known: whether none, half or all of them are known beforehand.
+    """
+
+    name: str
+    requests: PlanRequests
+    true_output_len: Int32s
+    known: str
+    machine: Machine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=400, help="default: 400")
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument(
+        "--largest", type=int, default=10_000, help="requests; default: 10000"
+    )
+    parser.add_argument("--show", type=int, default=10, help="worst jobs; default: 10")
+    parser.add_argument("--save", metavar="NAME", help="keep results/NAME.json")
+    options = parser.parse_args()
+
+    rows, taken = [], []
+    shapes = make_shapes(options.jobs, options.seed, options.largest)
+    for number, shape in enumerate(tqdm(shapes, total=options.jobs, disable=None)):
+        runs, auto, chosen, plan_s = measure(shape)
+        name = min(runs, key=lambda each: runs[each])
+        rows.append((auto / runs[name], number, shape, chosen, name, runs, auto))
+        taken.append(plan_s)
+    print_worst(rows, options.show)
+    over_best = np.array([row[0] for row in rows])
+    half = np.array([row[0] for row in rows if row[2].known == "half"])
+    over = {
+        name: np.array([row[6] / row[5][name] for row in rows])
+        for name in ("dfs", "dfs-weight", "fcfs")
+    }
+    figures = [
+        Figure("auto over the best order, median", float(np.median(over_best)), "", ("<=", 1.0005)),
+        Figure("95 of 100 jobs at most", float(np.quantile(over_best, 0.95)), "", ("<=", 1.01)),
+        Figure("worst", float(over_best.max()), "", ("<=", 1.04)),
+        Figure("worst with half of the lengths known", float(half.max(initial=1)), "", ("<=", 1.05)),
+        *(
+            Figure(f"over {name}, worst", float(each.max()), "", ("<=", 1.01) if name != "dfs" else None)
+            for name, each in over.items()
+        ),
+        Figure("seconds of planning, median", float(np.median(taken)), "s"),
+    ]  # fmt: skip
+    print_figures("auto", figures)
+    save = None if options.save is None else RESULTS / f"{options.save}.json"
+    finish({"figures": [figure.as_json for figure in figures]}, save)
+
+
+def measure(shape: Shape) -> tuple[dict[str, float], float, str, float]:
+    """Simulated seconds of each order and of `auto`, its choice, seconds of planning."""
+    settings = OrderSettings()
+    tree = Candidates(shape.requests, shape.machine, settings).tree
+    is_sampled = int(shape.requests.without_estimate.sum()) >= MIN_SAMPLED
+    first = np.zeros(0, np.int64)
+    if is_sampled:
+        first = choose_sample(tree, shape.requests, seed=0)
+
+    def candidates(true_output_len: Int32s | None) -> Candidates:
+        return Candidates(
+            shape.requests,
+            shape.machine,
+            settings,
+            observed=Observed(first, shape.true_output_len[first]),
+            true_output_len=true_output_len,
+        )
+
+    true = candidates(shape.true_output_len)
+    runs = {}
+    for policy in orders_for(shape.machine):
+        order = true.order(policy)
+        if POLICY_TABLE[policy].needs_estimates:
+            order = order.beginning_with(first)
+        runs[policy] = seconds(true, order)
+    if is_sampled and not len(first):
+        first = tree.order[: max(MIN_SAMPLED, len(tree.order) // 100)]
+    began = time.perf_counter()
+    plan = candidates(None)
+    chosen = best({name: plan.run(name).simulation for name in orders_for(shape.machine)})
+    took = time.perf_counter() - began
+    auto = seconds(true, plan.order(chosen).beginning_with(first), plan)
+    return runs, auto, chosen, took
+
+
+def seconds(job: Candidates, order: Order, estimated: Candidates | None = None) -> float:
+    """The simulated run of an order with the true lengths."""
+    estimates = (estimated or job).estimates
+    return simulate(
+        job.tree,
+        job.machine.cost,
+        job.machine.limits,
+        order=order.requests,
+        output_len=job.output_len,
+        est_output_len=estimates.est_output_len,
+        est_output_len_sq=estimates.est_output_len_sq,
+        max_new_tokens=job.requests.max_new_tokens,
+        density=order.density,
+        num_left=order.num_left,
+        lengths=order.lengths,
+    ).seconds
+
+
+def print_worst(rows: list, show: int) -> None:
+    worst = sorted(rows, key=lambda row: -row[0])[:show]
+    print_table(
+        f"the worst {len(worst)}",
+        ["job", "requests", "lengths known", "KV", "k", "auto over best", "auto took", "best"],
+        [
+            [
+                f"{number} {shape.name}",
+                f"{len(shape.requests)}",
+                shape.known,
+                f"{shape.machine.limits.kv_capacity_tokens}",
+                f"{shape.machine.cost.interference_exponent:g}",
+                f"{over:.3f}",
+                chosen,
+                name,
+            ]
+            for over, number, shape, chosen, name, _, _ in worst
+        ],
+    )
+
+
+def make_shapes(jobs: int, seed: int, largest: int) -> Iterator[Shape]:
+    base = step_costs(
+        ModelSpec.from_hf_config(MODELS["llama-3-8b"]),
+        hardware("a100-sxm-80gb"),
+        Parallelism(),
+    )
+    names = list(FAMILIES)
+    for number in range(jobs):
+        random = np.random.default_rng((seed, number))
+        yield make_shape(names[number % len(names)], random, base, largest)
+
+
+def make_shape(
+    name: str, random: Generator, base: CostModel, largest: int
+) -> Shape:
+    n = int(np.exp(random.uniform(np.log(30), np.log(largest))))
+    prompts, group = FAMILIES[name](random, n)
+    n = len(prompts)
+    if random.random() < 0.5:  # the order of the input
+        places = random.permutation(n)
+        prompts, group = [prompts[i] for i in places], group[places]
+    limit = int(random.choice([16, 64, 256, 1024]))
+    output_len = lengths(random, group, limit)
+    known = str(random.choice(["none", "none", "half", "all"]))
+    is_known = np.zeros(n, np.bool_)
+    if known == "all":
+        is_known[:] = True
+    elif known == "half":
+        # Of whole groups, as where one source has fixed generations, or of single lines.
+        ids = np.unique(group)
+        chosen = random.permutation(ids)[: max(1, len(ids) // 2)]
+        is_known = np.isin(group, chosen) if len(ids) > 3 else random.random(n) < 0.5
+    size = np.array([len(each) for each in prompts], np.int64)
+    requests = PlanRequests(
+        np.concatenate(prompts).astype(np.int32),
+        np.concatenate([[0], size.cumsum()]).astype(np.int64),
+        np.full(n, limit, np.int32),
+        np.where(is_known, output_len, UNKNOWN).astype(np.int32),
+    )
+    least = int((size + output_len).max()) + 64
+    most = max(int((size + output_len).sum()), least + 1)
+    capacity = int(np.exp(random.uniform(np.log(1.2 * least), np.log(1.2 * max(most, least)))))
+    cost = with_law(base, float(random.choice(LAWS)))
+    limits = EngineLimits(
+        min(capacity, 450_000) if capacity > least else least, as_sglang=True
+    )
+    if limits.kv_capacity_tokens < least:
+        limits = EngineLimits(least, as_sglang=True)
+    return Shape(name, requests, output_len, known, Machine(cost, limits))
+
+
+def lengths(random: Generator, group: np.ndarray, limit: int) -> Int32s:
+    """Answers of one kind, of a mean for each group, or with a heavy tail."""
+    n, kind = len(group), random.choice(["short", "alike", "groups", "tail"])
+    mean = np.full(n, max(1.0, limit * random.uniform(0.05, 0.6)))
+    if kind == "short":
+        return random.integers(1, 1 + max(2, limit // 8), n).astype(np.int32)
+    if kind == "groups":
+        mean = np.exp(random.normal(np.log(mean[0]), 0.9, group.max() + 1))[group]
+    spread = 1.3 if kind == "tail" else 0.3
+    drawn = np.exp(random.normal(np.log(mean) - spread**2 / 2, spread))
+    return np.clip(drawn, 1, limit).astype(np.int32)
+
+
+def text(random: Generator, size: float) -> np.ndarray:
+    return random.integers(0, 100_000, max(1, int(size)))
+
+
+def between(random: Generator, low: float, high: float) -> int:
+    return int(np.exp(random.uniform(np.log(low), np.log(high))))
+
+
+def grouped(
+    random: Generator, n: int, groups: int, shared: int, own: int
+) -> tuple[Prompts, np.ndarray]:
+    firsts = [text(random, shared) for _ in range(groups)]
+    group = np.sort(random.integers(0, groups, n))
+    return [
+        np.concatenate([firsts[i], text(random, own * random.uniform(0.5, 1.5))])
+        for i in group
+    ], group
+
+
+def few_shot(random: Generator, n: int) -> tuple[Prompts, np.ndarray]:
+    groups = between(random, 1, max(2, n / 20))
+    return grouped(random, n, groups, between(random, 300, 3000), between(random, 20, 200))
+
+
+def documents(random: Generator, n: int) -> tuple[Prompts, np.ndarray]:
+    n = min(n, 1000)
+    groups = max(1, n // int(random.integers(2, 20)))
+    shared = between(random, 2000, 30_000)
+    return grouped(random, n, groups, shared, between(random, 20, 100))
+
+
+def chats(random: Generator, n: int) -> tuple[Prompts, np.ndarray]:
+    """A system prompt, and conversations whose turns are a request each."""
+    system = text(random, between(random, 50, 1500))
+    prompts: Prompts = []
+    group = []
+    while len(prompts) < n:
+        talk, number = system, len(group)
+        for _ in range(int(random.integers(1, 8))):
+            talk = np.concatenate([talk, text(random, between(random, 20, 400))])
+            prompts.append(talk)
+            group.append(number)
+    return prompts, np.unique(group, return_inverse=True)[1]
+
+
+def tables(random: Generator, n: int) -> tuple[Prompts, np.ndarray]:
+    """An instruction, then columns of few values each."""
+    instruction = text(random, between(random, 30, 400))
+    columns = [
+        [text(random, between(random, 2, 60)) for _ in range(int(random.integers(2, 30)))]
+        for _ in range(int(random.integers(1, 4)))
+    ]
+    picks = np.stack([random.integers(0, len(each), n) for each in columns])
+    picks = picks[:, np.lexsort(picks[::-1])]
+    prompts = [
+        np.concatenate(
+            [
+                instruction,
+                *(columns[c][picks[c, i]] for c in range(len(columns))),
+                text(random, 20),
+            ]
+        )
+        for i in range(n)
+    ]
+    return prompts, picks[0]
+
+
+def evaluations(random: Generator, n: int) -> tuple[Prompts, np.ndarray]:
+    """Tasks of unlike sizes, each with its shots, questions with several endings."""
+    tasks = int(random.integers(2, 12))
+    share = random.dirichlet(np.ones(tasks))
+    prompts: Prompts = []
+    group = []
+    for task in range(tasks):
+        shots = text(random, between(random, 200, 2500))
+        for _ in range(max(1, int(share[task] * n / 4))):
+            question = np.concatenate([shots, text(random, between(random, 20, 200))])
+            for _ in range(4):
+                prompts.append(np.concatenate([question, text(random, 6)]))
+                group.append(task)
+    return prompts, np.array(group)
+
+
+def rollouts(random: Generator, n: int) -> tuple[Prompts, np.ndarray]:
+    samples = int(random.choice([4, 8, 16, 64]))
+    groups = max(1, n // samples)
+    size = between(random, 50, 1000)
+    firsts = [text(random, size) for _ in range(groups)]
+    group = np.repeat(np.arange(groups), samples)
+    return [firsts[i] for i in group], group
+
+
+def agents(random: Generator, n: int) -> tuple[Prompts, np.ndarray]:
+    """A deep tree: each request continues one of the earlier ones."""
+    prompts = [text(random, between(random, 300, 4000))]
+    group = [0]
+    while len(prompts) < n:
+        parent = int(random.integers(max(0, len(prompts) - 20), len(prompts)))
+        if len(prompts[parent]) > 20_000:
+            parent = 0
+        more = text(random, between(random, 30, 600))
+        prompts.append(np.concatenate([prompts[parent], more]))
+        group.append(len(prompts) % 7)
+    return prompts, np.array(group)
+
+
+def distinct(random: Generator, n: int) -> tuple[Prompts, np.ndarray]:
+    size = between(random, 30, 3000)
+    spread = random.uniform(0.1, 1.2)
+    sizes = np.clip(random.lognormal(np.log(size), spread, n), 4, 16_000)
+    return [text(random, each) for each in sizes], random.integers(0, 5, n)
+
+
+FAMILIES: dict[str, Callable[[Generator, int], tuple[Prompts, np.ndarray]]] = {
+    "few-shot": few_shot,
+    "documents": documents,
+    "chats": chats,
+    "tables": tables,
+    "evaluations": evaluations,
+    "rollouts": rollouts,
+    "agents": agents,
+    "distinct": distinct,
+}
+
+
+if __name__ == "__main__":
+    main()

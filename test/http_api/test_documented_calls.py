@@ -1,4 +1,4 @@
-"""Executes the examples of docs/batch_api.md and docs/programs.md.
+"""Executes the examples of docs/batch_api.md and docs/python.md.
 
 A block after ``<!-- run -->`` is executed. Python blocks share their names, as on the
 page. A ``console`` block has commands after ``$ `` and their answers, in which ``...``
@@ -295,7 +295,7 @@ def test_every_example_of_programs_runs(
         thread.start()
         try:
             monkeypatch.setattr(lang, "BatchBackend", redirected(lang, server.url))
-            run_programs(DOCS / "programs.md", tmp_path / "module.py")
+            run_programs(DOCS / "python.md", tmp_path / "module.py")
         finally:
             server.shutdown()
             thread.join()

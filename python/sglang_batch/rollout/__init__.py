@@ -2,7 +2,7 @@
 
     from sglang_batch.rollout import LengthHistory, RolloutClient, RolloutGroup
 
-See ``docs/rollouts.md``.
+See ``docs/python.md``.
 """
 
 from __future__ import annotations

@@ -303,7 +303,19 @@ SECTIONS = (
         "Models",
         "Tiny random checkpoints on a CPU in float32, compared with `transformers` and with stock SGLang (`lpm`).",
         [
-            ("model_states", ALL),
+            (
+                "model_states",
+                Saved(
+                    columns={
+                        "job": "job",
+                        "cached share": "cached, of the possible",
+                        "computed": "prompt tokens computed, over those that have to be",
+                        "wrong": "answers unlike transformers",
+                    },
+                    tables=[0],
+                    titles=["Qwen3-Next"],
+                ),
+            ),
             ("model_windows", ALL),
             ("models", ALL),
         ],

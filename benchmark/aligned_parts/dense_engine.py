@@ -23,15 +23,19 @@ from dense_parts.ways import Clock, Done, llama, llama_copy
 from report import Figure, print_table
 
 from sglang_batch.dense.decode_loop import DecodeLoop
-from sglang_batch.dense.loading.packed_linear import pack_linears
+from sglang_batch.dense.length_admission import ByLength
 from sglang_batch.dense.model import LoadedModel, wrap
+from sglang_batch.dense.packed_linear import pack_linears
 from sglang_batch.dense.prefill import Prefilled
-from sglang_batch.dense.row_request import DenseAnswer, DenseRequest, Stopping
+from sglang_batch.dense.row_request import (
+    DenseAnswer,
+    DenseRequest,
+    DenseSettings,
+    Stopping,
+)
 from sglang_batch.dense.rows import SlabRows
-from sglang_batch.dense.settings import DenseSettings
 from sglang_batch.planner.length_batches.batch_state import GROUPS, TREE
-from sglang_batch.scheduling.dense_batches.length_rows import ByLength
-from sglang_batch.srt.dense.dense_engine import dense_machine
+from sglang_batch.srt.dense.engine import dense_machine
 from sglang_batch.workloads.sources import SHAREGPT, lognormal_lengths
 from sglang_batch.workloads.traces import read_trace
 

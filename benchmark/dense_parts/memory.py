@@ -12,7 +12,7 @@ from dense_parts.turns import differing, progress
 from dense_parts.ways import dense, llama, llama_copy
 from sglang_batch.dense.decode_loop import DecodeLoop
 from sglang_batch.dense.model import wrap
-from sglang_batch.dense.settings import DenseSettings
+from sglang_batch.dense.row_request import DenseSettings
 
 
 def measure(quick: bool, repeats: int) -> list[Figure]:

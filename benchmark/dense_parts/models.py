@@ -17,10 +17,9 @@ from report import Figure, print_table
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dense_parts.turns import progress
-from sglang_batch.dense.loading.model_probe import rows_for
 from sglang_batch.dense.model import LoadedModel, wrap
-from sglang_batch.dense.row_request import DenseRequest
-from sglang_batch.dense.settings import DenseSettings
+from sglang_batch.dense.row_request import DenseRequest, DenseSettings
+from sglang_batch.dense.rows import rows_for
 from sglang_batch.errors import ConfigError
 
 sys.path.append(str(Path(__file__).parents[2] / "test" / "helpers"))

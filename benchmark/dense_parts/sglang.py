@@ -28,7 +28,7 @@ from dense_parts.times import jobs
 from dense_parts.turns import Ways, differing, in_turns, of_median, progress
 from dense_parts.ways import Done, dense, llama, llama_copy
 from sglang_batch.dense.model import LoadedModel, wrap
-from sglang_batch.dense.settings import DenseSettings
+from sglang_batch.dense.row_request import DenseSettings
 
 # Layers, channels, and of how many repeats there is a run.
 SIZES = ((4, 256, 1), (12, 768, 3))

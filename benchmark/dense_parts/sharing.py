@@ -10,7 +10,7 @@ from dense_parts.jobs import by_prefix, siblings
 from dense_parts.turns import compared
 from dense_parts.ways import dense, llama
 from sglang_batch.dense.model import wrap
-from sglang_batch.dense.settings import DenseSettings
+from sglang_batch.dense.row_request import DenseSettings
 
 EACH = 12
 

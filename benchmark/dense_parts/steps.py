@@ -36,7 +36,7 @@ from dense_parts.jobs import mixed_sizes, tasks_of
 from dense_parts.turns import Ways, compared
 from dense_parts.ways import dense, llama, llama_copy, static
 from sglang_batch.dense.model import wrap
-from sglang_batch.dense.settings import DenseSettings
+from sglang_batch.dense.row_request import DenseSettings
 
 Sizes = list[tuple[int, int]]
 Draw = Callable[[np.random.Generator], Sizes]

@@ -11,7 +11,7 @@ from dense_parts.jobs import Task, longest_first, mixed, sharegpt
 from dense_parts.turns import Ways, compared
 from dense_parts.ways import continuous, dense, llama, llama_copy, static
 from sglang_batch.dense.model import LoadedModel, wrap
-from sglang_batch.dense.settings import DenseSettings
+from sglang_batch.dense.row_request import DenseSettings
 
 # How many times our processor time the others have to take.
 LEAST = {"static": 2.0, "sorted": 1.2, "continuous": 1.0}

@@ -19,9 +19,13 @@ from transformers import (
 from dense_parts.jobs import VOCAB, Task
 from sglang_batch.dense.decode_loop import DecodeLoop
 from sglang_batch.dense.model import LoadedModel
-from sglang_batch.dense.row_request import DenseAnswer, DenseRequest, Stopping
+from sglang_batch.dense.row_request import (
+    DenseAnswer,
+    DenseRequest,
+    DenseSettings,
+    Stopping,
+)
 from sglang_batch.dense.rows import SlabRows
-from sglang_batch.dense.settings import DenseSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,10 @@ import torch
 from dense_runs import Run, ShortOfMemory, generated, greedy, prompts
 from tiny_models import tiny_model
 
-from sglang_batch.dense.kv.slab import slack
 from sglang_batch.dense.model import LoadedModel, wrap
-from sglang_batch.dense.row_request import DenseRequest
+from sglang_batch.dense.row_request import DenseRequest, DenseSettings
 from sglang_batch.dense.rows import SeparateRows, SlabRows
-from sglang_batch.dense.settings import DenseSettings
+from sglang_batch.dense.slab import slack
 
 SETTINGS = DenseSettings(max_rows=8)
 

@@ -17,12 +17,12 @@ from sglang_batch.dense.model import LoadedModel, load_model, wrap
 from sglang_batch.dense.row_request import (
     DenseAnswer,
     DenseRequest,
+    DenseSettings,
     LogprobsWanted,
     Sampling,
     Stopping,
 )
 from sglang_batch.dense.rows import SeparateRows
-from sglang_batch.dense.settings import DenseSettings
 
 # A token that no greedy answer of these tests has.
 BROKEN = 251

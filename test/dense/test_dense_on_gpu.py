@@ -11,8 +11,7 @@ from dense_runs import Run, greedy, prompts
 from tiny_models import tiny_model
 
 from sglang_batch.dense.model import wrap
-from sglang_batch.dense.row_request import Sampling
-from sglang_batch.dense.settings import DenseSettings
+from sglang_batch.dense.row_request import DenseSettings, Sampling
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -17,26 +17,25 @@ from tiny_models import tiny_encoder, tiny_model
 from torch.nn.functional import normalize
 from transformers import AutoTokenizer
 
-from sglang_batch.dense.embedding.declared_pooling import (
-    CheckpointFiles,
-    declared_pooling,
-)
-from sglang_batch.dense.embedding.embedding_loading import (
-    embedding_reason,
-    load_embedding_model,
-)
-from sglang_batch.dense.embedding.embedding_model import (
+from sglang_batch.dense.embedding_model import (
     EmbeddingModel,
+    embedding_reason,
     length_batches,
+    load_embedding_model,
     wrap_embedding,
 )
-from sglang_batch.dense.embedding.embedding_worker import (
-    EmbeddingAnswer,
-    EmbeddingWorker,
+from sglang_batch.dense.embedding_worker import EmbeddingAnswer, EmbeddingWorker
+from sglang_batch.dense.pooling import (
+    CheckpointFiles,
+    SentencePooling,
+    declared_pooling,
 )
-from sglang_batch.dense.embedding.sentence_pooling import SentencePooling
-from sglang_batch.dense.row_request import DenseAnswer, DenseRequest, Stopping
-from sglang_batch.dense.settings import DenseSettings
+from sglang_batch.dense.row_request import (
+    DenseAnswer,
+    DenseRequest,
+    DenseSettings,
+    Stopping,
+)
 from sglang_batch.errors import ConfigError
 
 WAIT_S = 60.0

@@ -9,10 +9,9 @@ import torch
 from dense_runs import Run, ShortOfMemory, generated, greedy, prompts
 from tiny_models import tiny_model
 
-from sglang_batch.dense.encoded_rows import EncodedRows
 from sglang_batch.dense.model import LoadedModel, wrap
-from sglang_batch.dense.row_request import DenseRequest, LogprobsWanted
-from sglang_batch.dense.settings import DenseSettings
+from sglang_batch.dense.row_request import DenseRequest, DenseSettings, LogprobsWanted
+from sglang_batch.dense.rows import EncodedRows
 
 
 @pytest.fixture(scope="module", params=["mbart", "t5"])

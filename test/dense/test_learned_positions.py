@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from sglang_batch.dense.kv.learned_positions import LearnedPositions
+from sglang_batch.dense.model import LearnedPositions
 
 POSITIONS = torch.tensor([[4], [9], [0]])
 """Of one token of each of three rows."""

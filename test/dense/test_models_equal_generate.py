@@ -12,12 +12,9 @@ from tiny_models import (
     tiny_model,
 )
 
-from sglang_batch.dense.encoded_rows import EncodedRows
-from sglang_batch.dense.loading.model_probe import rows_for
 from sglang_batch.dense.model import LoadedModel, wrap
-from sglang_batch.dense.row_request import DenseRequest
-from sglang_batch.dense.rows import SeparateRows, SlabRows
-from sglang_batch.dense.settings import DenseSettings
+from sglang_batch.dense.row_request import DenseRequest, DenseSettings
+from sglang_batch.dense.rows import EncodedRows, SeparateRows, SlabRows, rows_for
 from sglang_batch.errors import ConfigError
 
 # More requests than rows, and prefixes that are worth sharing.

@@ -8,9 +8,8 @@ from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_batch.dense.nucleus import keep_nucleus
 from sglang_batch.dense.row_request import Sampling
-from sglang_batch.dense.sampling import RowSampler, choose
+from sglang_batch.dense.sampling import RowSampler, choose, keep_nucleus
 
 VOCAB = 20_000
 

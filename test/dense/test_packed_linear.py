@@ -9,14 +9,10 @@ import torch
 from tiny_models import tiny_model
 from torch import nn
 
-from sglang_batch.dense.loading.model_probe import rows_for
-from sglang_batch.dense.loading.packed_linear import (
-    PackedLinear,
-    pack_linears,
-    unpack_linears,
-)
 from sglang_batch.dense.model import wrap
-from sglang_batch.dense.settings import DenseSettings
+from sglang_batch.dense.packed_linear import PackedLinear, pack_linears, unpack_linears
+from sglang_batch.dense.row_request import DenseSettings
+from sglang_batch.dense.rows import rows_for
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -10,12 +10,11 @@ import pytest
 from dense_runs import Run, ShortOfMemory, generated, greedy, prompts
 from tiny_models import tiny_model
 
+from sglang_batch.dense.length_admission import ByLength
 from sglang_batch.dense.model import LoadedModel, wrap
-from sglang_batch.dense.row_request import DenseRequest
+from sglang_batch.dense.row_request import DenseRequest, DenseSettings
 from sglang_batch.dense.rows import SeparateRows, SlabRows
-from sglang_batch.dense.settings import DenseSettings
 from sglang_batch.planner.length_batches.batch_state import GROUPS, TREE
-from sglang_batch.scheduling.dense_batches.length_rows import ByLength
 
 RULES = pytest.mark.parametrize("rule", [TREE, GROUPS], ids=["tree", "window"])
 # A step without rows costs little: padding is avoided, and batches are often replaced.

@@ -10,9 +10,8 @@ from dense_runs import Run, ShortOfMemory, generated, greedy, prompts
 from tiny_models import tiny_model
 
 from sglang_batch.dense.model import LoadedModel, wrap
-from sglang_batch.dense.row_request import DenseRequest
+from sglang_batch.dense.row_request import DenseRequest, DenseSettings
 from sglang_batch.dense.rows import SeparateRows, SlabRows
-from sglang_batch.dense.settings import DenseSettings
 
 
 @pytest.fixture(scope="module")

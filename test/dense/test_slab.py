@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from sglang_batch.dense.kv.slab import RowKv, Slab, slack
+from sglang_batch.dense.slab import RowKv, Slab, slack
 
 # Heads and head_dim of the keys, and head_dim of the values, of each layer.
 LAYERS = ((2, 3, 3), (1, 4, 2))

@@ -7,8 +7,7 @@ from dense_runs import Run, generated, greedy, prompts
 from tiny_models import tiny_model
 
 from sglang_batch.dense.model import LoadedModel, wrap
-from sglang_batch.dense.row_request import DenseRequest
-from sglang_batch.dense.settings import DenseSettings
+from sglang_batch.dense.row_request import DenseRequest, DenseSettings
 
 
 @pytest.fixture(scope="module")

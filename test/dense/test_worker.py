@@ -15,9 +15,8 @@ from dense_runs import generated, greedy, prompts
 from tiny_models import tiny_model
 
 from sglang_batch.dense.model import LoadedModel, wrap
-from sglang_batch.dense.row_request import DenseAnswer, DenseRequest
+from sglang_batch.dense.row_request import DenseAnswer, DenseRequest, DenseSettings
 from sglang_batch.dense.rows import SlabRows
-from sglang_batch.dense.settings import DenseSettings
 from sglang_batch.dense.worker import DenseWorker
 
 SETTINGS = DenseSettings(max_rows=4, shortest_shared=4)

@@ -12,9 +12,13 @@ import torch
 from sglang_batch.dense.decode_loop import DecodeLoop
 from sglang_batch.dense.model import LoadedModel
 from sglang_batch.dense.prefill import Prefilled
-from sglang_batch.dense.row_request import DenseAnswer, DenseRequest, Stopping
+from sglang_batch.dense.row_request import (
+    DenseAnswer,
+    DenseRequest,
+    DenseSettings,
+    Stopping,
+)
 from sglang_batch.dense.rows import Rows, SlabRows
-from sglang_batch.dense.settings import DenseSettings
 
 
 def prompts(

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_jobs import Prompt, make_requests
 
+from sglang_batch.dense.admission import Row, peak_cells
 from sglang_batch.planner.admission_rules.padded_forecast import (
     add_row,
     make_padded_forecast,
@@ -27,7 +28,6 @@ from sglang_batch.planner.ordering.length_order import (
 from sglang_batch.planner.ordering.order import Order
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.simulator.simulator import Simulation, simulate
-from sglang_batch.scheduling.dense_batches.dense_rows import Row, peak_cells
 
 PADDED = CostModel(
     token_time_s=1e-3,

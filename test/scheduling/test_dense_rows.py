@@ -14,7 +14,7 @@ from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_batch.scheduling.dense_batches.dense_rows import (
+from sglang_batch.dense.admission import (
     Admission,
     Row,
     cells,

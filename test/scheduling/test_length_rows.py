@@ -10,20 +10,12 @@ from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_batch.dense.admission import Admission, Row, expected_left
+from sglang_batch.dense.length_admission import MAX_TICKS, ByLength, LengthAdmission
 from sglang_batch.planner.length_batches.batch_state import (
     CHECK_TICKS,
     GROUPS,
     TREE,
-)
-from sglang_batch.scheduling.dense_batches.dense_rows import (
-    Admission,
-    Row,
-    expected_left,
-)
-from sglang_batch.scheduling.dense_batches.length_rows import (
-    MAX_TICKS,
-    ByLength,
-    LengthAdmission,
 )
 
 RULES = pytest.mark.parametrize("rule", [TREE, GROUPS], ids=["tree", "groups"])

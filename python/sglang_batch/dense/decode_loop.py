@@ -15,16 +15,20 @@ from typing import Any
 
 import torch
 
-from ..scheduling.dense_batches.length_rows import ByLength, LengthAdmission
 from ..stop_rules.answer_watch import Cut
+from .length_admission import ByLength, LengthAdmission
 from .model import LoadedModel
 from .prefill import Prefilled
-from .query import LoopCounts, Query, WaitingQueries
-from .query_opener import QueryOpener
-from .row_request import DenseAnswer, DenseRequest, OnAnswer, TokenLogprobs
+from .query import LoopCounts, Query, QueryOpener, WaitingQueries
+from .row_request import (
+    DenseAnswer,
+    DenseRequest,
+    DenseSettings,
+    OnAnswer,
+    TokenLogprobs,
+)
 from .rows import Rows
 from .sampling import Chosen, choose, prompt_logprobs
-from .settings import DenseSettings
 from .stopping import Ending
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from .kv.slab import RowKv
 from .model import LoadedModel
 from .row_request import DenseRequest
+from .slab import RowKv
 
 # What a forward pass takes besides its tokens, in tokens: it reads all weights and calls
 # hundreds of kernels. Unmeasured on accelerators.

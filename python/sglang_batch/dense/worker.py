@@ -12,9 +12,8 @@ from typing import Any
 from .decode_loop import DecodeLoop
 from .model import LoadedModel
 from .query import LoopCounts
-from .row_request import DenseAnswer, DenseRequest, OnAnswer
+from .row_request import DenseAnswer, DenseRequest, DenseSettings, OnAnswer
 from .rows import Rows
-from .settings import DenseSettings
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +22,7 @@ class DenseWorker:
     """Runs requests. Calls may come from any thread.
 
     Args:
-        rows: of the model, see :func:`.loading.model_probe.rows_for`.
+        rows: of the model, see :func:`.rows.rows_for`.
         on_answer: called in the worker's thread.
         tokenizer: of transformers, for stop strings and grammars.
 

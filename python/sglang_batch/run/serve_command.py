@@ -64,9 +64,9 @@ def serve(backend: str, argv: list[str], fleet: FleetOptions | None = None) -> i
 def _serve_transformers(argv: list[str]) -> int:
     check_server(transformers_options(argv, server=True))
     settings = transformers_settings(argv, server=True)
-    from ..srt.dense import dense_server
+    from ..srt.dense import start
 
-    dense_server.serve(*settings)
+    start.serve(*settings)
     return ExitStatus.OK
 
 

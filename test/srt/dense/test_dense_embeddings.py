@@ -24,7 +24,7 @@ from torch.nn.functional import normalize
 
 from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
 from sglang_batch.run.options.backend_options import transformers_engine
-from sglang_batch.srt.dense.dense_engine import DenseEngine
+from sglang_batch.srt.dense.engine import DenseEngine
 
 # SGLang answers errors with a class that its web framework wants to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse")

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_batch.dense.length_admission import MAX_TICKS, ByLength
 from sglang_batch.engine import GENERATE_URL
 from sglang_batch.planner.length_batches.batch_state import TREE
 from sglang_batch.request import (
@@ -27,10 +28,9 @@ from sglang_batch.request import (
     engine_request_id,
 )
 from sglang_batch.run.options.backend_options import transformers_engine
-from sglang_batch.scheduling.dense_batches.length_rows import MAX_TICKS, ByLength
 from sglang_batch.scheduling.job_plan import JobPlan, unplanned
-from sglang_batch.srt.dense.choice import why_not_sglang
-from sglang_batch.srt.dense.dense_engine import DenseEngine, OpenPlans
+from sglang_batch.srt.dense.engine import DenseEngine, OpenPlans
+from sglang_batch.srt.dense.start import why_not_sglang
 
 # SGLang answers errors with a class that its web framework wants to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from sglang_batch.request import engine_request_id
-from sglang_batch.srt.dense.dense_engine import DenseEngine, OpenPlans
+from sglang_batch.srt.dense.engine import DenseEngine, OpenPlans
 
 # SGLang answers errors with a class that its web framework wants to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse")

@@ -24,7 +24,7 @@ from sglang_batch.job.retrying_engine import RetryingEngine
 from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
 from sglang_batch.run.options.backend_options import transformers_engine
 from sglang_batch.srt.dense import manager
-from sglang_batch.srt.dense.dense_engine import DenseEngine
+from sglang_batch.srt.dense.engine import DenseEngine
 
 # SGLang answers errors with a class that its web framework wants to drop.
 # It also reads fields that it calls deprecated.

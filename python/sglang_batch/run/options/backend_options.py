@@ -132,7 +132,7 @@ def chosen_backend(argv: list[str]) -> tuple[str, str]:
     Raises:
         ConfigError: the model's configuration cannot be read.
     """
-    from ...srt.dense.choice import why_not_sglang
+    from ...srt.dense.start import why_not_sglang
 
     known = _given(argv)
     reason = why_not_sglang(
@@ -178,7 +178,7 @@ def transformers_settings(
     """
     given = vars(transformers_options(argv, server=server))
     check_remote_code(argparse.Namespace(**given))
-    from ...dense.settings import DenseSettings
+    from ...dense.row_request import DenseSettings
     from ...srt.dense import start
     from ...srt.engine import in_process
 

@@ -28,7 +28,8 @@ from sglang.srt.managers.schedule_batch import (
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch.nn.functional import normalize
 
-from ...dense.embedding.embedding_worker import EmbeddingAnswer
+from ...dense.embedding_worker import EmbeddingAnswer
+from ...dense.length_admission import ByLength
 from ...dense.row_request import (
     DenseAnswer,
     DenseRequest,
@@ -37,7 +38,6 @@ from ...dense.row_request import (
     Stopping,
     TokenLogprobs,
 )
-from ...scheduling.dense_batches.length_rows import ByLength
 from ...stop_rules.answer_watch import Cut
 from ...stop_rules.rule_settings import FIELD, NO_RULES, StopRules
 from ..compat.server_types import JsonObject

@@ -32,10 +32,10 @@ from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 from sglang.srt.runtime_context import get_serving
 
-from ...dense.embedding.embedding_model import EmbeddingModel
+from ...dense.embedding_model import EmbeddingModel
+from ...dense.length_admission import ByLength
 from ...dense.model import LoadedModel
 from ...dense.row_request import DenseAnswer, DenseRequest
-from ...scheduling.dense_batches.length_rows import ByLength
 from ..calls.sampled_prompts import counted
 from ..compat.server_types import OfflineArgs
 from ..engine.request_ids import has_our_id

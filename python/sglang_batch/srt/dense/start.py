@@ -1,14 +1,17 @@
-"""Starts the dense engine in this process, as ``srt.engine.in_process`` starts SGLang."""
+"""Which models the dense engine runs, and its start with or without an HTTP server."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import transformers
+from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.parser.template_manager import TemplateManager
 from sglang.srt.runtime_context import (
     get_serving,
@@ -17,21 +20,21 @@ from sglang.srt.runtime_context import (
     snapshot_context,
 )
 from sglang.srt.utils import configure_logger
+from sglang.srt.utils.hf_transformers_utils import get_config
 
-from ...dense.embedding.embedding_loading import (
+from ...dense.embedding_model import (
+    EmbeddingModel,
     embedding_reason,
     load_embedding_model,
 )
-from ...dense.embedding.embedding_model import EmbeddingModel
-from ...dense.embedding.embedding_worker import EmbeddingWorker
-from ...dense.loading.model_probe import rows_for
+from ...dense.embedding_worker import EmbeddingWorker
 from ...dense.model import LoadedModel, load_model
-from ...dense.row_request import OnAnswer
-from ...dense.settings import DenseSettings
+from ...dense.row_request import DenseSettings, OnAnswer
+from ...dense.rows import rows_for
 from ...dense.worker import DenseWorker
-from ...errors import ConfigError
+from ...errors import ConfigError, ExitStatus
 from ..compat.server_types import OfflineArgs
-from .dense_engine import DenseEngine, MakeWorker, Worker
+from .engine import DenseEngine, MakeWorker, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -158,3 +161,86 @@ async def _cancel_tasks() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def serve(
+    server_args: OfflineArgs, model: ModelOptions, settings: DenseSettings
+) -> None:
+    """Load the model and serve it until a signal ends the server.
+
+    Raises:
+        ConfigError: the model, its tokenizer or its template cannot be loaded.
+    """
+    from sglang.srt.entrypoints import http_server
+
+    from ..plugin.main_process import enter_offline_main
+
+    enter_offline_main()
+    with loaded_engine(server_args, model, settings) as engine:
+        manager = engine.manager
+        manager.on_failure = _end_process
+        # Batches and calls with lists use this engine, connected once the app starts.
+        manager.offline_engine = engine
+        http_server._setup_and_run_http_server(
+            server_args,
+            manager,
+            engine.templates,
+            None,  # ports of other processes
+            [_limits(engine)],
+            None,
+        )
+
+
+def _limits(engine: DenseEngine) -> dict[str, object]:
+    """What SGLang's routes show of a scheduler."""
+    return {
+        "max_req_input_len": engine.manager.context_len - 1,
+        "max_total_num_tokens": engine.max_cells,
+    }
+
+
+def _end_process() -> None:
+    """End as SGLang does when its scheduler dies: a supervisor starts a new server."""
+    from ..plugin import engine_death
+
+    logger.error("The dense engine has failed; the server ends.")
+    engine_death.tell()
+    logging.shutdown()
+    os._exit(ExitStatus.FAILED)
+
+
+def why_not_sglang(
+    path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> str | None:
+    """Why SGLang cannot run a model, or None if it can.
+
+    It runs models that it has a class for, and those of transformers whose attention it
+    can replace.
+
+    Raises:
+        ConfigError: the model's configuration cannot be read.
+    """
+    try:
+        config: Any = get_config(
+            path, trust_remote_code=trust_remote_code, revision=revision
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--model-path {path}: {error}") from error
+    names = config.architectures or []
+    if not names:
+        return f"the configuration of {path} names no architecture"
+    if any(ModelRegistry.is_arch_supported(name) for name in names):
+        return None
+    embeds = embedding_reason(
+        path, revision=revision, trust_remote_code=trust_remote_code
+    )
+    if embeds is not None:  # SGLang pools those of transformers in its own way
+        return f"SGLang has no {names[0]}, and {embeds}"
+    remote = "AutoModel" in (getattr(config, "auto_map", None) or {})
+    for name in names:
+        kind = getattr(transformers, name, None)
+        if kind is None and remote:
+            continue  # SGLang decides when it has loaded the code
+        if kind is None or not kind.is_backend_compatible():
+            return f"SGLang has no {name}, and cannot run that of transformers"
+    return None

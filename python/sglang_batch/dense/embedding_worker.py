@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..row_request import DenseAnswer, DenseRequest, OnAnswer
-from ..settings import DenseSettings
 from .embedding_model import EmbeddingModel, length_batches
+from .row_request import DenseAnswer, DenseRequest, DenseSettings, OnAnswer
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,9 @@ allocated ahead: a row that joins is written so that it ends at the present colu
 that leaves is overwritten by the last one, and the front that no row reaches is released.
 Columns of a row are its tokens in order, so a sliding window, relative positions and ALiBi
 need not know of the alignment.
+
+transformers sees a slab as a :class:`SlabCache`, and calls :func:`attend` for one new token
+per row.
 """
 
 from __future__ import annotations
@@ -12,9 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 # Free columns behind the rows after each move: an eighth of the width, and at least so many.
 _MIN_SLACK = 32
@@ -280,3 +288,181 @@ def _zeros(rows: int, columns: int, like: Any) -> torch.Tensor:
     return torch.zeros(
         rows, heads, columns, head_dim, dtype=like.dtype, device=like.device
     )
+
+
+class SlabCache(Cache):  # type: ignore[misc]
+    """Takes one token of each row per forward pass, and gives attention views of the slab."""
+
+    def __init__(self, slab: Slab) -> None:
+        layers = [SlabLayer(slab, number) for number in range(len(slab.layers))]
+        super().__init__(layers=layers)
+
+
+class SlabLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer. Also for layers with a sliding window, whose mask is all they need."""
+
+    is_sliding = False
+
+    def __init__(self, slab: Slab, number: int) -> None:
+        super().__init__()
+        self._slab = slab
+        self._number = number
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: object, value_states: object) -> None:
+        """The slab has the tensors already."""
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new token of each row, ``[rows, heads, 1, head_dim]``.
+
+        Returns:
+            Keys and values of all columns in use, ``[rows, heads, width + 1, head_dim]``.
+        """
+        slab = self._slab
+        keys, values = slab.layers[self._number]
+        rows, at = len(slab), slab.column
+        keys[:rows, :, at : at + 1] = key_states
+        values[:rows, :, at : at + 1] = value_states
+        used = slice(slab.front, at + 1)
+        return keys[:rows, :, used], values[:rows, :, used]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns of the mask, and the first of them."""
+        return self._slab.width + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns in use before this step."""
+        return self._slab.width
+
+    def get_max_length(self) -> int:
+        """No limit: the slab makes room before the step."""
+        return -1
+
+
+class EncodedCache(Cache):  # type: ignore[misc]
+    """The KV of encoded prompts in a slab, which decoding only reads."""
+
+    def __init__(self, slab: Slab) -> None:
+        self._slab = slab
+        super().__init__(
+            layers=[EncodedLayer(slab, n) for n in range(len(slab.layers))]
+        )
+
+    def refresh(self) -> None:
+        """Show the columns that are in use now."""
+        slab = self._slab
+        rows, used = slice(len(slab)), slice(slab.front, slab.column)
+        for layer, (keys, values) in zip(self.layers, slab.layers, strict=True):
+            layer.keys, layer.values = keys[rows, :, used], values[rows, :, used]
+
+
+class EncodedLayer(SlabLayer):
+    """One layer, whose keys and values are ``[rows, heads, width, head_dim]``."""
+
+    def update(self, *args: object, **kwargs: object) -> NoReturn:
+        raise RuntimeError("The prompts of running rows are encoded already.")
+
+
+ATTENTION = "dense_rows"
+# Rows attend one by one if they see less than this share of rows times columns: then the
+# cells that nobody sees cost more than further calls.
+_SPARSE = 0.4
+
+
+def register_attention() -> None:
+    """Make the attention known to transformers as :data:`NAME`."""
+    AttentionInterface.register(ATTENTION, attend)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers' ``sdpa``, of one new token per row over a masked slab.
+
+    transformers repeats the heads of keys and values where there is a mask. Here the query
+    heads that share a KV head become its rows, so nothing is copied. On a CPU, rows that
+    see little of a wide slab attend one by one, each to the columns that it sees.
+
+    Args:
+        query: ``[rows, heads, new tokens, head_dim]``.
+        key, value: ``[rows, KV heads, columns, head_dim]``.
+        attention_mask: broadcast to ``[rows, heads, new tokens, columns]``.
+
+    Returns:
+        ``[rows, new tokens, heads, head_dim]``, and None for the weights.
+    """
+    rows, heads, tokens, head_dim = query.shape
+    kv_heads = key.shape[1]
+    plain = kwargs.get("position_bias") is None and not kwargs.get("dropout")
+    if tokens > 1 or not plain:
+        found: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return found
+    folded = query.reshape(rows, kv_heads, heads // kv_heads, head_dim)
+    seen = _columns_seen(attention_mask)
+    if seen is not None:
+        parts = [
+            scaled_dot_product_attention(
+                folded[row : row + 1],
+                key[row : row + 1, :, -count:],
+                value[row : row + 1, :, -count:],
+                scale=scaling,
+            )
+            for row, count in enumerate(seen)
+        ]
+        out = torch.cat(parts)
+    else:
+        if attention_mask is not None and attention_mask.shape[1] == heads:
+            attention_mask = attention_mask.reshape(*folded.shape[:3], -1)
+        out = scaled_dot_product_attention(
+            folded, key, value, attn_mask=attention_mask, scale=scaling
+        )
+    return out.reshape(rows, 1, heads, out.shape[-1]), None
+
+
+class _LastMask:
+    """All layers of a step have the same mask, which is looked at once."""
+
+    mask: torch.Tensor | None = None
+    seen: list[int] | None = None
+
+
+def _columns_seen(mask: torch.Tensor | None) -> list[int] | None:
+    """How many of the last columns each row sees, or None if all rows shall attend at once.
+
+    A sliding window hides columns in front too, so this holds for it as well.
+    """
+    if (
+        mask is None
+        or mask.device.type != "cpu"
+        or mask.dtype != torch.bool
+        or mask.shape[1] != 1
+    ):
+        return None
+    if mask is not _LastMask.mask:
+        _LastMask.mask, _LastMask.seen = mask, _sparse(mask[:, 0, 0])
+    return _LastMask.seen
+
+
+def _sparse(mask: torch.Tensor) -> list[int] | None:
+    rows, columns = mask.shape
+    counts = mask.sum(-1)
+    at_end = mask.int().argmax(-1) == columns - counts
+    if int(counts.sum()) >= _SPARSE * rows * columns or not bool(at_end.all()):
+        return None
+    seen: list[int] = counts.tolist()
+    return seen if min(seen) > 0 else None

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
+from ...dense.length_admission import MAX_TICKS, ByLength
 from ...dense.model import LoadedModel
-from ...dense.row_request import DenseRequest, OnAnswer
-from ...dense.settings import DenseSettings
+from ...dense.row_request import DenseRequest, DenseSettings, OnAnswer
 from ...engine import KvUse
 from ...errors import ConfigError, EngineError
 from ...planner.costs.cost_model import CostModel
@@ -16,7 +16,6 @@ from ...planner.costs.model_spec import ModelSpec
 from ...planner.machine_model import EngineLimits, Machine, min_step_tokens
 from ...planner.requests import Int32s
 from ...request import RequestOutput, line_request_id, parse_request_id
-from ...scheduling.dense_batches.length_rows import MAX_TICKS, ByLength
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.reports.running_tree import TreeNow
 from ..compat.server_types import OfflineArgs, TemplateManager

@@ -16,17 +16,17 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ...planner.length_batches import batch_state, batch_switch
-from ...planner.length_batches.batch_law import BatchLaw
-from ...planner.length_batches.batch_state import (
+from ..planner.length_batches import batch_state, batch_switch
+from ..planner.length_batches.batch_law import BatchLaw
+from ..planner.length_batches.batch_state import (
     CHECK_TICKS,
     TREE,
     LengthBatches,
     RunningRows,
     make_batches,
 )
-from ...planner.length_batches.length_tree import NONE
-from .dense_rows import Admission, BatchChange, Offer, Row, RowChanges
+from ..planner.length_batches.length_tree import NONE
+from .admission import Admission, BatchChange, Offer, Row, RowChanges
 
 _Number = TypeVar("_Number", bound=np.generic)
 

@@ -1,1 +1,0 @@
-"""Vectors of texts, with the pooling that a model was trained for."""

@@ -1,1 +1,0 @@
-"""The KV of the rows of a dense batch, and how models see it."""

@@ -1,1 +1,0 @@
-"""A transformers model that was loaded is prepared and tried."""

@@ -1,1 +1,0 @@
-"""Which rows are in a dense batch: admission by its KV, in order or by length."""

@@ -234,7 +234,17 @@ SECTIONS = (
             ("costs_mixing", ALL),
             (
                 "costs_choices",
-                Saved(titles=["`plan --choose` against other ways to spread a model"]),
+                Saved(
+                    columns={
+                        "set-up": "set-up",
+                        "server": "server",
+                        "chosen": "chosen",
+                        "output tokens/s": "output tokens/s",
+                        "compared": "compared",
+                        "takes": "takes",
+                    },
+                    titles=["`plan --choose` against other ways to spread a model"],
+                ),
             ),
         ],
     ),
@@ -317,7 +327,8 @@ SECTIONS = (
                 ),
             ),
             ("model_windows", ALL),
-            ("models", ALL),
+            ("models", Saved(tables=range(4))),
+            ("models", Figures("Families of SGLang's registry", ("families*",))),
         ],
     ),
     Section(

@@ -284,7 +284,40 @@ SECTIONS = (
                     titles=["Parking with paged KV"],
                 ),
             ),
-            ("aligned_kv_pool", ALL),
+            (
+                "aligned_sglang",
+                Saved(
+                    columns={
+                        "job": "job",
+                        "offloaded": "on the host",
+                        "prefetched": "prefetched",
+                        "kv_waits": "copies that a step waited for",
+                        "offload_recomputed": "computed again",
+                        "steps": "steps",
+                    },
+                    tables=[0],
+                ),
+            ),
+            (
+                "aligned_sglang",
+                Saved(
+                    columns={
+                        "job": "job",
+                        "": "",
+                        "steps": "steps",
+                        "cached_tokens": "cached tokens",
+                    },
+                    tables=[1],
+                    titles=["SGLang and the simulator, without prompts ahead"],
+                ),
+            ),
+            (
+                "aligned_sglang",
+                Figures(
+                    "A batch of 100,000 waiting requests",
+                    ("lognormal, 4,800k KV, *: batch, mean",),
+                ),
+            ),
             ("aligned_dense", ALL),
             ("row_share_cpu", ALL),
         ],

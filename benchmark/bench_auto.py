@@ -134,13 +134,17 @@ def measure(shape: Shape) -> tuple[dict[str, float], float, str, float]:
         first = tree.order[: max(MIN_SAMPLED, len(tree.order) // 100)]
     began = time.perf_counter()
     plan = candidates(None)
-    chosen = best({name: plan.run(name).simulation for name in orders_for(shape.machine)})
+    chosen = best(
+        {name: plan.run(name).simulation for name in orders_for(shape.machine)}
+    )
     took = time.perf_counter() - began
     auto = seconds(true, plan.order(chosen).beginning_with(first), plan)
     return runs, auto, chosen, took
 
 
-def seconds(job: Candidates, order: Order, estimated: Candidates | None = None) -> float:
+def seconds(
+    job: Candidates, order: Order, estimated: Candidates | None = None
+) -> float:
     """The simulated run of an order with the true lengths."""
     estimates = (estimated or job).estimates
     return simulate(
@@ -162,7 +166,16 @@ def print_worst(rows: list, show: int) -> None:
     worst = sorted(rows, key=lambda row: -row[0])[:show]
     print_table(
         f"the worst {len(worst)}",
-        ["job", "requests", "lengths known", "KV", "k", "auto over best", "auto took", "best"],
+        [
+            "job",
+            "requests",
+            "lengths known",
+            "KV",
+            "k",
+            "auto over best",
+            "auto took",
+            "best",
+        ],
         [
             [
                 f"{number} {shape.name}",
@@ -191,9 +204,7 @@ def make_shapes(jobs: int, seed: int, largest: int) -> Iterator[Shape]:
         yield make_shape(names[number % len(names)], random, base, largest)
 
 
-def make_shape(
-    name: str, random: Generator, base: CostModel, largest: int
-) -> Shape:
+def make_shape(name: str, random: Generator, base: CostModel, largest: int) -> Shape:
     n = int(np.exp(random.uniform(np.log(30), np.log(largest))))
     prompts, group = FAMILIES[name](random, n)
     n = len(prompts)
@@ -220,7 +231,9 @@ def make_shape(
     )
     least = int((size + output_len).max()) + 64
     most = max(int((size + output_len).sum()), least + 1)
-    capacity = int(np.exp(random.uniform(np.log(1.2 * least), np.log(1.2 * max(most, least)))))
+    capacity = int(
+        np.exp(random.uniform(np.log(1.2 * least), np.log(1.2 * max(most, least))))
+    )
     cost = with_law(base, float(random.choice(LAWS)))
     limits = EngineLimits(
         min(capacity, 450_000) if capacity > least else least, as_sglang=True
@@ -264,7 +277,9 @@ def grouped(
 
 def few_shot(random: Generator, n: int) -> tuple[Prompts, np.ndarray]:
     groups = between(random, 1, max(2, n / 20))
-    return grouped(random, n, groups, between(random, 300, 3000), between(random, 20, 200))
+    return grouped(
+        random, n, groups, between(random, 300, 3000), between(random, 20, 200)
+    )
 
 
 def documents(random: Generator, n: int) -> tuple[Prompts, np.ndarray]:
@@ -292,7 +307,10 @@ def tables(random: Generator, n: int) -> tuple[Prompts, np.ndarray]:
     """An instruction, then columns of few values each."""
     instruction = text(random, between(random, 30, 400))
     columns = [
-        [text(random, between(random, 2, 60)) for _ in range(int(random.integers(2, 30)))]
+        [
+            text(random, between(random, 2, 60))
+            for _ in range(int(random.integers(2, 30)))
+        ]
         for _ in range(int(random.integers(1, 4)))
     ]
     picks = np.stack([random.integers(0, len(each), n) for each in columns])

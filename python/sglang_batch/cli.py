@@ -179,7 +179,7 @@ def _calibrate(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _exec(options: argparse.Namespace, rest: list[str]) -> int:
-    from .srt.plugin.exec_command import exec_module
+    from .srt.plugin.serve_help import exec_module
 
     return exec_module(options.module, options.arguments)
 

@@ -18,7 +18,7 @@ from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_batch.srt.compat.hook_targets import PENALTY_HOOK
+from sglang_batch.srt.compat.offline_hooks import PENALTY_HOOK
 from sglang_batch.srt.scheduler.kv.offload_support import can_offload
 from sglang_batch.srt.scheduler.kv.offloading import (
     KvOffloader,

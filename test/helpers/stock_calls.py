@@ -118,7 +118,7 @@ def unpickle(data: bytes) -> None:
     from sglang.srt.managers import scheduler
     from sglang.srt.plugins import load_plugins
 
-    from sglang_batch.srt.compat.hook_targets import (
+    from sglang_batch.srt.compat.offline_hooks import (
         MAIN_PROCESS_HOOKS,
         check_hooks_took,
     )

@@ -9,12 +9,12 @@ import sys
 import pytest
 import torch
 
-from sglang_batch.srt.cpu.batch_invariance import (
+from sglang_batch.srt.cpu.cpu_attention import (
+    attend,
     attend_each,
     multiply,
     murmur_hash32,
 )
-from sglang_batch.srt.cpu.cpu_attention import attend
 
 
 def test_rows_are_the_same_alone() -> None:
@@ -91,7 +91,7 @@ def _murmur3(data: bytes) -> int:
 
 LINEAR = """
 import torch
-from sglang_batch.srt.cpu.batch_invariance import use_rows
+from sglang_batch.srt.cpu.cpu_attention import use_rows
 torch.manual_seed(0)
 layer, x = torch.nn.Linear(96, 50), torch.randn(33, 96)
 plain = layer(x)

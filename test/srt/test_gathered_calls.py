@@ -14,7 +14,7 @@ from builders import make_machine
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.planner.machine_model import Machine
 from sglang_batch.srt.calls import gathered_calls
-from sglang_batch.srt.calls.connection import abort_unsent
+from sglang_batch.srt.calls.call_items import abort_unsent
 
 
 class Engine:

@@ -16,7 +16,7 @@ from sglang_batch.access.access_control import AccessControl, current_caller
 from sglang_batch.access.keys import Allowance, Caller, Role, caller_of
 from sglang_batch.access.usage import check_limits
 from sglang_batch.srt.engine.request_ids import set_rid
-from sglang_batch.srt.plugin.online_usage import count_online_usage
+from sglang_batch.srt.plugin.client_keys import count_online_usage
 
 
 def answer(prompt: int, output: int, **fields: Any) -> dict[str, Any]:

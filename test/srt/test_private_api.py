@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_batch.errors import UnsupportedSGLang
-from sglang_batch.srt.compat.hook_targets import (
+from sglang_batch.srt.compat.offline_hooks import (
     DP_CONTROLLER_HOOK,
     MAIN_PROCESS_HOOKS,
     PENALTY_HOOK,

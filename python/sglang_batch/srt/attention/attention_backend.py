@@ -35,7 +35,7 @@ from sgl_kernel_ext.shared_prefix_attention import (
 )
 
 from ...errors import ConfigError, EngineError
-from ..compat.attention_types import (
+from ..compat.scheduler_types import (
     AttentionBackend,
     AttentionLayer,
     ForwardBatch,

@@ -8,7 +8,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.runtime_context import get_parallel
 
 from ...errors import ConfigError
-from ..compat.attention_types import AttentionLayer, Model, ModelRunner
+from ..compat.scheduler_types import AttentionLayer, Model, ModelRunner
 from ..compat.support import ATTENTION_BACKEND
 
 

@@ -14,7 +14,7 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_parallel
 
 from ...errors import ConfigError, EngineError
-from ..compat.attention_types import AttentionBackend, ModelRunner
+from ..compat.scheduler_types import AttentionBackend, ModelRunner
 from ..compat.support import (
     ATTENTION_ARGUMENTS,
     ATTENTION_BACKEND,

@@ -18,7 +18,7 @@ from sgl_kernel_ext.shared_prefix_attention import (
 )
 
 from ...planner.requests import Int32s
-from ..compat.attention_types import ForwardBatch
+from ..compat.scheduler_types import ForwardBatch
 from .prefix_forest import NO_GROUPS, PrefixForest
 
 logger = logging.getLogger(__name__)

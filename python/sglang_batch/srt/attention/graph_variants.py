@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, cast
 from ...errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..compat.attention_types import (
+    from ..compat.scheduler_types import (
         AttentionBackend,
         ForwardBatch,
+        ForwardMode,
         ModelRunner,
     )
-    from ..compat.scheduler_types import ForwardMode
     from .attention_plans import SharingBackend
 
 SHARED, ALONE = "shared", "alone"

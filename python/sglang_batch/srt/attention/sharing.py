@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from ..compat.attention_types import ModelRunner
-from ..compat.scheduler_types import ScheduleBatch
+from ..compat.scheduler_types import ModelRunner, ScheduleBatch
 from .prefix_forest import (
     NO_GROUPS,
     PlannedRequests,

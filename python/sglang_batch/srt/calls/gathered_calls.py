@@ -27,8 +27,15 @@ from ...scheduling.job_plan import JobPlan
 from ...store.token_spool import RootTokens, unshared_token
 from ..engine.request_ids import GATHERED_ID, is_of_a_job
 from ..engine.sglang_engine import SGLangEngine, namespace_of, shareable_len
-from .call_items import Message, output_limits, share_prefixes
-from .connection import engine_of, passing, send_or_refuse, unsent_messages
+from .call_items import (
+    Message,
+    engine_of,
+    output_limits,
+    passing,
+    send_or_refuse,
+    share_prefixes,
+    unsent_messages,
+)
 
 logger = logging.getLogger(__name__)
 

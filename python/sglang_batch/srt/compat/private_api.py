@@ -1,9 +1,10 @@
-"""SGLang's private API: each method that we override or call, and its parameters.
+"""The supported SGLang release, and what we use of its private API.
 
-None of them is public. The next release may rename a method or add a parameter, and so
-may another plugin that replaces one. :func:`check_private_api` compares the installed
-SGLang with :data:`PRIVATE_API` before the server starts, so that a difference becomes an
-error message and not a wrong batch hours later.
+The table has each method that we override or call, and its parameters. None of them is
+public. The next release may rename a method or add a parameter, and so may another plugin
+that replaces one. :func:`check_private_api` compares the installed SGLang with
+:data:`PRIVATE_API` before the server starts, so that a difference becomes an error message
+and not a wrong batch hours later.
 
 The table also lists the code to read when a new SGLang release comes out.
 """
@@ -15,10 +16,14 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from sglang.version import __version__ as installed_version
+
 from ... import __version__
 from ...errors import UnsupportedSGLang
-from .sglang_version import SUPPORTED_VERSION, installed_version
 from .support import STOCK_SCHEDULER
+
+# The SGLang release that this package extends.
+SUPPORTED_VERSION = "0.5.23"
 
 # Stand for the parameters of a property, and of a field of a class with slots.
 PROPERTY = "(property)"
@@ -507,6 +512,16 @@ def check_private_api(
             if found != expected:
                 path = f"{owner or module}.{name}"
                 raise _unsupported(path, f"({expected})", f"({found})")
+
+
+def check_version() -> None:
+    """Raise :class:`UnsupportedSGLang` unless the supported release is installed."""
+    if installed_version != SUPPORTED_VERSION:
+        raise UnsupportedSGLang(
+            f"--offline-batch: sglang-batch {__version__} extends sglang "
+            f"{SUPPORTED_VERSION}, but sglang {installed_version} is installed; "
+            f"run `pip install sglang=={SUPPORTED_VERSION}` or remove the flag."
+        )
 
 
 def parameters(target: Any) -> str:

@@ -1,21 +1,29 @@
-"""Which attention a model gets on a CPU."""
+"""SGLang's code without an accelerator: its attention, its memory and its ranks on a CPU."""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
+import torch
 from sglang.srt.configs.hybrid_arch import (
     hybrid_gdn_config,
     hybrid_kda_config,
     mamba2_config,
 )
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers import dp_attention
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.moe import fused_moe_native
+from sglang.srt.layers.moe.token_dispatcher import standard
+from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.runtime_context import get_exec
 
-from . import kimi_attention, linear_attention, state_space
-from .batch_invariance import BatchInvariantAttention
-from .cpu_attention import CpuAttention
+from . import linear_attention
+from .cpu_attention import BatchInvariantAttention, CpuAttention
 
 # Backends that SGLang chooses for some models whatever the device is.
 NAMES = ("torch_native", "triton")
@@ -29,9 +37,9 @@ def make_backend(model_runner: Any) -> TorchNativeAttnBackend:
     if hybrid_gdn_config(model) is not None:
         linear_attention.use_pytorch()
     if hybrid_kda_config(model) is not None:
-        kimi_attention.use_pytorch()
+        linear_attention.use_kda()
     if mamba2_config(model) is not None:
-        state_space.use_pytorch()
+        linear_attention.use_mamba()
     if get_exec().deterministic.enable_deterministic_inference:
         return BatchInvariantAttention(model_runner)
     speculates = not model_runner.spec_algorithm.is_none()
@@ -58,3 +66,155 @@ def register() -> None:
     """Make the backend under the names that SGLang chooses."""
     for name in NAMES:
         register_attention_backend(name)(make_backend)
+
+
+# Memory and devices -------------------------------------------------------------------
+
+# Modules that ask for pinned memory.
+_PINNING_MODULES = ("sglang.srt.lora.layers", "sglang.srt.lora.backend.torch_backend")
+_FUNCTIONS = ("empty", "zeros", "tensor")
+
+
+class _PageableTorch:
+    """torch, for one module: requests for pinned memory are such for ordinary memory."""
+
+    def __init__(self) -> None:
+        for name in _FUNCTIONS:
+            setattr(self, name, _unpinned(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def do_without() -> None:
+    """Have SGLang's code do without pinned memory and CUDA. Later calls change nothing.
+
+    LoRA adapters ask torch for pinned memory, for which torch raises; ordinary memory is
+    all they need. Host memory is registered with CUDA, also where no device copies from
+    it. Some models ask for the current device, which would be CUDA's wherever torch is
+    built for CUDA.
+    """
+    for name in _PINNING_MODULES:
+        vars(importlib.import_module(name))["torch"] = _PageableTorch()
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+    ALLOC_MEMORY_FUNCS["cpu"] = allocate
+    torch.Tensor.pin_memory = _itself
+    torch.get_device_module = get_device_module
+
+
+def allocate(
+    dims: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    pin_memory: bool,
+    allocator: Any,
+    registration_granularity_bytes: int | None = None,
+) -> torch.Tensor:
+    """Ordinary memory, in place of SGLang's that is registered with CUDA."""
+    memory: torch.Tensor = allocator.allocate(dims, dtype=dtype, device=device)
+    return memory
+
+
+def _unpinned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(function)
+    def unpinned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        kwargs.pop("pin_memory", None)
+        return function(*args, **kwargs)
+
+    return unpinned
+
+
+def _itself(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
+    return tensor
+
+
+@cache  # as torch's, of which torch.compile asks for the function within
+def get_device_module(device: torch.device | str | None = None) -> Any:
+    """torch's, for which the current device is the CPU."""
+    name = "cpu" if device is None else torch.device(device).type
+    return getattr(torch, name)
+
+
+# Ranks --------------------------------------------------------------------------------
+
+_all_experts = fused_moe_native.moe_forward_native
+
+
+def use_pytorch() -> None:
+    """Have the ranks work together without Triton. Later calls do nothing.
+
+    With attention data parallelism, tokens of all ranks are gathered into one buffer
+    between attention and the layers that the ranks share, and scattered again. With expert
+    parallelism, a rank leaves out what other ranks' experts compute. SGLang's kernels for
+    that need Triton, and its forms without are for its own CPU kernels.
+    """
+    dp_attention.memcpy_func = dp_attention.memcpy_cpu
+    standard.mask_dp_pad_moe_topk_ids = mask_padding
+    fused_moe_native.moe_forward_native = own_experts
+    # Without operators that are registered for accelerators only, and pinned memory.
+    parallel_state._is_cpu = forward_batch_info._is_cpu = True
+    parallel_state.GroupCoordinator.reduce_scatterv = reduce_scatterv
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = padded_length
+
+
+def reduce_scatterv(
+    group: Any,
+    input_: torch.Tensor,
+    output: torch.Tensor | None = None,
+    sizes: list[int] | None = None,
+) -> torch.Tensor:
+    """SGLang's, in its form without NCCL.
+
+    Args:
+        input_: ``[num_tokens of all ranks, hidden_size]``.
+        output: of the sum, this rank's ``[num_tokens, hidden_size]``. None makes one.
+        sizes: tokens of each rank. None: equal parts.
+    """
+    summed: torch.Tensor = group._deterministic_reduce_scatterv(input_, output, sizes)
+    return summed
+
+
+def padded_length(backend: object) -> int:
+    """The length in tokens of rows that only pad a step, whose KV is never used."""
+    return 1
+
+
+def mask_padding(topk_ids: torch.Tensor) -> None:
+    """Give rows that only pad a rank's tokens no expert (-1), in place.
+
+    topk_ids: ``[num_ranks * most_tokens_of_a_rank, experts_per_token]``.
+    """
+    buffer = dp_attention._DpGatheredBufferWrapper
+    counts = buffer.get_dp_global_num_tokens_gpu()
+    most = buffer.get_local_dp_buffer_len()
+    if counts is None or most <= 0 or len(topk_ids) != len(counts) * most:
+        return
+    padding = torch.arange(most) >= counts.unsqueeze(1)
+    topk_ids[padding.flatten()] = -1
+
+
+def own_experts(layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> Any:
+    """SGLang's experts in PyTorch, where an id of -1 is an expert of another rank.
+
+    Args:
+        x: ``[num_tokens, hidden_size]``.
+        topk_output: with ``topk_ids`` and ``topk_weights``
+            ``[num_tokens, experts_per_token]``.
+
+    Returns:
+        ``[num_tokens, hidden_size]``, the part of this rank's experts.
+    """
+    ids, weights = topk_output.topk_ids, topk_output.topk_weights
+    if (ids >= 0).all():
+        return _all_experts(layer, x, topk_output, config)
+    output = torch.zeros_like(x)
+    for each in range(ids.shape[1]):
+        here = ids[:, each] >= 0
+        if here.any():
+            one = topk_output._replace(
+                topk_ids=ids[here, each : each + 1],
+                topk_weights=weights[here, each : each + 1],
+            )
+            output[here] += _all_experts(layer, x[here], one, config)
+    return output

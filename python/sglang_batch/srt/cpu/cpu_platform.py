@@ -67,9 +67,9 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         # Imported where a model is: it imports torch.
         from sglang.srt import batch_invariant_ops
 
-        from . import batch_invariance, cpu_backends, no_accelerator, parallel_ranks
+        from . import cpu_attention, cpu_backends
 
-        parallel_ranks.use_pytorch()
+        cpu_backends.use_pytorch()
         cpu_backends.register()
-        no_accelerator.do_without()
-        batch_invariant_ops.enable_batch_invariant_mode = batch_invariance.use_rows
+        cpu_backends.do_without()
+        batch_invariant_ops.enable_batch_invariant_mode = cpu_attention.use_rows

@@ -1,14 +1,21 @@
-"""Gated delta nets (Qwen3-Next, Qwen3.5 and later) in PyTorch, for SGLang on a CPU.
+"""Recurrent layers in PyTorch, for SGLang on a CPU.
 
 SGLang's kernels for these layers need Triton or compiled CPU operators. Each function here
-has the arguments of the kernel whose place it takes, as far as SGLang gives them. The
-recurrence is that of the paper, token by token: Yang et al., Gated Delta Networks, 2024,
-equation 10.
+has the arguments of the kernel whose place it takes, as far as SGLang gives them. All
+recurrences are those of the papers, token by token:
+
+- gated delta nets (Qwen3-Next, Qwen3.5 and later): Yang et al., Gated Delta Networks, 2024,
+  equation 10;
+- Kimi Delta Attention (Kimi Linear), with a decay of its own for each channel of a key:
+  Kimi Linear, 2025, equation 1;
+- Mamba-2 (Nemotron-H, Granite 4, Falcon-H1): Dao and Gu, Transformers are SSMs, 2024,
+  equation 1 with the discretisation of section 7.
 """
 
 from __future__ import annotations
 
 import importlib
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -293,7 +300,7 @@ def delta_step(
 
 
 def _per_head(x: Tensor, heads: int) -> Tensor:
-    """``[n, key_heads, dim]``, repeated for all heads, float32."""
+    """``[n, key heads or groups, dim]``, repeated for all heads, float32."""
     return x.float().repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -370,3 +377,231 @@ def rms_norm_then_gate(
     """:func:`rms_norm_gated` with other names."""
     gate = z.reshape(x.shape)
     return rms_norm_gated(x, gate, weight, bias, activation, eps=eps)
+
+
+# Kimi Delta Attention -----------------------------------------------------------------
+
+
+def use_kda() -> None:
+    """Have SGLang's Kimi Delta Attention computed by this module. Later calls do nothing."""
+    for module, functions in _KDA_PLACES.items():
+        vars(importlib.import_module(module)).update(functions)
+
+
+def decays_of(
+    gates: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None
+) -> Tensor:
+    """What each channel of the state keeps at each token, in 0..1, float32.
+
+    gates: ``[n, heads, key_dim]``, as projected.
+    A_log: ``[heads]`` and dimensions of 1.
+    dt_bias: ``[heads * key_dim]``.
+    lower_bound: the most negative logarithm of a decay, None for no bound.
+    """
+    rate = A_log.float().reshape(-1, 1).exp()
+    gates = gates.float() + dt_bias.float().view(gates.shape[1:])
+    if lower_bound is None:
+        return (-rate * functional.softplus(gates)).exp()
+    return (lower_bound * (rate * gates).sigmoid()).exp()
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    initial_state_indices: Tensor,
+    cu_seqlens: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float | None = None,
+    beta_is_raw: bool = False,
+    **_: object,
+) -> Tensor:
+    """Attend the tokens of prompts, one after the other. Queries and keys are normalised.
+
+    q, k, g: ``[1, num_tokens, heads, key_dim]``.
+    v: ``[1, num_tokens, heads, value_dim]``.
+    beta: ``[1, num_tokens, heads]``.
+    initial_state: ``[num_slots, heads, value_dim, key_dim]``, changed in place.
+
+    Returns:
+        ``[1, num_tokens, heads, value_dim]``.
+    """
+    strengths = beta[0].float()
+    return attend_prompts(
+        unit(q[0].float()) * q.shape[-1] ** -0.5,
+        unit(k[0].float()),
+        v,
+        decays_of(g[0], A_log, dt_bias, lower_bound),
+        strengths.sigmoid() if beta_is_raw else strengths,
+        initial_state,
+        initial_state_indices,
+        cu_seqlens,
+    )
+
+
+def packed_kda_decode(
+    mixed_qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    scale: float,
+    initial_state: Tensor,
+    out: Tensor,
+    ssm_state_indices: Tensor,
+    lower_bound: float | None = None,
+    **_: object,
+) -> None:
+    """Attend one token of each request. Queries and keys are normalised.
+
+    mixed_qkv: ``[num_requests, heads * (2 * key_dim + value_dim)]``.
+    a: ``[num_requests, heads * key_dim]``, the gates of decays.
+    b: ``[num_requests, heads]``.
+    initial_state: ``[num_slots, heads, value_dim, key_dim]``, changed in place.
+    out: ``[num_requests, 1, heads, value_dim]``, written.
+    """
+    _, heads, value_dim, key_dim = initial_state.shape
+    sizes = [heads * key_dim, heads * key_dim, heads * value_dim]
+    q, k, v = (x.unflatten(1, (heads, -1)).float() for x in mixed_qkv.split(sizes, 1))
+    attend_tokens(
+        unit(q) * scale,
+        unit(k),
+        v,
+        decays_of(a.unflatten(1, (heads, key_dim)), A_log, dt_bias, lower_bound),
+        b.float().sigmoid(),
+        initial_state,
+        ssm_state_indices,
+        out,
+    )
+
+
+_KDA_PLACES: dict[str, dict[str, Any]] = {
+    "sglang.srt.layers.attention.linear.kda_backend": {
+        "causal_conv1d_fn": causal_conv1d_fn,
+        "causal_conv1d_update": causal_conv1d_update,
+    },
+    "sglang.srt.layers.attention.linear.kernels.kda_triton": {
+        "chunk_kda": chunk_kda,
+        "fused_recurrent_kda_packed_decode": packed_kda_decode,
+    },
+    "sglang.kernels.ops.attention.fla.fused_norm_gate": {
+        "rms_norm_gated": rms_norm_gated
+    },
+}
+"""The modules that name kernels, and what takes their places."""
+
+
+# Mamba-2 ------------------------------------------------------------------------------
+
+_MAMBA = "sglang.srt.layers.attention.mamba.mamba"
+
+
+def use_mamba() -> None:
+    """Have SGLang's Mamba-2 layers computed by this module. Later calls do nothing."""
+    vars(importlib.import_module(_MAMBA)).update(
+        causal_conv1d_fn=causal_conv1d_fn,
+        causal_conv1d_fn_triton=causal_conv1d_fn,
+        causal_conv1d_update=causal_conv1d_update,
+        causal_conv1d_update_triton=causal_conv1d_update,
+        mamba_chunk_scan_combined=mamba_chunk_scan_combined,
+        selective_state_update=selective_state_update,
+    )
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor,
+    dt_bias: Tensor,
+    cu_seqlens: Tensor,
+    initial_states: Tensor | None,
+    out: Tensor,
+    **_: object,
+) -> tuple[None, Tensor, None]:
+    """Scan prompts, one after the other.
+
+    x: ``[1, num_tokens, heads, head_dim]``.
+    dt: ``[1, num_tokens, heads]``, before its bias and softplus.
+    A, D, dt_bias: ``[heads]``.
+    B, C: ``[1, num_tokens, groups, state_dim]``, ``heads`` is a multiple of ``groups``.
+    initial_states: ``[num_prompts, heads, head_dim, state_dim]``. None: zero.
+    out: ``[1, num_tokens, heads, head_dim]``, written.
+
+    Returns:
+        The last states of the prompts, like ``initial_states``, between what nobody asks
+        for here.
+    """
+    heads = x.shape[2]
+    steps = functional.softplus(dt[0].float() + dt_bias.float())
+    inputs, (write, read) = x[0].float(), (_per_head(y[0], heads) for y in (B, C))
+    decays = (steps * A.float()).exp()
+    ends = cu_seqlens.tolist()
+    states = []
+    for number, (begin, end) in enumerate(pairwise(ends)):
+        if initial_states is None:
+            state = inputs.new_zeros(heads, x.shape[3], B.shape[3])
+        else:
+            state = initial_states[number].float()
+        for at in range(begin, end):
+            state, output = _scan_step(
+                state, inputs[at], steps[at], decays[at], write[at], read[at]
+            )
+            out[0, at] = (output + D[:, None] * inputs[at]).to(out.dtype)
+        states.append(state)
+    return None, torch.stack(states), None
+
+
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    *,
+    dt_bias: Tensor,
+    state_batch_indices: Tensor,
+    out: Tensor,
+    **_: object,
+) -> None:
+    """Scan one token of each request.
+
+    state: ``[num_slots, heads, head_dim, state_dim]``, changed in place.
+    x: ``[num_requests, heads, head_dim]``, and ``dt`` the same for each channel.
+    A: ``[heads, head_dim, state_dim]``, the same for each channel and dimension.
+    B, C: ``[num_requests, groups, state_dim]``.
+    D, dt_bias: ``[heads, head_dim]``, the same for each channel.
+    out: ``[num_requests, heads, head_dim]``, written.
+    """
+    heads = x.shape[1]
+    slots = state_batch_indices.long()
+    steps = functional.softplus(dt[..., 0].float() + dt_bias[:, 0].float())
+    new, output = _scan_step(
+        state[slots].float(),
+        x.float(),
+        steps,
+        (steps * A[:, 0, 0].float()).exp(),
+        _per_head(B, heads),
+        _per_head(C, heads),
+    )
+    state[slots] = new.to(state.dtype)
+    out[:] = (output + D * x.float()).to(out.dtype)
+
+
+def _scan_step(
+    state: Tensor, x: Tensor, step: Tensor, decay: Tensor, write: Tensor, read: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token: the new state ``[..., heads, head_dim, state_dim]``, and what is read
+    from it ``[..., heads, head_dim]``."""
+    change = (step.unsqueeze(-1) * x).unsqueeze(-1) * write.unsqueeze(-2)
+    state = state * decay[..., None, None] + change
+    return state, (state * read.unsqueeze(-2)).sum(-1)

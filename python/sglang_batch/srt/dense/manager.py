@@ -36,7 +36,7 @@ from ...dense.embedding_model import EmbeddingModel
 from ...dense.length_admission import ByLength
 from ...dense.model import LoadedModel
 from ...dense.row_request import DenseAnswer, DenseRequest
-from ..calls.sampled_prompts import counted
+from ..calls.list_calls import counted
 from ..compat.server_types import OfflineArgs
 from ..engine.request_ids import has_our_id
 from ..engine.serving_call import SPENT

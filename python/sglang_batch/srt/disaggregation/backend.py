@@ -13,8 +13,12 @@ from typing import Any
 from sglang.srt.disaggregation.utils import TransferBackend as _Stock
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from ..compat.hook_targets import KV_CLASS_HOOK, TRANSFER_BACKENDS_HOOK
-from ..compat.offline_hooks import published, register_offline
+from ..compat.offline_hooks import (
+    KV_CLASS_HOOK,
+    TRANSFER_BACKENDS_HOOK,
+    published,
+    register_offline,
+)
 from ..compat.support import TRANSFER_BACKEND
 
 _members = {backend.name: backend.value for backend in _Stock}

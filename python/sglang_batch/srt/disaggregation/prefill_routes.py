@@ -14,7 +14,7 @@ from ...errors import ApiError, InputError
 from ...fleet.plan_bytes import plan_of
 from ...http_api.received_bodies import pieces_of
 from ...http_api.worker_routes import MAX_CALL_BYTES
-from ..calls.connection import engine_of
+from ..calls.call_items import engine_of
 from ..engine.request_ids import set_rid
 from ..engine.responses import abort_reason
 from ..engine.sglang_engine import SGLangEngine

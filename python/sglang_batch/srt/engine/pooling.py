@@ -37,13 +37,17 @@ from sglang.srt.layers.pooler import EmbeddingPoolerOutput, Pooler, PoolingType
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch.nn.functional import normalize
 
-from ..compat.hook_targets import LOAD_MODEL_HOOK, MODEL_CONFIG_HOOK
-from ..compat.offline_hooks import first, register_offline
+from ..compat.offline_hooks import (
+    LOAD_MODEL_HOOK,
+    MODEL_CONFIG_HOOK,
+    first,
+    register_offline,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-    from ..compat.attention_types import ModelRunner
+    from ..compat.scheduler_types import ModelRunner
     from ..compat.server_types import JsonObject, ModelConfig
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Keys of clients and admins on SGLang's server, instead of its own key check.
+"""Keys of clients and admins on SGLang's server, and what their online calls use.
 
 SGLang's ``--api-key`` and ``--admin-api-key`` keep their meaning: they are two more keys
 of ours. SGLang's own check never starts, because it is told that there is no key.
@@ -7,21 +7,26 @@ of ours. SGLang's own check never starts, because it is told that there is no ke
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
 
 from sglang.srt.runtime_context import get_context, get_serving
 
 from ...access import key_table
-from ...access.access_control import AccessControl
+from ...access.access_control import AccessControl, current_caller
 from ...access.keys import (
     ANYBODY,
+    Role,
     digest,
     read_api_keys,
 )
 from ...config import OfflineBatchConfig
-from ...errors import ConfigError
+from ...errors import ApiError, ConfigError
 from ...http_api.authorization.given_keys import given_keys
 from ...store.batch_store import BatchStore
+from ..compat.server_types import EngineRequest, TokenizerManager
+from ..engine.request_ids import has_our_id
 
 SOURCE = "sglang-batch: keys"
 
@@ -121,3 +126,66 @@ class ServerKeys:
                 "option, or name another --offline-batch-dir."
             )
         return AccessControl(store, self.fixed, self.without_key)
+
+
+def count_online_usage(manager: TokenizerManager, access: AccessControl) -> None:
+    """Count the calls that a tokenizer manager answers from now on.
+
+    It answers every kind of call in one method, in the task of the call or in one that it
+    started. Lines of batches come from tasks of no call: they are counted when their
+    results are written.
+
+    Clients' requests get ids from SGLang, whatever id they ask for: when a call is
+    dropped, SGLang aborts every request whose id begins with that of the call.
+    """
+    generate = manager.generate_request
+
+    def counted(obj: EngineRequest, request: Any = None) -> AsyncGenerator[Any]:
+        caller = current_caller.get()
+        if caller is not None and caller.role < Role.ADMIN and not has_our_id(obj):
+            obj.rid = None
+        if caller is None or not caller.name:
+            return generate(obj, request)
+        try:
+            access.check_tokens(caller)
+        except ApiError as error:
+            # A wave is one call of any number of requests. SGLang answers each with 400.
+            raise ValueError(error.message) from None
+        return _counting(generate(obj, request), obj, caller.name, access)
+
+    manager.generate_request = counted  # type: ignore[method-assign]
+
+
+async def _counting(
+    answers: AsyncGenerator[Any], obj: EngineRequest, name: str, access: AccessControl
+) -> AsyncGenerator[Any]:
+    """Pass answers on, and count them when they end or the caller leaves."""
+    newest: dict[int, Mapping[str, Any]] = {}
+    try:
+        async for answer in answers:
+            for place, one in enumerate(
+                answer if isinstance(answer, list) else [answer]
+            ):
+                newest[one.get("index", place)] = one.get("meta_info", {})
+            yield answer
+    finally:
+        await answers.aclose()
+        # Samples of one prompt follow one another, and the prompt counts once.
+        num_samples = getattr(obj, "parallel_sample_num", None) or 1
+        access.count(name, used_by(newest, num_samples))
+
+
+def used_by(newest: Mapping[int, Mapping[str, Any]], num_samples: int) -> Counter[str]:
+    """The usage of a call.
+
+    Args:
+        newest: SGLang's last report on each answer, by its index.
+        num_samples: answers to each prompt.
+    """
+    used = Counter(calls=1)
+    for index, report in newest.items():
+        used["output_tokens"] += report.get("completion_tokens") or 0
+        if index % num_samples == 0:
+            used["input_tokens"] += report.get("prompt_tokens") or 0
+            used["cached_tokens"] += report.get("cached_tokens") or 0
+    return used

@@ -15,7 +15,6 @@ import signal
 import sys
 
 from ...errors import UnsupportedSGLang, refuse
-from ..compat import sglang_version
 from . import scheduler_process
 
 
@@ -32,8 +31,10 @@ def register() -> None:
         # SGLang swallows exceptions of plugins, and a release without the private API
         # that we override would call the flag unknown. Exit with the reason instead.
         if any(arg.startswith("--offline-batch") for arg in sys.argv[1:]):
+            from ..compat.private_api import check_version
+
             try:
-                sglang_version.check_version()
+                check_version()
             except UnsupportedSGLang as error:
                 refuse(error)
 

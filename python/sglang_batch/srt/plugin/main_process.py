@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from ..compat import offline_hooks, sglang_version
-from ..compat.hook_targets import (
+from ..compat import offline_hooks
+from ..compat.offline_hooks import (
     ABORT_HOOK,
     BATCH_SEND_HOOK,
     ENGINE_DEATH_HOOK,
@@ -25,8 +25,9 @@ from ..compat.hook_targets import (
     SERVER_HOOK,
     SHUTDOWN_HOOK,
     check_hooks_took,
+    register_offline,
 )
-from ..compat.offline_hooks import register_offline
+from ..compat.private_api import check_version
 
 # Whether the hooks are in place.
 _entered = False
@@ -40,7 +41,7 @@ def enter_offline_main() -> None:
         EngineError: a hook did not take effect.
     """
     global _entered
-    sglang_version.check_version()
+    check_version()
     if not _entered:
         with _same_event_loop():
             _hook_main()
@@ -91,7 +92,7 @@ def enter_tokenizer_worker() -> None:
 
 def _register_http_hooks() -> None:
     from ...http_api.middleware import route_labels
-    from ..calls import connection, gathered_calls, list_calls
+    from ..calls import call_items, gathered_calls, list_calls
     from ..disaggregation import pairing
     from ..engine.checks import request_checks
     from ..engine.sglang_engine import SGLangEngine
@@ -113,4 +114,4 @@ def _register_http_hooks() -> None:
     register_offline(SEND_HOOK, gathered_calls.gather, around, of.own)
     register_offline(SEND_HOOK, pairing.pair_message, before, of.own)
     register_offline(BATCH_SEND_HOOK, pairing.pair_messages, before, of.own)
-    register_offline(ABORT_HOOK, connection.abort_unsent, before, of.own)
+    register_offline(ABORT_HOOK, call_items.abort_unsent, before, of.own)

@@ -21,7 +21,7 @@ from sglang.srt.plugins import load_plugins
 
 from ...config import OfflineBatchConfig
 from ...errors import ConfigError, SGLangBatchError, refuse
-from ..compat.hook_targets import FLAG_HOOKS
+from ..compat.offline_hooks import FLAG_HOOKS
 from ..compat.support import (
     ATTENTION_ARGUMENTS,
     ATTENTION_BACKEND,

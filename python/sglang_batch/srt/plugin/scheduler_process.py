@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from ..compat.hook_targets import (
+from ..compat.offline_hooks import (
     DP_CONTROLLER_HOOK,
     FORWARD_HOOK,
     GRAMMAR_COMPILER_HOOK,
@@ -20,7 +20,7 @@ from ..compat.hook_targets import (
 )
 
 if TYPE_CHECKING:  # it imports torch
-    from ..compat.attention_types import AttentionBackend, ModelRunner
+    from ..compat.scheduler_types import AttentionBackend, ModelRunner
 
 # One of ``config.SCHEDULERS`` in a child process of an offline server, otherwise None.
 _offline_scheduler: str | None = None

@@ -1,19 +1,16 @@
-"""Our flags in ``sglang serve --help``.
-
-SGLang prints that help without loading plugins. Our first code to run in such a process
-is the platform entry point, while ``sglang`` itself is still being imported. It
-therefore waits for the import of the module that prints the help, and loads the plugins
-then.
-"""
+"""SGLang's commands that do not load its plugins by themselves, and so know no ``--offline-batch``."""
 
 from __future__ import annotations
 
 import importlib.util
+import runpy
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+from ...errors import ConfigError
 
 MODULE = "sglang.srt.server_args"
 
@@ -52,3 +49,23 @@ class _Loader(Loader):
 
         self._loader.exec_module(module)
         load_plugins()
+
+
+def exec_module(module: str, argv: list[str]) -> int:
+    """Run a module as ``python -m`` does, once the plugins are loaded (``sglang-batch exec``).
+
+    Raises:
+        ConfigError: there is no such module.
+    """
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise ConfigError(f"there is no Python module {module!r} in this environment.")
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    sys.argv = [module, *argv]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0

@@ -24,14 +24,13 @@ from ...job.planner_compiler import compile_planner
 from ...server.batch_metrics import published
 from ...server.service import BatchService
 from ...store.batch_store import BatchStore
-from ..calls.connection import engine_of
+from ..calls.call_items import engine_of
 from ..compat.server_types import OfflineArgs
 from ..disaggregation.pairing import stop_pairing
 from ..disaggregation.prefill_routes import add_routes
 from ..engine.strict_serving import make_strict
 from . import engine_death, quiet_log
-from .client_keys import ServerKeys
-from .online_usage import count_online_usage
+from .client_keys import ServerKeys, count_online_usage
 
 logger = logging.getLogger(__name__)
 

@@ -12,17 +12,14 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
 from ..attention.attention_checks import check_attention_ranks
-from ..compat.hook_targets import SCHEDULER_PROCESS_HOOKS, check_hooks_took
 from ..compat.job_control import (
     RunningQuery,
     RunningQueryOutput,
     StepsQuery,
     StepsQueryOutput,
 )
-from ..compat.scheduler_types import (
-    InternalState,
-    Req,
-)
+from ..compat.offline_hooks import SCHEDULER_PROCESS_HOOKS, check_hooks_took
+from ..compat.scheduler_types import InternalState, Req
 from ..compat.server_types import OfflineArgs
 from ..compat.support import STATE_KEY
 from .finishing.rule_endings import watch_request

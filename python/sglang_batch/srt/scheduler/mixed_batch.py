@@ -23,12 +23,7 @@ from sglang.srt.managers.scheduler import NextBatchPlan
 from ...planner.costs.mixing import mixing_loss_s
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
-from ..compat.scheduler_types import (
-    MixingScheduler,
-    PrefillPlan,
-    Req,
-    ScheduleBatch,
-)
+from ..compat.scheduler_types import MixingScheduler, PrefillPlan, Req, ScheduleBatch
 
 
 def num_rows(req: Req) -> int:

@@ -42,7 +42,6 @@ from ...scheduling.reports.step_samples import StepSamples
 from ...scheduling.reports.waiting_view import WaitingView
 from ..attention.attention_choice import share_by_default
 from ..attention.sharing import Sharing
-from ..compat.hook_targets import PENALTY_HOOK, check_hooks_took
 from ..compat.job_control import (
     CHANGE,
     CLOSE,
@@ -55,6 +54,7 @@ from ..compat.job_control import (
     TreeQuery,
     TreeQueryOutput,
 )
+from ..compat.offline_hooks import PENALTY_HOOK, check_hooks_took
 from ..compat.scheduler_types import (
     AbortRequest,
     PauseRequest,

@@ -26,19 +26,18 @@ import numpy as np
 from report import RESULTS, Figure, finish, print_figures, print_table
 from tqdm import tqdm
 
-from sglang_batch.planner.candidates import Candidates, best, orders_for
 from sglang_batch.planner.costs.bounds import with_law
 from sglang_batch.planner.costs.cost_model import CostModel
-from sglang_batch.planner.costs.hardware import hardware
+from sglang_batch.planner.costs.hardware import Parallelism, hardware
 from sglang_batch.planner.costs.model_spec import ModelSpec
-from sglang_batch.planner.lengths.length_sample import choose_sample
-from sglang_batch.planner.lengths.output_length import Observed
+from sglang_batch.planner.costs.step_costs import step_costs
 from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.planner.ordering.order import Order, OrderSettings
+from sglang_batch.planner.output_lengths.estimates import Observed
+from sglang_batch.planner.output_lengths.sample import choose_sample
+from sglang_batch.planner.plan import Candidates, best, orders_for
 from sglang_batch.planner.requests import UNKNOWN, Int32s, PlanRequests
 from sglang_batch.planner.simulator.simulator import simulate
-from sglang_batch.planner.steps.parallelism import Parallelism
-from sglang_batch.planner.steps.step_costs import step_costs
 from sglang_batch.policies import POLICY_TABLE
 from sglang_batch.prediction.models import MODELS
 

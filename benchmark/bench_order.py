@@ -31,17 +31,17 @@ from long_documents import documents
 from report import RESULTS, Figure, finish, print_figures, print_table
 from tqdm import tqdm
 
-from sglang_batch.planner.candidates import best
 from sglang_batch.planner.costs.bounds import Bounds, lower_bounds, with_law
 from sglang_batch.planner.costs.cost_model import CostModel
-from sglang_batch.planner.lengths.length_sample import choose_sample
-from sglang_batch.planner.lengths.output_length import (
-    OutputEstimates,
-    OutputLengthEstimator,
-)
 from sglang_batch.planner.machine_model import EngineLimits
 from sglang_batch.planner.ordering.order import Order, OrderSettings
 from sglang_batch.planner.ordering.order_functions import make_order
+from sglang_batch.planner.output_lengths.estimates import (
+    OutputEstimates,
+    OutputLengthEstimator,
+)
+from sglang_batch.planner.output_lengths.sample import choose_sample
+from sglang_batch.planner.plan import best
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.requests import Int32s, Int64s
 from sglang_batch.planner.simulator.simulator import Simulation, simulate

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from throughput_engine import WARM_UP_PROMPTS, answer_all, num_steps
 
-from sglang_batch.planner.costs.step_table import NO_EXTRAS
+from sglang_batch.planner.costs.cost_model import NO_EXTRAS
 from sglang_batch.planner.machine_model import Machine
 from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests

@@ -10,14 +10,14 @@ from planner_stages import A100
 
 from sglang_batch.planner.costs.bounds import lower_bounds
 from sglang_batch.planner.costs.tree_work import leaf_work
-from sglang_batch.planner.lengths.length_sample import choose_sample
-from sglang_batch.planner.lengths.output_length import (
-    OutputEstimates,
-    OutputLengthEstimator,
-)
 from sglang_batch.planner.machine_model import EngineLimits
 from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.ordering.order_functions import make_order
+from sglang_batch.planner.output_lengths.estimates import (
+    OutputEstimates,
+    OutputLengthEstimator,
+)
+from sglang_batch.planner.output_lengths.sample import choose_sample
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.requests import Int32s, Int64s, PlanRequests
 from sglang_batch.planner.sharding.partition import partition

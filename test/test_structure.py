@@ -50,13 +50,13 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "sglang_batch.planner": (
         ("compiled", "requests"),
         ("prefixes",),
-        ("costs", "lengths"),
-        ("length_batches", "steps", "fields"),
+        ("costs", "output_lengths"),
+        ("kv_lengths", "fields"),
         ("ordering", "machine_model"),
         ("sharding", "admission_rules"),
-        ("simulator", "buckets"),
-        ("candidates",),
-        ("plan", "choosing"),
+        ("simulator",),
+        ("plan",),
+        ("choosing",),
     ),
     "sglang_batch.srt": (
         ("compat", "cpu"),

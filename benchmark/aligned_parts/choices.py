@@ -14,13 +14,13 @@ from random import Random
 import numpy as np
 from report import Figure
 
-from sglang_batch.planner.length_batches.density_search import density_first_search
-from sglang_batch.planner.length_batches.length_groups import (
+from sglang_batch.planner.kv_lengths.batch_switch import density_first_search
+from sglang_batch.planner.kv_lengths.length_groups import (
     BUCKETS,
     first_group,
     make_groups,
 )
-from sglang_batch.planner.length_batches.length_tree import NONE
+from sglang_batch.planner.kv_lengths.length_tree import NONE
 
 sys.path.append(str(Path(__file__).parents[2] / "test" / "helpers"))
 

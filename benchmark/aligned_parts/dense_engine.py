@@ -34,7 +34,7 @@ from sglang_batch.dense.row_request import (
     Stopping,
 )
 from sglang_batch.dense.rows import SlabRows
-from sglang_batch.planner.length_batches.batch_state import GROUPS, TREE
+from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE
 from sglang_batch.srt.dense.engine import dense_machine
 from sglang_batch.workloads.sources import SHAREGPT, lognormal_lengths
 from sglang_batch.workloads.traces import read_trace

@@ -21,8 +21,7 @@ from typing import TypeVar
 import numpy as np
 from report import Figure
 
-from sglang_batch.planner.length_batches.batch_law import BatchLaw
-from sglang_batch.planner.length_batches.batch_state import (
+from sglang_batch.planner.kv_lengths.batch_state import (
     GROUPS,
     TREE,
     LengthBatches,
@@ -36,12 +35,13 @@ from sglang_batch.planner.length_batches.batch_state import (
     remove,
     tick,
 )
-from sglang_batch.planner.length_batches.batch_switch import (
+from sglang_batch.planner.kv_lengths.batch_switch import (
     is_parked,
     propose,
     wants_switch,
 )
-from sglang_batch.planner.length_batches.length_tree import MAX_LENGTH, NONE
+from sglang_batch.planner.kv_lengths.length_groups import BatchLaw
+from sglang_batch.planner.kv_lengths.length_tree import MAX_LENGTH, NONE
 
 WAITING, ROUNDS, STEPS = 100_000, 300, 2000
 KV = (480_000, 4_800_000)

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 from report import Figure, print_table
 
-from sglang_batch.planner.length_batches.batch_law import BatchLaw, step_s
-from sglang_batch.planner.length_batches.batch_state import GROUPS, TREE
-from sglang_batch.planner.length_batches.batch_switch import upcoming
+from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE
+from sglang_batch.planner.kv_lengths.batch_switch import upcoming
+from sglang_batch.planner.kv_lengths.length_groups import BatchLaw, step_s
 from sglang_batch.srt.scheduler.kv.prefetch import BYTES_PER_S, PrefetchRoom
 
 from .engine_counts import counts_of

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from report import Figure, print_table
 
-from sglang_batch.planner.candidates import Candidates
 from sglang_batch.planner.costs.cost_model import CostModel
-from sglang_batch.planner.length_batches.batch_law import PARKS_FROM
+from sglang_batch.planner.kv_lengths.length_groups import PARKS_FROM
 from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.planner.ordering.order import OrderSettings
+from sglang_batch.planner.plan import Candidates
 from sglang_batch.planner.simulator.simulator import Simulation
 from sglang_batch.workloads.mix import Workload
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from report import Figure
 
-from sglang_batch.planner.length_batches.batch_state import GROUPS, TREE
+from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE
 
 sys.path.append(str(Path(__file__).parents[2] / "test" / "helpers"))
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 from report import Figure, print_table
 
-from sglang_batch.planner.candidates import Candidates, best
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.planner.ordering.order import Order, OrderSettings
+from sglang_batch.planner.plan import Candidates, best
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.planner.simulator.simulator import Simulation, simulate
 from sglang_batch.policies import ORDERS, PAGED_ORDERS

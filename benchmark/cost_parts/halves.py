@@ -13,12 +13,11 @@ from __future__ import annotations
 import numpy as np
 from report import Figure, print_table
 
+from sglang_batch.planner.choosing.steady_state import RequestMix, steady_state
 from sglang_batch.planner.costs.cost_model import overlapped
-from sglang_batch.planner.costs.hardware import HardwareSpec, hardware
+from sglang_batch.planner.costs.hardware import HardwareSpec, Parallelism, hardware
 from sglang_batch.planner.costs.model_spec import ModelSpec
-from sglang_batch.planner.steps.operators import StepSeconds, StepWork, step_seconds
-from sglang_batch.planner.steps.parallelism import Parallelism
-from sglang_batch.planner.steps.steady_state import RequestMix, steady_state
+from sglang_batch.planner.costs.step_costs import StepSeconds, StepWork, step_seconds
 from sglang_batch.prediction.models import MODELS
 
 MIX = RequestMix(1000, 1000)

@@ -2,7 +2,7 @@
 
 ``data/published/throughput.csv`` has measurements of other engines' offline runs, with lengths
 that are constant or known as means, on one server. Each is predicted by the closed form of
-``planner/steps/steady_state.py``. Four constants per device describe what engines reach of its
+``planner/choosing/steady_state.py``. Four constants per device describe what engines reach of its
 datasheet. They are fitted to the points of one engine, the one that most of the device's points
 are of, and kept in ``planner/costs/hardware.py``. Fits are drawn to typical values, so that a
 constant which the points say nothing about keeps its own.
@@ -26,10 +26,14 @@ from report import Figure, print_table
 from scipy.optimize import least_squares  # type: ignore[import-untyped]
 
 from sglang_batch.errors import ConfigError
-from sglang_batch.planner.costs.hardware import HARDWARE, Efficiency, HardwareSpec
+from sglang_batch.planner.choosing.steady_state import RequestMix, steady_state
+from sglang_batch.planner.costs.hardware import (
+    HARDWARE,
+    Efficiency,
+    HardwareSpec,
+    Parallelism,
+)
 from sglang_batch.planner.costs.model_spec import ModelSpec
-from sglang_batch.planner.steps.parallelism import Parallelism
-from sglang_batch.planner.steps.steady_state import RequestMix, steady_state
 from sglang_batch.prediction.models import MODELS
 
 DATA = Path(__file__).parents[1] / "data" / "published" / "throughput.csv"

@@ -11,12 +11,12 @@ from planner_stages import A100
 from report import Figure, print_table
 from tiny_checkpoints import ARGUMENTS
 
-from sglang_batch.planner.candidates import Candidates
 from sglang_batch.planner.costs.cost_model import CostModel, kv_capacity_tokens
 from sglang_batch.planner.costs.hardware import hardware
 from sglang_batch.planner.costs.model_spec import ModelSpec
 from sglang_batch.planner.machine_model import EngineLimits, Machine, second_pool
 from sglang_batch.planner.ordering.order import OrderSettings
+from sglang_batch.planner.plan import Candidates
 from sglang_batch.prediction.models import MODELS
 from sglang_batch.workloads.blend import TRACES, blend
 

@@ -24,12 +24,14 @@ from sglang_batch.inputs.input_sources import input_sources
 from sglang_batch.inputs.job_input import JobInput
 from sglang_batch.inputs.staging import Staging
 from sglang_batch.inputs.template import Template
-from sglang_batch.planner.fields import best_splits, merged_splits
-from sglang_batch.planner.fields.best_splits import least_weight
+from sglang_batch.planner.fields import value_splits
 from sglang_batch.planner.fields.field_orders import field_orders
-from sglang_batch.planner.fields.field_table import FieldTable
-from sglang_batch.planner.fields.prefix_weight import prefix_weight
-from sglang_batch.planner.fields.text_table import text_table
+from sglang_batch.planner.fields.field_table import (
+    FieldTable,
+    prefix_weight,
+    text_table,
+)
+from sglang_batch.planner.fields.value_splits import least_weight
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 
 from .field_tables import Rows, tables
@@ -171,8 +173,20 @@ def _small_tables() -> list[Figure]:
     """What the orders found cost, over the least that any orders cost."""
     figures = []
     for rows, exact, merged, note, target in (
-        (8, best_splits.MOST_ROWS, merged_splits.MOST_ROWS, "up to 8 rows", 0.02),
-        (12, best_splits.MOST_ROWS, merged_splits.MOST_ROWS, "12 rows", 0.02),
+        (
+            8,
+            value_splits.MOST_OPTIMAL_ROWS,
+            value_splits.MOST_MERGED_ROWS,
+            "up to 8 rows",
+            0.02,
+        ),
+        (
+            12,
+            value_splits.MOST_OPTIMAL_ROWS,
+            value_splits.MOST_MERGED_ROWS,
+            "12 rows",
+            0.02,
+        ),
         (12, 1, 1, "12 rows, split as larger groups are", None),
     ):
         rng = np.random.default_rng(SEED)

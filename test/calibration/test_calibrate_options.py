@@ -12,10 +12,10 @@ from sglang_batch.calibration.calibrate_command import (
     law_text,
 )
 from sglang_batch.calibration.decode_shapes import Sizes, shapes, step_point
+from sglang_batch.calibration.row_share import fit_row_share
 from sglang_batch.cli import main
-from sglang_batch.planner.costs.row_share import fit_row_share
-from sglang_batch.planner.costs.step_table import StepExtras
-from sglang_batch.planner.steps.step_law import StepLaw
+from sglang_batch.planner.costs.cost_model import StepExtras
+from sglang_batch.planner.costs.step_law import StepLaw
 from sglang_batch.store.measured.row_share_file import RowShareKey
 
 

@@ -14,7 +14,7 @@ from sglang_batch.dense.length_admission import ByLength
 from sglang_batch.dense.model import LoadedModel, wrap
 from sglang_batch.dense.row_request import DenseRequest, DenseSettings
 from sglang_batch.dense.rows import SeparateRows, SlabRows
-from sglang_batch.planner.length_batches.batch_state import GROUPS, TREE
+from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE
 
 RULES = pytest.mark.parametrize("rule", [TREE, GROUPS], ids=["tree", "window"])
 # A step without rows costs little: padding is avoided, and batches are often replaced.

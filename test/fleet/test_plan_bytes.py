@@ -24,11 +24,14 @@ from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import InputError
 from sglang_batch.fleet import plan_bytes
 from sglang_batch.job.job_planner import JobPlanner
-from sglang_batch.planner.costs.cost_model import CostModel
-from sglang_batch.planner.costs.mixing import ALWAYS_MIXED, MixingCost
-from sglang_batch.planner.costs.pool_shares import PoolShares
-from sglang_batch.planner.costs.step_table import StepExtras, linear_table
-from sglang_batch.planner.machine_model import Machine
+from sglang_batch.planner.costs.cost_model import (
+    ALWAYS_MIXED,
+    CostModel,
+    MixingCost,
+    StepExtras,
+    linear_table,
+)
+from sglang_batch.planner.machine_model import Machine, PoolShares
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.policies import POLICIES
 from sglang_batch.scheduling.job_plan import JobPlan, unplanned

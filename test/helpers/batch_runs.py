@@ -13,8 +13,7 @@ from random import Random
 
 import numpy as np
 
-from sglang_batch.planner.length_batches.batch_law import BatchLaw
-from sglang_batch.planner.length_batches.batch_state import (
+from sglang_batch.planner.kv_lengths.batch_state import (
     GROUPS,
     STATE,
     TREE,
@@ -28,12 +27,13 @@ from sglang_batch.planner.length_batches.batch_state import (
     remove,
     tick,
 )
-from sglang_batch.planner.length_batches.batch_switch import (
+from sglang_batch.planner.kv_lengths.batch_switch import (
     is_parked,
     propose,
     wants_switch,
 )
-from sglang_batch.planner.length_batches.length_tree import COUNT, NONE
+from sglang_batch.planner.kv_lengths.length_groups import BatchLaw
+from sglang_batch.planner.kv_lengths.length_tree import COUNT, NONE
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from sglang_batch.planner.length_batches.batch_law import GROUP_SHARE, BatchLaw
-from sglang_batch.planner.length_batches.density_search import LengthRange
-from sglang_batch.planner.length_batches.length_tree import (
+from sglang_batch.planner.kv_lengths.batch_switch import LengthRange
+from sglang_batch.planner.kv_lengths.length_groups import GROUP_SHARE, BatchLaw
+from sglang_batch.planner.kv_lengths.length_tree import (
     LengthTree,
     insert,
     make_tree,

@@ -16,9 +16,9 @@ from step_jobs import MORE_JOBS, plan_requests
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job.job import Job
-from sglang_batch.planner.candidates import Candidates
 from sglang_batch.planner.machine_model import Machine
 from sglang_batch.planner.ordering.order import OrderSettings
+from sglang_batch.planner.plan import Candidates
 from sglang_batch.request import BatchRequestInput
 from sglang_batch.srt.engine import in_process
 

@@ -26,7 +26,7 @@ from stress_engine import (
 from stress_runs import KV, STATES
 
 from sglang_batch.job import live_plan
-from sglang_batch.planner.costs.step_table import StepExtras
+from sglang_batch.planner.costs.cost_model import StepExtras
 
 ROWS, CHUNK = 8, 64
 ARGS = (f"--max-running-requests={ROWS}", f"--chunked-prefill-size={CHUNK}")

@@ -13,8 +13,8 @@ from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job.job_planner import JobPlanner
 from sglang_batch.job.job_shards import JobProgress
 from sglang_batch.job.shard_plan import ShardPlan
-from sglang_batch.planner.lengths.output_length import Observed
 from sglang_batch.planner.ordering.order import OrderSettings
+from sglang_batch.planner.output_lengths.estimates import Observed
 from sglang_batch.planner.plan import make_plan
 from sglang_batch.planner.sharding.speeds import ShardSpeeds
 from sglang_batch.policies import DENSE_ORDERS, POLICIES

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_batch.errors import ConfigError
 from sglang_batch.job.job_shards import JobProgress, JobShards
-from sglang_batch.planner.lengths.output_length import OutputEstimates
+from sglang_batch.planner.output_lengths.estimates import OutputEstimates
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.requests import UNKNOWN, Int32s, PlanRequests
 from sglang_batch.planner.sharding.speeds import ShardSpeeds

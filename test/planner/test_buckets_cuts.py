@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_jobs import PROMPTS, Prompt, tree_of
 
-from sglang_batch.planner.buckets.order_cuts import cut_order
+from sglang_batch.planner.prefixes.bucket_splitters import cut_order
 from sglang_batch.planner.requests import Floats, Int32s, Int64s
 
 WORK = st.lists(st.integers(0, 40), min_size=20, max_size=20)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plan_jobs import EDGE_PROMPTS, PROMPTS, Prompt, make_requests
 
 from sglang_batch.errors import ConfigError
-from sglang_batch.planner.buckets.splitters import (
+from sglang_batch.planner.prefixes.bucket_splitters import (
     Splitters,
     buckets_of,
     choose_splitters,

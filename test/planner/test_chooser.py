@@ -20,11 +20,10 @@ from sglang_batch.planner.choosing.ways import (
     possible_ways,
     spreads,
 )
-from sglang_batch.planner.costs.hardware import hardware
+from sglang_batch.planner.costs.hardware import Parallelism, hardware
 from sglang_batch.planner.costs.model_spec import ModelSpec
 from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.requests import PlanRequests
-from sglang_batch.planner.steps.parallelism import Parallelism
 from sglang_batch.prediction.models import MODELS
 
 FP8 = ("fp8", "fp8_e4m3")

@@ -32,7 +32,7 @@ from sglang_batch.planner.costs.tree_work import (
     root_density,
 )
 from sglang_batch.planner.ordering.dual_scan_order import smooth_density
-from sglang_batch.planner.ordering.layer_sort import (
+from sglang_batch.planner.ordering.tree_order import (
     depth_first,
     layer_sort,
     sort_children,

@@ -12,15 +12,15 @@ from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import InputError
 from sglang_batch.job.job_planner import JobPlanner
 from sglang_batch.job.job_shards import JobProgress
-from sglang_batch.planner.buckets.splitters import (
-    buckets_of,
-    choose_splitters,
-    sample_numbers,
-)
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.plan import make_plan
+from sglang_batch.planner.prefixes.bucket_splitters import (
+    buckets_of,
+    choose_splitters,
+    sample_numbers,
+)
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.planner.sharding.speeds import ShardSpeeds
 from sglang_batch.policies import AUTO, POLICIES

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sglang_batch.planner.fields import best_splits, merged_splits
 from sglang_batch.planner.fields import field_orders as orders_module
-from sglang_batch.planner.fields.best_splits import least_weight
-from sglang_batch.planner.fields.field_orders import field_orders
-from sglang_batch.planner.fields.field_table import FieldTable
-from sglang_batch.planner.fields.order_tree import OrderTree
-from sglang_batch.planner.fields.prefix_weight import own_orders, prefix_weight
-from sglang_batch.planner.fields.text_table import text_table
+from sglang_batch.planner.fields import value_splits
+from sglang_batch.planner.fields.field_orders import OrderTree, field_orders
+from sglang_batch.planner.fields.field_table import (
+    FieldTable,
+    own_orders,
+    prefix_weight,
+    text_table,
+)
+from sglang_batch.planner.fields.value_splits import least_weight
 
 
 def random_table(
@@ -96,8 +98,8 @@ def weighed(table: FieldTable, orders: tuple[tuple[int, ...], ...]) -> int:
 @pytest.mark.parametrize(
     ("rows", "exact_rows", "merged_rows", "most"),
     [
-        (8, best_splits.MOST_ROWS, merged_splits.MOST_ROWS, 1.0),
-        (12, best_splits.MOST_ROWS, merged_splits.MOST_ROWS, 1.005),
+        (8, value_splits.MOST_OPTIMAL_ROWS, value_splits.MOST_MERGED_ROWS, 1.0),
+        (12, value_splits.MOST_OPTIMAL_ROWS, value_splits.MOST_MERGED_ROWS, 1.005),
         (12, 1, 1, 1.02),  # what splits larger groups
     ],
 )

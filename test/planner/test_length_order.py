@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from plan_jobs import Prompt, make_requests
 
 from sglang_batch.dense.admission import Row, peak_cells
-from sglang_batch.planner.admission_rules.padded_forecast import (
+from sglang_batch.planner.admission_rules.kv_forecast import (
     add_row,
     make_padded_forecast,
     peak_cells_with,
     remove_row,
 )
 from sglang_batch.planner.costs.cost_model import CostModel
-from sglang_batch.planner.length_batches.batch_state import GROUPS, TREE
+from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE
 from sglang_batch.planner.machine_model import EngineLimits
-from sglang_batch.planner.ordering.length_order import (
+from sglang_batch.planner.ordering.kv_length_order import (
     length_aligned_order,
     length_tree_order,
 )

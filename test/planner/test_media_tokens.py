@@ -13,9 +13,8 @@ from plan_jobs import COST, PROMPTS, Prompt, outputs_of, prefixes, tree_of, work
 from sim_jobs import make_job, run, unit_cost
 
 from sglang_batch.planner.costs.cost_model import CostModel
-from sglang_batch.planner.costs.encoder_work import encoder_flops_per_token
 from sglang_batch.planner.costs.hardware import hardware
-from sglang_batch.planner.costs.model_spec import TYPICAL_MODEL
+from sglang_batch.planner.costs.model_spec import TYPICAL_MODEL, encoder_flops_per_token
 from sglang_batch.planner.costs.tree_work import (
     leaf_compute,
     node_work,

@@ -9,21 +9,22 @@ import numpy as np
 import pytest
 from sim_jobs import build
 
-from sglang_batch.planner.costs.cost_model import CostModel
-from sglang_batch.planner.costs.hardware import hardware
-from sglang_batch.planner.costs.mixing import ALWAYS_MIXED, MixingCost, mixing_loss_s
-from sglang_batch.planner.costs.model_spec import ModelSpec
-from sglang_batch.planner.costs.step_table import (
+from sglang_batch.planner.costs.cost_model import (
+    ALWAYS_MIXED,
     COMPUTE,
     MEMORY,
     OTHER,
     TOKENS,
+    CostModel,
+    MixingCost,
     StepExtras,
+    mixing_loss_s,
 )
+from sglang_batch.planner.costs.hardware import Parallelism, hardware
+from sglang_batch.planner.costs.model_spec import ModelSpec
+from sglang_batch.planner.costs.step_costs import step_costs
 from sglang_batch.planner.machine_model import EngineLimits
 from sglang_batch.planner.simulator.simulator import Simulation, simulate
-from sglang_batch.planner.steps.parallelism import Parallelism
-from sglang_batch.planner.steps.step_costs import step_costs
 from sglang_batch.prediction.models import MODELS
 
 LLAMA = step_costs(

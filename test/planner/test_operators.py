@@ -8,17 +8,24 @@ import numpy as np
 import pytest
 
 from sglang_batch.errors import ConfigError
-from sglang_batch.planner.costs.hardware import Efficiency, HardwareSpec, hardware
+from sglang_batch.planner.choosing.steady_state import (
+    device_weight_bytes,
+    rank_kv_tokens,
+)
+from sglang_batch.planner.costs.hardware import (
+    Efficiency,
+    HardwareSpec,
+    Parallelism,
+    hardware,
+)
 from sglang_batch.planner.costs.model_spec import ModelSpec
-from sglang_batch.planner.steps.memory import device_weight_bytes, rank_kv_tokens
-from sglang_batch.planner.steps.operators import (
+from sglang_batch.planner.costs.step_costs import (
     Operator,
     StepWork,
     experts_used,
     operators,
     step_seconds,
 )
-from sglang_batch.planner.steps.parallelism import Parallelism
 from sglang_batch.prediction.models import MODELS
 
 # 1 TFLOP/s, 1 TB/s, a link of 4/3 GB/s of which three quarters are reached; no idle time.

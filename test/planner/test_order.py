@@ -23,8 +23,7 @@ from plan_jobs import (
 
 from sglang_batch.errors import ConfigError
 from sglang_batch.planner.costs.cost_model import CostModel
-from sglang_batch.planner.ordering.families import families_mixed
-from sglang_batch.planner.ordering.order import Order, OrderSettings
+from sglang_batch.planner.ordering.order import Order, OrderSettings, families_mixed
 from sglang_batch.planner.ordering.order_functions import make_order
 from sglang_batch.planner.prefixes.prefix_groups import prefix_groups
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree

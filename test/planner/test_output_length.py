@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from sglang_batch.errors import InputError
-from sglang_batch.planner.lengths.length_sample import MOST_REPEATED, choose_sample
-from sglang_batch.planner.lengths.length_strata import SHRINKAGE
-from sglang_batch.planner.lengths.output_length import OutputLengthEstimator
+from sglang_batch.planner.output_lengths.estimates import (
+    SHRINKAGE,
+    OutputLengthEstimator,
+)
+from sglang_batch.planner.output_lengths.sample import MOST_REPEATED, choose_sample
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 

@@ -12,21 +12,19 @@ from hypothesis import strategies as st
 
 from sglang_batch.errors import ConfigError
 from sglang_batch.planner.costs.bounds import lower_bounds
-from sglang_batch.planner.costs.cost_model import CostModel, overlapped
-from sglang_batch.planner.costs.hardware import hardware
+from sglang_batch.planner.costs.cost_model import MIN_SPLIT_GAIN, CostModel, overlapped
+from sglang_batch.planner.costs.hardware import Parallelism, hardware
 from sglang_batch.planner.costs.model_spec import ModelSpec
-from sglang_batch.planner.costs.overlap_table import (
-    LEAST_GAIN,
+from sglang_batch.planner.costs.step_costs import step_costs
+from sglang_batch.planner.machine_model import EngineLimits
+from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
+from sglang_batch.planner.simulator.simulator import simulate
+from sglang_batch.prediction.models import MODELS
+from sglang_batch.srt.overlap.overlap_table import (
     MixedStep,
     OverlapTable,
     TrialCell,
 )
-from sglang_batch.planner.machine_model import EngineLimits
-from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
-from sglang_batch.planner.simulator.simulator import simulate
-from sglang_batch.planner.steps.parallelism import Parallelism
-from sglang_batch.planner.steps.step_costs import step_costs
-from sglang_batch.prediction.models import MODELS
 
 
 def cell(
@@ -142,7 +140,7 @@ def test_a_step_is_split_only_for_the_least_gain(
     table = OverlapTable(cells)
     choice = table.choose(MixedStep(prompt_tokens, rows, context))
     largest = max((each.gain for each in cells), default=0.0)
-    assert choice is None or LEAST_GAIN <= choice.gain <= largest + 1e-9
+    assert choice is None or MIN_SPLIT_GAIN <= choice.gain <= largest + 1e-9
     assert table.exponent >= 1
 
 

@@ -16,9 +16,9 @@ from sim_jobs import costs, prompt_lists
 
 from sglang_batch.errors import ConfigError
 from sglang_batch.planner.costs.cost_model import CostModel
-from sglang_batch.planner.lengths.output_length import Observed
 from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.planner.ordering.order import OrderSettings
+from sglang_batch.planner.output_lengths.estimates import Observed
 from sglang_batch.planner.plan import Plan, make_plan
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.policies import DENSE_ORDERS, ORDERS, PAGED_ORDERS, POLICIES

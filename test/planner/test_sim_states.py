@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_jobs import Job, jobs, make_job, own_prompts, run, unit_cost
 
-from sglang_batch.planner.costs.pool_shares import PoolShares, of_states
+from sglang_batch.planner.machine_model import PoolShares, of_states
 
 pytestmark = pytest.mark.timeout(600)  # the first run compiles the simulator
 

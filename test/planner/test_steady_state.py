@@ -5,16 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sglang_batch.planner.costs.hardware import Efficiency, HardwareSpec, hardware
+from sglang_batch.planner.choosing.steady_state import (
+    RequestMix,
+    rank_kv_tokens,
+    steady_state,
+)
+from sglang_batch.planner.costs.hardware import (
+    Efficiency,
+    HardwareSpec,
+    Parallelism,
+    hardware,
+)
 from sglang_batch.planner.costs.model_spec import ModelSpec
+from sglang_batch.planner.costs.step_costs import StepWork, step_costs, step_seconds
 from sglang_batch.planner.machine_model import EngineLimits
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.planner.simulator.simulator import simulate
-from sglang_batch.planner.steps.memory import rank_kv_tokens
-from sglang_batch.planner.steps.operators import StepWork, step_seconds
-from sglang_batch.planner.steps.parallelism import Parallelism
-from sglang_batch.planner.steps.steady_state import RequestMix, steady_state
-from sglang_batch.planner.steps.step_costs import step_costs
 from sglang_batch.prediction.models import MODELS
 
 LLAMA = ModelSpec.from_hf_config(MODELS["llama-3.1-8b"])

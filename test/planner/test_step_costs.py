@@ -9,22 +9,20 @@ import pytest
 from sim_jobs import build
 
 from sglang_batch.planner.costs.bounds import lower_bounds
-from sglang_batch.planner.costs.cost_model import CostModel
-from sglang_batch.planner.costs.hardware import hardware
-from sglang_batch.planner.costs.model_spec import ModelSpec
-from sglang_batch.planner.costs.step_table import (
+from sglang_batch.planner.costs.cost_model import (
     HEAD_MEMORY,
     MEMORY,
     OTHER,
+    CostModel,
     StepExtras,
     linear_table,
     matrix_seconds,
 )
+from sglang_batch.planner.costs.hardware import Parallelism, hardware
+from sglang_batch.planner.costs.model_spec import ModelSpec
+from sglang_batch.planner.costs.step_costs import StepWork, step_costs, step_seconds
 from sglang_batch.planner.machine_model import EngineLimits
 from sglang_batch.planner.simulator.simulator import Simulation, simulate
-from sglang_batch.planner.steps.operators import StepWork, step_seconds
-from sglang_batch.planner.steps.parallelism import Parallelism
-from sglang_batch.planner.steps.step_costs import step_costs
 from sglang_batch.prediction.models import MODELS
 
 LLAMA = ModelSpec.from_hf_config(MODELS["llama-3.1-8b"])

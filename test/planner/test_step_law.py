@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 from sim_jobs import build
 
-from sglang_batch.planner.costs.cost_model import CostModel
-from sglang_batch.planner.costs.hardware import hardware
+from sglang_batch.planner.costs.cost_model import OTHER, CostModel, StepExtras
+from sglang_batch.planner.costs.hardware import Parallelism, hardware
 from sglang_batch.planner.costs.model_spec import ModelSpec
-from sglang_batch.planner.costs.step_table import OTHER, StepExtras
+from sglang_batch.planner.costs.step_costs import step_costs
+from sglang_batch.planner.costs.step_law import MIN_SAMPLES, StepLaw, fit_step_law
 from sglang_batch.planner.machine_model import EngineLimits
 from sglang_batch.planner.requests import Floats
 from sglang_batch.planner.simulator.simulator import simulate
-from sglang_batch.planner.steps.parallelism import Parallelism
-from sglang_batch.planner.steps.step_costs import step_costs
-from sglang_batch.planner.steps.step_law import MIN_SAMPLES, StepLaw, fit_step_law
 from sglang_batch.prediction.models import MODELS
 
 LLAMA = ModelSpec.from_hf_config(MODELS["llama-3.1-8b"])

@@ -8,8 +8,11 @@ from random import Random
 import numpy as np
 import pytest
 
-from sglang_batch.planner.lengths.output_length import OutputLengthEstimator
-from sglang_batch.planner.lengths.survival import completed, mean_excess
+from sglang_batch.planner.output_lengths.estimates import (
+    OutputLengthEstimator,
+    completed,
+    mean_excess,
+)
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sglang_batch.errors import ConfigError
-from sglang_batch.planner.lengths.output_length import OutputLengthEstimator
+from sglang_batch.planner.output_lengths.estimates import OutputLengthEstimator
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.rollout import GroupResult, LengthHistory, RolloutGroup, SampleResult

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scheduling_jobs import request_of
 
-from sglang_batch.planner.costs.pool_shares import PoolShares
+from sglang_batch.planner.machine_model import PoolShares
 from sglang_batch.scheduling.bounded_pool import BoundedPool
 from sglang_batch.scheduling.kv_accounting import KvAccounting
 

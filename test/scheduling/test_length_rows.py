@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_batch.dense.admission import Admission, Row, expected_left
 from sglang_batch.dense.length_admission import MAX_TICKS, ByLength, LengthAdmission
-from sglang_batch.planner.length_batches.batch_state import (
-    CHECK_TICKS,
-    GROUPS,
-    TREE,
-)
+from sglang_batch.planner.kv_lengths.batch_state import CHECK_TICKS, GROUPS, TREE
 
 RULES = pytest.mark.parametrize("rule", [TREE, GROUPS], ids=["tree", "groups"])
 

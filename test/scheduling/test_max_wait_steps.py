@@ -11,11 +11,7 @@ from scheduling_jobs import MACHINE, arrive, plan_of
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError
 from sglang_batch.job.job_planner import JobPlanner
-from sglang_batch.planner.length_batches.batch_state import (
-    GROUPS,
-    TREE,
-    RunningRows,
-)
+from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE, RunningRows
 from sglang_batch.planner.machine_model import EngineLimits
 from sglang_batch.planner.ordering.order import LengthKeys, OrderSettings
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scheduling_jobs import arrive_all, plan_of
 
-from sglang_batch.planner.length_batches.batch_law import PARKS_FROM
-from sglang_batch.planner.length_batches.batch_state import GROUPS, TREE
-from sglang_batch.planner.length_batches.batch_switch import MAX_MIXED
+from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE
+from sglang_batch.planner.kv_lengths.batch_switch import MAX_MIXED
+from sglang_batch.planner.kv_lengths.length_groups import PARKS_FROM
 from sglang_batch.scheduling.admission.next_step import EngineNow, choose
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.kv_accounting import KvAccounting

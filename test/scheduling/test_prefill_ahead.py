@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scheduling_jobs import arrive_all, plan_of
 
-from sglang_batch.planner.length_batches.batch_state import GROUPS, TREE
+from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE
 from sglang_batch.scheduling.admission.next_step import choose, put_back
 from sglang_batch.scheduling.admission.step_filling import EngineNow
 from sglang_batch.scheduling.job_state import JobState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_batch.planner.steps.step_sample import StepSample
+from sglang_batch.planner.costs.step_costs import StepSample
 from sglang_batch.scheduling.reports.step_samples import (
     PER_KIND,
     KeptSamples,

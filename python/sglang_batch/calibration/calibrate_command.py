@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import ConfigError, EngineError, ExitStatus, SGLangBatchError
 from ..planner.costs.cost_model import tokens_read
-from ..planner.costs.row_share import Finding, RowShare, StepPoint, fit_row_share
-from ..planner.steps.step_law import StepLaw
+from ..planner.costs.step_law import StepLaw
 from ..run.engine_log import EngineLog
 from ..run.model_place import check_model
 from ..run.options.backend_options import check_backend_arguments
@@ -46,6 +45,7 @@ from .decode_shapes import (
     step_point,
 )
 from .mix_job import run_mix
+from .row_share import Finding, RowShare, StepPoint, fit_row_share
 from .step_mixes import Mix, mixes
 
 if TYPE_CHECKING:

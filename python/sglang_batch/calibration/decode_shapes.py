@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from ..planner.costs.row_share import StepPoint
+from .row_share import StepPoint
 
 # Decode steps that run before those that are measured, and the measured ones.
 WARM_STEPS = 8

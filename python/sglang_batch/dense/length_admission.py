@@ -1,6 +1,6 @@
 """Rows of a dense batch that join by their length, so that little of it is padding.
 
-The rules are those of ``planner.length_batches.batch_switch``. All requests that wait are
+The rules are those of ``planner.kv_lengths.batch_switch``. All requests that wait are
 known to it, and it is told of each that comes or goes. Rows without a rule join in their
 order, as :class:`.dense_rows.Admission` has it. Where both wait with one priority, the kind
 with fewer rows in the batch is next.
@@ -16,16 +16,16 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..planner.length_batches import batch_state, batch_switch
-from ..planner.length_batches.batch_law import BatchLaw
-from ..planner.length_batches.batch_state import (
+from ..planner.kv_lengths import batch_state, batch_switch
+from ..planner.kv_lengths.batch_state import (
     CHECK_TICKS,
     TREE,
     LengthBatches,
     RunningRows,
     make_batches,
 )
-from ..planner.length_batches.length_tree import NONE
+from ..planner.kv_lengths.length_groups import BatchLaw
+from ..planner.kv_lengths.length_tree import NONE
 from .admission import Admission, BatchChange, Offer, Row, RowChanges
 
 _Number = TypeVar("_Number", bound=np.generic)
@@ -42,7 +42,7 @@ _FIRST_SLOTS = 64
 class ByLength:
     """How a row is put into a batch of rows of similar length.
 
-    rule: TREE or GROUPS of ``planner.length_batches.batch_state``.
+    rule: TREE or GROUPS of ``planner.kv_lengths.batch_state``.
     key: the length by which it joins, or a longer one of its family. A row that has run
         joins by its own, if that is more.
     family: rows of one family share a prefix and join one after the other. NONE for a row

@@ -19,9 +19,8 @@ import numpy as np
 import zstandard
 
 from ..errors import InputError
-from ..planner.costs.mixing import ALWAYS_MIXED
-from ..planner.costs.step_table import HEAD_MEMORY, TOKENS
-from ..planner.length_batches.batch_state import GROUPS, TREE
+from ..planner.costs.cost_model import ALWAYS_MIXED, HEAD_MEMORY, TOKENS
+from ..planner.kv_lengths.batch_state import GROUPS, TREE
 from ..planner.machine_model import Machine
 from ..scheduling.job_plan import JobPlan, StepCost
 

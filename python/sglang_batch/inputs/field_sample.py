@@ -81,9 +81,8 @@ class FieldSample:
 
     def orders(self) -> tuple[OrderOfRow, FieldSaving]:
         """What gives the order of a row, and what the orders save."""
-        from ..planner.fields.field_orders import field_orders
-        from ..planner.fields.order_tree import OrderTree
-        from ..planner.fields.text_table import text_table
+        from ..planner.fields.field_orders import OrderTree, field_orders
+        from ..planner.fields.field_table import text_table
 
         values = np.array(self._values, np.int32).reshape(-1, self._width)
         first = int(self._head)

@@ -2,7 +2,7 @@
 
 At any moment of a run, the answers that have arrived are the short ones, so their mean
 is too small. A plan therefore also uses the requests that still run, as censored
-observations (``planner.lengths.survival``). Requests of a stream start one after another
+observations (``planner.output_lengths.estimates``). Requests of a stream start one after another
 and run side by side, a token of each in every step. So one that still runs has at least as
 many tokens as any answer to a request that started after it. An engine that does not tell
 when a request starts is taken to start them in the order in which they are sent.

@@ -15,15 +15,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..config import OfflineBatchConfig
-from ..planner.candidates import best, orders_for
-from ..planner.lengths.length_sample import choose_sample
-from ..planner.lengths.output_length import OutputEstimates, OutputLengthEstimator
 from ..planner.machine_model import Machine
-from ..planner.ordering.adapter_order import by_adapter
-from ..planner.ordering.families import families_mixed
-from ..planner.ordering.order import Order, OrderSettings
+from ..planner.ordering.order import Order, OrderSettings, by_adapter, families_mixed
 from ..planner.ordering.order_functions import make_order
-from ..planner.plan import Plan
+from ..planner.output_lengths.estimates import OutputEstimates, OutputLengthEstimator
+from ..planner.output_lengths.sample import choose_sample
+from ..planner.plan import Plan, best, orders_for
 from ..planner.prefixes.prefix_tree import build_prefix_tree
 from ..planner.requests import UNKNOWN, Bools, Int32s, Int64s, PlanRequests
 from ..planner.sharding.shard import ShardJob

@@ -13,8 +13,8 @@ import numpy as np
 from ..errors import ConfigError
 from ..planner.compiled import jit
 from ..planner.costs.tree_work import LeafWork, leaf_work
-from ..planner.lengths.output_length import OutputEstimates
 from ..planner.machine_model import Machine
+from ..planner.output_lengths.estimates import OutputEstimates
 from ..planner.prefixes.prefix_tree import PrefixTree
 from ..planner.requests import Bools, Floats, Int32s, Int64s, PlanRequests
 from ..planner.sharding.partition import partition

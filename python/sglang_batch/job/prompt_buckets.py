@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from ..planner.buckets.splitters import (
+from ..planner.prefixes.bucket_splitters import (
     Splitters,
     buckets_of,
     choose_splitters,

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..errors import InputError
-from ..planner.candidates import Candidates, PolicyRun, best
 from ..planner.costs.bounds import Bounds, lower_bounds
 from ..planner.costs.tree_work import LeafWork, leaf_densities, leaf_work, root_density
-from ..planner.lengths.length_sample import choose_sample
-from ..planner.lengths.output_length import Observed
 from ..planner.machine_model import Machine
 from ..planner.ordering.order import OrderSettings
+from ..planner.output_lengths.estimates import Observed
+from ..planner.output_lengths.sample import choose_sample
+from ..planner.plan import Candidates, PolicyRun, best
 from ..planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from ..planner.requests import Floats, Int32s, Int64s, PlanRequests
 

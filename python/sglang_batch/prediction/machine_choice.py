@@ -7,11 +7,10 @@ import logging
 
 from ..errors import ConfigError
 from ..planner.costs.cost_model import CostModel, kv_capacity_tokens
-from ..planner.costs.hardware import HardwareSpec, hardware, match_hardware
+from ..planner.costs.hardware import HardwareSpec, Parallelism, hardware, match_hardware
 from ..planner.costs.model_spec import ModelSpec
+from ..planner.costs.step_costs import step_costs
 from ..planner.machine_model import EngineLimits, Machine, second_pool
-from ..planner.steps.parallelism import Parallelism
-from ..planner.steps.step_costs import step_costs
 from ..store.measured.row_share_file import UNMEASURED, kept_row_shares
 
 logger = logging.getLogger(__name__)

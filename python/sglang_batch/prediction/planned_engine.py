@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..planner.costs.hardware import HardwareSpec, match_hardware
+from ..planner.costs.hardware import HardwareSpec, Parallelism, match_hardware
 from ..planner.costs.model_spec import ModelSpec
 from ..planner.machine_model import Machine, min_step_tokens
-from ..planner.steps.parallelism import Parallelism
 
 if TYPE_CHECKING:
     from ..srt.compat.server_types import OfflineArgs

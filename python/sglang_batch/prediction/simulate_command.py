@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..planner.costs.hardware import Parallelism
 from ..planner.costs.model_spec import ModelSpec
+from ..planner.costs.step_costs import step_costs
 from ..planner.machine_model import Machine
 from ..planner.ordering.order import OrderSettings
 from ..planner.requests import Int64s
-from ..planner.steps.parallelism import Parallelism
-from ..planner.steps.step_costs import step_costs
 from ..workloads.mix import Workload
 from .console import check_plot, progress, show
 from .forecast import Lengths, forecast

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from ..planner.lengths.survival import completed
+from ..planner.output_lengths.estimates import completed
 from .rollout_call import RolloutGroup
 from .rollout_results import GroupResult
 
@@ -21,7 +21,7 @@ class LengthHistory:
     """Expects of a prompt's answers the mean length of its last ones.
 
     Answers that were aborted count as longer than they are (Kaplan-Meier, see
-    :mod:`sglang_batch.planner.lengths.survival`). Otherwise groups that end with their
+    :mod:`sglang_batch.planner.output_lengths.estimates`). Otherwise groups that end with their
     ``k``-th sample would teach that all answers are short.
 
     Args:

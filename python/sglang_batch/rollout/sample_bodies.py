@@ -12,7 +12,7 @@ from .rollout_call import RolloutCall, RolloutSample, VersionSpan
 from .rollout_results import SampleResult
 
 # Tokens still to come of a sample that is longer than expected, as a share of those it has,
-# as in planner.lengths.output_length.
+# as in planner.output_lengths.estimates.
 _OVERRUN = 0.5
 
 

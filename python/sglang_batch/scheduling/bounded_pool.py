@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..planner.costs.pool_shares import PoolShares, has_room, share
+from ..planner.machine_model import PoolShares, has_room, share
 from .scheduled_request import ScheduledRequest
 
 
@@ -31,6 +31,6 @@ class BoundedPool:
         self, request: ScheduledRequest, decode_steps: int, num_prefixes: int,
         margin: float,
     ) -> bool:  # fmt: skip
-        """Whether a waiting request fits. For the arguments see ``pool_shares``."""
+        """Whether a waiting request fits. For the arguments see ``planner.machine_model``."""
         units = self.share(request, decode_steps)
         return has_room(self.shares, self.held, units, num_prefixes, margin)

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..planner.costs.cost_model import CostModel
-from ..planner.costs.mixing import MixingCost
+from ..planner.costs.cost_model import CostModel, MixingCost
 from ..planner.costs.tree_work import planned_work, read_len
-from ..planner.lengths.output_length import OutputEstimates
 from ..planner.machine_model import Machine
+from ..planner.output_lengths.estimates import OutputEstimates
 from ..planner.plan import Plan
 from ..planner.requests import Floats, Int32s, Int64s
 
@@ -83,7 +82,7 @@ class JobPlan:
     num_left: number of positions on the left side.
     compute_s, kv_read_s: seconds of the whole job, by the estimates.
     min_step_tokens: see ``planner.machine_model.EngineLimits``.
-    length_rule: of ``planner.length_batches.batch_state``, if requests join in batches of
+    length_rule: of ``planner.kv_lengths.batch_state``, if requests join in batches of
         similar KV length. 0 for an order that is followed.
     length_key, family: int32 ``[n]`` by leaf, the length by which a request joins, and the
         family with which. None without a rule.

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..planner.length_batches.batch_law import BatchLaw, parking_pays
-from ..planner.length_batches.batch_state import RunningRows
+from ..planner.kv_lengths.batch_state import RunningRows
+from ..planner.kv_lengths.length_groups import BatchLaw, parking_pays
 from .job_plan import JobPlan
 from .job_work import JobWork
 from .leaf_numbers import LeafNumbers

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 
 from ..planner.admission_rules import kv_forecast
 from ..planner.admission_rules.kv_forecast import KvForecast, make_forecast
-from ..planner.length_batches.batch_state import RunningRows
+from ..planner.kv_lengths.batch_state import RunningRows
 from ..planner.requests import LEFT, ONLINE, RIGHT
 from .bounded_pool import BoundedPool
 from .job_work import JobWork, read_base

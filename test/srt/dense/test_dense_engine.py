@@ -20,7 +20,7 @@ import torch
 
 from sglang_batch.dense.length_admission import MAX_TICKS, ByLength
 from sglang_batch.engine import GENERATE_URL
-from sglang_batch.planner.length_batches.batch_state import TREE
+from sglang_batch.planner.kv_lengths.batch_state import TREE
 from sglang_batch.request import (
     BatchRequestInput,
     Cuts,

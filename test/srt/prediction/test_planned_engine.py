@@ -11,10 +11,8 @@ import pytest
 from plan_command import MAX_TOKENS_IS_USED, chat, plan, write
 from transformers import AutoConfig
 
-from sglang_batch.planner.costs.hardware import hardware
-from sglang_batch.planner.steps.parallelism import Parallelism
-from sglang_batch.planner.steps.step_costs import step_costs
-from sglang_batch.planner.steps.step_sample import StepSample
+from sglang_batch.planner.costs.hardware import Parallelism, hardware
+from sglang_batch.planner.costs.step_costs import StepSample, step_costs
 from sglang_batch.srt.engine.machine import model_spec
 from sglang_batch.srt.engine.measuring.timed_costs import timed_steps_key
 from sglang_batch.store.measured.timed_steps_file import TimedSteps, keep_steps

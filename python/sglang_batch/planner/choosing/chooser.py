@@ -1,6 +1,6 @@
 """Searches the best way to run a job on a box of devices.
 
-All possible ways are ranked by the closed form of :mod:`..steps.steady_state` with the job's
+All possible ways are ranked by the closed form of :mod:`.steady_state` with the job's
 means. The best of them are simulated on the job itself, with its sharing and its lengths: one
 shard of it, the one with most work, on one replica or attention rank.
 """
@@ -13,18 +13,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...errors import ConfigError
-from ..candidates import Candidates, best
 from ..costs.cost_model import CostModel
+from ..costs.hardware import Parallelism
+from ..costs.step_costs import step_costs
 from ..costs.tree_work import leaf_work
 from ..machine_model import EngineLimits, Machine, second_pool
 from ..ordering.order import OrderSettings
+from ..plan import Candidates, best
 from ..requests import Int32s, Int64s, PlanRequests
 from ..sharding.partition import partition
 from ..simulator.simulator import Simulation
-from ..steps.memory import rank_kv_tokens
-from ..steps.parallelism import Parallelism
-from ..steps.steady_state import RequestMix, SteadyState, steady_state
-from ..steps.step_costs import step_costs
+from .steady_state import RequestMix, SteadyState, rank_kv_tokens, steady_state
 from .ways import MOST_ROWS, STEP_TOKENS, Box, ModelParts, Precision, Way, possible_ways
 
 # Ways that are simulated, of each kind of precision.

@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..costs.hardware import HardwareSpec
+from ..costs.hardware import HardwareSpec, Parallelism
 from ..costs.model_spec import ModelSpec
-from ..costs.weight_bits import Config, first_number
-from ..steps.parallelism import Parallelism
+from ..costs.weights import Config, first_number
 
 # Most tokens of a step that are tried.
 STEP_TOKENS = (2048, 4096, 8192, 16384)

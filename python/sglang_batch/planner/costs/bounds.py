@@ -16,8 +16,7 @@ import numpy as np
 from ..compiled import jit
 from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Floats, Int32s
-from .cost_model import CostModel
-from .step_table import matrix_seconds
+from .cost_model import CostModel, matrix_seconds
 
 # Requests considered for the critical path: those with the longest outputs.
 _CRITICAL = 32

@@ -1,4 +1,4 @@
-"""The cost model: compute time and memory time of a request on a device.
+"""The cost model: compute time and memory time of a request, and the seconds of a step.
 
 The model is BlendServe's (section 2.3). A request of ``p`` prompt tokens that generates
 ``d`` tokens, on a model of ``P`` parameters::
@@ -6,7 +6,8 @@ The model is BlendServe's (section 2.3). A request of ``p`` prompt tokens that g
     Comp = ((p + d) * 2 * P + p^2 * H * L * 4) / compute
     Mem  = (p * d + d^2 / 2) * (KV bytes per token) / bandwidth
 
-``Comp / Mem`` is its compute density: above 1 compute takes longer, below 1 memory.
+``Comp / Mem`` is its compute density: above 1 compute takes longer, below 1 memory. Steps
+are timed by a table over their number of tokens, which compiled code reads.
 """
 
 from __future__ import annotations
@@ -14,15 +15,109 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ...errors import ConfigError
-from ..compiled import jit
+from ..compiled import jit, jit_in_place
 from ..requests import Floats, Int32s, Int64s
 from .hardware import HardwareSpec
 from .model_spec import ModelSpec
-from .step_table import NO_EXTRAS, StepExtras, linear_table
+
+# Rows of a table.
+TOKENS, COMPUTE, MEMORY, OTHER, HEAD_COMPUTE, HEAD_MEMORY = range(6)
+
+
+class StepExtras(NamedTuple):
+    """Seconds that an engine spends in a step besides its operators, where they were measured.
+
+    prompt_step_s: of a step with prompts.
+    prompt_s: for each request of which a part of the prompt is computed.
+    decode_s: for each request that decodes.
+    mixed_decode_s: the same in a step with prompts.
+    mixed_kv_token_s: for each token of KV that these read, besides its time in other steps.
+    prompt_context_s: for each token of a prompt up to here, those in the cache included.
+    prompt_square_s: for each square of a prompt's tokens, those in the cache included.
+    mixed_square_s: for each square of the KV of a row that decodes in a step with prompts.
+    request_s: for the arrival and the end of each request.
+    after_prompts_s: of a step that only decodes, after one with prompts.
+    """
+
+    prompt_step_s: float = 0.0
+    prompt_s: float = 0.0
+    decode_s: float = 0.0
+    mixed_decode_s: float = 0.0
+    mixed_kv_token_s: float = 0.0
+    prompt_context_s: float = 0.0
+    prompt_square_s: float = 0.0
+    mixed_square_s: float = 0.0
+    request_s: float = 0.0
+    after_prompts_s: float = 0.0
+
+
+NO_EXTRAS = StepExtras()
+
+
+def linear_table(token_time_s: float, weight_read_time_s: float) -> Floats:
+    """The table of a machine whose steps read all weights and compute at one rate.
+
+    Returns:
+        float64 ``[6, 2]``: tokens, then seconds of operators limited by arithmetic, of those
+        limited by reads, and of neither; then the first two of these for the output matrix,
+        by the number of rows.
+    """
+    table = np.zeros((6, 2))
+    table[TOKENS] = 0.0, 1.0
+    table[COMPUTE, 1] = token_time_s
+    table[MEMORY] = weight_read_time_s
+    return table
+
+
+@jit_in_place
+def matrix_seconds(
+    table: Floats, tokens: float, rows: float
+) -> tuple[float, float, float]:
+    """Seconds of a step without attention: of arithmetic, of reads, and of neither.
+
+    Args:
+        table: as :func:`linear_table` has it.
+        tokens: of prompts and answers.
+        rows: those whose logits are needed.
+    """
+    column = _segment(table, tokens)
+    compute = _at(table, COMPUTE, column, tokens)
+    memory = _at(table, MEMORY, column, tokens)
+    other = _at(table, OTHER, column, tokens)
+    column = _segment(table, rows)
+    compute += _at(table, HEAD_COMPUTE, column, rows)
+    memory += _at(table, HEAD_MEMORY, column, rows)
+    return compute, memory, other
+
+
+@jit_in_place
+def _segment(table: Floats, tokens: float) -> int:
+    """The column of a table that begins the interval of this number of tokens."""
+    low, high = 0, table.shape[1] - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if table[TOKENS, middle] <= tokens:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@jit_in_place
+def _at(table: Floats, row: int, column: int, tokens: float) -> float:
+    """A row's value at this number of tokens, on the line through two columns."""
+    begin, end = table[TOKENS, column], table[TOKENS, column + 1]
+    low, high = table[row, column], table[row, column + 1]
+    return float(low + (high - low) * ((tokens - begin) / (end - begin)))
+
+
+# A step runs as two forwards only if that is expected to be faster by this share or more.
+MIN_SPLIT_GAIN = 0.05
 
 # SGLang's defaults: ``--mamba-full-memory-ratio``, memory for states over memory for KV, and
 # ``--swa-full-tokens-ratio``, tokens in sliding-window layers over tokens in the others.
@@ -67,7 +162,7 @@ class CostModel:
         the table. None: they take these times, the weights read in every step.
     extras: seconds of a step besides its operators.
     split_exponent: k of :func:`overlapped` for prompts and decodes of a step that runs as two
-        forwards at the same time (``overlap_table``), where that is faster. 1: none does.
+        forwards at the same time (``srt.overlap``), where that is faster. 1: none does.
 
     Raises:
         ConfigError: a time is negative or not finite, or the exponent is below 1, or
@@ -352,3 +447,87 @@ def _held_bytes(model: ModelSpec) -> float:
 
 def _floats(values: Values) -> Floats:
     return np.asarray(values, dtype=np.float64)
+
+
+# Whether a step should compute prompts and decode together, or one after the other.
+#
+# Together they pass the matrices once and share what a step costs besides. Engines compute the
+# attention of such a step with the kernels of prompts, which may take longer for rows that decode.
+# By a machine's timed steps, the seconds that mixing loses are ::
+#
+#     decodes * a + KV * b + KV^2 / decodes * c - step
+#         - (m(prompt tokens) + m(decodes) - m(both))
+#
+# with ``m`` the seconds of the matrices. Datasheets have no ``a``, ``b`` and ``c``: without timed
+# steps, prompts and decodes are always mixed.
+
+# ``m`` is known at 0 tokens and at powers of 2 below this exponent.
+_POWERS = 16
+
+
+class MixingCost(NamedTuple):
+    """What mixing costs and saves on a machine, in seconds.
+
+    decode_s, kv_token_s, kv_square_s: a, b and c, of a row that decodes, a token of KV that it
+        reads, and the square of these.
+    step_s: of a step besides its tokens, and of the change from prompts to decodes.
+    matrices_s: m at 0, 1, 2, 4, ... tokens.
+    """
+
+    decode_s: float
+    kv_token_s: float
+    kv_square_s: float
+    step_s: float
+    matrices_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, cost: CostModel) -> MixingCost | None:
+        """None where mixing loses nothing."""
+        extras = cost.extras
+        decode_s = extras.mixed_decode_s - extras.decode_s
+        if max(decode_s, extras.mixed_kv_token_s, extras.mixed_square_s) <= 0:
+            return None
+        table = cost.step_table
+        tokens = [0.0, *(2.0**power for power in range(_POWERS))]
+        seconds = np.interp(tokens, table[TOKENS], table[COMPUTE] + table[MEMORY])
+        return cls(
+            float(decode_s),
+            float(extras.mixed_kv_token_s),
+            float(extras.mixed_square_s),
+            float(np.interp(1.0, table[TOKENS], table[OTHER])) + extras.after_prompts_s,
+            tuple(seconds.tolist()),
+        )
+
+
+# For compiled code, which needs one of the same type.
+ALWAYS_MIXED = MixingCost(0.0, 0.0, 0.0, 0.0, (0.0,) * (_POWERS + 1))
+
+
+@jit_in_place
+def mixing_loss_s(
+    cost: MixingCost, prompt_tokens: float, decodes: float, kv_tokens: float
+) -> float:
+    """Seconds by which a mixed step takes longer than two, below 0 if it takes less.
+
+    Args:
+        prompt_tokens: tokens of prompts.
+        decodes: rows that decode.
+        kv_tokens: tokens of KV that they read.
+    """
+    loss = decodes * cost.decode_s + kv_tokens * cost.kv_token_s - cost.step_s
+    loss += cost.kv_square_s * kv_tokens * kv_tokens / max(decodes, 1.0)
+    apart = _matrices(cost, prompt_tokens) + _matrices(cost, decodes)
+    return float(loss - (apart - _matrices(cost, prompt_tokens + decodes)))
+
+
+@jit_in_place
+def _matrices(cost: MixingCost, tokens: float) -> float:
+    """m, on lines between powers of 2."""
+    if tokens <= 1.0:
+        low = cost.matrices_s[0]
+        return float(low + (cost.matrices_s[1] - low) * tokens)
+    power = 0
+    while power < len(cost.matrices_s) - 3 and 2.0 ** (power + 1) <= tokens:
+        power += 1
+    low, high = cost.matrices_s[power + 1], cost.matrices_s[power + 2]
+    return float(low + (high - low) * (tokens / 2.0**power - 1.0))

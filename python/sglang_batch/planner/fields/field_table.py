@@ -1,4 +1,7 @@
-"""The values of a table's fields, and what each weighs in a prompt."""
+"""The values of a table's fields, and the weight of its prompts.
+
+Each value has a length, and a prompt weighs as much as its values that no row before it shares.
+"""
 
 from __future__ import annotations
 
@@ -146,3 +149,100 @@ def _row_keys(edge: Int32s) -> NDArray[np.uint64]:
             key ^= key >> np.uint64(29)
         keys[i] = key
     return keys
+
+
+Bytes = NDArray[np.uint8]
+
+
+def text_table(values: Int32s, texts: Sequence[Sequence[bytes]]) -> FieldTable:
+    """The table of fields whose values are texts. Lengths are bytes, one for a line's end.
+
+    Args:
+        values: int32 ``[rows, fields]``, each a position in the texts of its field.
+        texts: for each field, its texts with their label, none twice.
+    """
+    ranked = np.empty_like(values)
+    lens, common = [], []
+    for field, found in enumerate(texts):
+        order = sorted(range(len(found)), key=found.__getitem__)
+        rank = np.empty(len(found), np.int32)
+        rank[order] = np.arange(len(found), dtype=np.int32)
+        ranked[:, field] = rank[values[:, field]]
+        ends = np.cumsum([0, *(len(found[i]) for i in order)])
+        data = np.frombuffer(b"".join(found[i] for i in order), np.uint8)
+        lens.append((np.diff(ends) + 1).astype(np.int32))
+        common.append(_common_lens(data, ends))
+    return FieldTable(ranked, lens, common)
+
+
+@jit
+def _common_lens(data: Bytes, ends: Int64s) -> Int32s:
+    """Bytes that each text has in common with the one before it."""
+    common = np.zeros(len(ends) - 1, np.int32)
+    for k in range(1, len(common)):
+        before, at = ends[k - 1], ends[k]
+        most = min(at - before, ends[k + 1] - at)
+        same = 0
+        while same < most and data[before + same] == data[at + same]:
+            same += 1
+        common[k] = same
+    return common
+
+
+Int16s = NDArray[np.int16]
+
+
+def prefix_weight(table: FieldTable, orders: Int16s) -> int:
+    """The weight of the prefix tree: what is computed if each prefix is computed once.
+
+    Args:
+        orders: int16 ``[rows, fields]``, the fields of each row in its order.
+
+    Returns:
+        In the unit of the table's lengths.
+    """
+    edges = table.edges
+    listed = np.take_along_axis(edges.edge, orders.astype(np.int64), axis=1)
+    if not listed.size:
+        return 0
+    listed = np.ascontiguousarray(listed[np.lexsort(listed.T[::-1])])
+    columns = np.repeat(np.arange(table.num_fields), [len(x) for x in table.lens])
+    return int(
+        _sorted_weight(
+            listed, columns.astype(np.int32),
+            edges.lens, edges.common, edges.blocks, edges.floors,
+        )
+    )  # fmt: skip
+
+
+def own_orders(table: FieldTable) -> Int16s:
+    """The fields of all rows in the table's own order, int16 ``[rows, fields]``."""
+    one = np.arange(table.num_fields, dtype=np.int16)
+    return np.tile(one, (table.num_rows, 1))
+
+
+@jit
+def _sorted_weight(
+    listed: Int32s,
+    columns: Int32s,
+    lens: Int32s,
+    common: Int32s,
+    blocks: Int32s,
+    floors: Int32s,
+) -> int:
+    """The weight of rows of edges that are sorted."""
+    n, m = listed.shape
+    total = 0
+    for i in range(n):
+        shared = 0
+        if i:
+            while shared < m and listed[i, shared] == listed[i - 1, shared]:
+                shared += 1
+        for k in range(shared, m):
+            total += lens[listed[i, k]]
+        if i and shared < m:
+            before, after = listed[i - 1, shared], listed[i, shared]
+            field = columns[before]
+            if field == columns[after]:
+                total -= common_len(common, blocks, floors[field], before, after)
+    return total

@@ -1,16 +1,28 @@
-"""The order of ``dual-scan``: BlendServe's tree sorted by compute density."""
+"""The order of ``dual-scan``: BlendServe's tree sorted by compute density.
+
+A subtree may have compute-intensive and memory-intensive requests, such as answers of
+one word and of ten thousand to the same document. As a whole, it is sorted to one side,
+and its minority is misplaced. Split, both sides compute its prefix.
+
+:func:`split_by_threshold` is BlendServe's Algorithm 2: all children of an opened node
+become units of their own. :func:`split_in_two` is ours: an opened node is cut only
+once, between the compute-intensive and the memory-intensive requests below it, so its
+prefix is computed twice and not once per child. For a given price per second of
+misplaced work, one pass over the tree from the leaves up finds the best nodes to open.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ..compiled import jit
 from ..costs.cost_model import CostModel, compute_density
 from ..costs.tree_work import LeafWork, leaf_compute, root_density
 from ..prefixes.prefix_tree import PrefixTree
-from ..requests import Bools, Floats, Int64s
-from .layer_sort import layer_sort
+from ..requests import Bools, Floats, Int32s, Int64s
 from .order import Order, OrderSettings
-from .splitting import split_by_threshold, split_in_two
+from .tree_order import layer_sort
 
 
 def dual_scan_order(
@@ -96,3 +108,186 @@ def smooth_density(compute_s: Floats, memory_s: Floats, num_units: int = 512) ->
     memory = np.bincount(unit, memory_s, count)
     density: Floats = compute_density(compute, memory)[unit]
     return density
+
+
+_BISECTIONS = 40
+# Tokens per second of harm at which every node with both kinds is cut.
+_ANY_PRICE = 1e30
+_LEFT, _RIGHT = 1, 2
+
+
+def split_in_two(
+    tree: PrefixTree, is_right: Bools, weight: Floats, max_extra_tokens: int
+) -> tuple[Bools, int]:
+    """Choose the requests that are scanned from the right.
+
+    Args:
+        is_right: bool ``[n]`` by leaf, memory-intensive by its own density.
+        weight: float64 ``[n]`` by leaf, harm of the wrong side, in seconds.
+        max_extra_tokens: prompt tokens that may be computed twice.
+
+    Returns:
+        Whether each leaf is on the right, bool ``[n]``, and the tokens computed twice.
+    """
+    right = tree.subtree_sums(np.where(is_right, weight, 0.0))
+    left = tree.subtree_sums(np.where(is_right, 0.0, weight))
+    length = tree.depth - np.where(tree.parent >= 0, tree.depth[tree.parent], 0)
+
+    harm = np.minimum(left, right)
+    kinds = _kinds_at_nodes(tree.num_nodes, tree.leaf_parent, is_right)
+    mostly = np.where(right > left, _RIGHT, _LEFT).astype(np.int8)
+
+    def cut(price: float) -> tuple[Bools, int]:
+        return _open_nodes(tree.parent, length, price * harm, kinds, mostly)
+
+    opened, extra = cut(_ANY_PRICE)
+    if extra > max_extra_tokens:
+        low, high = 0.0, 1.0
+        while cut(high)[1] <= max_extra_tokens:
+            high *= 16.0
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2.0
+            fits = cut(middle)[1] <= max_extra_tokens
+            low, high = (middle, high) if fits else (low, middle)
+        opened, extra = cut(low)
+    return _sides(tree.parent, tree.leaf_parent, opened, mostly, is_right), extra
+
+
+@jit
+def _kinds_at_nodes(
+    num_nodes: int, leaf_parent: Int32s, is_right: Bools
+) -> NDArray[np.int8]:
+    """Kinds of the leaves directly below each node, as bits, int8 ``[m]``."""
+    kinds = np.zeros(num_nodes, np.int8)
+    for leaf in range(len(leaf_parent)):
+        kinds[leaf_parent[leaf]] |= _RIGHT if is_right[leaf] else _LEFT
+    return kinds
+
+
+@jit
+def _open_nodes(
+    parent: Int32s, length: Int32s, harm: Floats, kinds: NDArray[np.int8],
+    mostly: NDArray[np.int8],
+) -> tuple[Bools, int]:  # fmt: skip
+    """Nodes to cut: those with more harm than tokens paid for all cuts in the subtree.
+
+    Returns:
+        The nodes to cut, bool ``[m]``, and the tokens of the nodes that then have leaves
+        on both sides.
+    """
+    m = len(parent)
+    paid = np.zeros(m)
+    extra = np.zeros(m, np.int64)
+    sides = kinds.copy()
+    opened = np.zeros(m, np.bool_)
+    for node in range(m - 1, -1, -1):
+        cost = length[node] + paid[node]
+        opened[node] = cost < harm[node]
+        if not opened[node]:
+            cost, extra[node], sides[node] = harm[node], 0, mostly[node]
+        elif sides[node] == _LEFT | _RIGHT:
+            extra[node] += length[node]
+        if node > 0:
+            paid[parent[node]] += cost
+            extra[parent[node]] += extra[node]
+            sides[parent[node]] |= sides[node]
+    return opened, int(extra[0])
+
+
+@jit
+def _sides(
+    parent: Int32s, leaf_parent: Int32s, opened: Bools, mostly: NDArray[np.int8],
+    is_right: Bools,
+) -> Bools:  # fmt: skip
+    """A leaf's own side if all its ancestors are cut, else that of the uncut subtree.
+
+    Returns:
+        Whether each leaf is on the right, bool ``[n]``.
+    """
+    m = len(parent)
+    uncut = np.full(m, -1, np.int32)
+    side = np.empty(len(is_right), np.bool_)
+    for node in range(m):
+        above = uncut[parent[node]] if node > 0 else -1
+        if above >= 0:
+            uncut[node] = above
+        elif not opened[node]:
+            uncut[node] = node
+    for leaf in range(len(side)):
+        node = uncut[leaf_parent[leaf]]
+        side[leaf] = is_right[leaf] if node < 0 else mostly[node] == _RIGHT
+    return side
+
+
+def split_by_threshold(
+    tree: PrefixTree, min_sharing_kept: float = 0.99
+) -> tuple[Int64s, int]:
+    """BlendServe's Algorithm 2: the units that are sorted at the root.
+
+    A node is opened if computing its prefix once per child is within the threshold. Its
+    children become units or are opened in turn, with the threshold divided among them.
+    (The paper's listing prints the test once with ``>`` for keeping a node whole, its
+    text the other way round. Both mean the same as here: costly nodes are kept whole.)
+    The threshold is the largest that keeps ``min_sharing_kept`` of the shared tokens.
+
+    Returns:
+        The number of each leaf's unit, int64 ``[n]``, and the tokens computed again if
+        no two units of one node are adjacent in the order.
+    """
+    children = np.bincount(tree.parent[1:], minlength=tree.num_nodes) + np.bincount(
+        tree.leaf_parent, minlength=tree.num_nodes
+    )
+    shared = tree.num_tokens - tree.num_unique_tokens
+    allowed = (1.0 - min_sharing_kept) * shared
+
+    def split(threshold: float) -> tuple[Int64s, int]:
+        return _units_by_threshold(
+            tree.parent, tree.depth, tree.leaf_parent, tree.leaf_begin,
+            children, threshold,
+        )  # fmt: skip
+
+    low, high = 0.0, 1.0
+    while split(high)[1] <= allowed and high < 1e18:
+        high *= 16.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if split(middle)[1] <= allowed else (low, middle)
+    return split(low)
+
+
+@jit
+def _units_by_threshold(
+    parent: Int32s, depth: Int32s, leaf_parent: Int32s, leaf_begin: Int64s,
+    children: Int64s, threshold: float,
+) -> tuple[Int64s, int]:  # fmt: skip
+    """Units and tokens as returned by :func:`split_by_threshold`."""
+    m = len(parent)
+    budget = np.zeros(m)
+    unit_of_node = np.full(m, -1, np.int64)
+    budget[0] = threshold
+    for node in range(m):
+        above = parent[node]
+        if node > 0 and unit_of_node[above] >= 0:
+            unit_of_node[node] = unit_of_node[above]
+            continue
+        if node > 0:
+            budget[node] = budget[above] / children[above]
+        if depth[node] * children[node] > budget[node]:
+            unit_of_node[node] = leaf_begin[node]
+    unit = np.empty(len(leaf_parent), np.int64)
+    units_below = np.zeros(m, np.int64)
+    for leaf in range(len(unit)):
+        unit[leaf] = unit_of_node[leaf_parent[leaf]]
+        if unit[leaf] < 0:
+            unit[leaf] = leaf
+            units_below[leaf_parent[leaf]] += 1
+    # All units below an opened node compute the node's own tokens, not only one.
+    extra = 0
+    for node in range(m - 1, 0, -1):
+        above = parent[node]
+        if unit_of_node[node] < 0:
+            extra += (depth[node] - depth[above]) * (units_below[node] - 1)
+            units_below[above] += units_below[node]
+        elif unit_of_node[above] < 0:
+            units_below[above] += 1
+    return unit, extra

@@ -1,4 +1,4 @@
-"""An order of a job's requests, and the settings that orders are made with."""
+"""An order of a job's requests, its settings, and orders by adapter and of random families."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...errors import ConfigError
+from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Floats, Int32s, Int64s
 
 
@@ -14,7 +15,7 @@ from ..requests import Floats, Int32s, Int64s
 class LengthKeys:
     """How requests are put into batches of similar KV length while they run.
 
-    rule: of ``length_batches.batch_state``.
+    rule: of ``kv_lengths.batch_state``.
     key: int32 ``[n]`` by request, the length of its KV when it joins, or the longest of
         its family.
     family: int32 ``[n]`` by request. Members of a family share a prefix and join one
@@ -117,3 +118,53 @@ class OrderSettings:
                 f"max_wait_steps={self.max_wait_steps!r} must be 1 or more; leave it out "
                 "for no limit."
             )
+
+
+# Most requests of one family.
+_FAMILY = 16
+
+
+def families_mixed(tree: PrefixTree, seed: int) -> Order:
+    """Families of requests one after the other, in random order.
+
+    Whatever the lengths turn out to be, every stretch of this order has about the same
+    mix of requests as the job. A family is all leaves below the highest node that has
+    at most 16 of them.
+    """
+    n = tree.num_requests
+    few = tree.leaf_end - tree.leaf_begin <= _FAMILY
+    has_few_above = (tree.parent >= 0) & few[tree.parent]
+    heads = np.flatnonzero(few & ~has_few_above)
+    # A leaf begins a family unless it is inside one.
+    inside = np.zeros(n + 1, np.int64)
+    np.add.at(inside, np.minimum(tree.leaf_begin[heads] + 1, tree.leaf_end[heads]), 1)
+    np.add.at(inside, tree.leaf_end[heads], -1)
+    family = np.cumsum(np.cumsum(inside[:n]) == 0) - 1
+    place = np.random.default_rng(seed).permutation(family.max(initial=-1) + 1)
+    return Order(tree.order[np.argsort(place[family], kind="stable")])
+
+
+def by_adapter(order: Order, adapter: Int32s | None) -> Order:
+    """The same order adapter by adapter, in ascending numbers.
+
+    An order that is taken from both ends has the first adapter at both of them, and the
+    last one in the middle. So the adapters in memory are the same on both sides, and their
+    requests are blended. The numbers do not change from plan to plan, so no plan puts an
+    adapter behind others that is in memory.
+
+    Args:
+        adapter: int32 ``[n]`` by request. None if there are none.
+    """
+    if adapter is None or len(order.requests) == 0:
+        return order
+    rank = adapter[order.requests].astype(np.int64)
+    if order.density is not None:
+        right = np.arange(len(rank)) >= order.num_left
+        rank = np.where(right, 2 * int(rank.max()) + 1 - rank, rank)
+    places = np.argsort(rank, kind="stable")
+    density = order.density
+    return replace(
+        order,
+        requests=order.requests[places],
+        density=None if density is None else density[places],
+    )

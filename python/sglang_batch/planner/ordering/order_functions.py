@@ -18,13 +18,10 @@ from ..costs.tree_work import leaf_work
 from ..prefixes.prefix_groups import group_order, prefix_groups
 from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Floats, PlanRequests
-from .adapter_order import by_adapter
-from .aligned_order import aligned_order
 from .dual_scan_order import dual_scan_order
-from .layer_sort import depth_first, sort_children
-from .length_order import length_aligned_order, length_tree_order
-from .longest_first import longest_first
-from .order import Order, OrderSettings
+from .kv_length_order import aligned_order, length_aligned_order, length_tree_order
+from .order import Order, OrderSettings, by_adapter
+from .tree_order import depth_first, longest_first, sort_children
 
 
 class _Job(NamedTuple):

@@ -7,14 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..admission_rules.kv_forecast import KvForecast
-from ..admission_rules.padded_forecast import PaddedForecast
+from ..admission_rules.kv_forecast import KvForecast, PaddedForecast
 from ..compiled import jit_in_place
-from ..costs.mixing import MixingCost
-from ..costs.pool_shares import PoolShares
-from ..costs.step_table import StepExtras
-from ..length_batches.batch_law import BatchLaw
-from ..length_batches.batch_state import LengthBatches
+from ..costs.cost_model import MixingCost, StepExtras
+from ..kv_lengths.batch_state import LengthBatches
+from ..kv_lengths.length_groups import BatchLaw
+from ..machine_model import PoolShares
 from ..requests import Floats, Int64s
 from .prefix_cache import SimCache
 
@@ -169,7 +167,7 @@ class Queue(NamedTuple):
     density: float64 ``[n]`` by position, compute density of the neighbourhood.
     dual: whether the order is taken from both ends.
     num_left: positions of the left side. The right scanner stops before them.
-    rule: of ``length_batches.batch_state``, 0 for an order that is followed.
+    rule: of ``kv_lengths.batch_state``, 0 for an order that is followed.
     """
 
     order: Int64s
@@ -214,7 +212,7 @@ class SimEngine(NamedTuple):
     """Limits and costs of the engine: those of ``EngineLimits`` and ``CostModel``.
 
     kv_capacity: tokens in whole pages.
-    table, extras: seconds of a step, see ``step_table``.
+    table, extras: seconds of a step, see ``costs.cost_model``.
     mixing: when prompts and decodes have steps of their own.
     max_waiting: most requests that wait in the engine, of which batches are formed.
     """
@@ -255,7 +253,7 @@ class Lists(NamedTuple):
     waiting: uint8 ``[n]`` by position, whether the request waits to be admitted.
     ended: int32 ``[n]``, requests that ended and still hold their KV.
     offloaded: int32 ``[n]``, a ring of offloaded requests, in the order of offloading.
-    notes: int64 ``[8 n]``, what happened to rows, see ``row_notes``.
+    notes: int64 ``[8 n]``, see ``note``.
     """
 
     calendar: NDArray[np.int32]
@@ -326,3 +324,18 @@ def in_pages(sim: Sim, tokens: int) -> int:
     """Tokens in the pages that hold ``tokens``."""
     page_size = sim.engine.page_size
     return int((tokens + page_size - 1) // page_size * page_size)
+
+
+# Notes of changes to rows, for those who keep rows by their lengths.
+#
+# They are taken in one place, ``batch_admission.take_notes``, before each step: what keeps rows by
+# length is not given to all functions of the simulator.
+
+DECODES, LEAVES, WAITS, COMES_BACK = 0, 1, 2, 3
+
+
+@jit_in_place
+def note(sim: Sim, i: int, kind: int) -> None:
+    """Note that a row begins to decode, leaves, waits again, or comes back."""
+    sim.lists.notes[sim.state[0].num_notes] = 4 * i + kind
+    sim.state[0].num_notes += 1

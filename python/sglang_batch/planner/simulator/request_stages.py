@@ -1,22 +1,166 @@
-"""Stages of a request in the simulated engine: admitted, decoding, retracted, ended."""
+"""Stages of a request in the simulated engine: waiting, admitted, decoding, retracted, ended.
+
+A request whose prefix is being computed by another one, its leader, is a follower. As
+in the scheduler inside SGLang, it is held back until the step after that prefix is
+complete.
+
+The next event of a running request (it ends, or runs longer than estimated) is an entry in a
+calendar of steps. The time of a simulated step is thus proportional to the requests
+that change in it, not to all running requests.
+"""
 
 from __future__ import annotations
 
+from ..admission_rules import kv_forecast as kv
+from ..admission_rules.followers import MOST_FOLLOWERS, SHORTEST_AWAITED
 from ..compiled import jit_in_place
+from ..machine_model import share
+from ..requests import LEFT, RIGHT
 from . import prefix_cache as prefix
-from .engine_state import NONE, Sim, in_pages
-from .event_calendar import (
-    join_forecast,
-    join_running,
-    leave_forecast,
-    leave_running,
-    rounded_est_decode_steps,
-    schedule_next,
-    unschedule,
+from .engine_state import DECODES, LEAVES, NONE, WAITS, Sim, in_pages, note
+from .prefix_cache import (
+    GARBAGE,
+    IDLE,
+    LOCKED,
+    STATES,
+    SimCache,
+    keep_state,
+    kept_depth,
+    mark_stops,
 )
-from .prefix_cache import GARBAGE, IDLE, LOCKED, STATES
-from .request_queue import join_first, lead, put_back, show
-from .row_notes import DECODES, LEAVES, note
+
+
+@jit_in_place
+def candidate(sim: Sim, side: int) -> int:
+    """The next request on a side, or NONE."""
+    state = sim.state[0]
+    waiting = sim.lists.waiting
+    if side == LEFT:
+        while state.next_left <= state.next_right and waiting[state.next_left] == 0:
+            state.next_left += 1
+    else:
+        while state.next_left <= state.next_right and waiting[state.next_right] == 0:
+            state.next_right -= 1
+    s = sim.sides[side]
+    if s.num_retry > 0:
+        return int(sim.lists.retry[side, s.num_retry - 1])
+    if state.next_left > state.next_right:
+        return NONE
+    if side == RIGHT and state.next_right < sim.queue.num_left:
+        return NONE
+    return int(sim.queue.order[state.next_left if side == LEFT else state.next_right])
+
+
+@jit_in_place
+def take(sim: Sim, side: int, i: int) -> None:
+    """Remove a side's candidate from the waiting requests."""
+    if sim.sides[side].num_retry > 0:
+        sim.sides[side].num_retry -= 1
+    else:
+        sim.lists.waiting[sim.queue.position[i]] = 0
+
+
+@jit_in_place
+def put_back(sim: Sim, i: int) -> None:
+    """Return a request to its position among the waiting ones."""
+    state = sim.state[0]
+    position = sim.queue.position[i]
+    sim.lists.waiting[position] = 1
+    note(sim, i, WAITS)
+    state.next_left = min(state.next_left, position)
+    state.next_right = max(state.next_right, position)
+
+
+@jit_in_place
+def join_first(sim: Sim, i: int) -> None:
+    """Let a request join before those that wait."""
+    side = sim.sides[sim.requests[i].side]
+    sim.lists.retry[sim.requests[i].side, side.num_retry] = i
+    side.num_retry += 1
+
+
+# --- Leaders and followers
+
+
+@jit_in_place
+def lead(cache: SimCache, i: int, node: int, cached: int) -> None:
+    """Make a request the leader of its missing prefixes that will be used again."""
+    above = node
+    while above > 0 and cache.nodes[above].depth > cached:
+        at = cache.nodes[above]
+        has_state = cache.keeps_states and at.has_state
+        if at.uses_left > 0 and at.leader == NONE and not has_state:
+            at.leader = i
+        above = at.parent
+    mark_stops(cache, i, node)
+
+
+@jit_in_place
+def leads(cache: SimCache, node: int, kept: int) -> bool:
+    """Whether a waiting request would compute prefixes for others.
+
+    Args:
+        kept: tokens of its prompt that the cache holds.
+    """
+    while node > 0 and cache.nodes[node].depth > kept:
+        if cache.nodes[node].uses_left > 1 and cache.nodes[node].leader == NONE:
+            return True
+        node = cache.nodes[node].parent
+    return False
+
+
+@jit_in_place
+def _whole_kv(sim: Sim, i: int) -> int:
+    """Estimated KV tokens of a request when it ends, without shared prefixes."""
+    r = sim.requests[i]
+    steps = min(int(r.est_decode_steps_mean + 0.5), r.max_decode_steps)
+    return in_pages(sim, r.own + steps)
+
+
+@jit_in_place
+def show(sim: Sim, i: int, computed: int) -> None:
+    """Release followers of a leader: its first ``computed`` tokens are in the cache."""
+    node = sim.requests[i].node
+    while node > 0:
+        at = sim.cache.nodes[node]
+        if at.leader == i and at.depth <= computed:
+            at.leader = NONE
+            keep_state(sim.cache, node)
+            follower = at.followers
+            at.followers = NONE
+            while follower != NONE:
+                if sim.queue.rule > 0:
+                    join_first(sim, follower)
+                else:
+                    put_back(sim, follower)
+                sim.state[0].followers_kv -= _whole_kv(sim, follower)
+                follower = sim.requests[follower].next_follower
+        node = at.parent
+
+
+@jit_in_place
+def follows(sim: Sim, side: int, i: int) -> bool:
+    """Hold a side's candidate back if another request computes its prefix.
+
+    Returns:
+        Whether the candidate is a follower.
+    """
+    state = sim.state[0]
+    node = sim.requests[i].node
+    while node > 0 and sim.cache.nodes[node].leader == NONE:
+        node = sim.cache.nodes[node].parent
+    if node <= 0:
+        return False
+    kept = kept_depth(sim.cache, sim.requests[i].node)
+    if sim.cache.nodes[node].depth - kept < SHORTEST_AWAITED:
+        return False
+    state.held_back += 1
+    if state.held_back <= MOST_FOLLOWERS:
+        take(sim, side, i)
+        sim.requests[i].next_follower = sim.cache.nodes[node].followers
+        sim.cache.nodes[node].followers = i
+        state.followers_kv += _whole_kv(sim, i)
+    return True
 
 
 @jit_in_place
@@ -358,3 +502,121 @@ def end_of_step(sim: Sim) -> None:
             schedule_next(sim, i)
             join_forecast(sim, i, generated)
         i = following
+
+
+# Most by which requests that ran longer than estimated raise the next estimates.
+_BIAS_MAX = 16.0
+
+# --- Calendar
+
+
+@jit_in_place
+def _schedule(sim: Sim, i: int, step: int) -> None:
+    calendar = sim.lists.calendar
+    slot = step & (len(calendar) - 1)
+    first = calendar[slot]
+    r = sim.requests[i]
+    r.event = step
+    r.before = NONE
+    r.after = first
+    if first != NONE:
+        sim.requests[first].before = i
+    calendar[slot] = i
+
+
+@jit_in_place
+def unschedule(sim: Sim, i: int) -> None:
+    r = sim.requests[i]
+    if r.before == NONE:
+        calendar = sim.lists.calendar
+        calendar[r.event & (len(calendar) - 1)] = r.after
+    else:
+        sim.requests[r.before].after = r.after
+    if r.after != NONE:
+        sim.requests[r.after].before = r.before
+    r.event = NONE
+
+
+@jit_in_place
+def schedule_next(sim: Sim, i: int) -> None:
+    """Enter the end of a request, or the step in which it exceeds its estimate."""
+    r = sim.requests[i]
+    exceeded = r.est_decode_steps
+    if sim.engine.as_sglang:  # noticed after one step more than estimated
+        exceeded = max(r.est_decode_steps, r.generated) + 1
+    end = min(r.decode_steps, exceeded)
+    _schedule(sim, i, r.begin + end - r.generated)
+
+
+# --- Estimates, KV forecast, running requests
+
+
+@jit_in_place
+def rounded_est_decode_steps(sim: Sim, i: int) -> int:
+    """A request's estimate before admission, as a whole number of decode steps."""
+    r = sim.requests[i]
+    if not sim.engine.as_sglang:
+        return max(1, int(r.est_decode_steps_mean + 0.5))
+    rounded = int(r.est_decode_steps_mean + 0.5)
+    if rounded >= r.max_decode_steps:
+        return int(r.max_decode_steps)
+    state = sim.state[0]
+    bias = min(max(1.0, state.true_total / state.est_total), _BIAS_MAX)
+    return int(min(int(rounded * bias + 0.5), r.max_decode_steps))
+
+
+@jit_in_place
+def growth(sim: Sim, i: int, generated: int, est_decode_steps: int) -> tuple[int, int]:
+    """A request's KV in tokens as if it grew from now on, and its steps to the end.
+
+    In SGLang, it begins to grow in the step after that which computes its prompt.
+    """
+    r = sim.requests[i]
+    waits = 1 if sim.engine.as_sglang and r.event == NONE else 0
+    remaining = max(est_decode_steps - generated, 1)
+    return r.own + generated - waits, remaining + waits
+
+
+@jit_in_place
+def join_forecast(sim: Sim, i: int, generated: int) -> None:
+    now = sim.state[0].clock
+    r = sim.requests[i]
+    held, remaining = growth(sim, i, generated, r.est_decode_steps)
+    r.base = held - now
+    r.final = held + remaining
+    r.bucket = kv.add(sim.forecast, now, held, remaining)
+
+
+@jit_in_place
+def leave_forecast(sim: Sim, i: int) -> None:
+    r = sim.requests[i]
+    sim.state[0].changes += 1
+    kv.remove(sim.forecast, r.bucket, r.base, r.final)
+
+
+@jit_in_place
+def join_running(sim: Sim, i: int) -> None:
+    state = sim.state[0]
+    r = sim.requests[i]
+    r.older = state.newest
+    r.newer = NONE
+    if state.newest != NONE:
+        sim.requests[state.newest].newer = i
+    state.newest = i
+    state.running += 1
+    r.pool_share = share(sim.engine.second, r.own, r.est_decode_steps)
+    state.pool_held += r.pool_share
+
+
+@jit_in_place
+def leave_running(sim: Sim, i: int) -> None:
+    state = sim.state[0]
+    r = sim.requests[i]
+    if r.older != NONE:
+        sim.requests[r.older].newer = r.newer
+    if r.newer != NONE:
+        sim.requests[r.newer].older = r.older
+    else:
+        state.newest = r.older
+    state.running -= 1
+    state.pool_held -= r.pool_share

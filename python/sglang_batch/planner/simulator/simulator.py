@@ -16,13 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError
-from ..admission_rules.kv_forecast import make_forecast
-from ..admission_rules.padded_forecast import make_padded_forecast
-from ..costs.cost_model import CostModel
-from ..costs.mixing import ALWAYS_MIXED, MixingCost
+from ..admission_rules.kv_forecast import make_forecast, make_padded_forecast
+from ..costs.cost_model import ALWAYS_MIXED, CostModel, MixingCost
 from ..costs.tree_work import decode_step_moments, planned_work, read_len
-from ..length_batches.batch_law import BatchLaw, parking_pays
-from ..length_batches.batch_state import LengthBatches, make_batches
+from ..kv_lengths.batch_state import LengthBatches, make_batches
+from ..kv_lengths.length_groups import BatchLaw, parking_pays
 from ..machine_model import EngineLimits
 from ..ordering.order import LengthKeys
 from ..prefixes.prefix_tree import PrefixTree

@@ -12,16 +12,23 @@ from ..admission_rules.dual_scanner import (
 )
 from ..admission_rules.followers import MOST_FOLLOWERS
 from ..compiled import jit_in_place, jit_inlined
-from ..costs.cost_model import tokens_read
-from ..costs.mixing import mixing_loss_s
-from ..costs.pool_shares import has_room, share
+from ..costs.cost_model import mixing_loss_s, tokens_read
+from ..machine_model import has_room, share
 from ..requests import LEFT, RIGHT
 from . import prefix_cache as prefix
 from .engine_state import NONE, Sim, in_pages
-from .event_calendar import growth, rounded_est_decode_steps
 from .prefix_cache import LOCKED, NODES
-from .request_queue import candidate, follows, leads, take
-from .request_stages import admit, decode_kv, kv_in_use
+from .request_stages import (
+    admit,
+    candidate,
+    decode_kv,
+    follows,
+    growth,
+    kv_in_use,
+    leads,
+    rounded_est_decode_steps,
+    take,
+)
 
 # A request that did not fit is tried again when a request has ended, or after this many
 # steps, because the budgets change slowly.

@@ -1,24 +1,30 @@
-"""The steps of the simulator: admission, prompts, decodes, and the time they take."""
+"""The steps of the simulator: admission, prompts, decodes, and the time they take.
+
+When KV is short, requests are moved to the host. As in the scheduler inside SGLang, the newest
+requests are offloaded, none of their KV is computed again, and no other request is admitted
+before they have resumed.
+"""
 
 from __future__ import annotations
 
 from ..compiled import jit_in_place, jit_inlined
-from ..costs.cost_model import overlapped
-from ..costs.mixing import mixing_loss_s
-from ..costs.overlap_table import LEAST_GAIN
-from ..costs.step_table import matrix_seconds
-from ..length_batches.batch_state import tick
+from ..costs.cost_model import MIN_SPLIT_GAIN, matrix_seconds, mixing_loss_s, overlapped
+from ..kv_lengths.batch_state import tick
 from ..requests import Floats
+from . import prefix_cache as prefix
 from .batch_admission import batch_prefill, take_notes
-from .engine_state import KV_MARGIN, RowLengths, Sim
-from .host_offloading import offload_for_decodes, resume
-from .prefix_cache import GARBAGE, IDLE
+from .engine_state import COMES_BACK, KV_MARGIN, RowLengths, Sim, in_pages, note
+from .prefix_cache import GARBAGE, IDLE, LOCKED
 from .request_stages import (
+    decode_kv,
     end_of_step,
     grow,
     kv_in_use,
     make_room,
     over_capacity,
+    put_back,
+    release_ended,
+    reload,
     retract_newest,
     start_decoding,
 )
@@ -26,6 +32,7 @@ from .step_admission import (
     apart,
     compute_begun,
     dual_prefill,
+    fits,
     kv_reads,
     prompt_begun,
     static_prefill,
@@ -225,7 +232,7 @@ def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
         seconds = overlapped(compute, memory, engine.interference_exponent) + other
         if engine.split_exponent > 1.0 and state.prompts > 0 and decoding > 0:
             split = _split_seconds(sim, charged, attention, reads) + other
-            if seconds >= (1.0 + LEAST_GAIN) * split:
+            if seconds >= (1.0 + MIN_SPLIT_GAIN) * split:
                 seconds = split
         state.work += charged * engine.token_time_s + attention
         state.compute += compute
@@ -257,3 +264,62 @@ def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
         state.step += 1
     state.seconds += (state.done - counted) * engine.extras.request_s
     return stride
+
+
+# Decode steps that fit after requests were offloaded.
+_STEPS_FREED = 8
+# When KV runs out despite the forecast, admission leaves a larger share of it free.
+_MARGIN_UP, _MARGIN_MAX = 2.0, 0.2
+
+
+@jit_inlined
+def offload_for_decodes(sim: Sim) -> bool:
+    """Free KV for the next decodes. Returns whether any request was offloaded."""
+    state = sim.state[0]
+    capacity = sim.engine.kv_capacity
+    if kv_in_use(sim) + decode_kv(sim) <= capacity:
+        return False
+    release_ended(sim)
+    if kv_in_use(sim) + decode_kv(sim) <= capacity:
+        return False
+    state.margin = min(_MARGIN_MAX, state.margin * _MARGIN_UP)
+    wanted = state.decoding * max(_STEPS_FREED, sim.engine.page_size)
+    offloaded = False
+    while capacity - kv_in_use(sim) < wanted and state.decoding > 1:
+        if not retract_newest(sim):
+            break
+        offloaded = True
+    return offloaded
+
+
+@jit_inlined
+def resume(sim: Sim) -> None:
+    """Resume offloaded requests, in the order in which they were offloaded."""
+    state = sim.state[0]
+    offloaded = sim.lists.offloaded
+    while state.num_offloaded > 0:
+        i = offloaded[state.first_offloaded]
+        r = sim.requests[i]
+        node = r.node
+        gone = prefix.cached_depth(sim.cache, node) < sim.cache.nodes[node].depth
+        if not gone and not (_has_room(sim, i) and fits(sim, i, 0)):
+            break
+        state.first_offloaded = (state.first_offloaded + 1) % len(offloaded)
+        state.num_offloaded -= 1
+        if gone:  # its prefix was evicted: it waits, and computes its prompt again
+            put_back(sim, i)
+        else:
+            reload(sim, i)
+            note(sim, i, COMES_BACK)
+
+
+@jit_in_place
+def _has_room(sim: Sim, i: int) -> bool:
+    state = sim.state[0]
+    r = sim.requests[i]
+    needed = in_pages(sim, r.own + r.generated)
+    needed += prefix.newly_locked(sim.cache, r.node)
+    needed += decode_kv(sim) + sim.engine.page_size
+    return bool(
+        state.private + sim.cache.totals[LOCKED] + needed <= sim.engine.kv_capacity
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from ...planner.steps.step_sample import StepSample
+from ...planner.costs.step_costs import StepSample
 
 # Steps of one kind that are kept.
 PER_KIND = 6

@@ -1,6 +1,6 @@
 """Waiting requests of a job that join in batches of similar KV length.
 
-The choice is that of ``planner.length_batches.batch_switch``. It is told who waits, who runs and
+The choice is that of ``planner.kv_lengths.batch_switch``. It is told who waits, who runs and
 who leaves, and counts decode steps, so that all ranks choose alike.
 """
 
@@ -11,14 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...planner.length_batches import batch_state, batch_switch
-from ...planner.length_batches.batch_law import BatchLaw
-from ...planner.length_batches.batch_state import (
-    LengthBatches,
-    RunningRows,
-    make_batches,
-)
-from ...planner.length_batches.length_tree import NONE
+from ...planner.kv_lengths import batch_state, batch_switch
+from ...planner.kv_lengths.batch_state import LengthBatches, RunningRows, make_batches
+from ...planner.kv_lengths.length_groups import BatchLaw
+from ...planner.kv_lengths.length_tree import NONE
 from ..scheduled_request import ScheduledRequest
 from .backlog import Backlog
 

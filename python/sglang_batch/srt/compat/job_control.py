@@ -90,7 +90,7 @@ class StepsQuery(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
 class StepsQueryOutput(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
     """The answer of one DP rank: the last steps of each kind since the last question.
 
-    samples: the fields of :class:`~sglang_batch.planner.steps.step_sample.StepSample`, one
+    samples: the fields of :class:`~sglang_batch.planner.costs.step_costs.StepSample`, one
         after the other.
     """
 

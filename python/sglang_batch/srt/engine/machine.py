@@ -11,13 +11,22 @@ import torch
 
 from ...errors import ConfigError
 from ...planner.costs.cost_model import CostModel
-from ...planner.costs.hardware import HardwareSpec, hardware, match_hardware
+from ...planner.costs.hardware import (
+    HardwareSpec,
+    Parallelism,
+    hardware,
+    match_hardware,
+)
 from ...planner.costs.model_spec import TYPICAL_MODEL, ModelSpec
-from ...planner.costs.pool_shares import NO_POOL, PoolShares
-from ...planner.costs.weight_bits import UnknownQuantisation
-from ...planner.machine_model import EngineLimits, Machine, min_step_tokens
-from ...planner.steps.parallelism import Parallelism
-from ...planner.steps.step_costs import step_costs
+from ...planner.costs.step_costs import step_costs
+from ...planner.costs.weights import UnknownQuantisation
+from ...planner.machine_model import (
+    NO_POOL,
+    EngineLimits,
+    Machine,
+    PoolShares,
+    min_step_tokens,
+)
 from ...store.measured.row_share_file import UNMEASURED, RowShareKey, kept_row_share
 from ...store.measured.timed_steps_file import TimedStepsKey
 from ..compat.server_types import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ...planner.costs.overlap_table import OverlapTable
 from .half_forwards import HalfForwards, StreamedHalves, ThreadedHalves
 from .overlap_limits import why_never
+from .overlap_table import OverlapTable
 from .overlap_trial import OverlapTrial
 from .overlapped_steps import OverlappedSteps
 

@@ -21,8 +21,8 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 
 from ...errors import EngineError
-from ...planner.costs.overlap_table import OverlapTable, TrialCell
 from .batch_halves import split
+from .overlap_table import OverlapTable, TrialCell
 from .overlapped_steps import OverlappedSteps
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from sglang.srt.managers.schedule_batch import ScheduleBatch as SGLangScheduleBatch
 from sglang.srt.managers.scheduler import NextBatchPlan
 
-from ...planner.costs.mixing import mixing_loss_s
+from ...planner.costs.cost_model import mixing_loss_s
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
 from ..compat.scheduler_types import MixingScheduler, PrefillPlan, Req, ScheduleBatch
@@ -75,7 +75,7 @@ class StepsApart:
     """Gives prompts and decodes steps of their own where a mixed step would take longer.
 
     By the costs of the open jobs' plan, which all ranks have: see
-    :func:`~sglang_batch.planner.costs.mixing.mixing_loss_s`. After prompts alone, the next step
+    :func:`~sglang_batch.planner.costs.cost_model.mixing_loss_s`. After prompts alone, the next step
     decodes alone, unless a prompt is only partly computed.
 
     Attributes:

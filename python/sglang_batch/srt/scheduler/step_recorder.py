@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from ...planner.steps.step_sample import StepSample
+from ...planner.costs.step_costs import StepSample
 from ...scheduling.job_plan import StepCost
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs

@@ -39,7 +39,7 @@ class TimedStepsKey(msgspec.Struct, frozen=True, kw_only=True):
 class TimedSteps(msgspec.Struct, frozen=True, kw_only=True):
     """The steps of one engine.
 
-    samples: the fields of :class:`~...planner.steps.step_sample.StepSample` of each.
+    samples: the fields of :class:`~...planner.costs.step_costs.StepSample` of each.
     measured_at: date and time in UTC, ISO 8601.
     """
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from ....planner.costs.step_law import StepLaw
 from ....planner.machine_model import Machine
-from ....planner.steps.step_law import StepLaw
 from ....store.measured.timed_steps_file import TimedStepsKey
 from ...compat.server_types import SchedulerState, TokenizerManager
 from ..machine import datasheet_cost, engine_key, machine_of

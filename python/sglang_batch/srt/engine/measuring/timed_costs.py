@@ -11,11 +11,11 @@ import torch
 
 from ....errors import StoreWriteError
 from ....planner.costs.cost_model import CostModel
+from ....planner.costs.hardware import Parallelism
 from ....planner.costs.model_spec import ModelSpec
+from ....planner.costs.step_costs import StepSample
+from ....planner.costs.step_law import StepLaw, fit_step_law, samples_array
 from ....planner.requests import Floats
-from ....planner.steps.parallelism import Parallelism
-from ....planner.steps.step_law import StepLaw, fit_step_law, samples_array
-from ....planner.steps.step_sample import StepSample
 from ....scheduling.reports.step_samples import KeptSamples
 from ....store.measured.timed_steps_file import (
     TimedSteps,

@@ -8,7 +8,7 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.runtime_context import get_spec
 
-from ....planner.costs.pool_shares import of_states, of_windows
+from ....planner.machine_model import of_states, of_windows
 from ....scheduling.bounded_pool import BoundedPool
 from .planned_cache import PlannedRadixCache
 

@@ -1,1 +1,0 @@
-"""Output lengths before they are known: a sample to run first, estimates from it."""

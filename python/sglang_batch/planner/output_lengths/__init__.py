@@ -1,0 +1,1 @@
+"""Lengths of answers: a sample that is answered first, and estimates for all requests."""

@@ -1,1 +1,0 @@
-"""The time of a step, operator by operator."""

@@ -1,4 +1,4 @@
-"""Executes the examples of docs/batch_api.md and docs/python.md.
+"""Executes the examples of docs/batch_api.md (with refused_calls.md) and docs/python.md.
 
 A block after ``<!-- run -->`` is executed. Python blocks share their names, as on the
 page. A ``console`` block has commands after ``$ `` and their answers, in which ``...``
@@ -42,6 +42,7 @@ from sglang_batch.srt.scheduler.step_metrics import StepMetrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "batch_api.md"
+REFUSED = Path(__file__).parent / "refused_calls.md"
 KEYS = {b"sk-search-1": "search"}
 URL = "http://testserver"
 CUSTOM_IDS = [f"question-{number}" for number in range(3)]
@@ -127,21 +128,21 @@ def test_every_example_of_the_page_does_what_it_says(
     names: dict[str, Any] = {}
     with serving(tmp_path / "server") as server:
         redirect_clients(monkeypatch, server)
-        for example in examples_of(PAGE):
-            where = f"{PAGE.name}:{example.line}"
+        for page, example in [(p, e) for p in (PAGE, REFUSED) for e in examples_of(p)]:
+            where = f"{page.name}:{example.line}"
             if example.language == "python":
                 # At the same line as on the page, for the traceback of a failure.
                 code = "\n" * (example.line - 1) + example.code
                 if example.setting is not None:
                     assert example.setting == "while lines run", where
                     server.call(server.engine.hold, CUSTOM_IDS)
-                exec(compile(code, str(PAGE), "exec"), names)
+                exec(compile(code, str(page), "exec"), names)
                 server.call(server.engine.release)
             elif example.setting is None:
                 run_console(example.code, server, names, capsys, where)
             else:
                 settings = settings_of(example.setting)
-                with serving(tmp_path / f"{example.line}", **settings) as other:
+                with serving(tmp_path / where, **settings) as other:
                     run_console(example.code, other, names, capsys, where)
 
 
@@ -326,8 +327,11 @@ def run_programs(page: Path, module: Path) -> None:
 # Tables ------------------------------------------------------------------------------
 
 
-def rows_of_tables(page: Path) -> Iterator[list[str]]:
-    for line in page.read_text(encoding="utf-8").splitlines():
+def rows_of_tables(page: Path, section: str = "") -> Iterator[list[str]]:
+    text = page.read_text(encoding="utf-8")
+    if section:
+        text = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    for line in text.splitlines():
         if line.startswith("| `"):
             yield [cell.strip() for cell in line.strip("|").split(" | ")]
 
@@ -335,8 +339,7 @@ def rows_of_tables(page: Path) -> Iterator[list[str]]:
 def test_the_table_of_settings_has_each_with_its_default() -> None:
     shown = {
         row[0].strip("` "): json.loads(row[1].strip("`"))
-        for row in rows_of_tables(DOCS / "operating.md")
-        if "sglang_batch_" not in row[0]
+        for row in rows_of_tables(DOCS / "operating.md", "Settings")
     }
     assert shown == {
         field.name: list(field.default)
@@ -370,7 +373,7 @@ def test_the_tables_of_metrics_have_each_once(tmp_path: Path) -> None:
         }
     finally:
         service.store.close()
-    rows = rows_of_tables(DOCS / "operating.md")
+    rows = rows_of_tables(DOCS / "operating.md", "Metrics")
     metrics = [row[0].strip("` ") for row in rows if "sglang_batch_" in row[0]]
     deprecated = {
         name: text

@@ -16,6 +16,7 @@ from results_views import (
     page_sizes,
     published_errors,
     replicas,
+    throughput,
 )
 
 
@@ -32,16 +33,6 @@ class Section:
     sources: Sequence[tuple[str, View]]
 
 
-THROUGHPUT = Saved(
-    columns={
-        "policy": "order",
-        "cached": "cached",
-        "steps": "steps",
-        "blend": "spread of compute / memory",
-        "seconds": "seconds",
-        "from-to": "range",
-    }
-)
 TRACE_COLUMNS: dict[str | int, str] = {
     "trace": "trace (density, sharing)",
     "law": "law",
@@ -104,7 +95,7 @@ SECTIONS = (
         "Prompt tokens from the cache",
         "Medians and ranges of three repeats, all schedulers in turn with the same server arguments and a fresh engine. Every answer equals that "
         "of stock `fcfs`. Jobs 1 to 4 run without mixed chunks, job 5 with them. The *spread* is that of the steps' compute time over memory time.",
-        [(f"throughput_job{job}", THROUGHPUT) for job in range(1, 6)],
+        [(f"throughput_job{job}", throughput) for job in range(1, 6)],
     ),
     Section(
         "On a GPU",

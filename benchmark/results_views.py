@@ -269,3 +269,22 @@ def page_sizes(document: Document) -> Iterator[Table]:
     rows = [[job, *(counts[size] for size in sizes)] for job, counts in steps.items()]
     header = ["prompt and answer", *(f"pages of {size}" for size in sizes)]
     yield Table("Steps of 160 requests", header, rows)
+
+
+def throughput(document: Document) -> Iterator[Table]:
+    """Engines on the job of a ``throughput_job*.json``."""
+    job, table = document["jobs"][0], document["tables"][0]
+    header = ["policy", "cached", "steps", "blend", "seconds", "from-to"]
+    places = [table["header"].index(column) for column in header]
+    rows = [[row[place] for place in places] for row in table["rows"]]
+    share = f"{job['possible_cached_share']:.1%}"
+    shown = [
+        "order",
+        f"cached ({share} possible)",
+        "steps",
+        "spread",
+        "seconds",
+        "range",
+    ]
+    limits = table["title"].partition(";")[2]
+    yield Table(f"Job {job['job']};{limits}", shown, rows)

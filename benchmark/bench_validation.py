@@ -24,7 +24,7 @@ from report import RESULTS, Figure, finish, print_figures
 
 from sglang_batch.batch_api.jsonl import BatchFile, validate
 from sglang_batch.batch_api.line_checks import LineRules
-from sglang_batch.srt.engine.body_checks import body_errors
+from sglang_batch.srt.engine.checks.body_checks import body_errors
 
 MODEL = "demo"
 CHAT = "/v1/chat/completions"

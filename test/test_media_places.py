@@ -7,7 +7,7 @@ import pytest
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError
 from sglang_batch.media_places import parse_place
-from sglang_batch.srt.engine.media.media_sources import _is_below, check_places
+from sglang_batch.srt.engine.media import _is_below, check_places
 
 SITE = "https://images.example.com"
 

@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 from builders import CHAT
 
-from sglang_batch.srt.engine.body_checks import body_errors, request_classes
-from sglang_batch.srt.engine.checks.endpoint_checks import check_native
+from sglang_batch.srt.engine.checks.body_checks import (
+    body_errors,
+    check_native,
+    request_classes,
+)
 from sglang_batch.srt.engine.checks.pattern_checks import check_schema
-from sglang_batch.srt.engine.checks.request_fields import SAMPLING_FIELDS, Text
-from sglang_batch.srt.engine.checks.value_checks import FieldError, check_value
+from sglang_batch.srt.engine.checks.value_checks import (
+    SAMPLING_FIELDS,
+    FieldError,
+    Text,
+    check_value,
+)
 
 # A body for each endpoint, and one with errors in these fields.
 BODIES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
@@ -58,7 +65,7 @@ BODIES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 CHECK = """
 import json, sys
 from sglang_batch.batch_api.protocol import ENDPOINTS
-from sglang_batch.srt.engine.body_checks import body_errors, request_classes
+from sglang_batch.srt.engine.checks.body_checks import body_errors, request_classes
 from sglang_batch.srt.engine.checks.value_checks import FieldError
 
 cases = json.load(sys.stdin)

@@ -10,8 +10,8 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from sglang_batch.srt.engine import engine_start
-from sglang_batch.srt.engine.engine_start import StartWatch, tell_while_waiting
+from sglang_batch.srt.engine import processes
+from sglang_batch.srt.engine.processes import StartWatch, tell_while_waiting
 
 BUSY = "while True: pass"
 TITLED = "import setproctitle, time; setproctitle.setproctitle('sglang::scheduler'); time.sleep(60)"
@@ -62,7 +62,7 @@ def test_competition_for_cores_is_named(
 def test_lines_come_while_waiting_and_no_longer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine_start, "EVERY_S", 0.05)
+    monkeypatch.setattr(processes, "EVERY_S", 0.05)
 
     def slow(readers: list[int], processes: list[int]) -> str:
         time.sleep(0.4)

@@ -10,7 +10,7 @@ from image_runs import Line, run_images
 from tiny_vision import image_of, image_url, write_tiny_mistral3, write_tiny_vision
 from transformers import AutoProcessor, Mistral3ForConditionalGeneration
 
-from sglang_batch.srt.engine.media.media_sources import check_sources
+from sglang_batch.srt.engine.media import check_sources
 
 NUM_IMAGES = 3
 MOST_SENT = 10

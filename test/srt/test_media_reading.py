@@ -26,11 +26,7 @@ from sglang.srt.utils.common import ImageData, VideoData
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.media_places import parse_place
-from sglang_batch.srt.engine.media.media_reading import (
-    MOST_PIXELS,
-    MediaReader,
-    may_connect,
-)
+from sglang_batch.srt.engine.media import MOST_PIXELS, MediaReader, may_connect
 from sglang_batch.srt.engine.serving_call import HoldingManager, ServingCall
 
 MOST = 100_000
@@ -258,9 +254,7 @@ def test_what_expands_when_it_is_decoded_is_refused_before(
 def test_a_sound_has_a_bounded_number_of_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "sglang_batch.srt.engine.media.media_reading.MOST_SAMPLES", 16_000
-    )
+    monkeypatch.setattr("sglang_batch.srt.engine.media.MOST_SAMPLES", 16_000)
     sound = data_url(wav(16_000))
     assert read([sound], kind="audio") == [sound]
     refused("samples", data_url(wav(16_001)), kind="audio")
@@ -269,9 +263,7 @@ def test_a_sound_has_a_bounded_number_of_samples(
 def test_frames_of_a_video_have_a_bounded_number_of_pixels(
     contents: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "sglang_batch.srt.engine.media.media_reading.MOST_PIXELS", 64 * 64
-    )
+    monkeypatch.setattr("sglang_batch.srt.engine.media.MOST_PIXELS", 64 * 64)
     assert read(data_url(contents["video"]), kind="video")
     refused("64 x 66 pixels", data_url(mp4(64, 66)), kind="video")
 

@@ -24,13 +24,14 @@ from sglang_batch.srt.engine.checks.request_checks import (
     check_request,
     normalize,
 )
-from sglang_batch.srt.engine.checks.request_fields import (
+from sglang_batch.srt.engine.checks.stop_rule_checks import has_rules, settle_rules
+from sglang_batch.srt.engine.checks.value_checks import (
     REQUEST_FIELDS,
     SAMPLING_FIELDS,
     SCHEDULER_FIELDS,
+    FieldError,
+    check_text,
 )
-from sglang_batch.srt.engine.checks.stop_rule_checks import has_rules, settle_rules
-from sglang_batch.srt.engine.checks.value_checks import FieldError, check_text
 from sglang_batch.srt.engine.request_ids import (
     OUR_IDS,
     is_of_a_job,

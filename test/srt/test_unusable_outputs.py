@@ -12,8 +12,7 @@ from fastapi import HTTPException
 from pydantic import BaseModel
 
 from sglang_batch.request import RequestOutput
-from sglang_batch.srt.engine.early_ends import EarlyEnds
-from sglang_batch.srt.engine.sglang_engine import SGLangEngine
+from sglang_batch.srt.engine.sglang_engine import EarlyEnds, SGLangEngine
 
 TEXTS = ["Grammar accept_token failed", "Aborted by AbortReq", "the context length"]
 KINDS: list[Any] = [ValueError, KeyError, lambda text: HTTPException(400, text)]

@@ -49,7 +49,7 @@ from .row_share import Finding, RowShare, StepPoint, fit_row_share
 from .step_mixes import Mix, mixes
 
 if TYPE_CHECKING:
-    from ..srt.engine.measuring.decode_timing import DecodeTimer
+    from ..srt.engine.decode_timing import DecodeTimer
 
 # Each round measures all batches once. No round starts that would end later than this.
 MOST_ROUNDS = 5
@@ -231,8 +231,7 @@ class _Calibration:
         return found
 
     def _measured(self, server_argv: list[str]) -> Measurement:
-        from ..srt.engine import in_process
-        from ..srt.engine.measuring import decode_timing
+        from ..srt.engine import decode_timing, in_process
         from ..srt.plugin import engine_death
 
         # SGLang's processes inherit it.

@@ -66,7 +66,7 @@ def submission(
 
 
 def _check(local: LocalInput, endpoint: str | None) -> None:
-    from ..srt.engine.body_checks import body_errors
+    from ..srt.engine.checks.body_checks import body_errors
 
     rules = LineRules(endpoint=endpoint, check_body=body_errors)
     with local.requests(rules, way_out=_WAY_OUT).closing():

@@ -35,7 +35,7 @@ from .rendered_file import RenderedFile, render_file
 from .report import LeftOut, MachineInfo, Measured, Report
 
 if TYPE_CHECKING:
-    from ..srt.engine.render import Renderer
+    from ..srt.engine.in_process import Renderer
 
 
 def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
@@ -87,7 +87,7 @@ def _plan_input(
     file = checked_requests(local, named, skip_invalid=skip)
     servers = boxes(options, "cpu") if options.choose else []
     device, note = (servers[0].hardware, "") if servers else chosen_device(options)
-    from ..srt.engine import in_process, machine, render
+    from ..srt.engine import in_process, machine
 
     server_args = in_process.parse_server_args(server_argv)
     if machine.decodes_share(server_args):
@@ -97,7 +97,7 @@ def _plan_input(
     with (
         file.closing(),
         TokenSpool(directory / "tokens.i32") as spool,
-        render.renderer(server_args) as renderer,
+        in_process.renderer(server_args) as renderer,
     ):
         dedupe = options.dedupe or "auto"
         rendered = asyncio.run(render_file(file, renderer, spool, dedupe))

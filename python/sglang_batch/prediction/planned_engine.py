@@ -44,8 +44,7 @@ def timed_machine(
         rows = min(rows, limits.max_running or rows)
         limits = replace(limits, max_running=rows)
     machine = replace(machine, limits=limits)
-    from ..srt.engine.machine import device_name
-    from ..srt.engine.measuring.timed_costs import planned_law
+    from ..srt.engine.machine import device_name, planned_law
 
     name = device_name()
     here = match_hardware(name) if name else None

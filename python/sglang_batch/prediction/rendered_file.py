@@ -21,7 +21,7 @@ from ..store.token_spool import TokenSpool
 from .report import LeftOut
 
 if TYPE_CHECKING:
-    from ..srt.engine.render import RenderedRequest, Renderer
+    from ..srt.engine.in_process import RenderedRequest, Renderer
 
 # Requests rendered at the same time, in SGLang's threads.
 LOOKAHEAD = 32

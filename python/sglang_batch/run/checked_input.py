@@ -22,7 +22,7 @@ def checked_requests(
     Raises:
         InputError: lines are bad; the message lists them.
     """
-    from ..srt.engine.body_checks import body_errors
+    from ..srt.engine.checks.body_checks import body_errors
 
     rules = LineRules(
         models=None if model is None else (model,),

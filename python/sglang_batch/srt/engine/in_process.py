@@ -1,21 +1,41 @@
-"""SGLang in this process: its argument parser, and an engine without HTTP."""
+"""SGLang in this process: its arguments, an engine without HTTP, and prompts without an engine.
+
+SGLang's serving classes render a request with the model configuration, tokenizer, chat
+template and server arguments of its tokenizer manager. A manager that has these and no
+channel to a scheduler is enough, and no weights are loaded.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import io
+import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import psutil  # type: ignore[import-untyped]
+from sglang.srt.managers.io_struct import EmbeddingReqInput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.parser.template_manager import TemplateManager
+from sglang.srt.runtime_context import (
+    get_model,
+    get_serving,
+    publish,
+    restore_context,
+    snapshot_context,
+)
 
 from ...errors import ConfigError, SGLangBatchError
-from ..compat.server_types import OfflineArgs
-from .sglang_engine import SGLangEngine
+from ...request import BatchRequestInput, RequestOutput
+from ..compat.offline_hooks import enter
+from ..compat.server_types import EngineRequest, JsonObject, OfflineArgs
+from .checks.stop_rule_checks import has_rules
+from .sglang_engine import SGLangEngine, shareable_len, text_token_ids
 
 
 def parse_server_args(argv: list[str]) -> OfflineArgs:
@@ -123,3 +143,135 @@ def kill_children() -> None:
         with suppress(psutil.NoSuchProcess):
             child.kill()
     psutil.wait_procs(children, timeout=10)
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedRequest:
+    """The sequences of one request.
+
+    prompts: token ids of each sequence that will be generated or embedded: one for
+        most requests, one per item for a list, and ``n`` for each of these if the
+        request has ``n``.
+    shareable_len: most tokens of a prompt that may come from the cache, or None for all.
+    max_new_tokens: most tokens to generate for each prompt, 1 for embeddings.
+    fixed_length: whether exactly ``max_new_tokens`` will be generated.
+    adapter, namespace: see ``engine.PreparedRequest``.
+    """
+
+    prompts: list[list[int]]
+    shareable_len: int | None
+    max_new_tokens: list[int]
+    fixed_length: bool
+    adapter: str = ""
+    namespace: str = ""
+
+
+class Renderer:
+    """Renders requests with SGLang's serving classes. Made by :func:`renderer`.
+
+    context_len: tokens of a prompt and its answer together, at most.
+    """
+
+    def __init__(self, manager: _RenderingManager, templates: TemplateManager) -> None:
+        self._manager = manager
+        self._engine = SGLangEngine(manager, templates)
+        self.context_len = int(manager.context_len)
+
+    @property
+    def model_config(self) -> JsonObject:
+        """The model's configuration with all defaults filled in."""
+        config: JsonObject = self._manager.model_config.hf_config.to_dict()
+        return config
+
+    async def render(self, request: BatchRequestInput) -> RenderedRequest | str:
+        """The prompts of a request, or the engine's reason to refuse it."""
+        prepared = await self._engine.prepare(
+            request, str(request.index), tokenize=False
+        )
+        if isinstance(prepared, RequestOutput):
+            return str(json.loads(prepared.body)["error"]["message"])
+        adapted = prepared.adapted
+        if adapted.contains_mm_input():
+            return "images, video and audio are not supported: their tokens are unknown"
+        try:
+            enter(self._manager, adapted)
+            adapted.normalize_batch_and_arguments()
+            each = [adapted]
+            if not adapted.is_single:
+                each = [adapted[i] for i in range(adapted.batch_size)]
+            prompts = [self._prompt(one) for one in each]
+            for one, prompt in zip(each, prompts, strict=True):
+                self._manager._validate_one_request(one, prompt)
+        except ValueError as error:
+            return str(error)
+        return replace(
+            self._with_lengths(each[0], prompts),
+            adapter=prepared.adapter,
+            namespace=prepared.namespace,
+        )
+
+    def _prompt(self, one: EngineRequest) -> list[int]:
+        if one.input_ids:
+            return list(cast("list[int]", one.input_ids))
+        if self._manager.tokenizer is None:
+            raise ValueError("text cannot be rendered with --skip-tokenizer-init")
+        # A pair for a cross-encoder comes as a list of one.
+        text = one.text[0] if isinstance(one.text, list) else cast("str", one.text)
+        return text_token_ids(self._manager.tokenizer, text)
+
+    def _with_lengths(
+        self, adapted: EngineRequest, prompts: list[list[int]]
+    ) -> RenderedRequest:
+        if isinstance(adapted, EmbeddingReqInput):
+            return RenderedRequest(prompts, None, [1] * len(prompts), True)
+        sampling = cast("JsonObject", adapted.sampling_params)  # of one request
+        prompts = prompts * (sampling.get("n") or 1)
+        asked = sampling.get("max_new_tokens")
+        # The scheduler's bound: one token of the context stays free, and one is the
+        # token that ends the answer.
+        free = [self.context_len - 2 - len(prompt) for prompt in prompts]
+        lengths = [max(1, most if asked is None else min(asked, most)) for most in free]
+        fixed = bool(sampling.get("ignore_eos")) and asked is not None
+        fixed = fixed and not has_rules(sampling)
+        fixed = fixed or asked in (0, 1)
+        return RenderedRequest(prompts, shareable_len(adapted), lengths, fixed)
+
+
+class _RenderingManager(TokenizerManager):  # type: ignore[misc]
+    """SGLang's tokenizer manager for rendering only: no sockets, no scheduler."""
+
+    def __init__(self, server_args: OfflineArgs) -> None:
+        # No super().__init__(), which opens the channels to an engine's processes.
+        self.server_args = server_args
+        self.allow_auto_truncate = get_serving().allow_auto_truncate
+        self.init_model_config()
+        self.init_tokenizer_and_processor()
+
+
+@contextmanager
+def renderer(server_args: OfflineArgs) -> Iterator[Renderer]:
+    """A renderer for the model named in ``server_args``.
+
+    Raises:
+        ConfigError: the model's configuration or tokenizer cannot be loaded.
+    """
+    before = snapshot_context()
+    try:
+        try:
+            publish(server_args, role="tokenizer")
+            manager = _RenderingManager(server_args)
+            templates = TemplateManager()
+            templates.initialize_templates(
+                manager,
+                model_path=get_model().model_path,
+                chat_template=get_serving().chat_template,
+                completion_template=get_serving().completion_template,
+            )
+            made = Renderer(manager, templates)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"--model-path {server_args.model_path} cannot be loaded: {error}"
+            ) from error
+        yield made
+    finally:
+        restore_context(before)

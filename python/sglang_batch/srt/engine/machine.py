@@ -1,15 +1,24 @@
-"""The running engine as the planner's :class:`~sglang_batch.planner.plan.Machine`."""
+"""The running engine as the planner's :class:`~sglang_batch.planner.machine_model.Machine`.
+
+Its costs are those of a data sheet until the engine's first scheduler has timed steps, now or
+in earlier runs.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from ...errors import ConfigError
+from ...errors import ConfigError, StoreWriteError
 from ...planner.costs.cost_model import CostModel
 from ...planner.costs.hardware import (
     HardwareSpec,
@@ -18,7 +27,8 @@ from ...planner.costs.hardware import (
     match_hardware,
 )
 from ...planner.costs.model_spec import TYPICAL_MODEL, ModelSpec
-from ...planner.costs.step_costs import step_costs
+from ...planner.costs.step_costs import StepSample, step_costs
+from ...planner.costs.step_law import StepLaw, fit_step_law, samples_array
 from ...planner.costs.weights import UnknownQuantisation
 from ...planner.machine_model import (
     NO_POOL,
@@ -27,8 +37,17 @@ from ...planner.machine_model import (
     PoolShares,
     min_step_tokens,
 )
+from ...planner.requests import Floats
+from ...scheduling.reports.step_samples import KeptSamples
 from ...store.measured.row_share_file import UNMEASURED, RowShareKey, kept_row_share
-from ...store.measured.timed_steps_file import TimedStepsKey
+from ...store.measured.timed_steps_file import (
+    TimedSteps,
+    TimedStepsKey,
+    keep_steps,
+    kept_steps,
+    newest_steps,
+)
+from ..compat.job_control import StepsQuery, StepsQueryOutput, channel_of
 from ..compat.server_types import (
     HfConfig,
     SchedulerState,
@@ -36,7 +55,6 @@ from ..compat.server_types import (
     TokenizerManager,
 )
 from ..compat.support import ATTENTION_BACKEND, STATE_KEY
-from .measuring.timed_costs import timed_cost, timed_steps_key
 
 logger = logging.getLogger(__name__)
 
@@ -228,3 +246,164 @@ def device() -> HardwareSpec:
         logger.warning("Unknown device %s: planning as for %s.", name, TYPICAL_DEVICE)
         return hardware(TYPICAL_DEVICE)
     return found
+
+
+_WIDTH = len(StepSample._fields)
+
+
+def timed_steps_key(
+    device: str | None, state: SchedulerState, spec: ModelSpec, parallel: Parallelism
+) -> TimedStepsKey:
+    """What the steps of this engine hold for.
+
+    Args:
+        device: the driver's name, None for a CPU.
+    """
+    backend = state.get("decode_attention_backend") or state.get("attention_backend")
+    return TimedStepsKey(
+        device=_timed_device(device),
+        model=_digest(spec),
+        attention_backend=backend or "unknown",
+        parallelism=_spread(parallel),
+        mixed=bool(state[STATE_KEY]["mixed_chunk"]),
+    )
+
+
+def _timed_device(name: str | None) -> str:
+    return name or f"cpu, {torch.get_num_threads()} threads"
+
+
+def _digest(spec: ModelSpec) -> str:
+    return hashlib.sha256(repr(spec).encode()).hexdigest()[:16]
+
+
+def _spread(parallel: Parallelism) -> str:
+    return f"TP{parallel.tp} ranks{parallel.attention_ranks} EP{parallel.ep}"
+
+
+def planned_law(
+    cost: CostModel, device: str | None, spec: ModelSpec, parallel: Parallelism
+) -> tuple[StepLaw, bool] | None:
+    """The law of the last steps of such an engine on this machine, and whether it mixes.
+
+    For plans that start no engine. None if none has timed its steps.
+    """
+    kept = newest_steps(_timed_device(device), _digest(spec), _spread(parallel))
+    if kept is None:
+        return None
+    law = fit_step_law(_samples(kept), cost)
+    return None if law is None else (law, kept.key.mixed)
+
+
+def _samples(kept: TimedSteps) -> Floats:
+    samples = [StepSample(*each) for each in kept.samples if len(each) == _WIDTH]
+    return samples_array(samples)
+
+
+def timed_cost(cost: CostModel, key: TimedStepsKey) -> CostModel:
+    """The costs by the steps that were kept for this engine, or as they are."""
+    law = kept_law(cost, key)
+    if law is None:
+        return cost
+    logger.info(
+        "Planning with the costs of %d timed steps, half of which are within %.0f %%",
+        law.num_samples,
+        100 * law.noise,
+    )
+    return law.applied(cost)
+
+
+def kept_law(cost: CostModel, key: TimedStepsKey) -> StepLaw | None:
+    """The law of the steps that were kept for this engine. None if they are too few.
+
+    Args:
+        cost: of the engine by its datasheet.
+    """
+    kept = kept_steps(key)
+    if kept is None:
+        return None
+    return fit_step_law(_samples(kept), cost)
+
+
+async def keep_timed_steps(manager: TokenizerManager, key: TimedStepsKey) -> int:
+    """Ask the first scheduler for its steps and keep them, with earlier ones.
+
+    Returns:
+        Steps that are kept in all. 0 if the scheduler has timed none, or the file cannot be
+        written, which is logged.
+    """
+    channel = channel_of(manager, StepsQueryOutput)
+    answers = cast(list[StepsQueryOutput], await channel(StepsQuery()))
+    found = next((answer.samples for answer in answers if answer.samples), [])
+    if not found:
+        return 0
+    before = kept_steps(key)
+    known = KeptSamples(
+        StepSample(*each)
+        for each in (before.samples if before is not None else [])
+        if len(each) == _WIDTH
+    )
+    for begin in range(0, len(found), _WIDTH):
+        known.add(StepSample(*found[begin : begin + _WIDTH]))
+    entry = TimedSteps(
+        key=key,
+        samples=[list(map(float, sample)) for sample in known.samples],
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    try:
+        keep_steps(entry)
+    except StoreWriteError as error:
+        logger.warning("Timed steps are not kept: %s", error)
+        return 0
+    return len(entry.samples)
+
+
+class LearntMachine:
+    """Costs and limits of an engine, and how they change with the steps that it times.
+
+    Args:
+        state: the internal state of the engine's first scheduler.
+
+    Attributes:
+        machine: for the next plan.
+    """
+
+    def __init__(self, manager: TokenizerManager, state: SchedulerState) -> None:
+        self._manager = manager
+        self._state = state
+        self._learns = manager.server_args.offline_config.learn_costs
+        self.machine: Machine = machine_of(manager, state)
+
+    @contextmanager
+    def by_datasheet(self) -> Iterator[None]:
+        """Plan with the datasheet's costs, by which prompts and decodes are always mixed, and
+        learn nothing meanwhile."""
+        learns, self._learns = self._learns, False
+        cost = datasheet_cost(self._manager, self._state)
+        self.machine = replace(self.machine, cost=cost)
+        try:
+            yield
+        finally:
+            self._learns = learns
+
+    async def keep_steps(self) -> bool:
+        """Keep the steps that were timed since the last call. Whether plans may learn from
+        them."""
+        if not self._learns:
+            return False
+        return await keep_timed_steps(self._manager, self._key) > 0
+
+    async def learn(self) -> None:
+        """Plan the next jobs with the costs of all steps that are kept.
+
+        While no job is open: the work of open jobs is counted in seconds by their plans' costs.
+        """
+        self.machine = await asyncio.to_thread(machine_of, self._manager, self._state)
+
+    def law(self) -> StepLaw | None:
+        """The law of all steps that are kept. None if they are too few."""
+        return kept_law(datasheet_cost(self._manager, self._state), self._key)
+
+    @property
+    def _key(self) -> TimedStepsKey:
+        return engine_key(self._manager, self._state)

@@ -17,7 +17,7 @@ from ...batch_api.protocol import error_body
 from ...request import Cuts, RequestOutput, Usage, Work
 from ...stop_rules.answer_watch import REASON_KEY
 from ..compat.server_types import EngineAnswer, JsonObject, MetaInfo, UsageInfo
-from .body_checks import MESSAGES_URL, describe_validation_error
+from .checks.body_checks import MESSAGES_URL, describe_validation_error
 from .checks.value_checks import FieldError
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from ...stop_rules.rule_settings import StopRules
 from ..compat.server_types import EngineAnswer, EngineRequest, TokenizerManager
 from .checks.stop_rule_checks import add_rules
 from .endpoints import ServingCoroutine
-from .media.media_reading import media_reader
+from .media import media_reader
 from .request_ids import set_rid
 
 # An attribute of a request whose answer the engine could not give: a report of its tokens.

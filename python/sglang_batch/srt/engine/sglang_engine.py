@@ -6,7 +6,8 @@ import asyncio
 import copy
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, cast
 
@@ -37,20 +38,17 @@ from ..compat.server_types import (
     TokenizerManager,
 )
 from ..compat.support import STATE_KEY
-from .body_checks import parse_body
+from .checks.body_checks import parse_body
 from .checks.request_checks import check_line
 from .checks.stop_rule_checks import has_rules, take_rules
 from .checks.value_checks import FieldError
-from .early_ends import EarlyEnds
-from .endpoints import Converted, ServingEndpoints
-from .measuring.learnt_machine import LearntMachine
-from .media.media_reading import media_reader
-from .media.media_sources import check_sources
-from .media.media_tokens import media_token_ids
-from .media.transcriptions import with_duration
+from .endpoints import Converted, ServingEndpoints, load_request, store_request
+from .machine import LearntMachine
+from .media import check_sources, media_reader
+from .media_tokens import media_token_ids
 from .responses import abort_reason, aborted, output_of, rejection, unusable
 from .serving_call import HoldingManager, ServingCall
-from .stored_request import load, store
+from .transcriptions import with_duration
 
 # With fewer requests in flight the engine may run out of work between answers.
 MIN_INFLIGHT = 1024
@@ -393,7 +391,7 @@ class SGLangEngine:
         # Serving code that composes its requests converts a body into something else.
         if converted is None or converted[0] is not prepared.adapted:
             return None
-        return store(
+        return store_request(
             converted, prepared.input_ids, prepared.max_new_tokens, prepared.ignore_eos
         )
 
@@ -404,7 +402,7 @@ class SGLangEngine:
         stored: bytes,
         input_ids: Sequence[int],
     ) -> Prepared:
-        converted, found = load(stored, input_ids)
+        converted, found = load_request(stored, input_ids)
         call = ServingCall(self._endpoints.continued(request.url, converted), rid)
         adapted = call.render()
         if adapted is None:
@@ -558,3 +556,58 @@ def _output_limits(adapted: EngineRequest) -> tuple[int | None, bool]:
         return 1, True  # a prompt's logprobs, or one token: it cannot end earlier
     exact = bool(params.get("ignore_eos")) and not has_rules(params)
     return most, exact and most is not None
+
+
+# Seconds between two looks whether a request that is to end was sent.
+_NOT_SENT_S = 0.01
+
+
+class EarlyEnds:
+    """The samples of one tokenizer manager that are to end, before and while they run."""
+
+    def __init__(self, manager: TokenizerManager) -> None:
+        self._manager = manager
+        # The present request of each sample, by the id of its first one.
+        self._executing: dict[str, str] = {}
+        self._wanted: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def end(self, rid: str) -> None:
+        """End a sample now, or as soon as it is sent."""
+        line = line_request_id(rid)
+        if line not in self._wanted:
+            self._wanted.add(line)
+            if line in self._executing:
+                self._begin(line)
+
+    @contextmanager
+    def executing(self, rid: str) -> Iterator[None]:
+        """A request is executed in this block."""
+        line = line_request_id(rid)
+        self._executing[line] = rid
+        if line in self._wanted:
+            self._begin(line)
+        try:
+            yield
+        finally:
+            del self._executing[line]
+
+    def forget(self, job_id: str) -> None:
+        """No more samples of a job will be executed."""
+        begin = f"{job_id}-"
+        self._wanted = {line for line in self._wanted if not line.startswith(begin)}
+
+    def _begin(self, line: str) -> None:
+        task = asyncio.ensure_future(self._end(line, self._executing[line]))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _end(self, line: str, rid: str) -> None:
+        # SGLang forgets the abort of a request that its scheduler does not have yet, as
+        # when it waits for new weights, for a pause to end, or for its prompt.
+        while self._executing.get(line) == rid:
+            state = self._manager.rid_to_state.get(rid)
+            if state is not None and state.dispatched:
+                self._manager.abort_request(rid)
+                return
+            await asyncio.sleep(_NOT_SENT_S)

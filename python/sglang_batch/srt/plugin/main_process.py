@@ -51,7 +51,7 @@ def enter_offline_main() -> None:
 
 def _hook_main() -> None:
     from ..disaggregation import backend
-    from ..engine import engine_start, pooling
+    from ..engine import pooling, processes
     from . import defaults, server_routes
 
     defaults.register()
@@ -60,7 +60,7 @@ def _hook_main() -> None:
     of = offline_hooks
     around, after = HookType.AROUND, HookType.AFTER
     register_offline(SERVER_HOOK, server_routes.run_server, around, of.first)
-    register_offline(LAUNCH_HOOK, engine_start.tell_of_schedulers, after, of.second)
+    register_offline(LAUNCH_HOOK, processes.tell_of_schedulers, after, of.second)
     register_offline(SHUTDOWN_HOOK, defaults.undo, after, of.own)
     _register_http_hooks()
     of.apply()

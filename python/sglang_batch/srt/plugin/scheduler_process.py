@@ -99,10 +99,10 @@ def hook_scheduler() -> None:
     )
     # Imported only in the process that spreads requests over replicas.
     if "sglang.srt.managers.data_parallel_controller" in sys.modules:
-        from ..engine import dp_controller
+        from ..engine import processes
 
         HookRegistry.register(
-            DP_CONTROLLER_HOOK, dp_controller.wait_for_messages, HookType.AROUND
+            DP_CONTROLLER_HOOK, processes.wait_for_messages, HookType.AROUND
         )
 
 

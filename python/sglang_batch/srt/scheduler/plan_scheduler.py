@@ -42,7 +42,7 @@ from ..compat.scheduler_types import (
     ScheduleBatch,
     StepScheduler,
 )
-from ..engine.media.media_tokens import num_placeholders
+from ..engine.media_tokens import num_placeholders
 from .kv.kv_manager import KvManager
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .kv.token_counts import count_retracted

@@ -21,19 +21,22 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from ...compat.offline_hooks import leave
 from ...compat.server_types import EngineRequest, TokenizerManager
 from ..request_ids import has_our_id, may_be_ours, name_list
-from .request_fields import (
+from .stop_rule_checks import settle_rules
+from .value_checks import (
     REQUEST_FIELDS,
     SAMPLING_FIELDS,
     SCHEDULER_FIELDS,
     Biases,
+    FieldError,
     Real,
     Refused,
     Rule,
     TokenIds,
     Whole,
+    check_type,
+    check_value,
+    short,
 )
-from .stop_rule_checks import settle_rules
-from .value_checks import FieldError, check_type, check_value, short
 
 # Most sequences of all prompts of a request.
 MAX_ALL_SEQUENCES = 1 << 16

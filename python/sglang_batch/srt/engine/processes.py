@@ -1,4 +1,4 @@
-"""Tells what a starting engine waits for, so that a slow start is not a silent one."""
+"""Processes of an engine: what a slow start waits for, and a controller that waits while idle."""
 
 from __future__ import annotations
 
@@ -9,9 +9,39 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil  # type: ignore[import-untyped]
+from sglang.srt.runtime_context import get_device
+
+if TYPE_CHECKING:
+    import zmq
+
+# SGLang's loop feeds its watchdog at least this often.
+WAIT_MS = 1000
+
+
+class _WaitingSocket:
+    """A socket that waits for a message even if it is asked not to."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+
+    def recv(self, flags: int = 0) -> Any:
+        self._socket.poll(WAIT_MS)
+        return self._socket.recv(flags)
+
+    def recv_pyobj(self, flags: int = 0) -> Any:
+        self._socket.poll(WAIT_MS)
+        return self._socket.recv_pyobj(flags)
+
+
+def wait_for_messages(original: Callable[[Any], None], controller: Any) -> None:
+    """AROUND hook on ``DataParallelController.event_loop``, which looks all the time."""
+    if get_device().sleep_on_idle:
+        controller.recv_from_tokenizer = _WaitingSocket(controller.recv_from_tokenizer)
+    original(controller)
+
 
 EVERY_S = 5.0
 # A process that works and gets less of a core than this competes with others.

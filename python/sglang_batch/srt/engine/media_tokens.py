@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from ....planner.requests import END_OF_PLACEHOLDERS, FIRST_PLACEHOLDER
-from ...compat.server_types import TokenizerManager
+from ...planner.requests import END_OF_PLACEHOLDERS, FIRST_PLACEHOLDER
+from ..compat.server_types import TokenizerManager
 
 _MANY = END_OF_PLACEHOLDERS - FIRST_PLACEHOLDER
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, Field
 
-from ....request import BatchRequestInput
-from .media_reading import MediaReader
+from ...request import BatchRequestInput
+from .media import MediaReader
 
 
 class TranscriptionBody(BaseModel):

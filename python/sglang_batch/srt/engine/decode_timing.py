@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from ....engine import GENERATE_URL
-from ....errors import EngineError
-from ....request import BatchRequestInput
-from ....store.measured.row_share_file import RowShareKey
-from ....workloads.random_prompts import random_prompts
-from ...compat.server_types import SchedulerState
-from ..machine import model_spec, row_share_key
-from ..sglang_engine import Prepared, SGLangEngine
+from ...engine import GENERATE_URL
+from ...errors import EngineError
+from ...request import BatchRequestInput
+from ...store.measured.row_share_file import RowShareKey
+from ...workloads.random_prompts import random_prompts
+from ..compat.server_types import SchedulerState
+from .machine import model_spec, row_share_key
+from .sglang_engine import Prepared, SGLangEngine
 
 # Without these in its environment and arguments, an engine keeps no times of steps.
 ENVIRONMENT = {"SGLANG_RECORD_STEP_TIME": "1"}

@@ -1,1 +1,0 @@
-"""What engines measure of themselves, for planning."""

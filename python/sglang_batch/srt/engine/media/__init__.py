@@ -1,1 +1,0 @@
-"""Images and other media in the prompts of lines."""

@@ -20,6 +20,8 @@ from sglang_batch.run.options.vllm_flags import (
 from sglang_batch.srt.compat.command_line import OPTIONS, check_arguments
 
 RUN_PAGE = Path(__file__).parents[2] / "docs" / "run.md"
+# An option that a text names.
+OPTION = re.compile(r"--[a-z][a-z-]*[a-z]")
 SGLANG = {
     flag
     for option in json.loads(OPTIONS.read_bytes())["options"]
@@ -47,21 +49,33 @@ def test_the_table_has_each_name_once_and_only_options_that_sglang_has() -> None
 
 
 def test_the_page_lists_the_table() -> None:
+    """Each option is in the list of its use, with the option of SGLang's or ours."""
     section = RUN_PAGE.read_text().partition("## Options of `vllm run-batch`")[2]
     section = section.partition("\n## ")[0]
-    rows = re.findall(r"^\| (`.+?) \| (.+) \|$", section, re.M)
-    listed = {
-        name: text for names, text in rows for name in re.findall(r"`(-[^`]+)`", names)
-    }
+    lists = dict(
+        re.findall(r"^\*\*([\w ]+)\*\*[:,] ?(.*?\n)\n", section + "\n", re.M | re.S)
+    )
+    assert lists.keys() == {"The same", "Renamed", "No effect", "Refused"}
     for flag in VLLM_FLAGS:
-        for name in flag.names:
-            assert name in listed, f"{name} is not in docs/run.md"
-            if flag.use is FlagUse.RENAMED:
-                assert flag.target[-1] in listed[name], name
-            else:
-                assert f"{flag.use.value}: {flag.why}" in listed[name], name
-    assert listed.keys() == {name for flag in VLLM_FLAGS for name in flag.names}
-    assert all(f"`{name}`" in section for name in SAME_FLAGS)
+        for item in lists[flag.use.value.capitalize()].split(";"):
+            if f"`{flag.names[0]}`" in item:
+                break
+        else:
+            pytest.fail(f"{flag.names[0]} is not in its list of docs/run.md")
+        assert all(f"`{name}`" in item for name in flag.names)
+        instead = (
+            flag.target if flag.use is FlagUse.RENAMED else OPTION.findall(flag.why)
+        )
+        if flag.use is not FlagUse.IGNORED:
+            assert all(option in item for option in instead), flag.names[0]
+        for value, why in flag.refused.items():
+            assert value is None or f"`{value}`" in item, flag.names[0]
+            assert set(OPTION.findall(why)) <= set(OPTION.findall(item)), why
+    named = set(re.findall(r"`(-[^` ]+)`", re.sub(r"\([^()]*\)", "", section)))
+    known = {name for flag in VLLM_FLAGS for name in flag.names}
+    ways = {"-i", "-o", "--output-tmp-dir", "--max-inflight", "-1"}
+    assert named == known | set(SAME_FLAGS) | ways
+    assert all(f"`{name}`" in lists["The same"] for name in SAME_FLAGS)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from sglang_batch.planner.requests import SIDES
-from sglang_batch.scheduling.reports.step_record import read_steps
+from sglang_batch.scheduling.step_record import read_steps
 
 TASK_FILE, RESULT_FILE, STEPS_FILE = "task.json", "result.json", "steps.csv"
 # An idle engine writes its last steps within this time.

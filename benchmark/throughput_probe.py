@@ -81,7 +81,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     if scheduler.Scheduler.__name__ == "OfflineScheduler":
         probe.wrap_ours()
     if os.environ.get(IN_TURN_VARIABLE):
-        from sglang_batch.srt.overlap.half_forwards import ThreadedHalves
+        from sglang_batch.srt.overlap.batch_halves import ThreadedHalves
 
         ThreadedHalves.at_once = False
     first, last = map(int, os.environ[HOLD_VARIABLE].split(":"))

@@ -1,7 +1,12 @@
-"""Checks of tensors for all ops. Error messages show shapes, never data."""
+"""Checks of tensors for all ops, whose messages show shapes and never data, and the
+compiler of functions that run on the host."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
+import numba
 import torch
 from triton.runtime import JITFunction
 
@@ -58,3 +63,16 @@ def check_runnable(kernel: object, device: torch.device, instead: str) -> None:
     """Raise a ValueError for a compiled kernel with tensors on the CPU."""
     if device.type == "cpu" and isinstance(kernel, JITFunction):
         raise ValueError(f"Triton has no CPU backend; on CPU tensors use {instead}")
+
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def jit(function: F) -> F:
+    """Compile with numba on first use and cache the machine code on disk.
+
+    A compiled function may only call compiled functions of its own file: numba checks
+    only that file to see whether the cached code is stale.
+    """
+    compiled: F = numba.njit(cache=True)(function)
+    return compiled

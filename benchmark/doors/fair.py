@@ -21,14 +21,14 @@ from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.policies import POLICY_TABLE
-from sglang_batch.scheduling.admission.next_step import choose
-from sglang_batch.scheduling.admission.step_filling import EngineNow
 from sglang_batch.scheduling.job_plan import JobPlan, StepCost, unplanned
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.job_work import JobWork
 from sglang_batch.scheduling.kv_accounting import KvAccounting
+from sglang_batch.scheduling.next_step import choose
 from sglang_batch.scheduling.open_jobs import OpenJobs
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
+from sglang_batch.scheduling.step_filling import EngineNow
 
 POLICIES = ("dfs", "dual-scan", "lof", "fcfs", "prefix-groups", "auto")
 # Most time of a small job next to a large one, over its fair share.

@@ -102,7 +102,7 @@ def tree_figure(num_requests: int) -> Figure:
     from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
     from sglang_batch.scheduling.job_plan import unplanned
     from sglang_batch.scheduling.job_state import JobState
-    from sglang_batch.scheduling.reports.running_tree import running_tree
+    from sglang_batch.scheduling.running_tree import running_tree
 
     rng = np.random.default_rng(0)
     # Documents in folders, and a question about each: three levels.

@@ -46,7 +46,7 @@ from sglang_batch.request import (
     parse_request_id,
 )
 from sglang_batch.scheduling.job_plan import JobPlan
-from sglang_batch.scheduling.reports.running_tree import TreeNow
+from sglang_batch.scheduling.running_tree import TreeNow
 
 URL = "/v1/completions"
 # Heads beyond the faults after which a job counts as one that never ends.

@@ -177,7 +177,7 @@ def time_without_rules() -> Figure:
     """What a request without rules pays: once, when it arrives. Its tokens pay nothing."""
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    from sglang_batch.srt.scheduler.finishing.rule_endings import watch_request
+    from sglang_batch.srt.scheduler.answer_ends import watch_request
 
     req: Any = SimpleNamespace(sampling_params=SamplingParams(), update_finish_state=1)
     begun = time.process_time()

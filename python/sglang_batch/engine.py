@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .planner.machine_model import Machine
     from .planner.sharding.speeds import ShardSpeeds
     from .scheduling.job_plan import JobPlan
-    from .scheduling.reports.running_tree import TreeNow
+    from .scheduling.running_tree import TreeNow
 
 # SGLang's native endpoint, for frontend programs. Not for batch files.
 GENERATE_URL = "/generate"

@@ -19,8 +19,10 @@ FlashInfer's.
 from sgl_kernel_ext.shared_prefix_attention.attention_plan import (
     AttentionPlan,
     AttentionPlanner,
+    Level,
+    Workspace,
+    cascade_levels,
 )
-from sgl_kernel_ext.shared_prefix_attention.buffers import Workspace
 from sgl_kernel_ext.shared_prefix_attention.checks import TooLarge
 from sgl_kernel_ext.shared_prefix_attention.configs import (
     DeviceConfig,
@@ -28,12 +30,11 @@ from sgl_kernel_ext.shared_prefix_attention.configs import (
     pick_config,
 )
 from sgl_kernel_ext.shared_prefix_attention.launch import run
-from sgl_kernel_ext.shared_prefix_attention.levels import Level, cascade_levels
 from sgl_kernel_ext.shared_prefix_attention.shared_prefix_reference import (
     attention_ref,
     run_reference,
+    try_out,
 )
-from sgl_kernel_ext.shared_prefix_attention.trial import try_out
 
 __all__ = [
     "AttentionPlan",

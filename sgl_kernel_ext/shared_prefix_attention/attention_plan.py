@@ -1,28 +1,150 @@
-"""Planning on the host: from a batch and its prefix forest to a task table."""
+"""Planning on the host: from a batch and its prefix forest to a task table.
+
+The device buffer of a plan is one int32 tensor that one copy fills:
+
+    header [64] | part_indptr [max_tokens + 1] | gather [max_tokens] | tasks
+
+Each part starts at a multiple of 64 values. With an accelerator there are two host
+buffers, so that a plan can be written while the previous one is still being copied.
+
+:func:`cascade_levels` converts a plan for kernels that attend level by level. A level is one
+attention call over all query tokens. It divides the tokens, in gather order, into ranges.
+Every range reads one span of KV positions of one table row. Kept nodes with the same number of
+kept nodes above them share a level. The last level has the suffix of each request, after its
+deepest kept node:
+
+    tokens in gather order   0 ......................... num_tokens
+    level 0, roots           | node 0            | node 1  | empty |
+    level 1, below them      | node 2  | empty                     |
+    last level, suffixes     | r4 | r1 | r0 | r6 | r2 | r5 | r3    |
+
+The spans of a token in all levels cover each of its KV positions once. Only the last
+level needs a causal mask, where a token attends to no position after its own.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from sgl_kernel_ext.shared_prefix_attention import forest, tasks
-from sgl_kernel_ext.shared_prefix_attention.buffers import (
-    HEADER_NODE_TASKS,
-    HEADER_TASKS,
-    HEADER_TOKENS,
-    HostPlan,
-    PlanBuffers,
-    Workspace,
-)
 from sgl_kernel_ext.shared_prefix_attention.checks import (
     check_batch,
     check_limit,
     check_planner_sizes,
 )
 from sgl_kernel_ext.shared_prefix_attention.configs import DeviceConfig, pick_config
+from sgl_kernel_ext.shared_prefix_attention.tasks import NUM_FIELDS, NUM_RESULTS
+
+ALIGN = 64
+NUM_HOST_BUFFERS = 2
+
+# Indices into the header.
+HEADER_TASKS = 0
+HEADER_NODE_TASKS = 1
+HEADER_TOKENS = 2
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Partial results. Planners whose runs follow each other may share one."""
+
+    o_parts: torch.Tensor  # float32 [max_parts, num_q_heads, head_dim]
+    lse_parts: torch.Tensor  # float32 [max_parts, num_q_heads], natural log
+
+    @classmethod
+    def make(
+        cls, max_parts: int, num_q_heads: int, head_dim: int, device: torch.device
+    ) -> Workspace:
+        """Allocate memory for ``max_parts`` partial results of one token each."""
+        shape = (max_parts, num_q_heads, head_dim)
+        return cls(
+            torch.empty(shape, dtype=torch.float32, device=device),
+            torch.empty(shape[:2], dtype=torch.float32, device=device),
+        )
+
+
+class HostPlan:
+    """A host buffer with the packed layout, and numpy views of its parts."""
+
+    def __init__(self, max_tokens: int, max_tasks: int, pinned: bool) -> None:
+        indptr = ALIGN
+        gather = indptr + _aligned(max_tokens + 1)
+        self.tasks_at = gather + _aligned(max_tokens)
+        size = self.tasks_at + max_tasks * NUM_FIELDS
+        self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        values = self.tensor.numpy()
+        self.header = values[:ALIGN]
+        self.part_indptr = values[indptr : indptr + max_tokens + 1]
+        self.gather = values[gather : gather + max_tokens]
+        self.tasks = values[self.tasks_at :].reshape(max_tasks, NUM_FIELDS)
+        event = torch.cuda.Event() if pinned else None
+        self.sent: torch.cuda.Event | None = event
+
+
+class PlanBuffers:
+    """All buffers of one planner. No plan allocates any."""
+
+    def __init__(
+        self,
+        max_requests: int,
+        max_tokens: int,
+        max_nodes: int,
+        max_tasks: int,
+        device: torch.device,
+    ) -> None:
+        pinned = device.type == "cuda"
+        count = NUM_HOST_BUFFERS if pinned else 1
+        self._host = [HostPlan(max_tokens, max_tasks, pinned) for _ in range(count)]
+        self._next = 0
+        first = self._host[0]
+        # On the CPU the kernels read the host buffer itself.
+        self._device = (
+            torch.zeros_like(first.tensor, device=device) if pinned else first.tensor
+        )
+        gather = ALIGN + _aligned(max_tokens + 1)
+        self.header = self._device[:ALIGN]
+        self.num_tokens = self.header[HEADER_TOKENS : HEADER_TOKENS + 1]
+        self.part_indptr = self._device[ALIGN : ALIGN + max_tokens + 1]
+        self.gather = self._device[gather : gather + max_tokens]
+        self.tasks = self._device[first.tasks_at :]
+
+        def ints(size: int) -> np.ndarray:
+            return np.zeros(size, np.int32)
+
+        self.keep = np.zeros(max_nodes, np.bool_)
+        self.node_start = ints(max_nodes)
+        self.node_tokens = ints(max_nodes)
+        self.node_above = ints(max_nodes)
+        self.node_row = ints(max_nodes)
+        self.request_start = ints(max_requests)
+        self.request_above = ints(max_requests)
+        self.scratch = np.zeros((max_tasks, NUM_FIELDS), np.int32)
+        self.keys = np.zeros(max_tasks, np.int64)
+        self.results = np.zeros(NUM_RESULTS, np.int64)
+
+    def next_host(self) -> HostPlan:
+        """A host buffer to overwrite. Waits until its last copy is done."""
+        self._next = (self._next + 1) % len(self._host)
+        host = self._host[self._next]
+        if host.sent is not None:
+            host.sent.synchronize()
+        return host
+
+    def send(self, host: HostPlan, num_tasks: int) -> None:
+        """Copy the used part of the buffer to the device, on the current stream."""
+        if host.sent is not None:
+            used = host.tasks_at + num_tasks * NUM_FIELDS
+            self._device[:used].copy_(host.tensor[:used], non_blocking=True)
+            host.sent.record()
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,3 +425,82 @@ class AttentionPlanner:
             own.results,
         )
         return int(num_kept)
+
+
+class Level(NamedTuple):
+    """Ranges of query tokens and the KV that each reads, int32, on the host.
+
+    Range ``i`` has the tokens ``token_indptr[i]`` to ``token_indptr[i + 1]`` in gather
+    order. The ranges cover all tokens of the plan. A range reads the positions
+    ``kv_begin[i]`` to ``kv_end[i]`` of the table row ``table_row[i]``. Tokens without
+    a node in this level are in ranges with an empty span of row 0.
+    """
+
+    token_indptr: np.ndarray  # [s + 1]
+    table_row: np.ndarray  # [s]
+    kv_begin: np.ndarray  # [s]
+    kv_end: np.ndarray  # [s]
+
+
+def cascade_levels(
+    plan: AttentionPlan,
+    q_len: np.ndarray,
+    kv_len: np.ndarray,
+    table_row: np.ndarray,
+    node_end: np.ndarray,
+) -> list[Level]:
+    """The levels of a plan, from the roots to the suffixes. There is at least one.
+
+    Args:
+        plan: the newest plan of its planner, whose buffers are read.
+        q_len, table_row, node_end: as planned.
+        kv_len: int32 ``[n]``, the planned KV lengths, or any for which the plan is
+            ``still_valid``.
+    """
+    own = plan.planner.buffers
+    num_nodes = len(node_end)
+    # Index -1 is for no node.
+    ends = np.zeros(num_nodes + 1, np.int32)
+    ends[:num_nodes] = node_end
+    done = np.zeros(num_nodes + 1, np.bool_)
+    done[-1] = True
+    left = np.flatnonzero(own.keep[:num_nodes])
+    levels = []
+    while len(left):
+        ready = done[own.node_above[left]]
+        nodes, left = left[ready], left[~ready]
+        done[nodes] = True
+        levels.append(_node_level(plan, nodes, ends))
+    levels.append(_suffix_level(plan, q_len, kv_len, table_row, ends))
+    return levels
+
+
+def _node_level(plan: AttentionPlan, nodes: np.ndarray, ends: np.ndarray) -> Level:
+    """The given nodes, none above another, with empty ranges between them."""
+    own = plan.planner.buffers
+    starts = own.node_start[nodes]
+    stops = starts + own.node_tokens[nodes]
+    outer = np.array([0, plan.num_tokens], np.int32)
+    token_indptr = np.unique(np.concatenate([outer, starts, stops]))
+    at = np.searchsorted(token_indptr, starts)
+    level = Level(token_indptr, *np.zeros((3, len(token_indptr) - 1), np.int32))
+    level.table_row[at] = own.node_row[nodes]
+    level.kv_begin[at] = ends[own.node_above[nodes]]
+    level.kv_end[at] = ends[nodes]
+    return level
+
+
+def _suffix_level(
+    plan: AttentionPlan,
+    q_len: np.ndarray,
+    kv_len: np.ndarray,
+    table_row: np.ndarray,
+    ends: np.ndarray,
+) -> Level:
+    """One range per request, in gather order."""
+    own = plan.planner.buffers
+    order = np.argsort(own.request_start[: plan.num_requests])
+    token_indptr = np.zeros(plan.num_requests + 1, np.int32)
+    np.cumsum(q_len[order], dtype=np.int32, out=token_indptr[1:])
+    begins = ends[own.request_above[order]]
+    return Level(token_indptr, table_row[order], begins, kv_len[order])

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sgl_kernel_ext.host_jit import jit
+from sgl_kernel_ext.utils import jit
 
 # The faults that check_forest returns.
 VALID = 0

@@ -8,7 +8,9 @@ from typing import Literal
 import torch
 
 from sgl_kernel_ext.merge_state import merge_parts
-from sgl_kernel_ext.shared_prefix_attention.attention_plan import AttentionPlan
+from sgl_kernel_ext.shared_prefix_attention.attention_plan import (
+    AttentionPlan,
+)
 from sgl_kernel_ext.shared_prefix_attention.checks import check_features, check_tensors
 from sgl_kernel_ext.shared_prefix_attention.shared_prefix_kernel import (
     ALL_TASKS,

@@ -11,11 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sgl_kernel_ext.shared_prefix_attention import buffers, tasks
+from sgl_kernel_ext.shared_prefix_attention import attention_plan, tasks
 
 LN2 = tl.constexpr(0.6931471805599453)
-HEADER_TASKS = tl.constexpr(buffers.HEADER_TASKS)
-HEADER_NODE_TASKS = tl.constexpr(buffers.HEADER_NODE_TASKS)
+HEADER_TASKS = tl.constexpr(attention_plan.HEADER_TASKS)
+HEADER_NODE_TASKS = tl.constexpr(attention_plan.HEADER_NODE_TASKS)
 NUM_FIELDS = tl.constexpr(tasks.NUM_FIELDS)
 START = tl.constexpr(tasks.START)
 COUNT = tl.constexpr(tasks.COUNT)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sgl_kernel_ext.host_jit import jit
+from sgl_kernel_ext.utils import jit
 
 # Fields of a task.
 START = 0  # first query token, in gather order

@@ -19,7 +19,7 @@ from sglang_batch.request import (
     parse_request_id,
 )
 from sglang_batch.scheduling.job_plan import JobPlan
-from sglang_batch.scheduling.reports.running_tree import TreeNow
+from sglang_batch.scheduling.running_tree import TreeNow
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_batch.srt.compat.offline_hooks import PENALTY_HOOK
-from sglang_batch.srt.scheduler.kv.offload_support import can_offload
 from sglang_batch.srt.scheduler.kv.offloading import (
     KvOffloader,
+    can_offload,
     drain_results,
 )
 from sglang_batch.srt.scheduler.kv.token_counts import count_by_place, count_retracted

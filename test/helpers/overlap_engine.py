@@ -86,7 +86,7 @@ class WatchedHalves:
     shares = (None,)
 
     def __init__(self, scheduler: Any) -> None:
-        from sglang_batch.srt.overlap.half_forwards import StreamedHalves
+        from sglang_batch.srt.overlap.batch_halves import StreamedHalves
 
         runner = scheduler.tp_worker.model_runner
         pool = runner.token_to_kv_pool

@@ -38,7 +38,7 @@ from sglang_batch.client import client_options
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.run.options import run_options
 from sglang_batch.server.batch_metrics import BatchMetrics
-from sglang_batch.srt.scheduler.step_metrics import StepMetrics
+from sglang_batch.srt.scheduler.step_recorder import StepMetrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "batch_api.md"

@@ -15,7 +15,7 @@ from route_server import Server, serving
 
 from sglang_batch.engine import KvUse
 from sglang_batch.http_api import page_routes as page_module
-from sglang_batch.scheduling.reports.running_tree import TreeNow
+from sglang_batch.scheduling.running_tree import TreeNow
 
 EVIL = "<script>alert(1)</script>"
 FILES = resources.files("sglang_batch.http_api").joinpath("page")

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 from scheduling_jobs import request_of
 
+from sglang_batch.scheduling.backlog import Backlog
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
-from sglang_batch.scheduling.waiting.backlog import Backlog
 
 
 def by_turn(requests: list[ScheduledRequest]) -> list[ScheduledRequest]:

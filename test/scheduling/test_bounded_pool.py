@@ -6,8 +6,7 @@ import pytest
 from scheduling_jobs import request_of
 
 from sglang_batch.planner.machine_model import PoolShares
-from sglang_batch.scheduling.bounded_pool import BoundedPool
-from sglang_batch.scheduling.kv_accounting import KvAccounting
+from sglang_batch.scheduling.kv_accounting import BoundedPool, KvAccounting
 
 WINDOW = 32
 

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 from scheduling_jobs import Prompt, Req, arrive, job_of, plan_of
 
-from sglang_batch.scheduling.common_prefixes import SHORTEST, CommonPrefixes, _places
 from sglang_batch.scheduling.job_state import JobState
-from sglang_batch.scheduling.open_jobs import OpenJobs
+from sglang_batch.scheduling.open_jobs import (
+    SHORTEST,
+    CommonPrefixes,
+    OpenJobs,
+    _places,
+)
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
 
 SHARED = (1,) * SHORTEST

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from scheduling_jobs import Prompt, arrive_all, job_of, plan_of, request_of
 
-from sglang_batch.scheduling.kv_accounting import KvAccounting
-from sglang_batch.scheduling.length_bias import (
+from sglang_batch.scheduling.job_work import (
     BIAS_MAX,
     HALF_LIFE,
     LengthBias,
     LengthSums,
     subtrees,
 )
+from sglang_batch.scheduling.kv_accounting import KvAccounting
 
 
 def run(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from scheduling_jobs import arrive, arrive_all, plan_of
 
-from sglang_batch.scheduling.admission.next_step import choose
-from sglang_batch.scheduling.admission.step_filling import EngineNow
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.kv_accounting import KvAccounting
-from sglang_batch.scheduling.open_jobs import OpenJobs
-from sglang_batch.scheduling.reports.waiting_view import WaitingView
+from sglang_batch.scheduling.next_step import choose
+from sglang_batch.scheduling.open_jobs import OpenJobs, WaitingView
+from sglang_batch.scheduling.step_filling import EngineNow
 
 PROMPTS = [(1, 2, 3), (1, 2, 4), (9,)]
 

@@ -12,9 +12,9 @@ from scheduling_jobs import arrive_all, plan_of
 from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE
 from sglang_batch.planner.kv_lengths.batch_switch import MAX_MIXED
 from sglang_batch.planner.kv_lengths.length_groups import PARKS_FROM
-from sglang_batch.scheduling.admission.next_step import EngineNow, choose
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.kv_accounting import KvAccounting
+from sglang_batch.scheduling.next_step import EngineNow, choose
 from sglang_batch.scheduling.open_jobs import ScanPace
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
 

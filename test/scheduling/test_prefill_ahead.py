@@ -9,12 +9,12 @@ import pytest
 from scheduling_jobs import arrive_all, plan_of
 
 from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE
-from sglang_batch.scheduling.admission.next_step import choose, put_back
-from sglang_batch.scheduling.admission.step_filling import EngineNow
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.kv_accounting import KvAccounting
+from sglang_batch.scheduling.next_step import choose, put_back
 from sglang_batch.scheduling.open_jobs import ScanPace
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
+from sglang_batch.scheduling.step_filling import EngineNow
 
 CAPACITY, PROMPT, STEPS = 1000, 20, 100
 

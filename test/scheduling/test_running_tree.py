@@ -11,7 +11,7 @@ import pytest
 from scheduling_jobs import arrive_all, job_of, plan_of, random_prompts
 
 from sglang_batch.scheduling.job_state import JobState
-from sglang_batch.scheduling.reports.running_tree import running_tree
+from sglang_batch.scheduling.running_tree import running_tree
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
 
 SYSTEM, DOCUMENT = tuple(range(8)), tuple(range(100, 104))

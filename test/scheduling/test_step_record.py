@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_batch.errors import InputError
-from sglang_batch.scheduling.reports.step_record import (
+from sglang_batch.scheduling.step_record import (
     COLUMNS,
     StepLog,
     StepRecord,
@@ -164,7 +164,7 @@ def test_a_full_disk_leaves_whole_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path / "steps.csv", record(1))
-    from sglang_batch.scheduling.reports import step_record
+    from sglang_batch.scheduling import step_record
 
     pwrite = step_record.os.pwrite
     monkeypatch.setattr(

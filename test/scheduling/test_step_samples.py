@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_batch.planner.costs.step_costs import StepSample
-from sglang_batch.scheduling.reports.step_samples import (
-    PER_KIND,
-    KeptSamples,
-    StepSamples,
-)
+from sglang_batch.scheduling.step_record import PER_KIND, KeptSamples, StepSamples
 
 
 def step(tokens: int, rows: int = 0) -> StepSample:

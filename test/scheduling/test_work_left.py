@@ -8,8 +8,8 @@ import pytest
 from scheduling_jobs import plan_of
 
 from sglang_batch.scheduling.job_plan import JobPlan, StepCost
+from sglang_batch.scheduling.job_work import WorkLeft
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
-from sglang_batch.scheduling.work_left import WorkLeft
 
 PROMPTS = [(1, 1, 1), (2, 2, 2), (3, 3, 3), (4, 4, 4)]
 COST = StepCost(

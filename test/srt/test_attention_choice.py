@@ -41,16 +41,14 @@ from sglang_batch.srt.attention import (
     attention_choice,
 )
 from sglang_batch.srt.attention.attention_backend import (
-    Implementation,
-    SharedPrefixMixin,
-)
-from sglang_batch.srt.attention.attention_plans import StepPlans
-from sglang_batch.srt.attention.graph_variants import (
     ALONE,
     SHARED,
+    Implementation,
+    SharedPrefixMixin,
     ShareVariants,
     variants_for,
 )
+from sglang_batch.srt.attention.attention_plans import StepPlans
 from sglang_batch.srt.attention.prefix_forest import NO_GROUPS, PrefixForest
 
 HEADS, DIM, SLOTS = 2, 16, 4000

@@ -12,8 +12,7 @@ import torch
 
 from sglang_batch.errors import EngineError
 from sglang_batch.srt.scheduler.kv import host_pool
-from sglang_batch.srt.scheduler.kv.host_pool import HostPool, kv_rows
-from sglang_batch.srt.scheduler.kv.host_room import HostRoom, Run
+from sglang_batch.srt.scheduler.kv.host_pool import HostPool, HostRoom, Run, kv_rows
 from sglang_batch.srt.scheduler.kv.prefetch import HostKv, KvPrefetch, PrefetchRoom
 
 PAGE, SLOTS = 4, 64

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from sglang_batch.scheduling.job_plan import StepCost
-from sglang_batch.srt.scheduler.kv.host_pool import HostPool
+from sglang_batch.srt.scheduler.kv.host_pool import HostPool, HostRoom, Run
 from sglang_batch.srt.scheduler.kv.host_prefixes import BLOCK, HostPrefixes, Prompt
-from sglang_batch.srt.scheduler.kv.host_room import HostRoom, Run
 
 PAGE = 8
 SLOTS, PAGES = 4096, 64  # tokens on the device, pages on the host

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from sglang_batch.scheduling.job_plan import StepCost
-from sglang_batch.srt.scheduler.kv.host_room import HostRoom, recompute_time_s
+from sglang_batch.srt.scheduler.kv.host_pool import HostRoom, recompute_time_s
 
 
 def test_there_is_room_until_the_pool_is_full() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from sglang_batch.demo_model import SPECIAL_IDS, VOCAB_SIZE, write_demo_model
 from sglang_batch.dense.grammar import Grammars
-from sglang_batch.srt.scheduler.finishing.json_grammars import keep_to_json
+from sglang_batch.srt.scheduler.answer_ends import keep_to_json
 
 EOS = SPECIAL_IDS["<|end|>"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_batch.srt.overlap import overlap_limits
-from sglang_batch.srt.overlap.overlap_limits import why_never
+from sglang_batch.srt.overlap import overlap_choice
+from sglang_batch.srt.overlap.overlap_choice import why_never
 
 
 def runner(
@@ -50,8 +50,8 @@ def runner(
 @pytest.fixture(autouse=True)
 def _one_rank(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     ranks = SimpleNamespace(tp_size=1, pp_size=1, attn_dp_size=1)
-    monkeypatch.setattr(overlap_limits, "get_parallel", lambda: ranks)
-    monkeypatch.setattr(overlap_limits, "keeps_states", lambda config: False)
+    monkeypatch.setattr(overlap_choice, "get_parallel", lambda: ranks)
+    monkeypatch.setattr(overlap_choice, "keeps_states", lambda config: False)
     return ranks
 
 

@@ -16,7 +16,7 @@ from prompts import MAX_TOKENS, Case
 from servers import Server, server
 from stress_runs import scenario
 
-from sglang_batch.scheduling.reports.step_record import read_steps
+from sglang_batch.scheduling.step_record import read_steps
 
 COMPLETIONS = "/v1/completions"
 STEPS, SIDES = "steps.csv", ("left", "right", "online")

@@ -15,8 +15,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollectorContext
 
-from sglang_batch.scheduling.reports.step_record import COLUMNS, StepRecord
-from sglang_batch.srt.scheduler.step_metrics import (
+from sglang_batch.scheduling.step_record import COLUMNS, StepRecord
+from sglang_batch.srt.scheduler.step_recorder import (
     PUBLISH_EVERY,
     HostUse,
     StepMetrics,
@@ -134,8 +134,8 @@ def test_other_processes_are_scraped_as_sglang_scrapes_them(tmp_path: Path) -> N
     """SGLang's server collects from the files that its scheduler processes write."""
     program = """
         import sys
-        from sglang_batch.scheduling.reports.step_record import COLUMNS, StepRecord
-        from sglang_batch.srt.scheduler.step_metrics import StepMetrics
+        from sglang_batch.scheduling.step_record import COLUMNS, StepRecord
+        from sglang_batch.srt.scheduler.step_recorder import StepMetrics
         assert "prometheus_client" not in sys.modules
         metrics = StepMetrics({"model_name": "demo", "dp_rank": int(sys.argv[1])})
         metrics.observe(StepRecord(1, *[6] * (len(COLUMNS) - 3), 1.5, 2.5))

@@ -17,7 +17,7 @@ from sglang.srt.managers.scheduler_components import output_streamer as stock
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_batch.srt.scheduler.step_results import (
+from sglang_batch.srt.scheduler.sglang_parts import (
     OfflineOutputStreamer,
     OfflineResultProcessor,
 )

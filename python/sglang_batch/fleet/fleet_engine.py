@@ -26,7 +26,7 @@ from ..request import (
     parse_request_id,
 )
 from ..scheduling.job_plan import JobPlan
-from ..scheduling.reports.running_tree import TreeNow
+from ..scheduling.running_tree import TreeNow
 from .crash_counts import CrashCounts
 from .fleet_job import FleetJob
 from .fleet_worker import FleetWorker, SentLine, WorkerState

@@ -9,7 +9,7 @@ from ..engine import Engine, KvUse, PreparedRequest, ReplicaChanges
 from ..planner.machine_model import Machine
 from ..request import BatchRequestInput, RequestOutput
 from ..scheduling.job_plan import JobPlan
-from ..scheduling.reports.running_tree import TreeNow
+from ..scheduling.running_tree import TreeNow
 
 
 class ForwardingEngine:

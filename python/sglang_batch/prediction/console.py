@@ -10,7 +10,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..errors import ConfigError, ExitStatus, InputError
-from ..scheduling.reports.step_record import read_steps
+from ..scheduling.step_record import read_steps
 from .report import Measured, Report
 from .table import measured_table, table
 

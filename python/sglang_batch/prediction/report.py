@@ -13,7 +13,7 @@ import numpy as np
 from ..config import dollars
 from ..planner.costs.hardware import HardwareSpec
 from ..planner.simulator.simulator import Simulation
-from ..scheduling.reports.step_record import Steps, summarize
+from ..scheduling.step_record import Steps, summarize
 from .forecast import Forecast
 
 

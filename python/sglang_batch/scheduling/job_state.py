@@ -10,15 +10,12 @@ import numpy as np
 
 from ..planner.kv_lengths.batch_state import RunningRows
 from ..planner.kv_lengths.length_groups import BatchLaw, parking_pays
-from .job_plan import JobPlan
-from .job_work import JobWork
-from .leaf_numbers import LeafNumbers
-from .length_bias import LengthBias, subtrees
+from .backlog import Backlog
+from .job_plan import JobPlan, LeafNumbers
+from .job_work import JobWork, LengthBias, WorkLeft, subtrees
 from .prefix_uses import PrefixUses
 from .scheduled_request import ScheduledRequest
-from .waiting.backlog import Backlog
 from .waiting.length_backlog import LengthBacklog, LengthPlace
-from .work_left import WorkLeft
 
 # Position of unplanned requests: after all others, in the order of arrival.
 UNPLANNED_POSITION = 1 << 40

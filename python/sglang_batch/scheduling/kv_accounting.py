@@ -3,7 +3,7 @@
 KV is allocated in whole pages: of each request, its tokens behind the shared prefixes,
 which are whole pages themselves, take as many pages as hold them. Time is the *decode
 clock*, which ticks once for every token that the running requests decode: once a step, or
-with speculation as :mod:`.decode_clock.token_clock` has it. Changes update all sums, so that no step
+with speculation as :mod:`.decode_clock` has it. Changes update all sums, so that no step
 iterates over the running requests.
 """
 
@@ -16,10 +16,9 @@ from heapq import heappop, heappush
 from ..planner.admission_rules import kv_forecast
 from ..planner.admission_rules.kv_forecast import KvForecast, make_forecast
 from ..planner.kv_lengths.batch_state import RunningRows
+from ..planner.machine_model import PoolShares, has_room, share
 from ..planner.requests import LEFT, ONLINE, RIGHT
-from .bounded_pool import BoundedPool
-from .job_work import JobWork, read_base
-from .length_bias import LengthBias, LengthSums
+from .job_work import JobWork, LengthBias, LengthSums, read_base
 from .scheduled_request import ScheduledRequest
 
 # Share of the KV that stays free for requests that outlive their estimates: at rest,
@@ -459,3 +458,31 @@ class KvAccounting:
         held, remaining = self._growth(request, steps, request.steps)
         peak = kv_forecast.peak(self._forecast, self.clock, held, remaining) + locked
         return bool(peak + reserved <= self.capacity * (1.0 - self.margin))
+
+
+@dataclass(slots=True)
+class BoundedPool:
+    """The second pool of a model that keeps more than plain KV, as running requests hold it.
+
+    held: units charged to running requests.
+    """
+
+    shares: PoolShares
+    held: int = 0
+
+    def share(self, request: ScheduledRequest, decode_steps: int) -> int:
+        """The most that a request holds if it takes that many steps."""
+        return share(self.shares, request.own, decode_steps)
+
+    def set_share(self, request: ScheduledRequest, units: int) -> None:
+        """Charge a running request. 0 when it leaves."""
+        self.held += units - request.pool_share
+        request.pool_share = units
+
+    def fits(
+        self, request: ScheduledRequest, decode_steps: int, num_prefixes: int,
+        margin: float,
+    ) -> bool:  # fmt: skip
+        """Whether a waiting request fits. For the arguments see ``planner.machine_model``."""
+        units = self.share(request, decode_steps)
+        return has_room(self.shares, self.held, units, num_prefixes, margin)

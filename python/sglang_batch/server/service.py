@@ -32,7 +32,7 @@ from ..job.job import Job
 from ..request import BatchRequestInput, RequestOutput
 from ..rollout.rollout_call import RolloutCall
 from ..rollout.rollout_results import GroupResult
-from ..scheduling.reports.running_tree import TreeNow
+from ..scheduling.running_tree import TreeNow
 from ..store.batch_store import BatchStore, OnMade, Row, now
 from ..store.files import move_into_place, sync_file
 from ..store.incoming import Room

@@ -17,28 +17,25 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
 from sglang_batch.srt.disaggregation.tcp import frames
-from sglang_batch.srt.disaggregation.tcp.control_messages import (
-    Layout,
-    Registration,
-    RoomOpened,
-    decode,
-    encode,
-)
-from sglang_batch.srt.disaggregation.tcp.destinations import Destinations
 from sglang_batch.srt.disaggregation.tcp.frames import (
     BrokenFrame,
     Done,
     FrameReader,
     Hello,
     Kind,
+    Layout,
     Pages,
+    Registration,
+    RoomOpened,
+    decode,
     describe,
+    encode,
     prepare_socket,
     send_frame,
 )
-from sglang_batch.srt.disaggregation.tcp.link import Chunk, Link
-from sglang_batch.srt.disaggregation.tcp.listener import Listener
-from sglang_batch.srt.disaggregation.tcp.page_buffers import PageBuffers
+from sglang_batch.srt.disaggregation.tcp.tcp_manager import PageBuffers
+from sglang_batch.srt.disaggregation.tcp.tcp_receiver import Destinations, Listener
+from sglang_batch.srt.disaggregation.tcp.tcp_sender import Chunk, Link
 
 ROOM, ADDRESS = 77, "10.0.0.1:8998"
 NUM_TOKENS = 128
@@ -323,9 +320,9 @@ def test_host_memory_is_written_instead_of_the_pool() -> None:
 def test_large_requests_are_cut_into_frames(
     make_ends: Callable[..., Ends], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_batch.srt.disaggregation.tcp import link
+    from sglang_batch.srt.disaggregation.tcp import tcp_sender
 
-    monkeypatch.setattr(link, "FRAME_BYTES", 1000)
+    monkeypatch.setattr(tcp_sender, "FRAME_BYTES", 1000)
     source, target = mha_pool(1, 1), mha_pool(1, 2)
     ends = make_ends(source, target)
     rows = np.arange(1, 100)
@@ -412,7 +409,7 @@ def test_a_link_to_nobody_is_lost_at_once() -> None:
         port = server.getsockname()[1]
     lost: list[str] = []
     pool = mha_pool(1, 1)
-    link = Link(
+    tcp_sender = Link(
         ("127.0.0.1", port),
         Hello("secret", ADDRESS),
         0,
@@ -422,7 +419,7 @@ def test_a_link_to_nobody_is_lost_at_once() -> None:
         lambda link, reason: lost.append(reason),
     )
     wait_until(lambda: lost)
-    assert link.is_lost and "refused" in lost[0]
+    assert tcp_sender.is_lost and "refused" in lost[0]
 
 
 @pytest.mark.parametrize("rows", [[-1], [NUM_TOKENS + 10]])

@@ -30,7 +30,7 @@ from sglang_batch.srt.compat.support import (
     check_host_receive,
     config_in_mode,
 )
-from sglang_batch.srt.disaggregation import prefill_servers
+from sglang_batch.srt.disaggregation import pairing
 from sglang_batch.srt.disaggregation.pairing import Pairing
 from sglang_batch.srt.disaggregation.prefill_calls import (
     CALL_PATH,
@@ -45,7 +45,7 @@ RID = "batch_1-00000007"
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_servers, "LOOK_S", 0.02)
+    monkeypatch.setattr(pairing, "LOOK_S", 0.02)
 
 
 class Fake:
@@ -325,14 +325,12 @@ async def _spread() -> None:
 
         for fake in fakes:
             fake.answer = hold
-        for i in range(4 * prefill_servers.STICKY):
+        for i in range(4 * pairing.STICKY):
             pairing.pair(message(f"batch_1-{i:08d}"))
             await asyncio.sleep(0)
-        await until(
-            lambda: sum(len(f.calls) for f in fakes) == 4 * prefill_servers.STICKY
-        )
+        await until(lambda: sum(len(f.calls) for f in fakes) == 4 * pairing.STICKY)
         counts = sorted(len(fake.calls) for fake in fakes)
-        assert counts[0] >= prefill_servers.STICKY
+        assert counts[0] >= pairing.STICKY
         runs = [int(call.rid[-8:]) for call in fakes[0].calls]
         assert np.sum(np.diff(sorted(runs)) != 1) <= 4  # long runs of neighbours
         forever.set()

@@ -11,7 +11,7 @@ from builders import make_body
 from plan_command import MAX_TOKENS_IS_USED, is_picture, line, write
 
 from sglang_batch.cli import main
-from sglang_batch.scheduling.reports.step_record import COLUMNS, StepLog, StepRecord
+from sglang_batch.scheduling.step_record import COLUMNS, StepLog, StepRecord
 
 pytestmark = MAX_TOKENS_IS_USED
 

@@ -3,15 +3,18 @@
 The backend is SGLang's own with another way to run some steps. Before a forward, the
 scheduler sets the prefixes that its requests share (:mod:`.prefix_forest`), and
 :mod:`.attention_plans` decides whether reading each of them once is faster. If it is
-not, or if the step has no decodes, the step runs as SGLang would run it. Decodes in CUDA
-graphs are captured in both ways (:mod:`.graph_variants`).
+not, or if the step has no decodes, the step runs as SGLang would run it.
+
+For decodes in CUDA graphs, SGLang captures a graph for each label of an object like
+:class:`ShareVariants`, with and without shared prefixes, and calls it before each replay to
+choose one.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import (
@@ -45,8 +48,69 @@ from ..compat.scheduler_types import (
 from .attention_checks import attention_layers
 from .attention_plans import Step, StepPlans
 from .cascade import Cascade
-from .graph_variants import ALONE, SHARED
 from .prefix_forest import NO_GROUPS, PrefixForest
+
+if TYPE_CHECKING:
+    from ..compat.scheduler_types import (
+        AttentionBackend,
+        ForwardBatch,
+        ForwardMode,
+        ModelRunner,
+    )
+    from .attention_plans import SharingBackend
+
+SHARED, ALONE = "shared", "alone"
+
+
+class ShareVariants:
+    """SGLang's ``AttentionGraphVariants`` for one shared-prefix backend."""
+
+    capture_labels = (ALONE, SHARED)
+
+    def __init__(self, backend: SharingBackend) -> None:
+        self._backend = backend
+
+    def select(self, forward_batch: ForwardBatch) -> str:
+        """The graph for the next decode batch, which is also set on the backend."""
+        backend = self._backend
+        pays = backend.plans.pays(backend.groups, forward_batch)
+        backend.graph = SHARED if pays else ALONE
+        return backend.graph
+
+
+def variants_for(
+    original: Callable[..., object],
+    model_runner: ModelRunner,
+    capture_forward_mode: ForwardMode,
+    *args: object,
+    **kw: object,
+) -> object:
+    """AROUND hook on SGLang's choice of the variants of a model's decode graphs.
+
+    Raises:
+        ConfigError: the implementation of sharing cannot be captured in a graph.
+    """
+    found = original(model_runner, capture_forward_mode, *args, **kw)
+    backend = _sharing_backend(model_runner.attn_backend)
+    if found is not None or backend is None or not capture_forward_mode.is_decode():
+        return found
+    implementation = backend.implementation
+    if not implementation.capturable:
+        raise ConfigError(
+            f'attention="{implementation.name}" cannot be captured in a CUDA graph; '
+            "add --disable-cuda-graph."
+        )
+    return ShareVariants(backend)
+
+
+def _sharing_backend(backend: AttentionBackend) -> SharingBackend | None:
+    """The backend that decodes, if it shares. SGLang may have combined two in one."""
+    # FlashInfer's has another attribute of that name.
+    for each in (backend, getattr(backend, "decode_backend", None)):
+        if getattr(each, "shares_prefixes", False):
+            return cast("SharingBackend", each)
+    return None
+
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +201,7 @@ class SharedPrefixMixin(StockBackend):  # type: ignore[misc]
     Attributes:
         groups: the shared prefixes of the next forward, set by the scheduler.
         graph: the label of the CUDA graph of the next replay, set by
-            :class:`.graph_variants.ShareVariants`.
+            :class:`ShareVariants`.
         implementation: the kernels that execute plans.
         plans: plans the steps.
     """

@@ -67,7 +67,7 @@ class TreeQuery(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
 
 
 class TreeQueryOutput(BaseReq, kw_only=True):  # type: ignore[misc, call-arg]
-    """The answer of one DP rank: ``scheduling.reports.running_tree.TreeNow`` as JSON."""
+    """The answer of one DP rank: ``scheduling.running_tree.TreeNow`` as JSON."""
 
     dp_rank: int
     tree: bytes

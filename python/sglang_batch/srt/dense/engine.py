@@ -17,7 +17,7 @@ from ...planner.machine_model import EngineLimits, Machine, min_step_tokens
 from ...planner.requests import Int32s
 from ...request import RequestOutput, line_request_id, parse_request_id
 from ...scheduling.job_plan import JobPlan
-from ...scheduling.reports.running_tree import TreeNow
+from ...scheduling.running_tree import TreeNow
 from ..compat.server_types import OfflineArgs, TemplateManager
 from ..engine.machine import NO_OVERLAP, device
 from ..engine.sglang_engine import MIN_INFLIGHT, Prepared, SGLangEngine

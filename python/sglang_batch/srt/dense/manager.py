@@ -40,7 +40,7 @@ from ..calls.list_calls import counted
 from ..compat.server_types import OfflineArgs
 from ..engine.request_ids import has_our_id
 from ..engine.serving_call import SPENT
-from ..scheduler.finishing.rule_endings import trim_matched_stop
+from ..scheduler.answer_ends import trim_matched_stop
 from .conversion import (
     dense_request,
     embedding_output,

@@ -38,7 +38,7 @@ from ...planner.machine_model import (
     min_step_tokens,
 )
 from ...planner.requests import Floats
-from ...scheduling.reports.step_samples import KeptSamples
+from ...scheduling.step_record import KeptSamples
 from ...store.measured.row_share_file import UNMEASURED, RowShareKey, kept_row_share
 from ...store.measured.timed_steps_file import (
     TimedSteps,

@@ -19,7 +19,7 @@ from ...errors import EngineError
 from ...planner.machine_model import Machine
 from ...request import BatchRequestInput, RequestOutput, line_request_id
 from ...scheduling.job_plan import JobPlan
-from ...scheduling.reports.running_tree import TreeNow
+from ...scheduling.running_tree import TreeNow
 from ..compat import job_control
 from ..compat.job_control import (
     JobControl,

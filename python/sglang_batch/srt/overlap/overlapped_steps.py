@@ -18,8 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 
 from ..compat.scheduler_types import ScheduleBatch
-from .batch_halves import join, split, wants_prompt_logprobs, why_whole
-from .half_forwards import HalfForwards
+from .batch_halves import HalfForwards, join, split, wants_prompt_logprobs, why_whole
 from .overlap_table import MixedStep, OverlapChoice, OverlapTable
 
 logger = logging.getLogger(__name__)

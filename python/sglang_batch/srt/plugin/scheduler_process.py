@@ -55,12 +55,12 @@ def hook_scheduler() -> None:
     )
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from ..attention import graph_variants
+    from ..attention import attention_backend
     from ..compat import support
     from ..disaggregation import backend
     from ..engine import pooling
     from ..overlap import overlapped_steps
-    from ..scheduler.finishing import dead_grammars, json_grammars
+    from ..scheduler import answer_ends
     from ..scheduler.kv import planned_cache
     from . import quiet_log
 
@@ -72,11 +72,11 @@ def hook_scheduler() -> None:
     backend.register()
     HookRegistry.register(SCHEDULER_HOOK, _scheduler_class(), HookType.REPLACE)
     if (_offline_scheduler, _mode) == ("offline", "decode"):
-        from ..disaggregation.decode import queues
+        from ..disaggregation import reception
 
         for target, queue in (
-            (PREALLOC_QUEUE_HOOK, queues.HostPreallocQueue),
-            (TRANSFER_QUEUE_HOOK, queues.HostTransferQueue),
+            (PREALLOC_QUEUE_HOOK, reception.HostPreallocQueue),
+            (TRANSFER_QUEUE_HOOK, reception.HostTransferQueue),
         ):
             HookRegistry.register(target, queue, HookType.REPLACE)
     if _offline_scheduler == "offline":
@@ -85,14 +85,14 @@ def hook_scheduler() -> None:
         HookRegistry.register(
             PENALTY_HOOK, token_counts.count_by_place, HookType.AROUND
         )
-    HookRegistry.register(GRAMMAR_HOOK, dead_grammars.allow_one, HookType.AFTER)
+    HookRegistry.register(GRAMMAR_HOOK, answer_ends.allow_one, HookType.AFTER)
     HookRegistry.register(
-        GRAMMAR_COMPILER_HOOK, json_grammars.keep_to_json, HookType.AFTER
+        GRAMMAR_COMPILER_HOOK, answer_ends.keep_to_json, HookType.AFTER
     )
     for target in RESULT_HOOKS:
-        HookRegistry.register(target, dead_grammars.abort_marked, HookType.BEFORE)
+        HookRegistry.register(target, answer_ends.abort_marked, HookType.BEFORE)
     HookRegistry.register(
-        GRAPH_VARIANTS_HOOK, graph_variants.variants_for, HookType.AROUND
+        GRAPH_VARIANTS_HOOK, attention_backend.variants_for, HookType.AROUND
     )
     HookRegistry.register(
         FORWARD_HOOK, overlapped_steps.overlap_forward, HookType.AROUND
@@ -112,9 +112,9 @@ def hook_detokenizer() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from ..scheduler.finishing import rule_endings
+    from ..scheduler import answer_ends
 
-    HookRegistry.register(TRIM_HOOK, rule_endings.trim_matched_stop, HookType.AROUND)
+    HookRegistry.register(TRIM_HOOK, answer_ends.trim_matched_stop, HookType.AROUND)
 
 
 def _scheduler_class() -> type:
@@ -125,7 +125,7 @@ def _scheduler_class() -> type:
     if _mode == "null":
         return OfflineScheduler if planned else MarkedScheduler
     from ..disaggregation.apart_schedulers import PrefillScheduler, StockApartScheduler
-    from ..disaggregation.decode.decode_scheduler import DecodeScheduler
+    from ..disaggregation.decode_scheduler import DecodeScheduler
 
     if not planned:
         return StockApartScheduler

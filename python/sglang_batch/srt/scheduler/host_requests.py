@@ -13,8 +13,7 @@ from .kv.host_prefixes import HostPrefixes
 from .kv.offloading import KvOffloader, OffloadedRequest
 from .kv.prefetch import HostKv
 from .shared_prefixes import SharedPrefixes
-from .step_metrics import HostUse
-from .step_recorder import StepRecorder
+from .step_recorder import HostUse, StepRecorder
 
 
 class OnHost(NamedTuple):

@@ -22,7 +22,7 @@ from ..compat.offline_hooks import SCHEDULER_PROCESS_HOOKS, check_hooks_took
 from ..compat.scheduler_types import InternalState, Req
 from ..compat.server_types import OfflineArgs
 from ..compat.support import STATE_KEY
-from .finishing.rule_endings import watch_request
+from .answer_ends import watch_request
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ A step:
    their followers can join. If the running requests have no room for their next tokens,
    the newest are offloaded. Otherwise offloaded requests resume.
 2. Choose. Online requests come first, and requests of jobs are offloaded for them. Then
-   the jobs' requests join, by ``scheduling.admission.next_step``.
+   the jobs' requests join, by ``scheduling.next_step``.
 3. Build. SGLang builds a batch from exactly the chosen requests. Some of its fields are
    changed for the duration of the call.
 4. Confirm. The requests that SGLang admitted run. The others wait again.
@@ -27,14 +27,13 @@ from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from ...planner.admission_rules.followers import WORTH_A_STATE
 from ...scheduling.adapter_slots import AdapterSlots
-from ...scheduling.admission.next_step import choose, put_back
-from ...scheduling.admission.step_filling import Choice, EngineNow, always
-from ...scheduling.decode_clock.micro_batches import MicroBatches
-from ...scheduling.decode_clock.token_clock import TokenClock
+from ...scheduling.decode_clock import MicroBatches, TokenClock
 from ...scheduling.job_state import JobState
 from ...scheduling.kv_accounting import KvAccounting
+from ...scheduling.next_step import choose, put_back
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
+from ...scheduling.step_filling import Choice, EngineNow, always
 from ..compat.scheduler_types import (
     BuildPrefill,
     PrefillPlan,

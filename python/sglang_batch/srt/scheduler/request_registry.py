@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ...request import parse_request_id
-from ...scheduling.common_prefixes import CommonPrefixes
-from ...scheduling.decode_clock.token_clock import TokenClock
+from ...scheduling.decode_clock import TokenClock
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.job_state import JobState
 from ...scheduling.kv_accounting import KvAccounting
-from ...scheduling.open_jobs import OpenJobs
+from ...scheduling.open_jobs import CommonPrefixes, OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req
 from .kv.planned_cache import PinnedPrefixes

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from sglang.srt.arg_groups.model_override_base import resolved_view
+from sglang.srt.lora.mem_pool import EMPTY_SLOT
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import _make_abort_req
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
@@ -29,19 +30,18 @@ from sglang.srt.runtime_context import get_parallel, get_serving
 from sglang.srt.utils.weight_versions import record_weight_version_events
 
 from ...engine import KvUse
+from ...planner.admission_rules import kv_forecast
+from ...planner.admission_rules.dual_scanner import ScanState, budgets, next_pace
 from ...scheduling.adapter_slots import AdapterSlots
-from ...scheduling.common_prefixes import CommonPrefixes
-from ...scheduling.decode_clock.micro_batches import MicroBatches
-from ...scheduling.decode_clock.token_clock import TokenClock
+from ...scheduling.decode_clock import MicroBatches, TokenClock
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.job_state import Joined
 from ...scheduling.kv_accounting import KvAccounting
-from ...scheduling.open_jobs import OpenJobs
-from ...scheduling.reports.running_tree import running_tree
-from ...scheduling.reports.step_samples import StepSamples
-from ...scheduling.reports.waiting_view import WaitingView
+from ...scheduling.open_jobs import CommonPrefixes, OpenJobs, WaitingView
+from ...scheduling.running_tree import running_tree
+from ...scheduling.step_record import StepSamples
 from ..attention.attention_choice import share_by_default
-from ..attention.sharing import Sharing
+from ..attention.attention_plans import Sharing
 from ..compat.job_control import (
     CHANGE,
     CLOSE,
@@ -57,6 +57,7 @@ from ..compat.job_control import (
 from ..compat.offline_hooks import PENALTY_HOOK, check_hooks_took
 from ..compat.scheduler_types import (
     AbortRequest,
+    LoRAManager,
     PauseRequest,
     PrefillPlan,
     Req,
@@ -65,25 +66,25 @@ from ..compat.scheduler_types import (
 from ..compat.support import found_limits
 from ..compat.tiers import ModelTier, Tier, model_tier
 from ..overlap.overlap_choice import overlap_by_default
-from .adapter_pool import unload_others
 from .host_requests import HostRequests
 from .kv.host_prefixes import HostPrefixes, Prompt
 from .kv.kv_manager import KvManager
-from .kv.offload_support import copies_kv, why_unsupported
-from .kv.offloading import make_offloader
+from .kv.offloading import copies_kv, make_offloader, why_unsupported
 from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .kv.second_pool import draft_slots, leave_room_for_drafts, second_pool
 from .marked_scheduler import MarkedScheduler
 from .mixed_batch import with_decodes
 from .online_queue import OnlineQueue
 from .plan_scheduler import PlanScheduler
-from .prefill_adder import OfflinePrefillAdder, OfflineSchedulePolicy
 from .request_registry import RequestRegistry
+from .sglang_parts import (
+    OfflineOutputStreamer,
+    OfflinePrefillAdder,
+    OfflineResultProcessor,
+    OfflineSchedulePolicy,
+)
 from .shared_prefixes import SharedPrefixes
-from .step_metrics import step_metrics
-from .step_recorder import StepRecorder
-from .step_results import OfflineOutputStreamer, OfflineResultProcessor
-from .warm_up import compile_planner
+from .step_recorder import StepRecorder, step_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -518,3 +519,39 @@ def _kv_use(kv_accounting: KvAccounting, jobs: OpenJobs) -> KvUse:
         shared=int(jobs.locked_tokens),
         capacity=kv_accounting.capacity,
     )
+
+
+def unload_others(manager: LoRAManager, needed: Collection[str | None]) -> None:
+    """Unload an adapter that nobody needs if the pool is full and one is still to be loaded.
+
+    SGLang would evict one that is not in the very next batch, and the model alone, which
+    takes a slot, after all adapters.
+
+    Args:
+        needed: ids of the adapters that are or will be in use. None is the model alone.
+    """
+    pool = manager.memory_pool
+    missing = sum(uid not in pool.uid_to_buffer_id for uid in needed)
+    missing -= sum(uid is EMPTY_SLOT for uid in pool.buffer_id_to_uid)
+    for uid in list(pool.uid_to_buffer_id):
+        if missing <= 0:
+            return
+        if uid not in needed and not _is_pinned(manager, uid):
+            pool.remove_lora(uid)
+            missing -= 1
+
+
+def _is_pinned(manager: LoRAManager, uid: str | None) -> bool:
+    ref = manager.lora_refs.get(uid)
+    return ref is not None and bool(ref.pinned)
+
+
+def compile_planner() -> None:
+    """Takes seconds once per installation, then milliseconds, from a cache on disk."""
+    forecast = kv_forecast.make_forecast(1)
+    bucket = kv_forecast.add(forecast, 0, 1, 1)
+    kv_forecast.peak(forecast, 0, 1, 1)
+    kv_forecast.remove(forecast, bucket, 1, 2)
+    next_pace(1.0, False)
+    times = 0.0, 1.0, 0.0, 1.0
+    budgets(ScanState(1, 0, 1.0, 1.0, True, True, 1.0, 0, *times, 0, 0, 1.0, 1.0, 1.0))

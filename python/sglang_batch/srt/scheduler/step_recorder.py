@@ -1,20 +1,31 @@
-"""Counts each step while it is made, and publishes it as metrics and CSV."""
+"""Counts each step while it is made, and publishes it as Prometheus metrics and CSV.
+
+The metrics are next to SGLang's own with --enable-metrics. Their names start with
+``sglang_batch_``. The labels are those of SGLang's scheduler metrics (``model_name``,
+``tp_rank``, ...). Metrics by side also have ``side``.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ...planner.costs.step_costs import StepSample
+from ...planner.requests import SIDES
 from ...scheduling.job_plan import StepCost
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
-from ...scheduling.reports.step_record import StepLog, StepRecord
-from ...scheduling.reports.step_samples import StepSamples
 from ...scheduling.scheduled_request import ScheduledRequest
+from ...scheduling.step_record import COLUMNS, StepLog, StepRecord, StepSamples
 from ...stop_rules.rule_settings import RULES
+from ..compat.scheduler_types import MeteredScheduler
 from .kv.planned_cache import PlannedRadixCache
-from .step_metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Counter, Gauge
 
 _NO_COST = StepCost(0.0, 0.0, 0.0, 0.0)
 _NOTHING = (0, 0, 0)  # by side
@@ -197,3 +208,192 @@ class StepRecorder:
             self._log.flush()
         if self._metrics is not None:
             self._metrics.flush()
+
+
+_M = TypeVar("_M", "Counter", "Gauge")
+
+PREFIX = "sglang_batch_"
+# Publishing costs many times as much as taking a record, hence once in this many steps.
+PUBLISH_EVERY = 16
+
+# By metric: the columns that it sums up or shows the last value of, and its HELP text.
+_COUNTERS_BY_SIDE = {
+    "prefill_tokens": ("prefill", "Prompt tokens computed."),
+    "decode_tokens": ("decode", "Tokens decoded."),
+}
+_GAUGES_BY_SIDE = {
+    "kv_tokens": ("kv", "Tokens of KV of running requests, without shared prefixes."),
+}
+_COUNTERS = {
+    "cached_tokens": ("cached_tokens", "Prompt tokens found in the cache."),
+    "evicted_tokens": ("evicted_tokens", "Tokens of KV dropped from the cache."),
+    "offloaded": ("offloaded", "Requests whose KV was moved to the host."),
+    # The earlier name, for one release.
+    "parked": ("offloaded", "Deprecated: use sglang_batch_offloaded_total instead."),
+    "resumed": ("resumed", "Offloaded requests that resumed."),
+    "prefetched": (
+        "prefetched",
+        "Those whose KV was on the device before they resumed.",
+    ),
+    "kv_waits": ("kv_waits", "Copies of KV from the host that a step waited for."),
+    "retracted": ("retracted", "Requests whose KV was dropped while they ran."),
+    "kv_read_bytes_saved": (
+        "kv_saved_bytes",
+        "Bytes of KV not read again because running requests share it.",
+    ),
+    "compute_seconds": ("compute_s", "Estimated compute time of the steps."),
+    "memory_seconds": ("memory_s", "Estimated memory time of the steps."),
+}
+_GAUGES = {
+    "kv_shared_tokens": ("kv_shared", "Tokens of shared prefixes in use."),
+    "kv_cached_tokens": ("kv_cached", "Tokens of KV kept for later use."),
+    "waiting_requests": ("waiting", "Requests in the backlog."),
+}
+
+
+_HOST_GAUGES = (
+    ("host_bytes", "Bytes of host memory with KV of offloaded requests."),
+    ("host_capacity_bytes", "Bytes of host memory for KV of offloaded requests."),
+)
+
+
+class HostUse(NamedTuple):
+    """The pool of host memory for offloaded KV: bytes in use and in all, and requests
+    that lost their KV so far because it was full, or their prefix."""
+
+    num_bytes: int = 0
+    capacity: int = 0
+    recomputed: int = 0
+
+
+class StepMetrics:
+    """Takes records of steps and publishes them, a few steps at a time."""
+
+    def __init__(
+        self,
+        labels: Mapping[str, object],
+        host_use: Callable[[], HostUse] = HostUse,
+        *,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        """Create the metrics, at most once in a registry.
+
+        Args:
+            labels: those of every metric, with their values.
+            host_use: called when metrics are published.
+            registry: prometheus_client's default registry if None.
+
+        Raises:
+            ValueError: the registry has these metrics already.
+        """
+        # SGLang sets PROMETHEUS_MULTIPROC_DIR before it starts its processes, and
+        # prometheus_client reads it when it is imported.
+        from prometheus_client import REGISTRY, Counter, Gauge
+
+        registry = REGISTRY if registry is None else registry
+        named = {name: str(value) for name, value in labels.items()}
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry, multiprocess_mode="mostrecent")
+        self._records: list[StepRecord] = []
+        self._steps = _labelled(counter, "steps", "Steps of the engine.", [named])[0]
+        self._counters = [
+            *_plain(counter, _COUNTERS, named),
+            *_by_side(counter, _COUNTERS_BY_SIDE, named),
+        ]
+        self._host_use, self._host_recomputed = host_use, 0
+        self._host_bytes, self._host_capacity = (
+            _labelled(gauge, name, text, [named])[0] for name, text in _HOST_GAUGES
+        )
+        self._recomputed = _labelled(
+            counter,
+            "offload_recomputed",
+            "Requests on the host that lost their KV, or their prefix.",
+            [named],
+        )[0]
+        by_rule = [{**named, "rule": rule} for rule in RULES]
+        cuts = _labelled(
+            counter, "answers_cut", "Answers ended by stop rules.", by_rule
+        )
+        self._cuts = dict(zip(RULES, cuts, strict=True))
+        self._gauges = [
+            *_plain(gauge, _GAUGES, named),
+            *_by_side(gauge, _GAUGES_BY_SIDE, named),
+        ]
+
+    def cut(self, rule: str) -> None:
+        """Count an answer that a stop rule ended."""
+        self._cuts[rule].inc()
+
+    def observe(self, record: StepRecord) -> None:
+        """Take a record. Every ``PUBLISH_EVERY`` steps they become visible."""
+        self._records.append(record)
+        if len(self._records) >= PUBLISH_EVERY:
+            self.flush()
+
+    def flush(self) -> None:
+        """Publish the records. Called when the engine becomes idle, too."""
+        if not self._records:
+            return
+        self._steps.inc(len(self._records))
+        columns = list(zip(*self._records, strict=True))
+        for column, counter in self._counters:
+            amount = sum(columns[column])
+            # A counter raises if it falls. A wrong record must not end the scheduler.
+            if amount > 0:
+                counter.inc(amount)
+        last = self._records[-1]
+        for column, metric in self._gauges:
+            metric.set(last[column])
+        self._records.clear()
+        host = self._host_use()
+        self._host_bytes.set(host.num_bytes)
+        self._host_capacity.set(host.capacity)
+        self._recomputed.inc(host.recomputed - self._host_recomputed)
+        self._host_recomputed = host.recomputed
+
+
+def _plain(
+    make: Callable[..., _M], table: dict[str, tuple[str, str]], labels: dict[str, str]
+) -> list[tuple[int, _M]]:
+    """The metrics of a table, each with the index of its column in a record."""
+    return [
+        (COLUMNS.index(column), _labelled(make, name, text, [labels])[0])
+        for name, (column, text) in table.items()
+    ]
+
+
+def _by_side(
+    make: Callable[..., _M], table: dict[str, tuple[str, str]], labels: dict[str, str]
+) -> list[tuple[int, _M]]:
+    """The same for metrics that have a column for each side."""
+    by_side = [{**labels, "side": side} for side in SIDES]
+    return [
+        (COLUMNS.index(f"{start}_{side}"), metric)
+        for name, (start, text) in table.items()
+        for side, metric in zip(
+            SIDES, _labelled(make, name, f"{text} By side.", by_side), strict=True
+        )
+    ]
+
+
+def _labelled(
+    make: Callable[..., _M], name: str, text: str, labels: list[dict[str, str]]
+) -> list[_M]:
+    """A metric with each of these sets of labels, which have the same names."""
+    metric = make(PREFIX + name, text, tuple(labels[0]))
+    return [metric.labels(**each) if each else metric for each in labels]
+
+
+def step_metrics(
+    scheduler: MeteredScheduler, host_use: Callable[[], HostUse] = HostUse
+) -> StepMetrics | None:
+    """Metrics for an SGLang scheduler, with the labels of its own.
+
+    None without --enable-metrics. Of the tensor parallel ranks and pipeline stages, only
+    the first reports, since all of them do the same.
+    """
+    context = scheduler.metrics_reporter.metrics_collector_context
+    if context.collector is None or not context.is_stats_logging_rank:
+        return None
+    labels = context.collector.labels
+    return None if labels.get("pp_rank", 0) else StepMetrics(labels, host_use)

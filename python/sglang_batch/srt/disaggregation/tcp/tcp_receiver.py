@@ -1,12 +1,25 @@
-"""The decode side of SGLang's interface for transfer backends."""
+"""The decode side of a transfer over TCP: SGLang's interface, one listener per decode rank,
+and the places where the KV of each request goes.
+
+The reader of a connection writes to a place (:class:`Destinations`), and the scheduler opens
+and closes it. Both hold the lock, so a request that is closed is never written again: its pages
+can be given to another request at once.
+"""
 
 from __future__ import annotations
 
 import logging
+import secrets
+import socket
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import (
     CommonKVReceiver,
@@ -14,14 +27,226 @@ from sglang.srt.disaggregation.common.conn import (
 )
 
 from ..prefill_calls import CALL_PATH, PrefillCall, authorization
-from .control_messages import Registration, RoomOpened, encode
-from .destinations import Destinations
-from .frames import Done
-from .listener import Listener
-from .page_buffers import Indices, PageBuffers
-from .tcp_manager import TcpManager
+from .frames import (
+    BrokenFrame,
+    Done,
+    FrameReader,
+    Hello,
+    Kind,
+    Pages,
+    Registration,
+    RoomOpened,
+    describe,
+    encode,
+    prepare_socket,
+)
+from .tcp_manager import Indices, PageBuffers, TcpManager
+
+
+@dataclass(slots=True)
+class _Destination:
+    """rows: of each page, in the order of the prompt. received: pages that have come."""
+
+    rows: Indices
+    aux_row: int
+    buffers: PageBuffers
+    received: int = 0
+
+
+class Destinations:
+    """The requests whose KV is expected, by room.
+
+    Args:
+        device: the KV pool.
+        host: host memory of the same rows, if there is any.
+        aux: the metadata that comes with the last page.
+    """
+
+    def __init__(
+        self, device: PageBuffers, aux: PageBuffers, host: PageBuffers | None = None
+    ) -> None:
+        self._device = device
+        self._host = host
+        self._aux = aux
+        self._lock = threading.Lock()
+        self._of_room: dict[int, _Destination] = {}
+
+    def __len__(self) -> int:
+        return len(self._of_room)
+
+    def __contains__(self, room: int) -> bool:
+        return room in self._of_room
+
+    @property
+    def has_host(self) -> bool:
+        """Whether KV can be received into host memory."""
+        return self._host is not None
+
+    def receive_on_host(self, pages: PageBuffers) -> None:
+        """Have KV that is opened with ``host`` written to these pages."""
+        self._host = pages
+
+    def open(self, room: int, rows: Indices, aux_row: int, *, host: bool) -> None:
+        """Expect the pages of a room.
+
+        Args:
+            rows: of the KV pool, or of host memory with ``host``.
+        """
+        buffers = self._host if host else self._device
+        if buffers is None:
+            raise ValueError("there is no host memory to receive KV into")
+        with self._lock:
+            self._of_room[room] = _Destination(np.asarray(rows), aux_row, buffers)
+
+    def close(self, room: int) -> None:
+        """Write nothing more for a room. What still comes for it is dropped."""
+        with self._lock:
+            self._of_room.pop(room, None)
+
+    def write(self, pages: Pages, payload: memoryview) -> None:
+        """Write pages of a room, which come in order.
+
+        Raises:
+            BrokenFrame: they do not fit the request.
+        """
+        with self._lock:
+            to = self._of_room.get(pages.room)
+            if to is None:
+                return
+            end = pages.first + pages.count
+            if pages.first != to.received or pages.count < 0 or end > len(to.rows):
+                raise BrokenFrame(
+                    f"pages {pages.first} to {end} of room {pages.room} came after "
+                    f"{to.received} of {len(to.rows)}"
+                )
+            try:
+                to.buffers.write(to.rows[pages.first : end], payload)
+            except (IndexError, ValueError) as error:
+                raise BrokenFrame(f"pages of room {pages.room}: {error}") from None
+            to.received = end
+
+    def finish(self, done: Done, payload: memoryview) -> bool:
+        """Write the metadata of a room whose pages have all come, and close it.
+
+        Returns:
+            Whether the room was open.
+
+        Raises:
+            BrokenFrame: pages are missing, or the metadata has another size.
+        """
+        with self._lock:
+            to = self._of_room.get(done.room)
+            if to is None:
+                return False
+            if not to.received == done.num_pages == len(to.rows):
+                raise BrokenFrame(
+                    f"room {done.room} ended after {to.received} of {len(to.rows)} "
+                    f"pages, and {done.num_pages} were sent"
+                )
+            try:
+                self._aux.write(np.array([to.aux_row]), payload)
+            except (IndexError, ValueError) as error:
+                raise BrokenFrame(f"metadata of room {done.room}: {error}") from None
+            del self._of_room[done.room]
+            return True
+
 
 logger = logging.getLogger(__name__)
+
+
+class Listener:
+    """Receives the KV that prefill ranks send to this rank, in a thread for each.
+
+    Args:
+        host: the address to listen on.
+        on_done: called with the end of each room's transfer.
+        on_lost: called with a prefill server's bootstrap address and the reason when one
+            of its connections ends. Its requests that are not done never will be.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        destinations: Destinations,
+        on_done: Callable[[Done], None],
+        on_lost: Callable[[str, str], None],
+    ) -> None:
+        self._destinations = destinations
+        self._on_done = on_done
+        self._on_lost = on_lost
+        self.secret = secrets.token_urlsafe(16)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=128)
+        self.port = int(self._socket.getsockname()[1])
+        self._closed = False
+        threading.Thread(target=self._accept, name="kv-listener", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        self._closed = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, address = self._socket.accept()
+            except OSError as error:
+                if not self._closed:
+                    logger.error("No further connections for KV: %s", error)
+                return
+            threading.Thread(
+                target=self._serve,
+                args=(connection, str(address[0])),
+                name="kv-reader",
+                daemon=True,
+            ).start()
+
+    def _serve(self, connection: socket.socket, peer: str) -> None:
+        sender, reason = "", "it closed the connection"
+        try:
+            with connection:
+                prepare_socket(connection)
+                reader = FrameReader(connection)
+                sender = self._greet(reader)
+                while self._receive(reader):
+                    pass
+        except (BrokenFrame, OSError) as error:
+            reason = str(error)
+        except Exception as error:
+            logger.exception("KV from %s could not be received", peer)
+            reason = repr(error)
+        if not sender:
+            logger.warning("A connection from %s was refused: %s", peer, reason)
+            return
+        self._on_lost(sender, reason)
+
+    def _greet(self, reader: FrameReader) -> str:
+        """The bootstrap address of a sender that knows our secret."""
+        frame = reader.read()
+        if frame is None or frame.kind is not Kind.HELLO:
+            raise BrokenFrame("it does not begin with HELLO")
+        hello = describe(frame, Hello)
+        if not secrets.compare_digest(hello.secret.encode(), self.secret.encode()):
+            raise BrokenFrame("it does not know the secret of this decode rank")
+        return hello.bootstrap_addr
+
+    def _receive(self, reader: FrameReader) -> bool:
+        """Take a frame. False if there are no more."""
+        frame = reader.read()
+        if frame is None:
+            return False
+        if frame.kind is Kind.PAGES:
+            self._destinations.write(describe(frame, Pages), frame.payload)
+        elif frame.kind is Kind.DONE:
+            done = describe(frame, Done)
+            if self._destinations.finish(done, frame.payload):
+                self._on_done(done)
+        else:
+            raise BrokenFrame(f"{frame.kind.name} came within a connection")
+        return True
+
 
 # A prefill server that cannot work with this decode server, until its requests failed.
 _REFUSED = PrefillServerInfo(

@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from ....scheduling.job_state import JobState
 from ...compat.scheduler_types import PrefixMatch, Req, TreeNode
-from .host_room import Run, recompute_time_s
+from .host_pool import Run, recompute_time_s
 from .offloading import KvOffloader
 from .prefetch import HostKv
 

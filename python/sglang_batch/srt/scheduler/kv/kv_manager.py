@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from sglang.srt.mem_cache.common import release_kv_cache
 
-from ....scheduling.admission.next_step import put_back
-from ....scheduling.decode_clock.micro_batches import MicroBatches
+from ....scheduling.decode_clock import MicroBatches
 from ....scheduling.job_state import JobState
 from ....scheduling.kv_accounting import KvAccounting
+from ....scheduling.next_step import put_back
 from ....scheduling.open_jobs import OpenJobs
 from ....scheduling.scheduled_request import ScheduledRequest
 from ...compat.scheduler_types import Req, ScheduleBatch, SchedulerRows
@@ -17,9 +17,8 @@ from ..host_requests import HostRequests, OnHost
 from ..request_registry import RequestRegistry
 from ..shared_prefixes import SharedPrefixes
 from ..step_recorder import StepRecorder
-from .host_room import recompute_time_s
-from .offload_support import can_offload
-from .offloading import KvOffloader, OffloadedRequest, drain_results
+from .host_pool import recompute_time_s
+from .offloading import KvOffloader, OffloadedRequest, can_offload, drain_results
 from .planned_cache import PinnedPrefixes, PlannedRadixCache
 
 # Decode steps for which offloading frees KV at a time.

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....errors import EngineError
-from .host_pool import HostPool
-from .host_room import HostRoom, Run
+from .host_pool import HostPool, HostRoom, Run
 
 # Expected rate from the host to a device, which limits the copies of a step: half that of
 # PCIe 5, as all GPUs of a machine may load at a time.

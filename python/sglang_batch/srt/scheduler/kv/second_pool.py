@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.runtime_context import get_spec
 
 from ....planner.machine_model import of_states, of_windows
-from ....scheduling.bounded_pool import BoundedPool
+from ....scheduling.kv_accounting import BoundedPool
 from .planned_cache import PlannedRadixCache
 
 

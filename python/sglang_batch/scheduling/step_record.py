@@ -1,6 +1,8 @@
-"""A record of each step of the scheduler, and a CSV file of these records.
+"""A record of each step of the scheduler, a CSV file of these records, and timed steps.
 
-The file has a line of column names, then a line for each step.
+The file has a line of column names, then a line for each step. The last steps of each kind
+are kept with their seconds, from which a machine's costs are learnt. They decide nothing
+here: costs reach the schedulers with a job's plan, so that all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ import logging
 import os
 import warnings
 from array import array
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -17,8 +20,9 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import InputError
-from ...planner.requests import SIDES
+from ..errors import InputError
+from ..planner.costs.step_costs import StepSample
+from ..planner.requests import SIDES
 
 logger = logging.getLogger(__name__)
 
@@ -318,3 +322,78 @@ def _ratio_spread(compute: NDArray[np.float64], memory: NDArray[np.float64]) -> 
     below = np.cumsum((compute + memory)[order])
     lower, upper = np.searchsorted(below, [0.25 * below[-1], 0.75 * below[-1]])
     return float(ratio[order[upper]] - ratio[order[lower]])
+
+
+# Steps of one kind that are kept.
+PER_KIND = 6
+
+
+class KeptSamples:
+    """The last :data:`PER_KIND` steps of each kind: of about as many tokens, rows and KV, with
+    and without requests that arrive or end, after prompts and not."""
+
+    def __init__(self, samples: Iterable[StepSample] = ()) -> None:
+        self._kinds: dict[tuple[int, ...], deque[StepSample]] = {}
+        for sample in samples:
+            self.add(sample)
+
+    def add(self, sample: StepSample) -> None:
+        """Keep a step, in place of the oldest of its kind if there are too many."""
+        kind = (
+            int(sample.prompt_tokens).bit_length(),
+            int(sample.prompts).bit_length(),
+            int(sample.decodes).bit_length(),
+            int(sample.kv_tokens).bit_length() // 2,
+            int(sample.requests > 0),
+            int(sample.after_prompts),
+        )
+        self._kinds.setdefault(kind, deque(maxlen=PER_KIND)).append(sample)
+
+    @property
+    def samples(self) -> list[StepSample]:
+        """All of them, by kind, oldest first."""
+        return [sample for _, kept in sorted(self._kinds.items()) for sample in kept]
+
+
+class StepSamples:
+    """Times steps from one to the next.
+
+    Args:
+        late: whether a step is scheduled while the one before it runs, so that the time up
+            to the next one is that of the step before.
+    """
+
+    def __init__(self, *, late: bool) -> None:
+        self._late = late
+        self._kept = KeptSamples()
+        self._begun = 0.0
+        # The steps whose time runs: the last one, and with ``late`` the one before.
+        self._steps: list[StepSample | None] = []
+
+    def begin(self, now: float, step: StepSample | None, requests: float = 0.0) -> None:
+        """A step begins, and the time of one before it ends.
+
+        Args:
+            now: a clock's seconds.
+            step: what it computes, its seconds 0. None for a step that is not like others,
+                and times around it are not kept.
+            requests: half of those that arrived or ended in that time.
+        """
+        self._steps.append(step)
+        if len(self._steps) <= 1 + self._late:
+            self._begun = now
+            return
+        timed, *self._steps = self._steps
+        if timed is not None and None not in self._steps:
+            seconds = now - self._begun
+            self._kept.add(timed._replace(seconds=seconds, requests=requests))
+        self._begun = now
+
+    def idle(self) -> None:
+        """Nothing runs: the time up to the next step is nobody's."""
+        self._steps.clear()
+
+    def take(self) -> list[StepSample]:
+        """All that were kept since the last call."""
+        kept, self._kept = self._kept, KeptSamples()
+        return kept.samples

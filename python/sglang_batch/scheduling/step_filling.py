@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ...planner.admission_rules.followers import MOST_FOLLOWERS
-from ...planner.requests import LEFT
-from ..job_state import JobState
-from ..kv_accounting import KvAccounting
-from ..prefix_uses import PrefixUses
-from ..scheduled_request import ScheduledRequest
+from ..planner.admission_rules.followers import MOST_FOLLOWERS
+from ..planner.requests import LEFT
+from .job_state import JobState
+from .kv_accounting import KvAccounting
+from .prefix_uses import PrefixUses
+from .scheduled_request import ScheduledRequest
 
 # Most requests that others pass in one step because they wait for siblings.
 _MOST_HELD = 256

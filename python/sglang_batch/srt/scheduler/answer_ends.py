@@ -1,8 +1,12 @@
-"""Stop rules at the place where SGLang decides that a request has ended.
+"""When a request ends besides SGLang's own rules: by stop rules, and by grammars.
 
 SGLang calls ``update_finish_state`` of a request after each of its steps. For a request with
-rules, and for no other, that call also asks the rules. What they cut is released by SGLang as
-after a stop string: before the next step, and with the tokens behind the end of a step of several.
+stop rules, and for no other, that call also asks the rules. A cut answer is released by SGLang
+as after a stop string: before the next step, and with the tokens behind the end of a step of several.
+
+A grammar may allow no token: after ``root ::= root``, for example, none may follow. SGLang's
+sampler then finds no token with a probability above 0, and its scheduler dies with the
+requests of everyone. Here only the request with that grammar fails.
 """
 
 from __future__ import annotations
@@ -10,8 +14,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.managers.schedule_batch import (
     FINISH_ABORT,
     FINISH_LENGTH,
@@ -19,12 +24,16 @@ from sglang.srt.managers.schedule_batch import (
 )
 from sglang.srt.sampling.sampling_params import get_request_reasoning_end_token_ids
 
-from ....stop_rules.answer_text import AnswerText
-from ....stop_rules.answer_watch import AnswerWatch, Cut, without_extra
-from ....stop_rules.regex_rule import RegexTooComplex
-from ....stop_rules.rule_settings import FIELD, StopRules
-from ...compat.scheduler_types import Req
-from ...compat.server_types import ModelConfig
+from ...dense.grammar import JsonCompiler
+from ...stop_rules.answer_text import AnswerText
+from ...stop_rules.answer_watch import AnswerWatch, Cut, without_extra
+from ...stop_rules.regex_rule import RegexTooComplex
+from ...stop_rules.rule_settings import FIELD, StopRules
+from ..compat.scheduler_types import Req
+from ..compat.server_types import ModelConfig
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 
 class FinishedByRule(BaseFinishReason):  # type: ignore[misc]
@@ -161,3 +170,55 @@ def trim_matched_stop(
         if trimmed is not None:
             return trimmed
     return original(detokenizer, output, finished_reason, no_stop_trim)
+
+
+def keep_to_json(_result: object, backend: Any, *_args: object, **_kw: object) -> None:
+    """AFTER hook on ``XGrammarGrammarBackend.__init__``: its schemas are compiled by ours."""
+    backend.grammar_compiler.__class__ = JsonCompiler
+
+
+_MARK = "_sglang_batch_allows_no_token"
+
+
+def allow_one(
+    _result: object,
+    grammar: object,
+    vocab_mask: torch.Tensor,
+    idx: int,
+    *_args: object,
+    **_kwargs: object,
+) -> None:
+    """AFTER hook on ``XGrammarGrammar.fill_vocab_mask``: if no token may follow, allow
+    all, and mark the grammar. ``abort_marked`` then ends its request.
+
+    Args:
+        vocab_mask: int32 ``[rows, vocab / 32]``, a bit for each token that may follow.
+        idx: the row of the request.
+    """
+    if not vocab_mask[idx].any():
+        vocab_mask[idx].fill_(-1)
+        setattr(grammar, _MARK, True)
+
+
+def abort_marked(_processor: object, batch: ScheduleBatch, *_args: object) -> None:
+    """BEFORE hook on the processing of a step's results: abort what ``allow_one`` marked.
+
+    The grammar rejects the sampled token, but SGLang looks for ends first: a token of
+    its end, or the last of ``max_tokens``, would pass for an answer.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    for req in batch.reqs:
+        if req.grammar is None or req.finished() or not _is_marked(req.grammar):
+            continue
+        if req.inflight_middle_chunks <= 0:
+            req.to_finish = FINISH_ABORT(
+                "Grammar accept_token failed: no token may follow.",
+                HTTPStatus.INTERNAL_SERVER_ERROR,
+                "InternalServerError",
+            )
+
+
+def _is_marked(grammar: Any) -> bool:
+    # Behind a reasoning parser, the grammar is inside another.
+    return hasattr(getattr(grammar, "grammar", grammar), _MARK)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from ..scheduled_request import ScheduledRequest
+from .scheduled_request import ScheduledRequest
 
 # Rank, position, arrival, entry and the request.
 _Entry = tuple[int, int, int, int, ScheduledRequest]

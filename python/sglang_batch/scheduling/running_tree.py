@@ -11,9 +11,9 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from ...planner.requests import Floats, Int32s, Int64s
-from ..job_state import JobState
-from ..prefix_uses import NodeArrays
+from ..planner.requests import Floats, Int32s, Int64s
+from .job_state import JobState
+from .prefix_uses import NodeArrays
 
 ABSENT, COMPUTING, KEPT = "absent", "computing", "kept"
 

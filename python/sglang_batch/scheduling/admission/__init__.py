@@ -1,1 +1,0 @@
-"""The requests that join the next step."""

@@ -1,1 +1,0 @@
-"""What people see of a scheduler: its running tree, what waits, the records of its steps."""

@@ -1,1 +1,0 @@
-"""The scheduler of a decode server, which follows the plans of jobs."""

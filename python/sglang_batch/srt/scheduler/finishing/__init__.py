@@ -1,1 +1,0 @@
-"""When a request ends: by stop rules, and by grammars that allow no token."""

@@ -224,9 +224,11 @@ class DecodeLoop:
         joining.sort(key=lambda query: query.order)
         joining += [self._by_length.take(number) for number in changes.chosen]
         too_long = [self._waiting.take(window[i].number) for i in changes.too_long]
-        too_long += [self._by_length.take(n) for n in changes.chosen_too_long]
         for row in sorted(changes.leaving, reverse=True):
             self._preempt(row)
+        for number in changes.chosen_too_long:  # some of them ran, and wait only now
+            too_long.append(self._by_length.take(number))
+            self._admission.remove(number)
         for query in too_long:
             self._set_aside(query)
         if joining:

@@ -408,7 +408,7 @@ async def answer_all(
     stop_after: int | None = None,
 ) -> list[dict[str, Any]]:
     """The answers of one job, in the order of its prompts, as far as it ran."""
-    from sglang_batch.engine import GENERATE_URL
+    from sglang_batch.job.engine import GENERATE_URL
     from sglang_batch.job.job import Job
     from sglang_batch.request import BatchRequestInput, RequestOutput
 

@@ -30,17 +30,16 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
             "media_places",
             "option_types",
             "policies",
-            "stop_rules",
         ),
-        ("config", "request"),
-        ("store", "batch_api", "planner"),
-        ("workloads", "scheduling", "inputs", "access", "rollout"),
-        ("engine", "dense"),
+        ("request",),
+        ("batch_api",),
+        ("config",),
+        ("store", "planner"),
+        ("workloads", "scheduling", "inputs", "rollout"),
         ("job",),
-        ("fleet",),
+        ("fleet", "dense"),
         ("server",),
-        ("http_api",),
-        ("srt", "cluster"),
+        ("srt",),
         ("client", "run", "programs"),
         ("streams",),
         ("prediction", "calibration", "frames", "lang", "demo_model"),
@@ -72,14 +71,12 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
 # The packages that run without SGLang, torch and a web server, and which other
 # packages each may import besides SHARED.
 PURE: dict[str, set[str]] = {
-    "stop_rules": set(),
     "planner": set(),
-    "batch_api": {"stop_rules"},
+    "batch_api": set(),
     "store": set(),
     "workloads": {"planner"},
     "scheduling": {"planner"},
     "inputs": {"batch_api", "store", "planner"},
-    "access": {"store"},
     "rollout": {"planner"},
 }
 SHARED = {
@@ -380,12 +377,12 @@ def test_only_srt_imports_sglang_and_only_srt_and_dense_import_torch() -> None:
     assert not found, listing(found)
 
 
-def test_ray_is_imported_by_the_cluster_alone() -> None:
+def test_ray_is_imported_by_its_fleet_alone() -> None:
     found = [
         module.where(each)
         for module in OURS
         for each in imports_in(module)
-        if each.top == "ray" and module.part != "cluster"
+        if each.top == "ray" and not module.name.startswith("sglang_batch.fleet.ray")
     ]
     assert not found, listing(found)
 

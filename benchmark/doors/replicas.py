@@ -242,7 +242,7 @@ class Prepared:
 
 
 class Replicas:
-    """The :class:`~sglang_batch.engine.Engine` of a job. Time is that of the counters."""
+    """The :class:`~sglang_batch.job.engine.Engine` of a job. Time is that of the counters."""
 
     model_names = ("counters",)
     is_paused = False

@@ -18,10 +18,10 @@ import time
 from functools import partial
 from pathlib import Path
 
-from sglang_batch.cluster.ray_fleet import join_cluster
-from sglang_batch.cluster.ray_place import RayPlace
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.fleet.fleet_engine import FleetEngine
+from sglang_batch.fleet.ray.ray_fleet import join_cluster
+from sglang_batch.fleet.ray.ray_place import RayPlace
 from sglang_batch.job.job import Job
 from sglang_batch.request import BatchRequestInput, RequestOutput
 from sglang_batch.run.engine_settings import started

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_batch.config import OfflineBatchConfig
-from sglang_batch.engine import KvUse, PreparedRequest
 from sglang_batch.errors import EngineError
 from sglang_batch.fleet.crash_counts import CrashCounts
 from sglang_batch.fleet.fleet_engine import FleetEngine
@@ -35,6 +34,7 @@ from sglang_batch.fleet.messages import (
 from sglang_batch.fleet.places import WorkerLost
 from sglang_batch.fleet.worker_host import WorkerHost
 from sglang_batch.job.bucketed_job import BucketedJob
+from sglang_batch.job.engine import KvUse, PreparedRequest
 from sglang_batch.job.job import Job
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits, Machine

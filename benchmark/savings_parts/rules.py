@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 from report import Figure
 
+from sglang_batch.batch_api.stop_rules.answer_text import AnswerText
+from sglang_batch.batch_api.stop_rules.answer_watch import AnswerWatch
+from sglang_batch.batch_api.stop_rules.rule_settings import StopRules
 from sglang_batch.demo_model import write_demo_model
-from sglang_batch.stop_rules.answer_text import AnswerText
-from sglang_batch.stop_rules.answer_watch import AnswerWatch
-from sglang_batch.stop_rules.rule_settings import StopRules
 
 LINES, RUNS = 2_000, 3
 # Most tokens of an answer. Each of the demo model's is a byte.

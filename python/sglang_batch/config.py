@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from ipaddress import ip_network
 from typing import Any, TypeVar
 
+from .batch_api.stop_rules.rule_settings import StopRules
 from .errors import ConfigError
 from .media_places import parse_source
 from .policies import POLICIES
-from .stop_rules.rule_settings import StopRules
 
 # The scheduler in SGLang's scheduler processes.
 SCHEDULERS = ("offline", "stock")
@@ -208,15 +208,6 @@ _OPTIONAL = {
     "public_url",
     "api_keys",
 }
-
-
-def dollars(engine_s: float, price: float) -> float:
-    """What seconds of an engine cost.
-
-    Args:
-        price: dollars for an hour.
-    """
-    return round(engine_s * price / 3600, 6)
 
 
 _T = TypeVar("_T")

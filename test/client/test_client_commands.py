@@ -35,8 +35,8 @@ from input_files import packed
 from sglang_batch.cli import main
 from sglang_batch.client import batch_client, batch_view, client_commands
 from sglang_batch.errors import ServerError
-from sglang_batch.http_api.all_routes import make_router
 from sglang_batch.server import runner as runner_module
+from sglang_batch.server.http.all_routes import make_router
 
 KEY = "right"
 

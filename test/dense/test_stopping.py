@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from sglang_batch.batch_api.stop_rules.answer_watch import Cut
+from sglang_batch.batch_api.stop_rules.rule_settings import Repetition, StopRules
 from sglang_batch.demo_model import SPECIAL_IDS, write_demo_model
 from sglang_batch.dense.row_request import Stopping
 from sglang_batch.dense.stopping import Ending, RowStopping, ending_ids
-from sglang_batch.stop_rules.answer_watch import Cut
-from sglang_batch.stop_rules.rule_settings import Repetition, StopRules
 
 EOS = SPECIAL_IDS["<|end|>"]
 MANY = 10_000

@@ -16,7 +16,6 @@ from builders import make_body, make_machine
 from fake_engine import FakeEngine
 
 from sglang_batch import __version__
-from sglang_batch.engine import WORKER_PATH
 from sglang_batch.errors import ConfigError
 from sglang_batch.fleet import messages, plan_bytes
 from sglang_batch.fleet.fleet_engine import FleetEngine
@@ -25,6 +24,7 @@ from sglang_batch.fleet.http.http_place import HttpPlace
 from sglang_batch.fleet.messages import About, Exchange, RenderCall, Session
 from sglang_batch.fleet.places import WorkerPort
 from sglang_batch.fleet.worker_host import WorkerHost
+from sglang_batch.job.engine import WORKER_PATH
 from sglang_batch.request import BatchRequestInput, RequestOutput
 
 Answer = Callable[[str, bytes], web.Response | bytes]

@@ -11,7 +11,7 @@ from typing import Any
 from builders import MODEL, make_machine
 
 from sglang_batch.batch_api.protocol import error_body
-from sglang_batch.engine import KvUse, PreparedRequest
+from sglang_batch.job.engine import KvUse, PreparedRequest
 from sglang_batch.request import (
     BatchRequestInput,
     RequestOutput,

@@ -19,7 +19,7 @@ from race_watch import RaceWatch, RecordingLanes
 from sglang.srt.entrypoints.engine import Engine
 
 from sglang_batch.config import OfflineBatchConfig
-from sglang_batch.engine import GENERATE_URL
+from sglang_batch.job.engine import GENERATE_URL
 from sglang_batch.job.job import Job
 from sglang_batch.request import BatchRequestInput
 from sglang_batch.srt.engine import in_process

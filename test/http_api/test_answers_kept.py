@@ -9,7 +9,7 @@ import pytest
 from builders import CHAT, make_body
 from route_server import Server
 
-from sglang_batch.http_api import idempotency
+from sglang_batch.server.http import idempotency
 
 CREATE = {"input_file_id": "file-1", "endpoint": CHAT, "completion_window": "24h"}
 UPLOAD = {"bytes": 3, "filename": "x", "mime_type": "x", "purpose": "evals"}

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from route_server import Server, serving
 
-from sglang_batch.http_api.all_routes import ROUTERS
+from sglang_batch.server.http.all_routes import ROUTERS
 
 MIN_CASES = 1500
 MAX_EXAMPLES = 200

@@ -13,8 +13,8 @@ from openai import OpenAI
 from route_server import Server, error_of, fixed_keys, serving
 from starlette.websockets import WebSocketDisconnect
 
-from sglang_batch.access.keys import read_api_keys
 from sglang_batch.errors import ConfigError
+from sglang_batch.server.access.keys import read_api_keys
 
 KEYS = {b"key-a": "ann", b"key-a2": "ann", b"key-b": "bob", b"key-root": "root"}
 

@@ -13,7 +13,7 @@ from route_server import Server, error_of, serving
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError
-from sglang_batch.http_api.all_routes import ROUTERS
+from sglang_batch.server.http.all_routes import ROUTERS
 
 PAGE = "https://app.example.com"
 EVIL = "https://evil.example.com"

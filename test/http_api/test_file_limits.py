@@ -13,7 +13,7 @@ import openai
 import pytest
 from route_server import Server, error_of, serving
 
-from sglang_batch.http_api import multipart_form
+from sglang_batch.server.http import multipart_form
 from sglang_batch.store import batch_store
 
 DAY = 86_400

@@ -11,8 +11,8 @@ import pytest
 from builders import CHAT, make_body
 from route_server import Server, error_of
 
-from sglang_batch.http_api import batch_routes as batches_module
-from sglang_batch.http_api import idempotency
+from sglang_batch.server.http import batch_routes as batches_module
+from sglang_batch.server.http import idempotency
 from sglang_batch.store import answers
 from sglang_batch.store.answers import key_lock
 

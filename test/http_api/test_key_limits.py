@@ -17,12 +17,12 @@ from fastapi.testclient import TestClient
 from keyed_server import KEYS, KEYS_PATH, add, call, start, usage_of
 from route_server import Server, error_of, serving
 
-from sglang_batch.access import access_control, usage
-from sglang_batch.access.keys import Allowance
-from sglang_batch.access.model_names import model_refusal
-from sglang_batch.engine import WAVE_PATH
 from sglang_batch.errors import ApiError
-from sglang_batch.http_api.authorization.key_middleware import KeyMiddleware
+from sglang_batch.job.engine import WAVE_PATH
+from sglang_batch.server.access import access_control, usage
+from sglang_batch.server.access.keys import Allowance
+from sglang_batch.server.access.model_names import model_refusal
+from sglang_batch.server.http.authorization.key_middleware import KeyMiddleware
 from sglang_batch.store.batch_store import BatchStore
 
 # Limits -------------------------------------------------------------------------

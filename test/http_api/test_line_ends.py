@@ -24,7 +24,7 @@ from sglang_batch.batch_api.message_batches import (
     input_lines,
     rejected_line,
 )
-from sglang_batch.engine import WAVE_PATH
+from sglang_batch.job.engine import WAVE_PATH
 from sglang_batch.json_lines import LineSplitter
 from sglang_batch.programs.program_log import ProgramLog, ProgramRecord
 from sglang_batch.request import Usage

@@ -1,7 +1,7 @@
 """Calls made from the documentation of our routes, by schemathesis.
 
 Calls that the documentation allows succeed, others are refused, and all answers match
-their schemas, see :mod:`sglang_batch.http_api.openapi`.
+their schemas, see :mod:`sglang_batch.server.http.openapi`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from route_server import Server, serving
 from schemathesis import Case, GenerationMode
 from schemathesis.config import SchemathesisConfig
 
-from sglang_batch.http_api.all_routes import make_router
-from sglang_batch.http_api.idempotency import MAX_KEY_LEN
 from sglang_batch.rollout.rollout_call import parse_call
+from sglang_batch.server.http.all_routes import make_router
+from sglang_batch.server.http.idempotency import MAX_KEY_LEN
 
 MIN_CASES = 800
 # Random calls of each operation.

@@ -13,12 +13,12 @@ import pytest
 from builders import CHAT, MODEL, ids_of, make_lines
 from route_server import Server, serving
 
-from sglang_batch.engine import KvUse
-from sglang_batch.http_api import page_routes as page_module
+from sglang_batch.job.engine import KvUse
 from sglang_batch.scheduling.running_tree import TreeNow
+from sglang_batch.server.http import page_routes as page_module
 
 EVIL = "<script>alert(1)</script>"
-FILES = resources.files("sglang_batch.http_api").joinpath("page")
+FILES = resources.files("sglang_batch.server.http").joinpath("page")
 
 
 def data_of(server: Server, key: str = "", **params: Any) -> dict[str, Any]:

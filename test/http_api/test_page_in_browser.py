@@ -20,14 +20,14 @@ from chromium import Page, browser_page, find_chromium
 from fake_engine import FakeEngine
 from fastapi import FastAPI
 
-from sglang_batch.access.access_control import AccessControl
-from sglang_batch.access.key_table import change_allowance
-from sglang_batch.access.keys import ANYBODY, Role, caller_of, digest
-from sglang_batch.access.usage import add_usage
 from sglang_batch.fleet.fleet_worker import WorkerState
-from sglang_batch.http_api.all_routes import install
-from sglang_batch.http_api.authorization.key_middleware import KeyMiddleware
 from sglang_batch.server import runner as runner_module
+from sglang_batch.server.access.access_control import AccessControl
+from sglang_batch.server.access.key_table import change_allowance
+from sglang_batch.server.access.keys import ANYBODY, Role, caller_of, digest
+from sglang_batch.server.access.usage import add_usage
+from sglang_batch.server.http.all_routes import install
+from sglang_batch.server.http.authorization.key_middleware import KeyMiddleware
 from sglang_batch.server.service import BatchService
 
 CHROMIUM = find_chromium()

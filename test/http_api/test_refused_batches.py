@@ -11,7 +11,7 @@ from builders import CHAT, make_line
 from route_server import Server, error_of
 
 from sglang_batch.batch_api.protocol import ENDPOINTS
-from sglang_batch.engine import WAVE_PATH
+from sglang_batch.job.engine import WAVE_PATH
 
 DEEP = b"[" * 100_000
 

@@ -12,8 +12,8 @@ from builders import ids_of, make_line, make_lines, parse_lines
 from openai.types import Batch
 from route_server import Server, error_of
 
-from sglang_batch.http_api import file_routes as files_module
-from sglang_batch.http_api import result_responses as results_module
+from sglang_batch.server.http import file_routes as files_module
+from sglang_batch.server.http import result_responses as results_module
 
 
 def lines_of(answer: httpx.Response) -> list[dict[str, Any]]:

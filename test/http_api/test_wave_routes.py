@@ -9,7 +9,7 @@ import pytest
 from builders import make_line, parse_lines
 from route_server import Server, error_of
 
-from sglang_batch.engine import WAVE_PATH
+from sglang_batch.job.engine import WAVE_PATH
 
 
 def test_a_wave_answers_each_request_by_its_index(server: Server) -> None:

@@ -23,8 +23,8 @@ from dispatcher_jobs import (
     until_planned,
 )
 
-from sglang_batch.engine import PreparedRequest
 from sglang_batch.job import rendering
+from sglang_batch.job.engine import PreparedRequest
 from sglang_batch.planner.plan import make_plan
 from sglang_batch.planner.requests import LEFT
 from sglang_batch.policies import POLICIES

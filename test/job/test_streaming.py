@@ -21,8 +21,8 @@ from dispatcher_jobs import (
     until_planned,
 )
 
-from sglang_batch.engine import PreparedRequest
 from sglang_batch.job import live_plan, rendering
+from sglang_batch.job.engine import PreparedRequest
 from sglang_batch.policies import POLICIES
 from sglang_batch.request import BatchRequestInput, RequestOutput
 

@@ -20,10 +20,10 @@ from builders import CHAT, make_line, make_lines, run
 from fake_engine import FakeEngine
 from prometheus_client import CollectorRegistry, generate_latest
 
-from sglang_batch.access import usage_metrics
-from sglang_batch.access.usage import add_usage
 from sglang_batch.batch_api import protocol as api
 from sglang_batch.server import runner as runner_module
+from sglang_batch.server.access import usage_metrics
+from sglang_batch.server.access.usage import add_usage
 from sglang_batch.server.batch_metrics import BatchMetrics, pause_kind, published
 from sglang_batch.server.service import BatchService
 

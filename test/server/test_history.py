@@ -10,7 +10,7 @@ import pytest
 from builders import run
 from fake_engine import FakeEngine
 
-from sglang_batch.engine import KvUse
+from sglang_batch.job.engine import KvUse
 from sglang_batch.server import history as history_module
 from sglang_batch.server.history import NUM_POINTS, SAMPLE_S, WINDOW_S, History, Rate
 from sglang_batch.store.batch_store import BatchStore

@@ -20,14 +20,14 @@ from batch_service import (
 from builders import ids_of, make_body, make_line, make_lines, run
 from fake_engine import FakeEngine
 
-from sglang_batch.access.costs import cost_object, costs_by_label
-from sglang_batch.access.usage import usage_since
 from sglang_batch.batch_api.objects import batch_object
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job.accounting.engine_time import KEPT_S, EngineTime
 from sglang_batch.job.answers.cached_answers import ModelAnswers
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.request import Work
+from sglang_batch.server.access.costs import cost_object, costs_by_label
+from sglang_batch.server.access.usage import usage_since
 
 pytestmark = pytest.mark.usefixtures("quick_polling")
 

@@ -19,10 +19,10 @@ from batch_service import (
 from builders import ids_of, make_line, make_lines, make_request, run
 from fake_engine import FakeEngine
 
-from sglang_batch.access.key_table import change_allowance
 from sglang_batch.batch_api import protocol as api
 from sglang_batch.request import engine_request_id
 from sglang_batch.server import runner as runner_module
+from sglang_batch.server.access.key_table import change_allowance
 from sglang_batch.server.priorities import URGENT
 from sglang_batch.server.service import BatchService
 from sglang_batch.store.suspects import Suspects

@@ -23,9 +23,9 @@ from batch_service import (
 from builders import ids_of, make_line, make_lines, run
 from fake_engine import FakeEngine
 
-from sglang_batch.access.key_table import change_allowance
 from sglang_batch.batch_api import protocol as api
 from sglang_batch.server import batch_input, finish
+from sglang_batch.server.access.key_table import change_allowance
 from sglang_batch.store.batch_store import BatchStore
 from sglang_batch.store.lock import FileLock
 from sglang_batch.store.suspects import Suspects

@@ -14,8 +14,8 @@ from prometheus_client import REGISTRY
 from sglang.srt.entrypoints import http_server
 from sglang.srt.observability import http_request_metrics as metrics
 
-from sglang_batch.http_api.all_routes import install
-from sglang_batch.http_api.middleware.route_labels import UNKNOWN, label_by_template
+from sglang_batch.server.http.all_routes import install
+from sglang_batch.server.http.middleware.route_labels import UNKNOWN, label_by_template
 
 EVIL = {"origin": "https://evil.example.com"}
 

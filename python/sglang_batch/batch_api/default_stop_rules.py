@@ -7,8 +7,8 @@ import dataclasses
 import msgspec
 
 from ..request import BatchRequestInput, Requests
-from ..stop_rules.rule_settings import FIELD
 from .protocol import GENERATING_URLS
+from .stop_rules.rule_settings import FIELD
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 

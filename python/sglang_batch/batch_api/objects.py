@@ -8,10 +8,18 @@ from typing import Any
 from openai.types import Batch, FileObject, Upload
 from openai.types.uploads import UploadPart
 
-from ..config import dollars
 from ..request import Usage
 
 Row = dict[str, Any]
+
+
+def dollars(engine_s: float, price: float) -> float:
+    """The cost of seconds of an engine, in dollars.
+
+    Args:
+        price: dollars for an hour.
+    """
+    return round(engine_s * price / 3600, 6)
 
 
 def batch_object(row: Row, price: float | None = None) -> dict[str, Any]:

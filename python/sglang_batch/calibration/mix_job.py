@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from ..config import OfflineBatchConfig
-from ..engine import GENERATE_URL, Engine
 from ..errors import EngineError
+from ..job.engine import GENERATE_URL, Engine
 from ..job.job import Job
 from ..request import BatchRequestInput, RequestOutput
 from ..workloads.random_prompts import random_prompts

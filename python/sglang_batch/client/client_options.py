@@ -12,8 +12,8 @@ from typing import Any
 
 from ..batch_api import protocol as api
 from ..config import DEDUPES
-from ..engine import MAX_TREE_NODES
 from ..errors import ExitStatus
+from ..job.engine import MAX_TREE_NODES
 from ..option_types import enough, whole
 from .key_options import add_keys
 

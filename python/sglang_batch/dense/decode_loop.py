@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..stop_rules.answer_watch import Cut
+from ..batch_api.stop_rules.answer_watch import Cut
 from .length_admission import ByLength, LengthAdmission
 from .model import LoadedModel
 from .prefill import Prefilled

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
-from ..stop_rules.answer_text import AnswerText
-from ..stop_rules.answer_watch import AnswerWatch, Cut
-from ..stop_rules.regex_rule import RegexTooComplex
+from ..batch_api.stop_rules.answer_text import AnswerText
+from ..batch_api.stop_rules.answer_watch import AnswerWatch, Cut
+from ..batch_api.stop_rules.regex_rule import RegexTooComplex
 from .row_request import Stopping
 
 # Bytes of one character in UTF-8, each of which may be a token.

@@ -1,4 +1,4 @@
-"""A fleet of workers as one :class:`~sglang_batch.engine.Engine` with many replicas.
+"""A fleet of workers as one :class:`~sglang_batch.job.engine.Engine` with many replicas.
 
 The head of a fleet runs jobs as on one machine: it plans, sends lines and keeps the results,
 each once, in its result log. Here its replicas are in workers, which start, die, leave and
@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..engine import KvUse, PreparedRequest, ReplicaLost
 from ..errors import SGLangBatchError
+from ..job.engine import KvUse, PreparedRequest, ReplicaLost
 from ..job.retrying_engine import engine_died
 from ..planner.machine_model import Machine
 from ..request import (

@@ -17,8 +17,8 @@ from typing import TypeVar
 
 import msgspec
 
-from ..engine import ReplicaLost
 from ..errors import ConfigError, EngineError, InputError, SGLangBatchError
+from ..job.engine import ReplicaLost
 from ..planner.machine_model import Machine
 from ..planner.sharding.speeds import ShardSpeeds
 from . import plan_bytes

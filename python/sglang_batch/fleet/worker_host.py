@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 
 from .. import __version__
-from ..engine import Engine
+from ..job.engine import Engine
 from ..request import RequestOutput
 from . import plan_bytes
 from .messages import (

@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from ..config import OfflineBatchConfig
-from ..engine import Engine
 from ..planner.requests import Int64s
 from ..policies import POLICY_TABLE
 from ..request import BatchRequestInput, RequestOutput, Requests, Sink
 from .accounting.occupancy import Tail
+from .engine import Engine
 from .job import Job, sharing_ratio
 from .prompt_buckets import deal_requests
 from .rendering import Indices

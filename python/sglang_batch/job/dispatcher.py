@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from ..config import OfflineBatchConfig
-from ..engine import Engine, PreparedRequest, ReplicaLost
 from ..planner.requests import LEFT, RIGHT, Int32s, Int64s
 from ..request import BatchRequestInput, RequestOutput, Sink, parse_request_id
 from .accounting.occupancy import Occupancy, Tail
 from .answer_feedback import AnswerFeedback
+from .engine import Engine, PreparedRequest, ReplicaLost
 from .inflight_limit import InflightLimit
 from .job_shards import JobProgress
 from .rendering import Rendered

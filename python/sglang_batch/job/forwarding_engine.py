@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..engine import Engine, KvUse, PreparedRequest, ReplicaChanges
 from ..planner.machine_model import Machine
 from ..request import BatchRequestInput, RequestOutput
 from ..scheduling.job_plan import JobPlan
 from ..scheduling.running_tree import TreeNow
+from .engine import Engine, KvUse, PreparedRequest, ReplicaChanges
 
 
 class ForwardingEngine:
-    """An :class:`~sglang_batch.engine.Engine` in front of another one."""
+    """An :class:`~sglang_batch.job.engine.Engine` in front of another one."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -2,7 +2,7 @@
 
 Every entry point of the product runs its requests as a job. A job reads requests one at
 a time from :class:`~.rendering.Requests` and keeps them on disk once they are rendered.
-The first ones run while the others are being rendered. It uses the engine through :class:`~sglang_batch.engine.Engine` and passes
+The first ones run while the others are being rendered. It uses the engine through :class:`~sglang_batch.job.engine.Engine` and passes
 each answer to a sink as soon as it arrives. An error of the server is an answer only after
 several attempts.
 """
@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from ..config import OfflineBatchConfig
-from ..engine import Engine
 from ..policies import POLICY_TABLE
 from ..request import RequestOutput, Requests, Sink
 from ..scheduling.job_plan import unplanned
 from .accounting.occupancy import Tail
 from .dispatcher import Dispatcher
+from .engine import Engine
 from .inflight_limit import InflightLimit
 from .live_plan import LivePlan, PlanHints
 from .rendering import Indices, JobRenderer, Rendered

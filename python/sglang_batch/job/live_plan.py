@@ -13,11 +13,11 @@ import logging
 from dataclasses import dataclass
 
 from ..config import OfflineBatchConfig
-from ..engine import Engine
 from ..planner.requests import Int32s, Int64s
 from ..planner.sharding.speeds import ShardSpeeds
 from .answer_feedback import AnswerFeedback
 from .dispatcher import Dispatcher
+from .engine import Engine
 from .job_planner import JobPlanner
 from .job_shards import JobProgress
 from .rendering import JobRenderer, Prompts

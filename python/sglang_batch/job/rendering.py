@@ -18,10 +18,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine import Engine, PreparedRequest
 from ..planner.requests import UNKNOWN, Int32s, Int64s, PlanRequests
 from ..request import BatchRequestInput, RequestOutput, Requests, engine_request_id
 from ..store.token_spool import RecordSpool, TokenSpool
+from .engine import Engine, PreparedRequest
 
 # For requests that declare no limit. Longer than any context.
 NO_LIMIT = 1 << 24

@@ -11,7 +11,6 @@ import msgspec
 
 from ..batch_api.protocol import error_body
 from ..config import OfflineBatchConfig
-from ..engine import Engine, PreparedRequest
 from ..request import (
     BatchRequestInput,
     RequestOutput,
@@ -21,6 +20,7 @@ from ..request import (
     line_request_id,
 )
 from .accounting.engine_time import Account, work_of
+from .engine import Engine, PreparedRequest
 from .forwarding_engine import ForwardingEngine
 
 # HTTP statuses of errors that may not recur.
@@ -86,7 +86,7 @@ class _PreparedLine:
 
 
 class RetryingEngine(ForwardingEngine):
-    """An :class:`~sglang_batch.engine.Engine` that retries transient errors.
+    """An :class:`~sglang_batch.job.engine.Engine` that retries transient errors.
 
     A line answered with a transient error is rendered and sent again, in at most
     ``config.max_line_attempts`` attempts, but not one whose answer was generated. A line

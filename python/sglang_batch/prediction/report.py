@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import dollars
+from ..batch_api.objects import dollars
 from ..planner.costs.hardware import HardwareSpec
 from ..planner.simulator.simulator import Simulation
 from ..scheduling.step_record import Steps, summarize

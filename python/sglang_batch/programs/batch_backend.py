@@ -35,8 +35,8 @@ from sglang.lang.global_config import global_config
 from sglang.utils import http_request
 
 from ..batch_api.protocol import MAX_PRIORITY
-from ..engine import WAVE_PATH
 from ..errors import ConfigError, EngineError
+from ..job.engine import WAVE_PATH
 from .program_job import ProgramJob
 from .program_results import EarlierError
 from .program_runner import run_programs

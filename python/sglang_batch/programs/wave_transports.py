@@ -17,8 +17,8 @@ import msgspec
 from ..batch_api.equal_requests import find_equal
 from ..batch_api.protocol import INTERACTIVE_PRIORITY
 from ..config import OfflineBatchConfig
-from ..engine import GENERATE_URL, MAX_INFLIGHT, WAVE_PATH
 from ..errors import EngineError
+from ..job.engine import GENERATE_URL, MAX_INFLIGHT, WAVE_PATH
 from ..job.job import Job
 from ..json_lines import LineSplitter
 from ..request import BatchRequestInput

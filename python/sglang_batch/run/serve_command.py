@@ -84,7 +84,7 @@ def _serve_front(backend: str, argv: list[str], fleet: WorkerOptions) -> int:
     from ..fleet.http.http_fleet import served_model
 
     served_model(fleet.urls, fleet.api_key)
-    from ..http_api.front import front_server
+    from ..server.http.front import front_server
 
     front_server.serve(
         front_server.FrontOptions(

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..batch_api.error_reasons import line_error, without_details
-from ..config import dollars
+from ..batch_api.objects import dollars
+from ..batch_api.stop_rules.rule_settings import RULES
 from ..inputs.field_sample import FieldSaving
 from ..request import Usage
-from ..stop_rules.rule_settings import RULES
 from ..store.result_log import ResultLog, finished_lines
 from .outputs import Outputs
 

@@ -15,10 +15,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from ..access.usage_metrics import UsageMetrics
 from ..batch_api import protocol as api
 from ..store.batch_store import Row
 from ..store.lock import FileLock
+from .access.usage_metrics import UsageMetrics
 from .service import BatchService
 from .store_sample import StoreSample
 

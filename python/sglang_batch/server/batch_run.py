@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from ..batch_api import protocol as api
 from ..batch_api.jsonl import BatchFile, FileErrors
 from ..config import OfflineBatchConfig
-from ..engine import Engine
 from ..errors import StoreError
 from ..job.accounting.enough import num_enough
 from ..job.answers.cached_answers import ModelAnswers
+from ..job.engine import Engine
 from ..job.inflight_limit import InflightLimit
 from ..job.retrying_engine import RetryingEngine
 from ..store.batch_store import BatchStore, Row, now

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..access.usage import add_usage
-from ..engine import Engine
 from ..job.accounting.engine_time import Account, EngineTime
+from ..job.engine import Engine
 from ..store.batch_store import BatchStore
+from .access.usage import add_usage
 from .result_saver import in_thread
 
 # The seconds of batches that have ended are written again when they change by this share.

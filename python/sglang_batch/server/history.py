@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ..batch_api import protocol as api
 from ..batch_api.objects import computed_usage
-from ..engine import Engine, KvUse
+from ..job.engine import Engine, KvUse
 from ..store.batch_store import BatchStore, Row
 
 logger = logging.getLogger(__name__)

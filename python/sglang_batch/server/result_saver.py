@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..access.usage import add_usage
 from ..batch_api import protocol as api
 from ..batch_api.error_reasons import ErrorReasons
 from ..batch_api.lines import ResultLine
@@ -23,6 +22,7 @@ from ..job.inflight_limit import InflightLimit
 from ..request import RequestOutput
 from ..store.batch_store import BatchStore
 from ..store.result_log import ResultLog, finished_lines
+from .access.usage import add_usage
 from .batch_log import batch_changed
 
 logger = logging.getLogger(__name__)

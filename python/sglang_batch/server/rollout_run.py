@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from ..config import OfflineBatchConfig
-from ..engine import SAMPLE_URL, Engine
 from ..job.accounting.enough import num_enough
+from ..job.engine import SAMPLE_URL, Engine
 from ..job.inflight_limit import InflightLimit
 from ..job.job import Job
 from ..job.live_plan import PlanHints

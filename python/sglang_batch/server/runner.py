@@ -15,17 +15,17 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 
-from ..access.usage import tokens_used_up
 from ..batch_api import protocol as api
 from ..batch_api.jsonl import FileErrors
 from ..config import OfflineBatchConfig
-from ..engine import Engine
 from ..errors import StoreError
 from ..job.answers.cached_answers import ModelAnswers
+from ..job.engine import Engine
 from ..job.inflight_limit import EngineShare
 from ..request import parse_request_id
 from ..store.batch_store import BatchStore, Row, now
 from ..store.lock import FileLock
+from .access.usage import tokens_used_up
 from .batch_log import ProgressLog
 from .batch_run import BatchRun
 from .bills import Bills

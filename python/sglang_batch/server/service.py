@@ -18,16 +18,14 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..access.keys import UNLIMITED, Allowance
-from ..access.usage import add_usage, check_limits, used_today
 from ..batch_api import protocol as api
 from ..batch_api.equal_requests import find_equal
 from ..batch_api.jsonl import count_lines
 from ..config import OfflineBatchConfig
-from ..engine import Engine
 from ..errors import StoreError
 from ..fleet.worker_host import WorkerHost
 from ..job.answers.cached_answers import ModelAnswers
+from ..job.engine import Engine
 from ..job.job import Job
 from ..request import BatchRequestInput, RequestOutput
 from ..rollout.rollout_call import RolloutCall
@@ -36,6 +34,8 @@ from ..scheduling.running_tree import TreeNow
 from ..store.batch_store import BatchStore, OnMade, Row, now
 from ..store.files import move_into_place, sync_file
 from ..store.incoming import Room
+from .access.keys import UNLIMITED, Allowance
+from .access.usage import add_usage, check_limits, used_today
 from .batch_log import batch_changed
 from .history import History
 from .rollout_run import RolloutRun
@@ -101,7 +101,7 @@ class BatchService:
         self.history.start()
 
     async def running_tree(self, limit: int) -> list[TreeNow]:
-        """The prefix trees of the running batches, see :class:`~sglang_batch.engine.Engine`.
+        """The prefix trees of the running batches, see :class:`~sglang_batch.job.engine.Engine`.
 
         Empty without a scheduler that follows plans.
         """

@@ -8,8 +8,8 @@ from typing import Any
 
 import aiohttp
 
-from ...engine import WORKER_PATH
 from ...errors import ConfigError, InputError
+from ...job.engine import WORKER_PATH
 from .. import messages
 from ..messages import (
     About,

@@ -49,7 +49,7 @@ class RayOptions:
                 f"--nnodes {known.nnodes}: each engine of --ray is on one node; leave it "
                 "out, and let --engines have more of them."
             )
-        from ...cluster.ray_fleet import check_ray
+        from ...fleet.ray.ray_fleet import check_ray
 
         check_ray(self.address)
         return known
@@ -66,7 +66,7 @@ class RayOptions:
         head: HeadState,
     ) -> StartEngine:
         """What starts the engines, or finds those of an earlier run of this job."""
-        from ...cluster.ray_fleet import RayFleet, cluster_resources, ray_engine
+        from ...fleet.ray.ray_fleet import RayFleet, cluster_resources, ray_engine
 
         resources = self.resources
         if resources is None:

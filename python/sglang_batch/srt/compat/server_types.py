@@ -198,7 +198,7 @@ class OfflineState(TypedDict, total=False):
     mixed_chunk: whether a step computes prompts and decodes together.
     page_size: tokens in a page of KV.
     jobs: number of open jobs.
-    kv_use: the fields of :class:`~sglang_batch.engine.KvUse`.
+    kv_use: the fields of :class:`~sglang_batch.job.engine.KvUse`.
     shares_prefixes: whether attention reads shared prefixes once.
     attention_ranks: schedulers that share the model's devices, each with KV of its own.
     """

@@ -28,6 +28,8 @@ from sglang.srt.managers.schedule_batch import (
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch.nn.functional import normalize
 
+from ...batch_api.stop_rules.answer_watch import Cut
+from ...batch_api.stop_rules.rule_settings import FIELD, NO_RULES, StopRules
 from ...dense.embedding_worker import EmbeddingAnswer
 from ...dense.length_admission import ByLength
 from ...dense.row_request import (
@@ -38,8 +40,6 @@ from ...dense.row_request import (
     Stopping,
     TokenLogprobs,
 )
-from ...stop_rules.answer_watch import Cut
-from ...stop_rules.rule_settings import FIELD, NO_RULES, StopRules
 from ..compat.server_types import JsonObject
 
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")

@@ -1,4 +1,4 @@
-"""The dense engine as the :class:`~sglang_batch.engine.Engine` of a job."""
+"""The dense engine as the :class:`~sglang_batch.job.engine.Engine` of a job."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 from ...dense.length_admission import MAX_TICKS, ByLength
 from ...dense.model import LoadedModel
 from ...dense.row_request import DenseRequest, DenseSettings, OnAnswer
-from ...engine import KvUse
 from ...errors import ConfigError, EngineError
+from ...job.engine import KvUse
 from ...planner.costs.cost_model import CostModel
 from ...planner.costs.model_spec import ModelSpec
 from ...planner.machine_model import EngineLimits, Machine, min_step_tokens

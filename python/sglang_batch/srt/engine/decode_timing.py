@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from ...engine import GENERATE_URL
 from ...errors import EngineError
+from ...job.engine import GENERATE_URL
 from ...request import BatchRequestInput
 from ...store.measured.row_share_file import RowShareKey
 from ...workloads.random_prompts import random_prompts

@@ -18,7 +18,7 @@ from pydantic import BaseModel, TypeAdapter
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from ...batch_api.protocol import TRANSCRIPTIONS_URL
-from ...engine import GENERATE_URL, SAMPLE_URL
+from ...job.engine import GENERATE_URL, SAMPLE_URL
 from ..compat.server_types import (
     EngineAnswer,
     EngineRequest,

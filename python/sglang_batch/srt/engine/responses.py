@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 from sglang.srt.entrypoints.openai.encoding_dsv32 import DS32EncodingError
 
 from ...batch_api.protocol import error_body
+from ...batch_api.stop_rules.answer_watch import REASON_KEY
 from ...request import Cuts, RequestOutput, Usage, Work
-from ...stop_rules.answer_watch import REASON_KEY
 from ..compat.server_types import EngineAnswer, JsonObject, MetaInfo, UsageInfo
 from .checks.body_checks import MESSAGES_URL, describe_validation_error
 from .checks.value_checks import FieldError

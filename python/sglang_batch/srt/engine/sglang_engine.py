@@ -1,4 +1,4 @@
-"""SGLang as the :class:`~sglang_batch.engine.Engine` of a job."""
+"""SGLang as the :class:`~sglang_batch.job.engine.Engine` of a job."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Protocol, cast
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from ...batch_api.protocol import TRANSCRIPTIONS_URL
-from ...engine import SAMPLE_URL, KvUse
 from ...errors import EngineError
+from ...job.engine import SAMPLE_URL, KvUse
 from ...planner.machine_model import Machine
 from ...request import BatchRequestInput, RequestOutput, line_request_id
 from ...scheduling.job_plan import JobPlan

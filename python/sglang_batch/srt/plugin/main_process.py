@@ -91,7 +91,7 @@ def enter_tokenizer_worker() -> None:
 
 
 def _register_http_hooks() -> None:
-    from ...http_api.middleware import route_labels
+    from ...server.http.middleware import route_labels
     from ..calls import call_items, gathered_calls, list_calls
     from ..disaggregation import pairing
     from ..engine.checks import request_checks

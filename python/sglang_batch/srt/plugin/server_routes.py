@@ -15,13 +15,13 @@ from fastapi import FastAPI
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.multi_tokenizer_mixin import get_main_process_id
 
-from ...access.access_control import AccessControl
 from ...errors import SGLangBatchError
-from ...http_api.all_routes import install
-from ...http_api.authorization.key_middleware import KeyMiddleware
 from ...job.answers.cached_answers import ModelAnswers
 from ...job.planner_compiler import compile_planner
+from ...server.access.access_control import AccessControl
 from ...server.batch_metrics import published
+from ...server.http.all_routes import install
+from ...server.http.authorization.key_middleware import KeyMiddleware
 from ...server.service import BatchService
 from ...store.batch_store import BatchStore
 from ..calls.call_items import engine_of

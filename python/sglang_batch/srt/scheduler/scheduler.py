@@ -29,7 +29,7 @@ from sglang.srt.managers.scheduler_components.load_inquirer import (
 from sglang.srt.runtime_context import get_parallel, get_serving
 from sglang.srt.utils.weight_versions import record_weight_version_events
 
-from ...engine import KvUse
+from ...job.engine import KvUse
 from ...planner.admission_rules import kv_forecast
 from ...planner.admission_rules.dual_scanner import ScanState, budgets, next_pace
 from ...scheduling.adapter_slots import AdapterSlots

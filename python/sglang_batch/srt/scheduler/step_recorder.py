@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from ...batch_api.stop_rules.rule_settings import RULES
 from ...planner.costs.step_costs import StepSample
 from ...planner.requests import SIDES
 from ...scheduling.job_plan import StepCost
@@ -20,7 +21,6 @@ from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
 from ...scheduling.step_record import COLUMNS, StepLog, StepRecord, StepSamples
-from ...stop_rules.rule_settings import RULES
 from ..compat.scheduler_types import MeteredScheduler
 from .kv.planned_cache import PlannedRadixCache
 

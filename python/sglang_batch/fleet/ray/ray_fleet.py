@@ -1,0 +1,216 @@
+"""A fleet on a Ray cluster: connect, check its room, make a place for each engine."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvloop
+
+from ...errors import ConfigError
+from ..fleet_engine import FleetEngine
+from ..head_state import HeadState
+from .ray_worker import StartEngine
+
+CONNECT_S = 5.0
+# Variables of the head's environment that workers get too.
+_PASSED = ("HF_", "SGLANG_", "HUGGING_FACE_")
+
+
+@dataclass(frozen=True, slots=True)
+class RayFleet:
+    """What a fleet is made of.
+
+    address: ``auto`` for the cluster that this machine is in, or ``host:port``.
+    min_engines: the job waits for so many.
+    needed_engines: so many must have room now.
+    max_engines: it uses up to so many.
+    resources: of each engine, by Ray's names, such as ``GPU`` and ``CPU``.
+    """
+
+    address: str
+    min_engines: int
+    needed_engines: int
+    max_engines: int
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+
+def check_ray(address: str) -> None:
+    """Check that Ray is installed and that its cluster answers.
+
+    Raises:
+        ConfigError: neither.
+    """
+    try:
+        import ray  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "--ray needs Ray, which is not installed: pip install 'sglang-batch[ray]'."
+        ) from None
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdigit():
+        raise ConfigError(
+            f"--ray {address} is not an address; write auto, or host:port of the "
+            "cluster's head node, such as 10.0.0.1:6379."
+        )
+    try:
+        with closing(socket.create_connection((host, int(port)), CONNECT_S)):
+            pass
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"--ray {address} does not answer ({error}); start a cluster there with "
+            "`ray start --head`."
+        ) from None
+
+
+def join_cluster(address: str) -> None:
+    """Connect this process to the cluster.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    import ray
+
+    from .ray_place import NAMESPACE
+
+    if ray.is_initialized():
+        return
+    check_ray(address)
+    try:
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            configure_logging=False,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"--ray {address}: no cluster to connect to "
+            f"({' '.join(str(error).split())[:300]}). Start one with `ray start --head`, "
+            "and run this command on one of its nodes."
+        ) from None
+
+
+def cluster_resources(address: str) -> dict[str, float]:
+    """What the nodes of a cluster have in all, by Ray's names.
+
+    Raises:
+        ConfigError: there is no cluster.
+    """
+    import ray
+
+    join_cluster(address)
+    found: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return found
+
+
+def check_room(fleet: RayFleet) -> None:
+    """Check that the engines which a job starts with have room.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    import ray
+
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    room = _room(nodes, fleet.resources)
+    if room < fleet.needed_engines:
+        wanted = (
+            ", ".join(f"{v:g} {k}" for k, v in fleet.resources.items()) or "nothing"
+        )
+        raise ConfigError(
+            f"the Ray cluster has room for {room} of {fleet.needed_engines} engines with "
+            f"{wanted} each; lower --engines or --ray-resources, or add nodes. For a "
+            f"cluster that grows on demand, use --engines 0:{fleet.max_engines}."
+        )
+
+
+def _room(nodes: list[dict[str, Any]], resources: Mapping[str, float]) -> int:
+    """How many engines fit on the nodes, were they empty."""
+    room = 0
+    for node in nodes:
+        if not node["Alive"]:
+            continue
+        has = node["Resources"]
+        room += min(
+            (int(has.get(k, 0) / v) for k, v in resources.items() if v), default=1000
+        )
+    return room
+
+
+def _end_others(job_id: str, prefix: str) -> None:
+    """End engines of the job that have another model or other options."""
+    import ray
+
+    from .ray_place import NAMESPACE
+
+    for named in ray.util.list_named_actors(all_namespaces=True):
+        name = str(named["name"])
+        ours = named["namespace"] == NAMESPACE and name.startswith(f"{job_id}-")
+        if ours and not name.startswith(prefix):
+            with suppress(ValueError):
+                ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+
+
+@contextmanager
+def ray_engine(
+    fleet: RayFleet,
+    head: HeadState,
+    start: StartEngine,
+    model: str,
+) -> Iterator[tuple[FleetEngine, asyncio.AbstractEventLoop]]:
+    """The engines of a job on a Ray cluster, and the event loop for calls to them.
+
+    Args:
+        head: a later one of the same job finds the same engines.
+        start: loads the model on a node.
+        model: its path or name, and all else that makes engines differ.
+
+    Raises:
+        ConfigError: there is no cluster, or too little room.
+    """
+    import ray
+
+    from .ray_place import RayPlace
+
+    join_cluster(fleet.address)
+    check_room(fleet)
+    kind = hashlib.sha256(f"{model}\n{sorted(fleet.resources.items())}".encode())
+    prefix = f"{head.job_id}-{kind.hexdigest()[:8]}-"
+    _end_others(head.job_id, prefix)
+    places = [
+        RayPlace(
+            f"{prefix}{i}", f"engine {i}", start, _options(fleet.resources), os.getcwd()
+        )
+        for i in range(fleet.max_engines)
+    ]
+    loop = uvloop.new_event_loop()
+    engine = FleetEngine(places, head.epoch, fleet.min_engines, crashes=head.crashes)
+    try:
+        yield engine, loop
+    finally:
+        loop.run_until_complete(engine.close())
+        loop.close()
+        ray.shutdown()
+
+
+def _options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """Ray's options of an actor with these resources."""
+    rest = dict(resources)
+    env = {k: v for k, v in os.environ.items() if k.startswith(_PASSED)}
+    options: dict[str, Any] = {
+        "num_cpus": rest.pop("CPU", 0),
+        "num_gpus": rest.pop("GPU", 0),
+        "resources": rest,
+    }
+    if env:
+        options["runtime_env"] = {"env_vars": env}
+    return options

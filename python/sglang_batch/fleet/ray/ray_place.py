@@ -1,0 +1,167 @@
+"""A place for a worker in a Ray cluster: a named actor, made again when it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+
+from ...errors import ConfigError, InputError
+from .. import messages
+from ..messages import (
+    About,
+    EngineQuery,
+    Exchange,
+    RenderCall,
+    Rendering,
+    Reply,
+    Session,
+    SessionRefused,
+)
+from ..places import WorkerLost, WorkerUnusable
+from .ray_worker import RayWorker, StartEngine
+
+NAMESPACE = "sglang-batch"
+# Calls that an actor answers at a time: one that waits, one with commands, some that render.
+_CALLS = "calls"
+_NUM_CALLS = 8
+
+
+class RayPort:
+    """Calls the worker in an actor."""
+
+    trusted = True
+
+    def __init__(self, actor: Any, node: str) -> None:
+        self._actor = actor
+        self._node = node
+
+    async def attach(self, session: Session) -> About | SessionRefused:
+        data = await self._ask(self._actor.attach, session)
+        try:
+            return messages.decode_about(data)
+        except InputError as error:
+            raise WorkerUnusable(str(error)) from None
+
+    async def exchange(self, call: Exchange) -> Reply | SessionRefused:
+        data = await self._ask(self._actor.exchange, call)
+        reply: Reply | SessionRefused = messages.decode_reply(data)
+        return reply
+
+    async def render(self, call: RenderCall) -> list[Rendering]:
+        data = await self._ask(self._actor.render, call)
+        found: list[Rendering] = messages.decode_renderings(data)
+        return found
+
+    async def query(self, query: EngineQuery) -> object:
+        return await self._ask(self._actor.query, query)
+
+    async def _ask(self, method: Any, message: object) -> Any:
+        try:
+            call = method.options(concurrency_group=_CALLS)
+            return await call.remote(messages.encode(message))
+        except ActorUnavailableError as error:
+            raise OSError(_one_line(error)) from None
+        except RayActorError as error:
+            gone = await asyncio.to_thread(_is_gone, self._node)
+            preempted = bool(getattr(error, "preempted", False))
+            reason = "its node is gone" if gone else "its process died"
+            raise WorkerLost(reason, crashed=not (gone or preempted)) from None
+        except RayTaskError as error:
+            raise WorkerLost(_one_line(error.cause), crashed=True) from None
+        except RayError as error:
+            raise OSError(_one_line(error)) from None
+
+
+class RayPlace:
+    """A named, detached actor.
+
+    Args:
+        name: of the actor, the same for every head of a job.
+        shown: name for people.
+        start: loads the model there.
+        options: of the actor: resources, environment.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shown: str,
+        start: StartEngine,
+        options: Mapping[str, Any],
+        directory: str,
+    ) -> None:
+        self.name = shown
+        self._actor_name = name
+        self._start = start
+        self._options = options
+        self._directory = directory
+        self._making: asyncio.Future[Any] | None = None
+
+    async def find(self) -> RayPort:
+        self._making = asyncio.ensure_future(asyncio.to_thread(self._actor))
+        actor = await asyncio.shield(self._making)
+        try:
+            failure = await actor.failure.remote()
+            node = "" if failure is not None else await actor.node.remote()
+        except RayActorError as error:
+            raise WorkerLost(_start_error(error), crashed=True) from None
+        except RayError as error:
+            raise WorkerLost(_one_line(error), crashed=True) from None
+        if failure is None:
+            return RayPort(actor, node)
+        await self.free()
+        if failure.of_options:
+            raise ConfigError(
+                "the engine cannot start with this model and these options: "
+                f"{failure.reason}"
+            )
+        raise WorkerLost(failure.reason, crashed=True)
+
+    async def free(self) -> None:
+        if self._making is not None:  # it may be made just now
+            await asyncio.wait({self._making})
+        with suppress(ValueError, RayError, GetTimeoutError):
+            actor = await asyncio.to_thread(
+                ray.get_actor, self._actor_name, namespace=NAMESPACE
+            )
+            await asyncio.to_thread(ray.kill, actor)
+
+    def _actor(self) -> Any:
+        """The actor that lives, or a new one."""
+        remote: Any = ray.remote
+        actor_class = remote(concurrency_groups={_CALLS: _NUM_CALLS})(RayWorker)
+        return actor_class.options(
+            name=self._actor_name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=0,
+            scheduling_strategy="SPREAD",
+            **self._options,
+        ).remote(self._start, self.name, self._directory)
+
+
+def _is_gone(node: str) -> bool:
+    """Whether a node has left the cluster."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return not any(each["NodeID"] == node and each["Alive"] for each in nodes)
+
+
+def _start_error(error: RayActorError) -> str:
+    return f"its process died as it started: {_one_line(error)}"
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,180 @@
+"""Finds the caller behind a key, and counts the tokens of online calls."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import secrets
+import sqlite3
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from ...store.batch_store import BatchStore, Row
+from . import key_table
+from .keys import Caller, FixedKeys, Role, digest
+from .usage import add_usage, check_limits, used_today
+
+logger = logging.getLogger(__name__)
+
+# How often the usage of online calls is written.
+WRITE_EVERY_S = 1.0
+
+# The caller of the HTTP call that this task works for.
+current_caller: ContextVar[Caller | None] = ContextVar("current_caller", default=None)
+
+
+class AccessControl:
+    """The keys of a server process, and the use that it has not written yet.
+
+    Args:
+        store: has the keys that are added while the server runs.
+        fixed: the keys that the server was started with.
+        without_key: who a caller without a key is, or None if a key is needed. Once the
+            store has a key, all need one.
+    """
+
+    def __init__(
+        self, store: BatchStore, fixed: FixedKeys, without_key: Caller | None
+    ) -> None:
+        self._store = store
+        self.fixed = fixed
+        self.without_key = without_key
+        # A connection of its own: the store's is locked while a transaction waits for
+        # the disk, and every call would wait with it.
+        self._db = _reader(store.directory)
+        self._unwritten: dict[str, Counter[str]] = {}
+        self._lock = threading.Lock()
+        self._writing: asyncio.Task[None] | None = None
+
+    def close(self) -> None:
+        self._db.close()
+
+    def caller(self, given: Iterable[bytes]) -> Caller | None:
+        """Who calls with these keys, of which different ones are never accepted.
+
+        Returns:
+            None if a key is needed and they are none.
+        """
+        keys = set(given)
+        found = self._find(digest(keys.pop())) if len(keys) == 1 else None
+        if found is None:
+            # Clients of OpenAI send some key to a server without keys, too.
+            return None if key_table.has_keys(self._rows) else self.without_key
+        if not found.name:
+            return found
+        allowance = key_table.find_allowance(self._rows, found.name)
+        return dataclasses.replace(found, allowance=allowance)
+
+    def _find(self, sha256: bytes) -> Caller | None:
+        return self._fixed_caller(sha256) or key_table.find_caller(self._rows, sha256)
+
+    def _fixed_caller(self, sha256: bytes) -> Caller | None:
+        """Takes equally long for every key, known or not."""
+        found = None
+        for known, caller in self.fixed.items():
+            if secrets.compare_digest(known, sha256):
+                found = caller
+        return found
+
+    def fixed_role(self, name: str) -> str | None:
+        """The role of a name that the server was started with, or None."""
+        for caller in self.fixed.values():
+            if caller.name == name:
+                return key_table.ROLE_NAMES.get(caller.role)
+        return None
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether any key opens the admin's routes."""
+        admins = [c for c in self.fixed.values() if c.role is Role.ADMIN and c.sees_all]
+        return bool(admins) or key_table.has_admin(self._rows)
+
+    def _rows(self, query: str, values: Iterable[Any] = ()) -> list[Row]:
+        return [dict(row) for row in self._db.execute(query, list(values))]
+
+    # Usage of online calls --------------------------------------------------------
+
+    def used_today(self, name: str) -> dict[str, int]:
+        """The usage of a client today, including counts that are not written yet."""
+        # First, since counts are in memory until they are written.
+        with self._lock:
+            unwritten = Counter(self._unwritten.get(name))
+        used = used_today(self._rows, name)
+        used["tokens"] += unwritten["input_tokens"] + unwritten["output_tokens"]
+        return used
+
+    def check_tokens(self, caller: Caller) -> None:
+        """Check that a caller has tokens left today, by the limits of now.
+
+        A session may be older than its caller's limits.
+
+        Raises:
+            ApiError: 429, they are used up.
+        """
+        allowance = key_table.find_allowance(self._rows, caller.name)
+        if allowance.tokens is not None:
+            check_limits(allowance, self.used_today(caller.name))
+
+    def count(self, name: str, counts: Counter[str]) -> None:
+        """Count an online call of a client."""
+        if name:
+            with self._lock:
+                self._unwritten.setdefault(name, Counter()).update(counts)
+
+    def start(self) -> None:
+        """Begin to write the counts."""
+        self._writing = asyncio.create_task(self._keep_writing())
+
+    async def stop(self) -> None:
+        """Write the rest."""
+        if self._writing is not None:
+            self._writing.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._writing
+        self.write()
+
+    async def _keep_writing(self) -> None:
+        while True:
+            await asyncio.sleep(WRITE_EVERY_S)
+            if self._unwritten:
+                work = asyncio.ensure_future(asyncio.to_thread(self.write))
+                try:
+                    await asyncio.shield(work)
+                except asyncio.CancelledError:
+                    await asyncio.wait({work})
+                    raise
+
+    def write(self) -> None:
+        """Write the counts. A full disk only delays it."""
+        for name in list(self._unwritten):
+            with self._lock:
+                counts = Counter(self._unwritten[name])
+            try:
+                add_usage(self._store, name, **counts)
+            except sqlite3.Error as error:
+                logger.warning("The usage of %r is not written yet: %s", name, error)
+                continue
+            # Not before, so that no check of a limit misses them.
+            with self._lock:
+                self._unwritten[name] -= counts
+                if not self._unwritten[name]:
+                    del self._unwritten[name]
+
+
+def _reader(directory: Path) -> sqlite3.Connection:
+    path = (directory / "batches.sqlite3").resolve()
+    db = sqlite3.connect(
+        f"{path.as_uri()}?mode=ro",
+        uri=True,
+        isolation_level=None,
+        check_same_thread=False,
+        timeout=5,
+    )
+    db.row_factory = sqlite3.Row
+    return db

@@ -1,0 +1,183 @@
+"""Keys of a server: their callers, roles and limits, and the file of keys."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+
+NAME_LEN = 64
+# Names are in paths, and clients resolve "." and ".." there.
+_NAME = re.compile(r"\.*[A-Za-z0-9_@-][A-Za-z0-9._@-]*")
+_KEY = re.compile(r"[!-~]{1,512}")  # printable ASCII, since it is sent in a header
+# The names of whoever calls with a key of SGLang's own.
+SGLANG_ADMIN = "--admin-api-key"
+SGLANG_CLIENT = ""
+SECRET_PREFIX = "sk-batch-"
+
+
+class Role(IntEnum):
+    """The routes that a caller opens. A role includes those below it.
+
+    NOBODY: needed for routes that are open without a key, such as probes.
+    CLIENT: the OpenAI, Anthropic and batch routes.
+    USER: all but SGLang's admin routes, for its ``--api-key`` next to an
+        ``--admin-api-key``.
+    ADMIN: everything, and the objects of all clients.
+    """
+
+    NOBODY = 0
+    CLIENT = 1
+    USER = 2
+    ADMIN = 3
+
+
+# Roles that a named key may have.
+KEY_ROLES = {"client": Role.CLIENT, "admin": Role.ADMIN}
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """The models and limits of a client. None is no limit.
+
+    models: names of served models and LoRA adapters.
+    batches, lines: batches created, and their lines, in a day (UTC).
+    tokens: tokens of prompts and answers in a day (UTC).
+    """
+
+    models: tuple[str, ...] | None = None
+    batches: int | None = None
+    lines: int | None = None
+    tokens: int | None = None
+
+
+UNLIMITED = Allowance()
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes a call.
+
+    name: owner of the objects that the call makes.
+    sees_all: whether the call sees objects of every owner.
+    """
+
+    name: str
+    role: Role
+    sees_all: bool = False
+    allowance: Allowance = UNLIMITED
+
+    @property
+    def sees(self) -> str | None:
+        """The owner whose objects the call sees, or None for all owners."""
+        return None if self.sees_all else self.name
+
+
+# A server without any key lets everybody do everything. Objects that named clients made
+# before, when it had keys, stay hidden.
+ANYBODY = Caller("", Role.ADMIN)
+
+FixedKeys = dict[bytes, Caller]
+
+
+def digest(secret: bytes) -> bytes:
+    """The SHA-256 of a key, which is kept in its place."""
+    return hashlib.sha256(secret).digest()
+
+
+def new_secret() -> str:
+    """A new key, with 256 random bits."""
+    return SECRET_PREFIX + secrets.token_urlsafe(32)
+
+
+def check_name(name: Any) -> str:
+    """Check the name of a client.
+
+    Raises:
+        ValueError: it is none. The message is for the caller.
+    """
+    if (
+        not isinstance(name, str)
+        or len(name) > NAME_LEN
+        or not _NAME.fullmatch(name)
+        or name == SGLANG_ADMIN
+    ):
+        raise ValueError(
+            f"the name {name!r:.100} must be 1 to {NAME_LEN} letters, digits and "
+            f"'._@-', not only dots, and not {SGLANG_ADMIN!r}"
+        )
+    return name
+
+
+def caller_of(name: str, role: Role) -> Caller:
+    """The caller behind a key."""
+    return Caller(name, role, sees_all=role is Role.ADMIN)
+
+
+def read_api_keys(path: str) -> FixedKeys:
+    """Read a file of keys. Returns the caller for the digest of each key.
+
+    Each line is ``NAME KEY`` or ``NAME KEY admin``. Blank lines and lines starting with
+    ``#`` are skipped. A name may have several keys, so a key can be replaced without
+    downtime.
+
+    Raises:
+        ConfigError: the file or one of its lines cannot be read. No message contains a
+            key.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"api_keys: cannot read {path!r}: {error}.") from None
+    keys: FixedKeys = {}
+    lines: dict[bytes, int] = {}
+    roles: dict[str, Role] = {}
+    for number, line in enumerate(text.split("\n"), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        where = f"{path}:{number}"
+        name, key, role = _line_of_file(words, where)
+        if key in keys:
+            raise ConfigError(
+                f"{where}: the key of {name!r} is already used on line {lines[key]}."
+            )
+        if roles.setdefault(name, role) is not role:
+            raise ConfigError(
+                f"{where}: {name!r} is both a client and an admin; use two names."
+            )
+        keys[key], lines[key] = caller_of(name, role), number
+    if not keys:
+        raise ConfigError(
+            f"api_keys: {path} has no 'NAME KEY' line, so every call would be refused."
+        )
+    return keys
+
+
+def _line_of_file(words: list[str], where: str) -> tuple[str, bytes, Role]:
+    """The name, digest of the key and role on a line that is not a comment."""
+    if len(words) not in (2, 3):
+        raise ConfigError(
+            f"{where}: expected 'NAME KEY' or 'NAME KEY admin', not {len(words)} words."
+        )
+    name, key, *role = words
+    try:
+        check_name(name)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}.") from None
+    if not _KEY.fullmatch(key):
+        raise ConfigError(
+            f"{where}: the key of {name!r} must be 1 to 512 printable ASCII characters."
+        )
+    if role and role[0] not in KEY_ROLES:
+        # Not quoted: it may be a key.
+        raise ConfigError(
+            f"{where}: the third word of {name!r} must be {' or '.join(KEY_ROLES)}."
+        )
+    return name, digest(key.encode()), KEY_ROLES[role[0] if role else "client"]

@@ -1,0 +1,132 @@
+"""Usage of each client per day (UTC), and the check of its limits."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+from ...errors import ApiError
+from ...store.batch_store import BatchStore, Query, Row, now
+from .key_table import find_allowance
+from .keys import Allowance
+
+# Columns, and when they are counted.
+#   batches, lines   when a batch is created
+#   calls            online calls that reached the engine
+#   tokens           of finished lines, and of online calls as they end
+#   merged_tokens    those of them that were not computed, but are an equal line's
+#   engine_s         seconds of the engine for finished lines
+COUNTS = (
+    "batches",
+    "lines",
+    "calls",
+    "input_tokens",
+    "cached_tokens",
+    "output_tokens",
+    "merged_tokens",
+    "engine_s",
+)
+_DAY_S = 86_400
+
+
+def day_of(unix: float) -> str:
+    """The day (UTC) of a Unix time, such as ``2026-11-23``."""
+    return datetime.datetime.fromtimestamp(unix, datetime.UTC).date().isoformat()
+
+
+def seconds_left(unix: float) -> int:
+    """Seconds until the next day (UTC) begins."""
+    return int(_DAY_S - unix % _DAY_S)
+
+
+def add_usage(store: BatchStore, name: str, **counts: float) -> None:
+    """Count for a client, today. A call without a named key is not counted."""
+    if not name or not any(counts.values()):
+        return
+    columns = ", ".join(counts)
+    # A count may be negative, and is never below 0 in the table.
+    values = ", ".join(f"MAX(0, :{c})" for c in counts)
+    sums = ", ".join(f"{c} = MAX(0, usage.{c} + :{c})" for c in counts)
+    with store.atomic() as db:
+        db.execute(
+            f"INSERT INTO usage (day, name, {columns})"
+            f" VALUES (:day, :name, {values})"
+            f" ON CONFLICT (day, name) DO UPDATE SET {sums}",
+            {"day": day_of(now()), "name": name, **counts},
+        )
+
+
+def usage_since(store: BatchStore, day: str, name: str | None = None) -> list[Row]:
+    """The rows of this day and later ones, of one client if it is named."""
+    return store.rows(
+        "SELECT * FROM usage WHERE day >= ? AND name = COALESCE(?, name)"
+        " ORDER BY day, name",
+        (day, name),
+    )
+
+
+def usage_totals(store: BatchStore) -> dict[str, Row]:
+    """The sums of each client over all days, by name."""
+    sums = ", ".join(f"SUM({c}) AS {c}" for c in COUNTS)
+    rows = store.rows(f"SELECT name, {sums} FROM usage GROUP BY name")
+    return {row["name"]: row for row in rows}
+
+
+def used_today(query: Query, name: str) -> dict[str, int]:
+    """The batches, lines and tokens that a client has used today."""
+    found = query(
+        "SELECT batches, lines, input_tokens + output_tokens AS tokens FROM usage"
+        " WHERE day = ? AND name = ?",
+        (day_of(now()), name),
+    )
+    return found[0] if found else {"batches": 0, "lines": 0, "tokens": 0}
+
+
+def check_limits(
+    allowance: Allowance, used: dict[str, int], *, batches: int = 0, lines: int = 0
+) -> None:
+    """Check that a client may use this much more today.
+
+    Raises:
+        ApiError: 429, as OpenAI's for a rate limit.
+    """
+    for kind, more in (("batches", batches), ("lines", lines), ("tokens", 1)):
+        limit: int | None = getattr(allowance, kind)
+        # Without more, a limit that was lowered below the use of the day is no reason.
+        if more and limit is not None and used[kind] + more > limit:
+            raise limit_error(kind, limit, used[kind], more)
+
+
+def limit_error(kind: str, limit: int, used: int, more: int) -> ApiError:
+    """The error for a limit that a call would exceed."""
+    left = seconds_left(now())
+    asked = "" if kind == "tokens" else f", requested {more:,}"
+    return ApiError(
+        429,
+        f"Rate limit reached for {kind} per day of this API key: limit {limit:,}, used "
+        f"{used:,}{asked}. The day ends in {left // 3600}h{left % 3600 // 60:02}m, at "
+        "midnight UTC. Try again then, or ask the admin of this server for a higher "
+        "limit.",
+        code="rate_limit_exceeded",
+        kind="tokens" if kind == "tokens" else "requests",
+        retry=False,
+        headers={"Retry-After": str(left)},
+    )
+
+
+def tokens_used_up(store: BatchStore, name: str) -> str | None:
+    """Why a client's running batches send no more lines today, or None if they may."""
+    limit = find_allowance(store.rows, name).tokens
+    if limit is None or used_today(store.rows, name)["tokens"] < limit:
+        return None
+    return (
+        f"The limit of {limit:,} tokens per day of its API key is used up. It continues "
+        "at midnight UTC."
+    )
+
+
+def usage_object(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as the API shows it."""
+    shown = {key: row[key] for key in ("day", "name", *COUNTS)}
+    shown["engine_seconds"] = round(shown.pop("engine_s"), 3)
+    return shown | {"total_tokens": row["input_tokens"] + row["output_tokens"]}

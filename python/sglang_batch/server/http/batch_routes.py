@@ -1,0 +1,235 @@
+"""``/v1/batches``: start, show, list and cancel batches, and read their results."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from ...batch_api import protocol as api
+from ...batch_api.objects import batch_object, list_object
+from ...errors import ApiError
+from ...store.batch_store import Row, now
+from ..access.costs import cost_object, costs_by_label
+from .authorization.callers import caller_of, owner_field, owner_seen
+from .error_responses import OpenAIRoute
+from .idempotency import BODY_KEY, REPEATED_WITHIN_S, Keep, answer_once, is_repeated
+from .openapi import (
+    OPENAI_ERRORS,
+    BatchDeleted,
+    BatchObject,
+    BatchPage,
+    CostList,
+    NewBatch,
+    answers,
+    takes_json,
+    whole_number,
+)
+from .parameters import (
+    check_choice,
+    check_completion_window,
+    check_dedupe,
+    check_enough,
+    check_expires_after,
+    check_length,
+    check_limit,
+    check_metadata,
+    check_priority,
+    check_string,
+    invalid,
+    service_of,
+)
+from .received_bodies import json_object
+from .result_responses import JSONL, batch_results
+
+API = "openai"
+MAX_BATCH_PAGE = 100
+MAX_LINES = 1 << 62
+MAX_COST_DAYS = 366
+
+router = APIRouter(route_class=OpenAIRoute, responses=OPENAI_ERRORS, tags=["Batches"])
+
+
+@router.post(
+    "/v1/batches", response_model=BatchObject, openapi_extra=takes_json(NewBatch)
+)
+async def create_batch(request: Request) -> Response:
+    """Start a batch over an uploaded file."""
+    body, content = await json_object(request)
+    fields = _checked_fields(body)
+    service, caller = service_of(request), caller_of(request)
+    file = service.store.get_file(body["input_file_id"], caller.name)
+    # As at OpenAI, a file that does not exist fails the batch, not this call.
+    if file is not None and file["purpose"] != "batch":
+        raise ApiError(
+            400,
+            f"File {file['id']} has purpose '{file['purpose']}'; "
+            "a batch needs a file uploaded with purpose 'batch'.",
+            param="input_file_id",
+        )
+
+    async def make(keep: Keep) -> JSONResponse:
+        # A client that got no answer and calls again means the batch of its first call.
+        same_since = now() - REPEATED_WITHIN_S if is_repeated(request) else None
+        row = await asyncio.to_thread(
+            service.create_batch,
+            body["input_file_id"],
+            body["endpoint"],
+            body["completion_window"],
+            body.get("metadata"),
+            same_since=same_since,
+            on_made=lambda row: keep(_shown(request, row)),
+            owner=caller.name,
+            allowance=caller.allowance,
+            **fields,
+        )
+        return JSONResponse(_shown(request, row))
+
+    return await answer_once(request, content, make, body.get(BODY_KEY))
+
+
+def _checked_fields(body: dict[str, Any]) -> dict[str, Any]:
+    """Check the body of a new batch and return the columns of its optional fields."""
+    for key in ("input_file_id", "endpoint", "completion_window"):
+        check_string(body, key)
+        check_length(body, key, api.MAX_ID_LEN)
+    check_choice(body, "endpoint", tuple(api.ENDPOINTS))
+    check_completion_window(body["completion_window"])
+    check_metadata(body.get("metadata"))
+    name = "output_expires_after"
+    return {
+        "priority": check_priority(body.get("priority")),
+        "enough": check_enough(body.get("enough")),
+        "dedupe": check_dedupe(body.get("dedupe")),
+        name: check_expires_after(body.get(name), name),
+    }
+
+
+@router.get("/v1/batches", response_model=BatchPage)
+def list_batches(
+    request: Request,
+    after: str | None = None,
+    limit: Annotated[int, whole_number(1, MAX_BATCH_PAGE)] = 20,
+) -> JSONResponse:
+    """List batches, newest first, one page at a time."""
+    limit = check_limit(limit, MAX_BATCH_PAGE)
+    store, owner = service_of(request).store, owner_seen(request)
+    place = store.place(after, API, owner) if after else None
+    if after and place is None:
+        raise _no_such_batch(after, "after")
+    rows = store.list_batches(after=place, limit=limit + 1, owner=owner, api=API)
+    return JSONResponse(list_object([_shown(request, row) for row in rows], limit))
+
+
+@router.get("/v1/batches/{batch_id}", response_model=BatchObject)
+def retrieve_batch(request: Request, batch_id: str) -> JSONResponse:
+    """Get a batch: its status, counts and files."""
+    return JSONResponse(_shown(request, _batch_row(request, batch_id)))
+
+
+@router.get(
+    "/v1/batches/{batch_id}/results",
+    response_class=Response,
+    responses=answers(JSONL, description="A JSON line for each request."),
+)
+def results_of_batch(
+    request: Request,
+    batch_id: str,
+    after_line: Annotated[int, whole_number(0, MAX_LINES)] = 0,
+) -> Response:
+    """Read all finished lines, answers and errors, as JSON lines.
+
+    ``after_line`` skips that number of lines. Headers: ``X-Incomplete`` tells whether
+    there will be more lines, ``X-Last-Line`` is the number of lines so far, and
+    ``X-Line-Order`` is their order: ``completion`` while the batch runs, ``input`` once
+    it has ended. The order changes at the end, so clients that counted lines while the
+    batch ran must start again at 0.
+    """
+    if not 0 <= after_line <= MAX_LINES:
+        raise invalid("after_line", after_line, "Expected 0 or more.")
+    row = _batch_row(request, batch_id)
+    return batch_results(service_of(request).store, row, after_line)
+
+
+@router.post("/v1/batches/{batch_id}/cancel", response_model=BatchObject)
+def cancel_batch(request: Request, batch_id: str) -> JSONResponse:
+    """Cancel a batch. Lines that are already answered are kept."""
+    _batch_row(request, batch_id)
+    row = service_of(request).cancel_batch(batch_id)
+    if row is None:
+        raise _no_such_batch(batch_id)
+    if row["status"] not in (api.CANCELLING, api.CANCELLED):
+        raise ApiError(
+            409,
+            f"Cannot cancel a batch with status '{row['status']}'.",
+            retry=False,
+        )
+    return JSONResponse(_shown(request, row))
+
+
+def _shown(request: Request, row: Row) -> dict[str, Any]:
+    """A batch as its owner sees it. An admin also sees whose it is."""
+    price = service_of(request).config.dollars_per_hour
+    return batch_object(row, price) | owner_field(request, row)
+
+
+@router.get("/offline_batch/costs", response_model=CostList)
+def list_costs(
+    request: Request,
+    label: str,
+    days: Annotated[int, whole_number(1, MAX_COST_DAYS)] = 30,
+) -> JSONResponse:
+    """List what the batches of the last days cost, by a key of their metadata.
+
+    ``label`` is the key, such as ``project``. Batches without it are those of null. A client sees
+    the costs of its own batches, an admin those of all.
+    """
+    if not 1 <= days <= MAX_COST_DAYS:
+        raise invalid("days", days, f"Expected 1 to {MAX_COST_DAYS}.")
+    service = service_of(request)
+    since = now() - days * 86_400
+    rows = costs_by_label(service.store, label, since, owner_seen(request))
+    price = service.config.dollars_per_hour
+    data = [cost_object(row, price) for row in rows]
+    return JSONResponse({"object": "list", "label": label, "data": data})
+
+
+@router.delete("/v1/batches/{batch_id}", response_model=BatchDeleted)
+def delete_batch(request: Request, batch_id: str) -> JSONResponse:
+    """Delete a batch that has ended, with its result files. Its input file is kept.
+
+    A repeated call has the same answer.
+    """
+    store = service_of(request).store
+    if store.was_deleted(batch_id, API, owner_seen(request)):
+        return _deleted(batch_id)
+    row = _batch_row(request, batch_id)
+    files = [id for id in (row["output_file_id"], row["error_file_id"]) if id]
+    if not store.delete_batch(batch_id, api.ENDED_STATUSES, files):
+        if store.was_deleted(batch_id, API, owner_seen(request)):  # by another call
+            return _deleted(batch_id)
+        raise ApiError(
+            409,
+            f"Cannot delete a batch with status '{row['status']}'. Cancel it, and "
+            "delete it when it has ended.",
+            retry=False,
+        )
+    return _deleted(batch_id)
+
+
+def _deleted(batch_id: str) -> JSONResponse:
+    return JSONResponse({"id": batch_id, "object": "batch", "deleted": True})
+
+
+def _batch_row(request: Request, batch_id: str) -> dict[str, Any]:
+    """The caller's batch with this id, unless it belongs to another API."""
+    row = service_of(request).store.get_batch(batch_id, owner_seen(request))
+    if row is None or row["api"] != API:
+        raise _no_such_batch(batch_id)
+    return row
+
+
+def _no_such_batch(batch_id: str, param: str = "id") -> ApiError:
+    return ApiError(404, f"No batch found with id '{batch_id}'.", param=param)

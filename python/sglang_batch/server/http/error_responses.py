@@ -1,0 +1,143 @@
+"""Error answers: OpenAI's nested ``error`` object, and Anthropic's below its path."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.exception_handlers import http_exception_handler
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from ...batch_api import message_batches
+from ...batch_api import protocol as api
+from ...errors import ApiError
+from .known_routes import RouteFinder
+
+logger = logging.getLogger(__name__)
+
+# Seconds over which clients that are refused with 429 spread their next attempts.
+RETRY_WITHIN_S = 8
+
+_routes = RouteFinder()
+
+
+class OpenAIRoute(APIRoute):
+    """A route with OpenAI's errors."""
+
+    def get_route_handler(
+        self,
+    ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_with_nested_errors(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except ApiError as error:
+                return error_response(error)
+            except RequestValidationError as error:
+                first = error.errors()[0]
+                param = str(first["loc"][-1])
+                message = f"Invalid value for '{param}': {first['msg']}."
+                return error_response(ApiError(400, message, param=param))
+            except HTTPException as error:  # such as a form that cannot be parsed
+                response = error_response(
+                    ApiError(error.status_code, str(error.detail))
+                )
+                response.headers.update(error.headers or {})
+                return response
+            except ClientDisconnect:  # nobody reads this answer
+                return error_response(ApiError(400, "The client closed the call."))
+            except Exception as error:
+                logger.exception("%s %s failed", request.method, request.url.path)
+                return error_response(
+                    storage_error(error) or ApiError(500, "Internal server error.")
+                )
+
+        return handle_with_nested_errors
+
+
+def storage_error(error: Exception) -> ApiError | None:
+    """The error for a full or read-only disk, or None for any other exception."""
+    code = getattr(error, "errno", None)
+    name = getattr(error, "sqlite_errorname", "")
+    if code in (errno.ENOSPC, errno.EDQUOT) or name == "SQLITE_FULL":
+        return ApiError(
+            507,
+            "The disk on which this server keeps its files is full. Delete files that "
+            "are no longer needed with DELETE /v1/files/{file_id}, or make room in its "
+            "--offline-batch-dir.",
+            code="disk_full",
+            retry=False,
+        )
+    denied = (errno.EROFS, errno.EACCES, errno.EPERM)
+    if code in denied or name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN")):
+        return ApiError(
+            500,
+            "This server cannot write to the directory in which it keeps its files; "
+            "make its --offline-batch-dir writable for the user it runs as.",
+            code="storage_not_writable",
+            retry=False,
+        )
+    return None
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    content = api.error_body(
+        error.message,
+        status_code=error.status_code,
+        param=error.param,
+        code=error.code,
+        kind=error.kind,
+    )
+    headers = dict(error.headers)
+    if error.retry is not None:
+        headers["x-should-retry"] = str(error.retry).lower()
+    if error.status_code == 429:
+        # Not one moment for all that were refused at once.
+        headers.setdefault("Retry-After", str(random.randint(1, RETRY_WITHIN_S)))
+    return JSONResponse(content, error.status_code, headers=headers)
+
+
+def error_at(
+    path: str, error: ApiError, headers: dict[str, str] | None = None
+) -> JSONResponse:
+    """An error in the format of the API to which a path belongs."""
+    response = error_response(error)
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        content = message_batches.error_body(error.message, error.status_code)
+        own = ("content-length", "content-type")
+        kept = {k: v for k, v in response.headers.items() if k not in own}
+        response = JSONResponse(content, error.status_code, headers=kept)
+    response.headers.update(headers or {})
+    return response
+
+
+async def answer_unknown(request: Request, error: Exception) -> Response:
+    """Answer a call that no route takes, on SGLang's app or another.
+
+    Its handler for ``starlette.exceptions.HTTPException``. Below ``/v1`` and the paths
+    of our routes, a 404 and a 405 have the same format as all our errors.
+    """
+    assert isinstance(error, HTTPException)
+    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    methods = _routes.methods(request.scope)
+    if not (f"{path}/".startswith("/v1/") or methods) or error.status_code not in (
+        404,
+        405,
+    ):
+        return await http_exception_handler(request, error)
+    named = f"{request.method} {path[:200]}"
+    if error.status_code == 404:
+        unknown = ApiError(404, f"Unknown request URL: {named}.", code="unknown_url")
+        return error_at(path, unknown)
+    use = " or ".join(sorted(methods - {"HEAD"}))
+    message = f"Method {request.method} is not allowed for {path[:200]}. Use {use}."
+    return error_at(path, ApiError(405, message), {"Allow": ", ".join(sorted(methods))})

@@ -1,0 +1,212 @@
+"""Online calls to a front: each is passed on to a server that has an engine.
+
+The front checks the key of the call, and sends its own key for the servers on. Answers
+are passed on as they come, so streams stay streams. A client that leaves ends its call
+there, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from http import HTTPStatus
+from itertools import count
+from typing import Any
+
+import aiohttp
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from ....errors import ApiError
+from ....fleet.fleet_engine import FleetEngine
+from ....job.engine import GENERATE_URL
+from ..authorization.callers import access_of, caller_of
+from ..authorization.route_roles import ONLINE
+from ..error_responses import OpenAIRoute
+from .forwarded_usage import ForwardedUsage
+
+logger = logging.getLogger(__name__)
+
+POSTED = (
+    *sorted(ONLINE),
+    "/v1/audio/transcriptions",
+    "/v1/detokenize",
+    "/v1/tokenize",
+    GENERATE_URL,
+)
+ASKED = ("/get_model_info", "/model_info", "/v1/models", "/v1/models/{model:path}")
+# About a response that one of the servers keeps.
+KEPT = {
+    "GET": "/v1/responses/{response_id}",
+    "POST": "/v1/responses/{response_id}/cancel",
+}
+
+# Of one connection each, the client's key, and what aiohttp writes itself.
+_OWN_HEADERS = frozenset(
+    {
+        *("accept-encoding", "authorization", "connection", "content-length", "cookie"),
+        *("expect", "host", "keep-alive", "proxy-authorization", "te", "trailer"),
+        *("transfer-encoding", "upgrade", "x-api-key"),
+        *("date", "server"),
+    }
+)
+_CONNECT_S = 5.0
+# Nobody reads it.
+_CLIENT_LEFT = 499
+
+
+class OnlineCalls:
+    """Passes calls on to the workers of a fleet, which are offline servers.
+
+    Args:
+        api_key: their admin's key, None for servers without keys.
+    """
+
+    def __init__(self, fleet: FleetEngine, api_key: str | None) -> None:
+        self._fleet = fleet
+        self._headers = {"Accept-Encoding": "identity"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._client: aiohttp.ClientSession | None = None
+        self._turns = count()
+
+    def router(self) -> APIRouter:
+        """The routes that are passed on."""
+        router = APIRouter(route_class=OpenAIRoute, include_in_schema=False)
+        for path in POSTED:
+            router.add_api_route(path, self._forward, methods=["POST"])
+        for path in ASKED:
+            router.add_api_route(path, self._forward, methods=["GET"])
+        for method, path in KEPT.items():
+            router.add_api_route(path, _refuse_kept, methods=[method])
+        return router
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            await self._client.close()
+
+    async def _forward(self, request: Request) -> Response:
+        caller, body, usage = caller_of(request), await request.body(), None
+        if caller.name and request.method == "POST":
+            usage = ForwardedUsage(request.scope["route"].path, body)
+            body = usage.body
+        answer = await _unless_left(request, self._ask(request, body))
+        if answer is None:
+            return Response(status_code=_CLIENT_LEFT)
+        pieces = answer.content.iter_any()
+        if usage is None or answer.status != HTTPStatus.OK:
+            return PassedAnswer(answer, pieces)
+        is_stream = answer.content_type == "text/event-stream"
+        access = access_of(request)
+        return PassedAnswer(
+            answer,
+            usage.passed(pieces, is_stream=is_stream),
+            lambda: access.count(caller.name, usage.counts),
+        )
+
+    async def _ask(self, request: Request, body: bytes) -> aiohttp.ClientResponse:
+        """Send a call to the server whose turn it is, or to the next that answers.
+
+        Raises:
+            ApiError: 503, none runs. 502, the one that took the call failed.
+        """
+        if self._client is None:
+            self._client = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+                connector=aiohttp.TCPConnector(limit=0),
+                auto_decompress=False,
+            )
+        headers = [
+            (name, value)
+            for name, value in request.headers.items()
+            if name not in _OWN_HEADERS
+        ]
+        path = request.url.path.removeprefix(request.scope.get("root_path", ""))
+        target = f"{path}?{request.url.query}" if request.url.query else path
+        for url in self._urls():
+            try:
+                return await self._client.request(
+                    request.method,
+                    f"{url}{target}",
+                    headers=[*headers, *self._headers.items()],
+                    data=body or None,
+                    allow_redirects=False,  # where to is for the client to see
+                )
+            except aiohttp.ClientConnectorError as error:
+                logger.warning("%s does not take an online call: %s", url, error)
+            except (aiohttp.ClientError, OSError) as error:
+                raise ApiError(
+                    502, f"The server that ran this call failed: {error}.", retry=True
+                ) from None
+        raise ApiError(
+            503, "None of the servers behind this one runs now.", code="not_ready"
+        )
+
+    def _urls(self) -> list[str]:
+        """The servers that run, beginning with the one whose turn it is."""
+        urls = [row.name for row in self._fleet.states() if row.is_running]
+        first = next(self._turns) % max(1, len(urls))
+        return [*urls[first:], *urls[:first]]
+
+
+class PassedAnswer(StreamingResponse):
+    """An answer of another server. Its connection is closed with this one.
+
+    If it breaks off, so does this one, by the error of the pieces: the client sees that
+    the end is missing.
+    """
+
+    def __init__(
+        self,
+        answer: aiohttp.ClientResponse,
+        pieces: AsyncIterator[bytes],
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(pieces, answer.status)
+        self._answer = answer
+        self._on_end = on_end
+        self.raw_headers = [
+            (name.lower().encode("latin-1"), value.encode("latin-1"))
+            for name, value in answer.headers.items()
+            if name.lower() not in _OWN_HEADERS
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answer.close()
+            self._on_end()
+
+
+async def _unless_left(
+    request: Request, work: Coroutine[Any, Any, aiohttp.ClientResponse]
+) -> aiohttp.ClientResponse | None:
+    """The result of ``work``, which ends without one, None, when the client leaves."""
+    asking = asyncio.create_task(work)
+    leaving = asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait({asking, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return await asking if asking.done() else None
+    finally:
+        for task in (asking, leaving):
+            task.cancel()
+        await asyncio.wait({asking, leaving})
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _refuse_kept(response_id: str) -> Response:
+    raise ApiError(
+        501,
+        "Each server keeps the responses that it made, and this one does not know which "
+        f"has {response_id!r:.100}; send such calls to one of the servers behind it.",
+        code="not_supported",
+        retry=False,
+    )

@@ -1,0 +1,143 @@
+"""POST calls that are safe to repeat.
+
+A client sends ``Idempotency-Key: <anything>`` with a POST, or ``idempotency_key`` in
+its body. The first call with a key is
+executed. For 24 hours, the same call with the same key gets the first call's answer,
+with the header ``idempotency-replayed: true``. Errors are not kept, so a failed call
+can be repeated with its key.
+
+The answer is stored in the same transaction as the call's effect, so a server that dies
+has stored both or neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from ...errors import ApiError
+from ...store.answers import Answer, find_answer, keep_answer, key_lock
+from ...store.batch_store import BatchStore
+from .authorization.callers import owner_of
+from .parameters import service_of
+
+MAX_KEY_LEN = 255
+# A field of JSON bodies and forms that means the same as the header.
+BODY_KEY = "idempotency_key"
+# How long a call waits for another one with the same key to end.
+PATIENCE_S = 30.0
+# Without a key, a repeated call for a batch means one created at most this long ago.
+REPEATED_WITHIN_S = 600
+_POLL_S = 0.02
+
+# Stores an answer's body. Called in the transaction that creates the object.
+Keep = Callable[[dict[str, Any]], None]
+
+
+async def answer_once(
+    request: Request,
+    content: bytes,
+    make: Callable[[Keep], Awaitable[JSONResponse]],
+    body_key: Any = None,
+    shown: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> Response:
+    """Answer a POST by calling ``make``, or repeat the answer stored for its key.
+
+    Args:
+        content: identifies the call: its body or, for a form, the form's fields and
+            files, since boundaries differ from one attempt to the next.
+        body_key: the key that the body names. The header means the same.
+        make: executes the call and stores its answer with the :data:`Keep` it is given.
+        shown: makes of a stored body what this call gets.
+
+    Raises:
+        ApiError: 400 if the key is too long, empty or not a string, or if the body
+            names another one than the header, 409 if it was used for another
+            call or is in use.
+    """
+    key = _key(request.headers.get("idempotency-key"), body_key)
+    if key is None:
+        return await make(lambda body: None)
+    store, owner = service_of(request).store, owner_of(request)
+    call = f"{request.method} {request.url.path}\n".encode() + content
+    sha256 = hashlib.sha256(call).hexdigest()
+    async with _locked(store, owner, key):
+        before = await asyncio.to_thread(find_answer, store, owner, key)
+        if before is not None:
+            body = before.body
+            if shown is not None and before.request_sha256 == sha256:
+                body = bytes(JSONResponse(shown(json.loads(body))).body)
+            return _replayed(replace(before, body=body), key, sha256)
+
+        def keep(body: dict[str, Any]) -> None:
+            answer = Answer(sha256, 200, bytes(JSONResponse(body).body))
+            keep_answer(store, owner, key, answer)
+
+        return await make(keep)
+
+
+def _key(header: str | None, body_key: Any) -> str | None:
+    """The key of a call, or None."""
+    key = body_key if header is None else header
+    if key is None:
+        return None
+    message = None
+    if not isinstance(key, str) or not 1 <= len(key) <= MAX_KEY_LEN:
+        message = f"An Idempotency-Key has 1 to {MAX_KEY_LEN} characters."
+    elif body_key not in (None, key):
+        message = f"The header Idempotency-Key and {BODY_KEY} of the body differ."
+    if message is not None:
+        raise ApiError(400, message, code="invalid_idempotency_key")
+    return str(key)
+
+
+def is_repeated(request: Request) -> bool:
+    """Whether an official client repeats a call because it got no answer."""
+    return request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+
+
+def _replayed(before: Answer, key: str, sha256: str) -> Response:
+    if before.request_sha256 != sha256:
+        raise ApiError(
+            409,
+            f"The Idempotency-Key {key!r} was used for another request in the last 24 "
+            "hours; use a new key for each request.",
+            code="idempotency_key_reused",
+            retry=False,
+        )
+    return Response(
+        before.body,
+        before.status_code,
+        media_type="application/json",
+        headers={"idempotency-replayed": "true"},
+    )
+
+
+@asynccontextmanager
+async def _locked(store: BatchStore, owner: str, key: str) -> AsyncIterator[None]:
+    """Hold the key's lock. Waits while another call with this key is executed."""
+    lock = key_lock(store, owner, key)
+    deadline = time.monotonic() + PATIENCE_S
+    # Not in a thread: waiting calls could use up all threads that the first one needs.
+    while lock.acquire("a call") is not None:
+        if time.monotonic() > deadline:
+            raise ApiError(
+                409,
+                f"A request with the Idempotency-Key {key!r} is still being executed.",
+                code="idempotency_key_in_use",
+                retry=True,
+            )
+        await asyncio.sleep(_POLL_S)
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,274 @@
+"""Multipart forms. The file in a form is streamed to the store's disk, not to memory."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastapi import Request
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from ...errors import ApiError
+from ...store.incoming import AHEAD_BYTES, IncomingFile, Room
+from .parameters import service_of
+from .received_bodies import content_length, large_body
+
+# Total size of all that is not the file: fields, names, headers, boundaries.
+MAX_FIELD_BYTES = 256 << 10
+MAX_PARTS = 100
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FormFile:
+    """A file from a form, stored under a temporary name. ``sha256`` is hexadecimal."""
+
+    path: Path
+    filename: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A complete form, with ``file`` None if it has none."""
+
+    fields: dict[str, str]
+    file: FormFile | None
+
+
+class _FileSink:
+    """The contents of a form's file as they arrive."""
+
+    def __init__(self, filename: str, room: Room, max_bytes: int | None) -> None:
+        self.filename = filename
+        self._max_bytes = max_bytes
+        self._digest = hashlib.sha256()
+        self._file = IncomingFile(room)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._file.num_bytes
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make room for contents of this size."""
+        self._file.reserve(num_bytes)
+
+    def write(self, data: memoryview) -> None:
+        most = self._max_bytes
+        if most is not None and self.num_bytes + len(data) > most:
+            raise too_large(most)
+        self._digest.update(data)
+        self._file.write(data)
+
+    def close(self) -> FormFile:
+        self._file.close()
+        return FormFile(self._file.path, self.filename, self._digest.hexdigest())
+
+    def discard(self) -> None:
+        self._file.discard()
+
+
+class _FormReceiver:
+    """Parses a multipart body and keeps its fields and the first file named ``key``.
+
+    Args:
+        size: of the whole body, None if it is unknown.
+    """
+
+    def __init__(
+        self,
+        boundary: bytes,
+        key: str,
+        room: Room,
+        max_bytes: int | None,
+        may_be_text: bool,
+        size: int | None,
+    ) -> None:
+        self.fields: dict[str, str] = {}
+        self.sink: _FileSink | None = None
+        self.ended = False
+        self._key = key
+        self._may_be_text = may_be_text
+        self._room = room
+        self._max_bytes = max_bytes
+        self._size = size
+        # Bytes of the closing boundary, with the line breaks around it.
+        self._end_bytes = len(boundary) + len(b"\r\n----\r\n")
+        self._num_bytes = 0
+        self._num_parts = 0
+        self._header = bytearray(), bytearray()
+        self._disposition = b""
+        # Destination of the current part's content. Without either, it is dropped.
+        self._field: tuple[str, bytearray] | None = None
+        self._in_file = False
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_header_field": self._header_name,
+                "on_header_value": self._header_value,
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._begin_part,
+                "on_part_data": self._content,
+                "on_part_end": self._end_part,
+                "on_end": self._end,
+            },
+        )
+
+    def write(self, data: bytes) -> None:
+        """Parse the next bytes.
+
+        Raises:
+            ApiError: 400, a limit of the form, 413 or 507, one of its file.
+            OSError: the file cannot be written.
+        """
+        self._parser.write(data)
+        self._num_bytes += len(data)
+        file_bytes = 0 if self.sink is None else self.sink.num_bytes
+        if self._num_bytes - file_bytes > MAX_FIELD_BYTES:
+            message = (
+                f"The form has more than {MAX_FIELD_BYTES} bytes apart from its file."
+            )
+            raise ApiError(400, message, code="form_too_large", retry=False)
+
+    def _header_name(self, data: bytes, start: int, end: int) -> None:
+        self._header[0].extend(data[start:end])
+
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._header[1].extend(data[start:end])
+
+    def _end_header(self) -> None:
+        name, value = self._header
+        if name.lower() == b"content-disposition":
+            self._disposition = bytes(value)
+        name.clear()
+        value.clear()
+
+    def _begin_part(self) -> None:
+        self._num_parts += 1
+        if self._num_parts > MAX_PARTS:
+            message = f"The form has more than {MAX_PARTS} fields."
+            raise ApiError(400, message, code="form_too_large", retry=False)
+        _, options = parse_options_header(self._disposition)
+        self._disposition = b""
+        name = options.get(b"name", b"").decode(errors="replace")
+        filename = options.get(b"filename")
+        if filename is None and self._may_be_text and name == self._key:
+            filename = b""
+        if filename is None:
+            self._field = name, bytearray()
+        elif name == self._key and self.sink is None:
+            text = filename.decode(errors="replace")
+            self.sink = _FileSink(text, self._room, self._max_bytes)
+            self._in_file = True
+
+    def _content(self, data: bytes, start: int, end: int) -> None:
+        if self._field is not None:
+            self._field[1].extend(data[start:end])
+        elif self._in_file and self.sink is not None:
+            if self._size is not None and not self.sink.num_bytes:
+                # The file is the last part of the forms that clients send.
+                rest = self._size - self._num_bytes - start - self._end_bytes
+                self.sink.reserve(min(rest, AHEAD_BYTES))
+            self.sink.write(memoryview(data)[start:end])
+
+    def _end_part(self) -> None:
+        if self._field is not None:
+            name, value = self._field
+            self.fields[name] = value.decode(errors="replace")
+        self._field = None
+        self._in_file = False
+
+    def _end(self) -> None:
+        self.ended = True
+
+
+@asynccontextmanager
+async def received_form(
+    request: Request,
+    key: str,
+    max_bytes: int | None = None,
+    may_be_text: bool = False,
+) -> AsyncIterator[Form]:
+    """Receive the form of a request.
+
+    Its file is deleted when the block ends, unless the block moves it.
+
+    Args:
+        key: name of the form's field with the file. Other files are dropped.
+        max_bytes: size limit of the file.
+        may_be_text: whether a text field with this name is also taken as the file.
+
+    Raises:
+        ApiError: 400 if the body is not a complete form, 413 or 507 if there is no room
+            for its file, 429 if the client sends too many at a time.
+        OSError: the file cannot be written.
+    """
+    room = service_of(request).room
+    size = content_length(request)
+    receiver: _FormReceiver | None = None
+    try:
+        async with large_body(request):
+            if size is not None:
+                await asyncio.to_thread(_check_size, room, size, max_bytes)
+            receiver = _FormReceiver(
+                _boundary(request, key), key, room, max_bytes, may_be_text, size
+            )
+            await _receive(request, receiver)
+        sink = receiver.sink
+        file = None if sink is None else await asyncio.to_thread(sink.close)
+        yield Form(receiver.fields, file)
+    except FormParserError as error:
+        raise ApiError(400, f"The form cannot be parsed: {error}.") from None
+    finally:
+        if receiver is not None and receiver.sink is not None:
+            receiver.sink.discard()
+
+
+def _check_size(room: Room, size: int, max_bytes: int | None) -> None:
+    """Refuse a body whose file must be too large, before its first byte is read."""
+    least = size - MAX_FIELD_BYTES
+    if max_bytes is not None and least > max_bytes:
+        raise too_large(max_bytes)
+    if least > 0:
+        room.check(least)
+
+
+def _boundary(request: Request, key: str) -> bytes:
+    content_type, options = parse_options_header(request.headers.get("content-type"))
+    if content_type != b"multipart/form-data":
+        message = (
+            f"Missing required parameter: '{key}'. Send a multipart/form-data form."
+        )
+        raise ApiError(400, message, param=key)
+    if b"boundary" not in options:
+        raise ApiError(400, "Missing boundary in the multipart form.")
+    return options[b"boundary"]
+
+
+async def _receive(request: Request, receiver: _FormReceiver) -> None:
+    """Read the whole body, one block at a time, and write it to disk in a thread."""
+    waiting = bytearray()
+    async for data in request.stream():
+        waiting += data
+        if len(waiting) >= _BLOCK:
+            await asyncio.to_thread(receiver.write, bytes(waiting))
+            waiting.clear()
+    await asyncio.to_thread(receiver.write, bytes(waiting))
+    if not receiver.ended:
+        raise ApiError(400, "The form ends before its last boundary.")
+
+
+def too_large(max_bytes: int) -> ApiError:
+    """The error for a file of more than ``max_bytes``."""
+    return ApiError(
+        413,
+        f"The file is larger than the {max_bytes} bytes that this server takes.",
+        param="file",
+        code="file_too_large",
+        retry=False,
+    )

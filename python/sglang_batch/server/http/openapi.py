@@ -1,0 +1,505 @@
+"""Schemas of our routes for the server's documentation (``/docs``, ``/openapi.json``).
+
+Our routes read the bodies of requests themselves, since some are too large for memory,
+and have errors of their own. FastAPI therefore cannot infer their schemas. They are
+written here and tested with calls generated from them. They do not validate requests:
+see :mod:`.parameters`.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+import openai.types as official
+from fastapi import Query
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic.json_schema import SkipJsonSchema
+
+from ...batch_api import protocol as api
+from ...batch_api.message_batches import MAX_REQUESTS
+from ..access.keys import NAME_LEN
+from .idempotency import MAX_KEY_LEN
+
+Docs = dict[str, Any]
+Binary = Annotated[bytes, WithJsonSchema({"type": "string", "format": "binary"})]
+Purpose = Annotated[str, Field(json_schema_extra={"enum": list(api.FILE_PURPOSES)})]
+Filename = Annotated[str, Field(max_length=api.MAX_FILENAME_LEN)]
+Seconds = Annotated[int, Field(ge=api.MIN_EXPIRY_S, le=api.MAX_EXPIRY_S)]
+ModelName = Annotated[str, Field(min_length=1, max_length=512)]
+DailyLimit = Annotated[int, Field(ge=0, le=1 << 53)]
+Priority = Annotated[int, Field(ge=-api.MAX_PRIORITY, le=api.MAX_PRIORITY)]
+
+
+# Requests -------------------------------------------------------------------------
+
+
+class _RequestBody(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class ExpiresAfter(_RequestBody):
+    anchor: Literal["created_at"]
+    seconds: Seconds
+
+
+BodyKey = Annotated[str, Field(min_length=1, max_length=MAX_KEY_LEN)]
+
+
+class _RepeatableBody(_RequestBody):
+    idempotency_key: BodyKey | None = None
+    """The same as the header `Idempotency-Key`."""
+
+
+class _RepeatableForm(_RequestBody):
+    # A form has no null value.
+    idempotency_key: BodyKey | SkipJsonSchema[None] = None
+    """The same as the header `Idempotency-Key`."""
+
+
+class NewFile(_RepeatableForm):
+    purpose: Purpose
+    file: Binary
+    """With purpose `batch`, the name must end in `.jsonl` or have no suffix."""
+    anchor: Literal["created_at"] | SkipJsonSchema[None] = Field(
+        None, alias="expires_after[anchor]"
+    )
+    seconds: Seconds | SkipJsonSchema[None] = Field(
+        None, alias="expires_after[seconds]"
+    )
+
+
+class NewUpload(_RepeatableBody):
+    filename: Filename
+    """With purpose `batch`, the name must end in `.jsonl` or have no suffix."""
+    purpose: Purpose
+    mime_type: Annotated[str, Field(max_length=api.MAX_MIME_TYPE_LEN)]
+    bytes: int = Field(ge=0, le=api.MAX_UPLOAD_BYTES)
+    """Size of the whole file in bytes."""
+    expires_after: ExpiresAfter | None = None
+    """Lifetime of the file. The upload itself accepts parts for an hour."""
+
+
+class NewPart(_RepeatableForm):
+    data: Binary
+    """Up to 64 MiB."""
+
+
+class CompletedUpload(_RepeatableBody):
+    part_ids: list[str]
+    """The parts in the order in which they are joined."""
+    md5: str | None = None
+    """Expected MD5 of the file, in hexadecimal. Not checked if left out."""
+
+
+class NewBatch(_RepeatableBody):
+    input_file_id: Annotated[str, Field(max_length=api.MAX_ID_LEN)]
+    """A file with purpose `batch`, which has one JSON line per request."""
+    endpoint: Annotated[str, Field(json_schema_extra={"enum": list(api.ENDPOINTS)})]
+    completion_window: str = Field(
+        pattern=r"^([0-9]{1,9}[smhd])+$",
+        max_length=api.MAX_ID_LEN,
+        examples=["24h", "30m"],
+    )
+    """A duration from one second to 366 days. Requests that are not finished by then expire."""
+    metadata: (
+        Annotated[
+            dict[
+                Annotated[str, Field(max_length=api.MAX_METADATA_KEY_LEN)],
+                Annotated[str, Field(max_length=api.MAX_METADATA_VALUE_LEN)],
+            ],
+            Field(max_length=api.MAX_METADATA_PAIRS),
+        ]
+        | None
+    ) = None
+    priority: Priority | None = None
+    """Extension of OpenAI's API: batches with a higher priority run first. Default: 0."""
+    enough: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Extension: the batch ends when this share of its requests has an answer."""
+    dedupe: Literal["auto", "off"] | None = None
+    """Extension: whether requests that must have equal answers are computed once."""
+    output_expires_after: ExpiresAfter | None = None
+    """Lifetime of the result files."""
+
+
+class NewMessageRequest(_RequestBody):
+    # Generated clients name their class after the title.
+    model_config = ConfigDict(title="MessageRequest")
+
+    custom_id: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    params: dict[str, Any]
+    """The body of a `/v1/messages` call."""
+
+
+class NewMessageBatch(_RequestBody):
+    requests: list[NewMessageRequest] = Field(min_length=1, max_length=MAX_REQUESTS)
+
+
+class NewWave(_RequestBody):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [{"required": ["requests"]}, {"required": ["lines"]}]
+        }
+    )
+
+    requests: list[dict[str, Any]] = []
+    """Bodies of `/generate` calls."""
+    lines: list[dict[str, Any]] = []
+    """Instead of `requests`: lines of a batch file."""
+    priority: Priority | None = None
+    """As that of a batch. Default: above all batches."""
+
+
+class ClientLimits(_RequestBody):
+    model_config = ConfigDict(extra="forbid")
+
+    models: list[ModelName] | None = Field(None, min_length=1, max_length=100)
+    """Served models and LoRA adapters that the client may use. Null: all."""
+    batches_per_day: DailyLimit | None = None
+    lines_per_day: DailyLimit | None = None
+    tokens_per_day: DailyLimit | None = None
+    """Days are UTC. Null: no limit. A field that is left out keeps its value."""
+
+
+class NewApiKey(ClientLimits):
+    name: str = Field(
+        pattern=r"^\.*[A-Za-z0-9_@-][A-Za-z0-9._@-]*$", max_length=NAME_LEN
+    )
+    """Owner of all files and batches that are made with the key."""
+    role: Literal["client", "admin"] = "client"
+    same_owner: bool = False
+    """Whether the name may be one that was used before."""
+
+
+# Answers --------------------------------------------------------------------------
+
+
+class ApiKey(ClientLimits):
+    object: Literal["offline_batch.key"]
+    id: str
+    name: str
+    role: Literal["client", "admin"]
+    redacted_value: str
+    created_at: int
+    revoked_at: int | None
+
+
+class MadeApiKey(ApiKey):
+    value: str
+    """The key. It is not kept, and no other answer contains it."""
+
+
+class ApiKeyList(BaseModel):
+    object: Literal["list"]
+    data: list[ApiKey]
+
+
+class RevokedApiKey(BaseModel):
+    object: Literal["offline_batch.key.revoked"]
+    id: str
+    revoked: Literal[True]
+    cancelled_batches: list[str]
+
+
+class DayOfUsage(BaseModel):
+    day: str
+    name: str
+    batches: int
+    lines: int
+    calls: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    merged_tokens: int
+    """Tokens of lines that got the answer of an equal one: nothing was computed for them."""
+    engine_seconds: float
+    """Seconds of the engine, divided among all batches by the work done for their lines."""
+    total_tokens: int
+
+
+class LabelCosts(BaseModel):
+    value: str | None
+    """Of the label. Null: the batches without it."""
+    batches: int
+    requests: int
+    """Lines with a result."""
+    merged_requests: int
+    """Those of them that got the answer of an equal one."""
+    computed_input_tokens: int
+    cached_input_tokens: int
+    computed_output_tokens: int
+    merged_tokens: int
+    engine_seconds: float
+    dollars: float | None
+    """At the server's `dollars_per_hour`. Null without."""
+
+
+class CostList(BaseModel):
+    object: Literal["list"]
+    label: str
+    data: list[LabelCosts]
+
+
+class UsageList(BaseModel):
+    object: Literal["list"]
+    data: list[DayOfUsage]
+
+
+class TreeJob(BaseModel):
+    """An open job: a batch, or a wave of programs."""
+
+    job: str
+    policy: str
+    priority: int
+    waiting: int
+    """Requests that have arrived and do not run."""
+    followers: int
+    """Those of them that wait for a prefix that another one computes."""
+    prefixes: int
+    """Shared prefixes that its requests use or will use."""
+    in_use_tokens: int
+    """Tokens of prefixes that running requests use."""
+    kept_tokens: int
+    """Tokens of prefixes that are kept for later requests only."""
+
+
+class TreeNode(BaseModel):
+    """A prefix that requests of a job share."""
+
+    job: str
+    node: int
+    parent: int
+    """The nearest prefix in the list that this one continues, 0 for none."""
+    prefix_tokens: int
+    """Tokens up to its end, in whole pages."""
+    tokens: int
+    """Tokens after the prefix above it."""
+    state: Literal["absent", "computing", "kept"]
+    pinned: bool
+    """Whether it is kept for later requests."""
+    running: int
+    """Running requests that use it."""
+    uses_left: int
+    """Requests to come that use it."""
+    next_use: int | None
+    """Requests of the job that start before one needs it, by the plan."""
+    density: float | None
+    """Compute time / memory time of the requests to come, without shared prefixes."""
+
+
+class ReplicaTree(BaseModel):
+    replica: int
+    jobs: list[TreeJob]
+    nodes: list[TreeNode]
+
+
+class RunningTree(BaseModel):
+    object: Literal["offline_batch.tree"]
+    replicas: list[ReplicaTree]
+
+
+class EngineState(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    name: str
+    status: Literal["starting", "running", "leaving", "lost", "left out", "released"]
+    lines: int
+    """Lines that it has."""
+    running: int
+    """Those of them that run."""
+    answered: int
+    tokens: int
+    """Prompt and output tokens of the lines that it has answered."""
+    tokens_per_s: float | None
+    """As last measured. Null before that and without lines."""
+    cached_share: float
+    """Share of the prompt tokens that came from the cache."""
+    losses: int
+    reason: str
+    """Of the last loss."""
+    there_s: float
+    """Seconds in which it was there, loaded and attached to this server."""
+
+
+class EngineTable(BaseModel):
+    object: Literal["offline_batch.engines"]
+    engines: list[EngineState]
+
+
+class BatchObject(official.Batch):
+    owner: str | None = None
+    """Name of the key that created it. Only admins see it."""
+    priority: int | None = None
+    paused_reason: str | None = None
+    enough: float | None = None
+    dedupe: str | None = None
+
+
+class BatchDeleted(BaseModel):
+    id: str
+    object: Literal["batch"]
+    deleted: Literal[True]
+
+
+class FileObject(official.FileObject):
+    owner: str | None = None
+    # The client's own type lacks a purpose that uploads may have.
+    purpose: Literal[  # type: ignore[assignment]
+        "assistants",
+        "batch",
+        "batch_output",
+        "evals",
+        "fine-tune",
+        "user_data",
+        "vision",
+    ]
+
+
+class UploadObject(official.Upload):
+    file: FileObject | None = None
+
+
+class _ObjectPage(BaseModel):
+    object: Literal["list"]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class BatchPage(_ObjectPage):
+    data: list[BatchObject]
+
+
+class FilePage(_ObjectPage):
+    data: list[FileObject]
+
+
+# Not Anthropic's own types, because its client takes a second to import.
+
+
+class MessageBatchCounts(BaseModel):
+    processing: int
+    succeeded: int
+    errored: int
+    canceled: int
+    expired: int
+
+
+class MessageBatch(BaseModel):
+    id: str
+    type: Literal["message_batch"]
+    processing_status: Literal["in_progress", "canceling", "ended"]
+    request_counts: MessageBatchCounts
+    created_at: datetime
+    expires_at: datetime
+    ended_at: datetime | None
+    cancel_initiated_at: datetime | None
+    archived_at: datetime | None
+    results_url: str | None
+    owner: str | None = None
+
+
+class DeletedMessageBatch(BaseModel):
+    id: str
+    type: Literal["message_batch_deleted"]
+
+
+class MessageBatchPage(BaseModel):
+    data: list[MessageBatch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class OpenAIErrorDetails(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    message: str
+    type: Literal["invalid_request_error", "requests", "server_error", "tokens"]
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    error: OpenAIErrorDetails
+
+
+class AnthropicErrorDetails(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["error"]
+    error: AnthropicErrorDetails
+    request_id: str | None = None
+
+
+# Routes and their parameters ------------------------------------------------------
+
+# Without both, FastAPI documents its own validation error, which we never return.
+OPENAI_ERRORS: dict[int | str, Docs] = {
+    "4XX": {"model": OpenAIError, "description": "The request is not valid."},
+    "5XX": {"model": OpenAIError, "description": "The server failed."},
+}
+ANTHROPIC_ERRORS: dict[int | str, Docs] = {
+    key: {**docs, "model": AnthropicError} for key, docs in OPENAI_ERRORS.items()
+}
+_REPEATABLE = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "description": "Calls with the same key are executed once and get the same answer.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LEN},
+}
+
+
+def takes_json(model: type[BaseModel], repeatable: bool = True) -> Docs:
+    """The ``openapi_extra`` of a route with this JSON body.
+
+    Args:
+        repeatable: whether the route accepts an ``Idempotency-Key``.
+    """
+    return _takes("application/json", model, repeatable)
+
+
+def takes_form(model: type[BaseModel]) -> Docs:
+    """The ``openapi_extra`` of a route with this multipart form."""
+    return _takes("multipart/form-data", model, True)
+
+
+def _takes(media_type: str, model: type[BaseModel], repeatable: bool) -> Docs:
+    schema = model.model_json_schema()
+    # Inlined, because FastAPI adds only schemas of its own routes' models.
+    schema = _inlined(schema, schema.pop("$defs", {}))
+    body = {"required": True, "content": {media_type: {"schema": schema}}}
+    return {"requestBody": body, "parameters": [_REPEATABLE] if repeatable else []}
+
+
+def _inlined(schema: Any, models: Docs) -> Any:
+    """A schema with its references replaced by the models they refer to."""
+    if isinstance(schema, list):
+        return [_inlined(each, models) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    rest = {key: _inlined(each, models) for key, each in schema.items()}
+    name = rest.pop("$ref", "").rpartition("/")[2]
+    return {**_inlined(models[name], models), **rest} if name else rest
+
+
+def answers(*media_types: str, description: str) -> dict[int | str, Docs]:
+    """The ``responses`` of a route with another media type than JSON."""
+    schema = {"schema": {"type": "string"}}
+    content = dict.fromkeys(media_types, schema)
+    return {200: {"content": content, "description": description}}
+
+
+def whole_number(minimum: int, maximum: int) -> Any:
+    """An integer query parameter. Its range is only documented here, not checked."""
+    return Query(json_schema_extra={"minimum": minimum, "maximum": maximum})
+
+
+def one_of(*values: str) -> Any:
+    """A string query parameter. Its values are only documented here, not checked."""
+    return Query(json_schema_extra={"enum": list(values)})

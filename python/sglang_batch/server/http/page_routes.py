@@ -1,0 +1,278 @@
+"""``/batches``: a web page that shows the batches, and the data for it.
+
+The page loads nothing from other servers. Its files are public, because they contain
+nothing about any batch. The data needs the same key as all other calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import cache
+from importlib import resources
+from typing import Annotated, Any
+
+from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...batch_api import message_batches as messages
+from ...batch_api import protocol as api
+from ...batch_api.objects import batch_object
+from ...fleet.fleet_engine import FleetEngine
+from ...job.engine import MAX_TREE_NODES
+from ...store.batch_store import BatchStore, Row
+from ..access.key_table import find_allowance
+from ..access.keys import Caller, Role
+from ..access.usage import COUNTS, day_of, usage_object, usage_since
+from ..history import Rate
+from .authorization.callers import caller_of
+from .error_responses import OpenAIRoute
+from .openapi import OPENAI_ERRORS, EngineTable, RunningTree, whole_number
+from .parameters import invalid, service_of
+
+PATH = "/batches"
+MAX_BATCHES = 100
+MAX_SEARCH_LEN = 200
+RUNNING = (api.IN_PROGRESS, api.FINALIZING, api.CANCELLING)
+# Errors shown of a batch whose input was not valid.
+MAX_ERRORS = 20
+
+# Path -> (file in page/, media type).
+FILES = {
+    PATH: ("index.html", "text/html"),
+    f"{PATH}/page.css": ("page.css", "text/css"),
+    f"{PATH}/page.js": ("page.js", "text/javascript"),
+    f"{PATH}/api.js": ("api.js", "text/javascript"),
+    f"{PATH}/submit.js": ("submit.js", "text/javascript"),
+    f"{PATH}/usage.js": ("usage.js", "text/javascript"),
+    f"{PATH}/engines.js": ("engines.js", "text/javascript"),
+    f"{PATH}/tree.js": ("tree.js", "text/javascript"),
+    f"{PATH}/rows.js": ("rows.js", "text/javascript"),
+    f"{PATH}/charts.js": ("charts.js", "text/javascript"),
+    f"{PATH}/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+# Only our own script runs and no other server is called, whatever filenames and
+# metadata contain.
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    # A newer server has a newer page.
+    "Cache-Control": "no-cache",
+}
+
+
+class _PublicPageFiles:
+    """Serves the page's files outside of every check for a key."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] in ("GET", "HEAD"):
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            if path in FILES:
+                await _file(path)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+@asynccontextmanager
+async def _public_page_files(app: FastAPI) -> AsyncIterator[None]:
+    # SGLang adds its key check after our routes, around the whole app. Only a layer
+    # around that can answer without a key.
+    stack = app.middleware_stack or app.build_middleware_stack()
+    app.middleware_stack = _PublicPageFiles(stack)
+    yield
+
+
+router = APIRouter(
+    route_class=OpenAIRoute,
+    lifespan=_public_page_files,
+    responses=OPENAI_ERRORS,
+    tags=["Page"],
+)
+
+
+@cache
+def _content(name: str) -> bytes:
+    return resources.files(__package__).joinpath("page", name).read_bytes()
+
+
+def _file(path: str) -> Response:
+    name, media_type = FILES[path]
+    return Response(_content(name), media_type=media_type, headers=HEADERS)
+
+
+@router.get(f"{PATH}/data")
+async def page_data(
+    request: Request,
+    after: float = 0.0,
+    search: Annotated[str, Query(json_schema_extra={"maxLength": MAX_SEARCH_LEN})] = "",
+) -> JSONResponse:
+    """Get the caller's latest batches and the samples of the server's history.
+
+    ``after`` is a Unix time in seconds: only later samples are returned. ``search`` is
+    text that the batches' ids, files, models, endpoints, metadata or errors contain.
+    """
+    if len(search) > MAX_SEARCH_LEN:
+        hint = f"At most {MAX_SEARCH_LEN} characters are searched for."
+        raise invalid("search", search, hint)
+    service = service_of(request)
+    history = service.history
+    points = [dataclasses.asdict(point) for point in history.points(after)]
+    batches = await asyncio.to_thread(
+        _batches,
+        service.store,
+        caller_of(request),
+        history.rates(),
+        search.strip(),
+        service.config.dollars_per_hour,
+    )
+    is_admin = caller_of(request).role is Role.ADMIN
+    content = {
+        "now": time.time(),
+        "batches": batches,
+        "usage": await asyncio.to_thread(_usage, service.store, caller_of(request)),
+        "points": points,
+        "endpoints": list(api.ENDPOINTS),
+        "max_batches": MAX_BATCHES,
+        "is_admin": is_admin,
+        "engines": _engines(request) if is_admin else [],
+    }
+    return JSONResponse(content, headers={"Cache-Control": "no-store"})
+
+
+@router.get("/offline_batch/tree", response_model=RunningTree)
+async def running_tree(
+    request: Request, limit: Annotated[int, whole_number(1, MAX_TREE_NODES)] = 50
+) -> JSONResponse:
+    """List the largest shared prefixes of the running jobs, by replica: which are in the
+    KV cache, which requests use them, and when they are needed next.
+
+    Half of them are the longest in the cache, the others those that save most tokens.
+    Without the offline scheduler there are none.
+    """
+    if not 1 <= limit <= MAX_TREE_NODES:
+        raise invalid("limit", limit, f"Expected 1 to {MAX_TREE_NODES}.")
+    trees = await service_of(request).running_tree(limit)
+    replicas = [{"replica": i, **tree} for i, tree in enumerate(trees)]
+    content = {"object": "offline_batch.tree", "replicas": replicas}
+    return JSONResponse(content, headers={"Cache-Control": "no-store"})
+
+
+@router.get("/offline_batch/engines", response_model=EngineTable)
+async def list_engines(request: Request) -> JSONResponse:
+    """List the servers whose engines run the batches of this server. One that has an
+    engine itself lists none.
+    """
+    content = {"object": "offline_batch.engines", "engines": _engines(request)}
+    return JSONResponse(content, headers={"Cache-Control": "no-store"})
+
+
+def _engines(request: Request) -> list[dict[str, Any]]:
+    fleet: FleetEngine | None = getattr(request.app.state, "fleet", None)
+    return [] if fleet is None else [dataclasses.asdict(row) for row in fleet.states()]
+
+
+def _usage(store: BatchStore, caller: Caller) -> list[dict[str, Any]]:
+    """What each key that the caller sees used today and in the last days, by name."""
+    now = time.time()
+    today, week = day_of(now), day_of(now - 6 * 86_400)
+    rows: dict[str, list[Row]] = defaultdict(list)
+    for row in usage_since(store, week, caller.sees):
+        rows[row["name"]].append(usage_object(row))
+    return [
+        {
+            "name": name,
+            "today": next(
+                (day for day in days if day["day"] == today),
+                usage_object(dict.fromkeys(("day", "name", *COUNTS), 0)),
+            ),
+            "week_tokens": sum(day["total_tokens"] for day in days),
+            "tokens_per_day": find_allowance(store.rows, name).tokens,
+        }
+        for name, days in sorted(rows.items())
+    ]
+
+
+def _batches(
+    store: BatchStore,
+    caller: Caller,
+    rates: dict[str, Rate],
+    search: str,
+    price: float | None,
+) -> list[dict[str, Any]]:
+    rows = (
+        store.search_batches(search, limit=MAX_BATCHES, owner=caller.sees)
+        if search
+        else store.list_batches(after=None, limit=MAX_BATCHES, owner=caller.sees)
+    )
+    shown = []
+    for row in rows:
+        file = store.get_file(row["input_file_id"], row["owner"])
+        filename = file["filename"] if file else None
+        batch = _batch(row, filename, rates.get(row["id"]), price)
+        if caller.sees_all:
+            batch["owner"] = row["owner"]
+        shown.append(batch)
+    return shown
+
+
+def _batch(
+    row: Row, filename: str | None, rate: Rate | None, price: float | None
+) -> dict[str, Any]:
+    """A batch as the API shows it, with further fields for the page.
+
+    Paths have no leading slash, so the page resolves them relative to its own address.
+    """
+    batch = batch_object(row, price)
+    found = batch["errors"] or {}
+    errors = found.get("data") or []
+    path = f"v1/batches/{row['id']}"
+    if row["api"] == messages.API:
+        batch |= {"id": messages.shown_id(row["id"]), "metadata": None}
+        path = f"v1/messages/batches/{batch['id']}"
+    return batch | {
+        "path": path,
+        "downloads": _downloads(row, path),
+        "errors": errors[:MAX_ERRORS],
+        "num_errors": found.get("total") or len(errors),
+        "input_filename": filename,
+        "error_reasons": _error_reasons(row),
+        "rate": dataclasses.asdict(rate) if rate else None,
+    }
+
+
+def _error_reasons(row: Row) -> list[dict[str, Any]]:
+    """The reasons of a batch's error lines: code, message and number of lines."""
+    if row["error_reasons"]:
+        reasons: list[dict[str, Any]] = json.loads(row["error_reasons"])
+        return reasons
+    # An earlier version counted codes only.
+    codes: dict[str, int] = json.loads(row["line_errors"] or "{}")
+    return [
+        {"code": code, "message": "", "lines": lines} for code, lines in codes.items()
+    ]
+
+
+def _downloads(row: Row, path: str) -> dict[str, str]:
+    """The path of each download that a batch has, by its name."""
+    files = {"output": row["output_file_id"], "errors": row["error_file_id"]}
+    found = {name: file_id for name, file_id in files.items() if file_id is not None}
+    if row["api"] == messages.API:
+        return {"results": f"{path}/results"} if found else {}
+    if row["status"] in RUNNING and row["completed"] + row["failed"]:
+        return {"so_far": f"{path}/results"}
+    return {name: f"v1/files/{file_id}/content" for name, file_id in found.items()}

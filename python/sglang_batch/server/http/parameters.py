@@ -1,0 +1,209 @@
+"""Reads and checks the parameters of requests. Each check raises ApiError 400."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+
+from ...batch_api import protocol as api
+from ...config import DEDUPES
+from ...errors import ApiError
+from ..service import BatchService
+
+
+def service_of(request: Request) -> BatchService:
+    """The batch service of the application that received the request."""
+    service: BatchService = request.app.state.offline_batch_service
+    return service
+
+
+# Errors ---------------------------------------------------------------------------
+
+
+def invalid(param: str, value: Any, hint: str) -> ApiError:
+    """The error for a value that is not allowed. ``hint`` lists the allowed ones."""
+    message = f"Invalid value for '{param}': {value!r:.100}. {hint}"
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+def _invalid_type(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param=param, code="invalid_type")
+
+
+# Types and ranges -----------------------------------------------------------------
+
+
+def check_string(body: dict[str, Any], key: str) -> None:
+    """Check that a body has a string under a required key."""
+    if body.get(key) is None:
+        raise ApiError(
+            400,
+            f"Missing required parameter: '{key}'.",
+            param=key,
+            code="missing_required_parameter",
+        )
+    if not isinstance(body[key], str):
+        raise _invalid_type(key, f"Invalid type for '{key}': expected a string.")
+
+
+def check_length(body: dict[str, Any], key: str, most: int) -> None:
+    """Check that a string of a body has at most ``most`` characters."""
+    if len(body[key]) > most:
+        message = (
+            f"'{key}' has {len(body[key])} characters; at most {most} are allowed."
+        )
+        raise ApiError(400, message, param=key, code="invalid_value")
+
+
+def check_choice(body: dict[str, Any], key: str, choices: tuple[str, ...]) -> None:
+    """Check that a string of a body is one of ``choices``."""
+    if body[key] not in choices:
+        raise ApiError(
+            400,
+            f"Invalid value: '{body[key]:.100}'. Supported values are: "
+            f"{', '.join(repr(choice) for choice in choices)}.",
+            param=key,
+            code="invalid_value",
+        )
+
+
+def check_whole_number(param: str, value: Any, least: int, most: int) -> int:
+    """Check that a JSON value is an integer from ``least`` to ``most``."""
+    if type(value) is not int or not least <= value <= most:
+        raise invalid(param, value, f"Expected a whole number from {least} to {most}.")
+    return value
+
+
+def check_limit(limit: int, maximum: int) -> int:
+    """Check the length of a page, which is 1 to ``maximum`` objects."""
+    if not 1 <= limit <= maximum:
+        raise ApiError(
+            400,
+            f"Invalid value for 'limit': {limit}. Expected 1 to {maximum}.",
+            param="limit",
+        )
+    return limit
+
+
+# Files and batches ----------------------------------------------------------------
+
+
+def check_purpose(purpose: Any) -> str:
+    """Check that files may be uploaded for a purpose."""
+    if purpose not in api.FILE_PURPOSES:
+        hint = f"Supported values are: {', '.join(api.FILE_PURPOSES)}."
+        raise invalid("purpose", purpose, hint)
+    return str(purpose)
+
+
+def check_filename(filename: str, purpose: str) -> None:
+    """Check a file's name: its length and, for batch input, its suffix."""
+    if len(filename) > api.MAX_FILENAME_LEN:
+        message = f"A filename has at most {api.MAX_FILENAME_LEN} characters."
+        raise ApiError(400, message, param="filename", code="invalid_value")
+    # Clients name an in-memory upload "upload", so a name without a suffix is fine.
+    if purpose == "batch" and "." in filename and not filename.endswith(".jsonl"):
+        raise ApiError(400, "Invalid file format for Batch API. Must be .jsonl")
+
+
+def check_expires_after(value: Any, name: str = "expires_after") -> int | None:
+    """Check ``{"anchor": "created_at", "seconds": ...}``.
+
+    Returns:
+        The lifetime in seconds, or None if ``value`` is None.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise _invalid_type(name, f"'{name}' must be an object.")
+    if value.get("anchor") != "created_at":
+        raise invalid(f"{name}.anchor", value.get("anchor"), "Use 'created_at'.")
+    least, most = api.MIN_EXPIRY_S, api.MAX_EXPIRY_S
+    return check_whole_number(f"{name}.seconds", value.get("seconds"), least, most)
+
+
+def form_expires_after(fields: dict[str, str]) -> int | None:
+    """The lifetime in seconds that a form sets, or None if it sets none."""
+    anchor = fields.get("expires_after[anchor]")
+    seconds: Any = fields.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return None
+    if str(seconds).isascii() and str(seconds).isdecimal() and len(seconds) <= 7:
+        seconds = int(seconds)
+    # Optional, because there is only one anchor and forms are written by hand.
+    return check_expires_after({"anchor": anchor or "created_at", "seconds": seconds})
+
+
+def check_completion_window(window: str) -> None:
+    """Check that a completion window is a duration such as ``24h``."""
+    if api.window_seconds(window) is None:
+        raise ApiError(
+            400,
+            f"Invalid value for 'completion_window': '{window:.100}'. "
+            "Use '24h' or another duration such as '30m', '6h' or '7d'.",
+            param="completion_window",
+            code="invalid_value",
+        )
+
+
+def check_priority(priority: Any) -> int:
+    """Check the priority of a batch or a wave. None is 0."""
+    most = api.MAX_PRIORITY
+    value = 0 if priority is None else priority
+    return check_whole_number("priority", value, -most, most)
+
+
+def check_enough(share: Any) -> float | None:
+    """Check the share of answers after which a batch ends. None is all of them."""
+    if share is None:
+        return None
+    number = isinstance(share, int | float) and not isinstance(share, bool)
+    if not number or not 0 < share <= 1:
+        raise invalid("enough", share, "Use a share above 0 and at most 1.")
+    return float(share)
+
+
+def check_dedupe(value: Any) -> str | None:
+    """Check whether equal lines of a batch are computed once. None: as the server does."""
+    if value is not None and value not in DEDUPES:
+        raise invalid("dedupe", value, f"Use one of {', '.join(DEDUPES)}.")
+    return None if value is None else str(value)
+
+
+def check_metadata(metadata: Any) -> None:
+    """Check a batch's metadata: None or a few pairs of short strings."""
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict):
+        raise _invalid_type("metadata", "'metadata' must be an object.")
+    if len(metadata) > api.MAX_METADATA_PAIRS:
+        raise ApiError(
+            400,
+            f"'metadata' has {len(metadata)} pairs; at most "
+            f"{api.MAX_METADATA_PAIRS} are allowed.",
+            param="metadata",
+            code="invalid_value",
+        )
+    for key, value in metadata.items():
+        _check_metadata_pair(key, value)
+
+
+def _check_metadata_pair(key: str, value: Any) -> None:
+    param = f"metadata.{key:.100}"
+    if not isinstance(value, str):
+        kinds: dict[type, str] = {list: "an array", dict: "an object"}
+        kind = kinds.get(type(value), "another type")
+        raise _invalid_type(
+            param,
+            f"Invalid type for '{param}': expected a string, but got {kind} instead.",
+        )
+    if len(key) > api.MAX_METADATA_KEY_LEN or len(value) > api.MAX_METADATA_VALUE_LEN:
+        raise ApiError(
+            400,
+            f"'{param}' is too long: keys have at most "
+            f"{api.MAX_METADATA_KEY_LEN} and values at most "
+            f"{api.MAX_METADATA_VALUE_LEN} characters.",
+            param=param,
+            code="invalid_value",
+        )

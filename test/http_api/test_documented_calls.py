@@ -327,10 +327,14 @@ def run_programs(page: Path, module: Path) -> None:
 # Tables ------------------------------------------------------------------------------
 
 
-def rows_of_tables(page: Path, section: str = "") -> Iterator[list[str]]:
-    text = page.read_text(encoding="utf-8")
-    if section:
-        text = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+def section_of(page: str, title: str) -> str:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    section = text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    assert section, f"{page} has no section {title}"
+    return section
+
+
+def rows_of_tables(text: str) -> Iterator[list[str]]:
     for line in text.splitlines():
         if line.startswith("| `"):
             yield [cell.strip() for cell in line.strip("|").split(" | ")]
@@ -339,7 +343,7 @@ def rows_of_tables(page: Path, section: str = "") -> Iterator[list[str]]:
 def test_the_table_of_settings_has_each_with_its_default() -> None:
     shown = {
         row[0].strip("` "): json.loads(row[1].strip("`"))
-        for row in rows_of_tables(DOCS / "operating.md", "Settings")
+        for row in rows_of_tables(section_of("operating.md", "Settings"))
     }
     assert shown == {
         field.name: list(field.default)
@@ -358,8 +362,8 @@ def test_settings_in_examples_are_accepted() -> None:
         OfflineBatchConfig.from_json(text)
 
 
-def test_the_tables_of_metrics_have_each_once(tmp_path: Path) -> None:
-    """Deprecated metrics are not in the tables, but name one that is."""
+def test_the_lists_of_metrics_have_each_once(tmp_path: Path) -> None:
+    """Deprecated metrics are not in the lists, but name one that is."""
     registry = CollectorRegistry()
     service = make_service(tmp_path)
     try:
@@ -373,8 +377,10 @@ def test_the_tables_of_metrics_have_each_once(tmp_path: Path) -> None:
         }
     finally:
         service.store.close()
-    rows = rows_of_tables(DOCS / "operating.md", "Metrics")
-    metrics = [row[0].strip("` ") for row in rows if "sglang_batch_" in row[0]]
+    lists = re.findall(
+        r"^- .*\n(?:  .*\n)*", section_of("operating.md", "Metrics"), re.M
+    )
+    metrics = re.findall(r"`(sglang_batch_\w+)`", "".join(lists))
     deprecated = {
         name: text
         for name, text in help_texts.items()
@@ -388,7 +394,7 @@ def test_the_tables_of_metrics_have_each_once(tmp_path: Path) -> None:
 def test_the_table_of_endpoints_has_their_required_keys() -> None:
     shown = {
         row[0].strip("` "): tuple(re.findall(r"`(\w+)`", row[1]))
-        for row in rows_of_tables(PAGE)
+        for row in rows_of_tables(section_of("batch_api.md", "Lines and endpoints"))
         if row[0].startswith(" `/v1/") or row[0].startswith("`/v1/")
     }
     assert shown == {url: each.required for url, each in ENDPOINTS.items()}

@@ -53,6 +53,22 @@ def expected(model: LoadedModel, requests: list[DenseRequest]) -> dict[str, list
 
 class TestTokens:
     @RULES
+    def test_a_row_that_runs_waits_when_it_no_longer_fits_alone(
+        self, model: LoadedModel, rule: int
+    ) -> None:
+        requests = [
+            request("long", rule, 40, 12),
+            request("short", rule, 5, 12),
+        ]
+        run = Run(model, SETTINGS).add(requests).steps(3)
+        run.loop.limit_cells(30)  # another process has taken the memory
+        run.steps(40)
+        assert set(run.answers) == {"short"}
+        run.loop.limit_cells(150)
+        run.finish()
+        assert run.tokens() == expected(model, requests)
+
+    @RULES
     @pytest.mark.parametrize(
         "host_cells", [1 << 20, 60, 0], ids=["room", "few", "none"]
     )

@@ -13,7 +13,7 @@ from dense_runs import Run, generated, greedy, prompts
 from tiny_models import MAX_POSITIONS, VOCAB, tiny_model
 from transformers import AutoTokenizer
 
-from sglang_batch.dense.model import LoadedModel, load_model, wrap
+from sglang_batch.dense.model import LoadedModel, ModelOptions, load_model, wrap
 from sglang_batch.dense.row_request import (
     DenseAnswer,
     DenseRequest,
@@ -36,7 +36,7 @@ def model() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def demo(demo_model: Path) -> LoadedModel:
-    return load_model(str(demo_model), dtype="float32", device="cpu")
+    return load_model(ModelOptions(str(demo_model), dtype="float32", device="cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -17,14 +17,15 @@ from tiny_models import tiny_encoder, tiny_model
 from torch.nn.functional import normalize
 from transformers import AutoTokenizer
 
-from sglang_batch.dense.embedding_model import (
+from sglang_batch.dense.embedding import (
+    EmbeddingLoop,
     EmbeddingModel,
     embedding_reason,
     length_batches,
     load_embedding_model,
     wrap_embedding,
 )
-from sglang_batch.dense.embedding_worker import EmbeddingAnswer, EmbeddingWorker
+from sglang_batch.dense.model import ModelOptions
 from sglang_batch.dense.pooling import (
     CheckpointFiles,
     SentencePooling,
@@ -34,8 +35,10 @@ from sglang_batch.dense.row_request import (
     DenseAnswer,
     DenseRequest,
     DenseSettings,
+    OnAnswer,
     Stopping,
 )
+from sglang_batch.dense.worker import DenseWorker
 from sglang_batch.errors import ConfigError
 
 WAIT_S = 60.0
@@ -298,14 +301,17 @@ def saved(path: Path, kind: str, *, generates: bool = False, **config: Any) -> P
 
 def test_which_models_make_embeddings(tmp_path: Path) -> None:
     encoder = saved(tmp_path / "encoder", "mpnet")
-    reason = embedding_reason(str(encoder))
+    reason = embedding_reason(ModelOptions(str(encoder)))
     assert reason == "MPNetModel does not generate"
     decoder = saved(tmp_path / "decoder", "gpt2", generates=True)
-    assert embedding_reason(str(decoder)) is None
-    assert embedding_reason(str(decoder), asked=True) == "--is-embedding"
+    assert embedding_reason(ModelOptions(str(decoder))) is None
+    assert (
+        embedding_reason(ModelOptions(str(decoder), is_embedding=True))
+        == "--is-embedding"
+    )
     (decoder / "1_Pooling").mkdir()
     (decoder / "1_Pooling" / "config.json").write_text("{}")
-    reason = embedding_reason(str(decoder))
+    reason = embedding_reason(ModelOptions(str(decoder)))
     assert reason == "its checkpoint declares a pooling"
 
 
@@ -326,12 +332,12 @@ def test_the_architecture_says_whether_a_model_generates(
 ) -> None:
     config = {"model_type": "bert", "architectures": [architecture]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert embedding_reason(str(tmp_path)) == expected
+    assert embedding_reason(ModelOptions(str(tmp_path))) == expected
 
 
 def test_code_of_a_models_own_may_say_that_it_generates(tmp_path: Path) -> None:
     saved(tmp_path, "bert", auto_map={"AutoModelForCausalLM": "code.Model"})
-    assert embedding_reason(str(tmp_path)) is None
+    assert embedding_reason(ModelOptions(str(tmp_path))) is None
 
 
 def test_a_classifier_is_refused_unless_embeddings_are_asked_for(
@@ -339,9 +345,9 @@ def test_a_classifier_is_refused_unless_embeddings_are_asked_for(
 ) -> None:
     path = str(saved(tmp_path, "bert", architectures=["BertForTokenClassification"]))
     with pytest.raises(ConfigError, match="neither generates nor makes embeddings"):
-        embedding_reason(path)
-    assert embedding_reason(path, asked=True)
-    assert load_embedding_model(path).dims == 64
+        embedding_reason(ModelOptions(path))
+    assert embedding_reason(ModelOptions(path, is_embedding=True))
+    assert load_embedding_model(ModelOptions(path)).dims == 64
 
 
 @pytest.mark.parametrize(
@@ -357,7 +363,7 @@ def test_a_loaded_model_has_the_vectors_of_the_one_that_was_saved(
     tmp_path: Path, kind: str, generates: bool, name: str
 ) -> None:
     path = saved(tmp_path, kind, generates=generates)
-    model = load_embedding_model(str(path), device="cpu", context_len=50)
+    model = load_embedding_model(ModelOptions(str(path), device="cpu", context_len=50))
     assert type(model.model).__name__ == name
     assert (model.context_len, model.vocab_size) == (50, 300)
     original = tiny_model(kind) if generates else tiny_encoder(kind)
@@ -384,13 +390,13 @@ def test_the_longest_text_is_as_long_as_the_positions_allow(
 
 def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        load_embedding_model(str(tmp_path))
+        load_embedding_model(ModelOptions(str(tmp_path)))
     both = saved(tmp_path / "both", "bart", is_encoder_decoder=True)
     with pytest.raises(ConfigError, match="an encoder and a decoder"):
-        load_embedding_model(str(both))
+        load_embedding_model(ModelOptions(str(both)))
     deeper = saved(tmp_path / "deeper", "bert", num_hidden_layers=3)
     with pytest.raises(ConfigError, match=r"has no encoder\.layer\.2"):
-        load_embedding_model(str(deeper))
+        load_embedding_model(ModelOptions(str(deeper)))
 
 
 # A real model --------------------------------------------------------------------------
@@ -398,8 +404,8 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
 
 def test_sentences_of_one_meaning_are_near_in_a_real_model() -> None:
     path = str(get_model_path())
-    assert embedding_reason(path) == "its checkpoint declares a pooling"
-    model = load_embedding_model(path, dtype="float32", device="cpu")
+    assert embedding_reason(ModelOptions(path)) == "its checkpoint declares a pooling"
+    model = load_embedding_model(ModelOptions(path, dtype="float32", device="cpu"))
     assert (model.dims, model.context_len) == (384, 512)
     assert model.pooling.modes == ("mean",) and model.pooling.normalizes
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
@@ -481,7 +487,15 @@ class Working:
     def __init__(self, model: Any, cells: int | None = 120) -> None:
         self.answers = Answers()
         settings = DenseSettings(max_cells=cells)
-        self.worker = EmbeddingWorker(model, settings, self.answers)
+        self.worker = DenseWorker(
+            lambda answered: self._loop(model, settings, answered), self.answers
+        )
+
+    def _loop(
+        self, model: Any, settings: DenseSettings, answered: OnAnswer
+    ) -> EmbeddingLoop:
+        self.loop = EmbeddingLoop(model, settings, answered)
+        return self.loop
 
     def run(self, requests: Sequence[DenseRequest]) -> dict[str, DenseAnswer]:
         for each in requests:
@@ -498,7 +512,6 @@ def working(watched: Watched) -> Iterator[Working]:
 
 
 def vector_of(answer: DenseAnswer) -> torch.Tensor:
-    assert isinstance(answer, EmbeddingAnswer), answer
     assert answer.reason == "length", answer.error
     return torch.tensor(answer.vector)
 
@@ -523,7 +536,7 @@ def test_each_request_gets_its_own_vector_in_batches_by_length(
     lengths = [len(ids) for batch in watched.batches for ids in batch]
     assert lengths == sorted(lengths, reverse=True)
     assert max(len(batch) * len(batch[0]) for batch in watched.batches) <= 120
-    assert working.worker.batches == len(watched.batches) < 15
+    assert working.loop.batches == len(watched.batches) < 15
 
 
 def test_a_batch_on_a_cpu_is_small_by_default(watched: Watched) -> None:
@@ -589,7 +602,7 @@ def test_tokens_that_the_model_lacks_fail_alone(
     assert "less than 300" in str(answers["bad"].error)
 
 
-def test_an_aborted_request_has_no_answer(watched: Watched, working: Working) -> None:
+def test_an_aborted_request_is_not_computed(watched: Watched, working: Working) -> None:
     seen: list[dict[str, float]] = []
 
     def abort(batch: list[Sequence[int]]) -> None:
@@ -601,8 +614,10 @@ def test_an_aborted_request_has_no_answer(watched: Watched, working: Working) ->
     watched.before = abort
     for each in (request("running", [5] * 120), request("waiting", [6] * 119)):
         working.worker.submit(each)
-    answers = working.run([request("other", [7])])
-    assert set(answers) == {"other"}
+    working.run([request("other", [7])])
+    answers = working.answers.wait(3)
+    assert answers["running"].reason == answers["other"].reason == "length"
+    assert answers["waiting"].error == "The request was aborted."
     assert [list(each) for each in seen] == [["running"], ["other"]]
     assert [len(batch[0]) for batch in watched.batches] == [120, 1]
     assert working.worker.running() == {}

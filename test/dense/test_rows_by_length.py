@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from dense_runs import Run, ShortOfMemory, generated, greedy, prompts
+from dense_runs import Run, ShortOfMemory, generated, greedy, prioritized, prompts
 from tiny_models import tiny_model
 
 from sglang_batch.dense.length_admission import ByLength
@@ -177,7 +177,7 @@ class TestChanges:
         run = Run(model, replace(SETTINGS, max_rows=2)).add(requests).steps(3)
         first = {*run.loop.running()}
         last = next(each.rid for each in requests if each.rid not in first)
-        run.loop.set_priority(lambda rid: rid == last, 1)
+        run.loop.revise(prioritized(lambda rid: rid == last, 1))
         run.steps(1)
         assert last in run.loop.running()
         run.finish()
@@ -190,7 +190,7 @@ class TestChanges:
         requests = [replace(each, priority=2) for each in mixed(rule)]
         run = Run(model, replace(SETTINGS, max_rows=2)).add(requests).steps(1)
         first = {*run.loop.running()}
-        run.loop.set_priority(lambda rid: rid in first, 1)
+        run.loop.revise(prioritized(lambda rid: rid in first, 1))
         run.steps(1)
         assert not first & {*run.loop.running()}
         run.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from dense_runs import Run, generated, greedy, prompts
+from dense_runs import Run, generated, greedy, prioritized, prompts
 from tiny_models import tiny_model
 
 from sglang_batch.dense.model import LoadedModel, wrap
@@ -101,7 +101,7 @@ class TestPriorities:
         first, second = request("a-1", 8, 20), request("b-1", 8, 5)
         run = Run(model, DenseSettings(max_rows=1)).add([first, second]).steps(4)
         assert run.loop.running() == ["a-1"]
-        run.loop.set_priority(lambda rid: rid.startswith("b-"), 1)
+        run.loop.revise(prioritized(lambda rid: rid.startswith("b-"), 1))
         run.steps(1)
         assert run.loop.running() == ["b-1"]
         run.finish()
@@ -117,7 +117,7 @@ class TestPriorities:
             for place, name in enumerate(("a-1", "b-1"))
         )
         run = Run(model, DenseSettings(max_rows=1)).add([first, second]).steps(3)
-        run.loop.set_priority(lambda rid: rid.startswith("a-"), 2)
+        run.loop.revise(prioritized(lambda rid: rid.startswith("a-"), 2))
         run.steps(1)
         assert run.loop.running() == ["b-1"]
         run.finish()
@@ -126,8 +126,8 @@ class TestPriorities:
     def test_rows_that_wait_are_put_in_the_new_order(self, model: LoadedModel) -> None:
         requests = [request(f"{n}-1", 8, 3, place=n) for n in range(6)]
         run = Run(model, DenseSettings(max_rows=1)).add(requests).steps(1)
-        run.loop.set_priority(lambda rid: rid in ("4-1", "5-1"), 1)
-        run.loop.set_priority(lambda rid: rid == "5-1", 2)
+        run.loop.revise(prioritized(lambda rid: rid in ("4-1", "5-1"), 1))
+        run.loop.revise(prioritized(lambda rid: rid == "5-1", 2))
         run.finish()
         assert list(run.answers) == ["5-1", "4-1", "0-1", "1-1", "2-1", "3-1"]
 
@@ -138,7 +138,7 @@ class TestPriorities:
         run = Run(model, DenseSettings(max_rows=1))
         run.loop.limit_cells(10)
         run.add(requests).steps(2)
-        run.loop.set_priority(lambda rid: rid == "2-1", 1)
+        run.loop.revise(prioritized(lambda rid: rid == "2-1", 1))
         run.loop.limit_cells(1000)
         run.finish()
         assert list(run.answers) == ["2-1", "0-1", "1-1"]

@@ -11,11 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from dense_runs import generated, greedy, prompts
+from dense_runs import generated, greedy, prioritized, prompts
 from tiny_models import tiny_model
 
+from sglang_batch.dense.decode_loop import DecodeLoop
 from sglang_batch.dense.model import LoadedModel, wrap
-from sglang_batch.dense.row_request import DenseAnswer, DenseRequest, DenseSettings
+from sglang_batch.dense.row_request import (
+    DenseAnswer,
+    DenseRequest,
+    DenseSettings,
+    OnAnswer,
+)
 from sglang_batch.dense.rows import SlabRows
 from sglang_batch.dense.worker import DenseWorker
 
@@ -56,8 +62,17 @@ class Started:
     def __init__(self, model: LoadedModel, rows: Any = None) -> None:
         self.answers = Answers()
         rows = rows or SlabRows(model, 4096, SETTINGS.shortest_shared)
-        self.worker = DenseWorker(model, rows, SETTINGS, self.answers)
+        self.worker = DenseWorker(
+            lambda answered: self._loop(model, rows, answered), self.answers
+        )
         self.worker.start()
+
+    def _loop(self, model: LoadedModel, rows: Any, answered: OnAnswer) -> DecodeLoop:
+        self.loop = DecodeLoop(model, rows, SETTINGS, answered)
+        return self.loop
+
+    def limit_cells(self, max_cells: int) -> None:
+        self.worker.call(lambda: self.loop.limit_cells(max_cells))
 
     def __enter__(self) -> Started:
         return self
@@ -156,7 +171,7 @@ def test_it_tells_which_requests_decode(started: Started) -> None:
     running = started.worker.running()
     assert set(running) == {"0", "1", "2", "3"}
     assert all(0 <= seconds < WAIT_S for seconds in running.values())
-    assert started.worker.counts.decoded_rows >= 4
+    assert started.loop.counts.decoded_rows >= 4
 
 
 def test_a_limit_on_cells_may_be_changed_while_rows_run(
@@ -165,8 +180,8 @@ def test_a_limit_on_cells_may_be_changed_while_rows_run(
     requests = requests_of(4, 40)
     for request in requests:
         started.worker.submit(request)
-    started.worker.limit_cells(100)
-    started.worker.limit_cells(1000)
+    started.limit_cells(100)
+    started.limit_cells(1000)
     answers = started.answers.wait(4)
     for request in requests:
         expected = generated(model, request.input_ids, 40)
@@ -176,12 +191,12 @@ def test_a_limit_on_cells_may_be_changed_while_rows_run(
 def test_rows_that_wait_for_a_limit_use_no_processor(
     model: LoadedModel, started: Started
 ) -> None:
-    started.worker.limit_cells(5)
+    started.limit_cells(5)
     (waiting,) = requests_of(1, 5)
     started.worker.submit(waiting)
     assert processor_s() < 0.2
     assert not started.answers.found
-    started.worker.limit_cells(1000)
+    started.limit_cells(1000)
     answers = started.answers.wait(1)
     expected = generated(model, waiting.input_ids, 5)
     assert list(answers["0"].output_ids) == expected
@@ -193,10 +208,10 @@ def test_priorities_reach_requests_that_are_open(started: Started) -> None:
     deadline = time.monotonic() + WAIT_S
     while len(started.worker.running()) < 4 and time.monotonic() < deadline:
         time.sleep(0.001)
-    started.worker.set_priority(lambda rid: rid == "unknown", 8)
-    started.worker.set_priority(lambda rid: rid == "b-1", 7)
+    started.worker.revise(prioritized(lambda rid: rid == "unknown", 8))
+    started.worker.revise(prioritized(lambda rid: rid == "b-1", 7))
     assert list(started.answers.wait(1)) == ["b-1"]
-    assert started.worker.counts.preempted == 1
+    assert started.loop.counts.preempted == 1
 
 
 def test_it_stops_with_open_work(model: LoadedModel) -> None:
@@ -226,7 +241,7 @@ def test_a_failure_answers_all_open_requests_and_later_ones(
         for request in later:
             started.worker.submit(request)
         started.worker.abort("0")
-        started.worker.limit_cells(100)
+        started.limit_cells(100)
         answers = started.answers.wait(9)
         assert str(started.worker.failure) == "the device is gone"
         for answer in answers.values():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,15 @@ def prompts(
 def greedy(rid: str, ids: Sequence[int], count: int, **others: Any) -> DenseRequest:
     """A request for so many most probable tokens. ``others``: of :class:`DenseRequest`."""
     return DenseRequest(rid, ids, Stopping(count, ignore_eos=True), **others)
+
+
+def prioritized(
+    matches: Callable[[str], bool], priority: int
+) -> Callable[[DenseRequest], DenseRequest]:
+    """For ``revise``: another priority for the requests whose ids match."""
+    return lambda request: (
+        replace(request, priority=priority) if matches(request.rid) else request
+    )
 
 
 def generated(model: LoadedModel, ids: Sequence[int], count: int) -> list[int]:

@@ -107,19 +107,10 @@ class DecodeLoop:
             self._let_wait(query)
         self._changed = True
 
-    def set_priority(self, matches: Callable[[str], bool], priority: int) -> None:
-        """Change the priority of the open requests whose ids match.
-
-        Rows leave for others that now have a higher priority, before the next step.
-        """
-        self.revise(
-            lambda request: (
-                replace(request, priority=priority) if matches(request.rid) else request
-            )
-        )
-
     def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:
         """Change what is planned of open requests.
+
+        Rows leave for others that now have a higher priority, before the next step.
 
         Args:
             revised: of each request the same one, or one with another ``place``,

@@ -110,43 +110,75 @@ class LoadedModel:
         return logits
 
 
-def load_model(
-    path: str,
-    *,
-    dtype: str = "auto",
-    device: str | None = None,
-    trust_remote_code: bool = False,
-    revision: str | None = None,
-    attention_kind: str | None = None,
-    context_len: int | None = None,
-) -> LoadedModel:
-    """Load a model by transformers.
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """How a model is loaded by transformers.
 
-    Args:
-        path: a directory, or a name on the Hugging Face hub.
-        dtype: ``auto`` for that of the checkpoint, or a name such as ``float32``.
-        device: of torch. None: the accelerator if there is one.
-        attention_kind: ``eager``, ``sdpa`` or another of transformers. None: ours where
-            the model takes it.
-        context_len: most tokens of a prompt and its answer, instead of the model's.
+    path: a directory, or a name on the Hugging Face hub.
+    dtype: ``auto`` for that of the checkpoint, or a name such as ``float32``.
+    device: of torch. None: the accelerator if there is one.
+    attention: ``eager``, ``sdpa`` or another of transformers. None: ours where the model
+        takes it.
+    context_len: most tokens of a prompt and its answer, instead of the model's.
+    is_embedding: it makes embeddings, even if it could generate.
+    """
+
+    path: str
+    dtype: str = "auto"
+    device: str | None = None
+    trust_remote_code: bool = False
+    revision: str | None = None
+    attention: str | None = None
+    context_len: int | None = None
+    is_embedding: bool = False
+
+    def config(self) -> Any:
+        """The model's configuration.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        return self._loaded(AutoConfig)
+
+    def weights(self, kind: Any, config: Any, **others: Any) -> Any:
+        """What ``kind.from_pretrained`` makes of the model, with ``others`` for arguments.
+
+        Raises:
+            ConfigError: it cannot be loaded.
+        """
+        return self._loaded(kind, config=config, dtype=self.dtype, **others)
+
+    def placed(self, model: PreTrainedModel) -> PreTrainedModel:
+        """The model on its device."""
+        usual = "cuda" if torch.cuda.is_available() else "cpu"
+        return model.to(self.device or usual)
+
+    def _loaded(self, kind: Any, **others: Any) -> Any:
+        try:
+            return kind.from_pretrained(
+                self.path,
+                revision=self.revision,
+                trust_remote_code=self.trust_remote_code,
+                **others,
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ConfigError(
+                f"--model-path {self.path} cannot be loaded by transformers: {error}"
+            ) from error
+
+
+def load_model(options: ModelOptions) -> LoadedModel:
+    """Load a model that generates.
 
     Raises:
         ConfigError: the model cannot be loaded.
     """
-    given = {"revision": revision, "trust_remote_code": trust_remote_code}
-    try:
-        config = AutoConfig.from_pretrained(path, **given)
-        kind: Any = AutoModelForCausalLM
-        if config.is_encoder_decoder:
-            kind = AutoModelForSeq2SeqLM
-        model = kind.from_pretrained(path, config=config, dtype=dtype, **given)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(
-            f"--model-path {path} cannot be loaded by transformers: {error}"
-        ) from error
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return wrap(model.to(device), attention_kind, context_len)
+    config = options.config()
+    kind: Any = AutoModelForCausalLM
+    if config.is_encoder_decoder:
+        kind = AutoModelForSeq2SeqLM
+    model = options.placed(options.weights(kind, config))
+    return wrap(model, options.attention, options.context_len)
 
 
 def wrap(

@@ -128,6 +128,7 @@ class DenseAnswer:
     matched: for ``stop``, the token id, the text or the rule that ended it.
     error: for ``abort``, why, in a sentence.
     cached_tokens: tokens of the prompt that were computed for another row.
+    vector: float32 numbers of an embedding, which has no tokens.
     """
 
     output_ids: Sequence[int]
@@ -137,6 +138,7 @@ class DenseAnswer:
     cached_tokens: int = 0
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
+    vector: Sequence[float] = ()
 
 
 OnAnswer = Callable[[DenseRequest, DenseAnswer], None]

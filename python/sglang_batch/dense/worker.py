@@ -1,4 +1,4 @@
-"""The decode loop in a thread of its own."""
+"""The dense engine in a thread of its own, for rows that decode and for embeddings."""
 
 from __future__ import annotations
 
@@ -7,24 +7,52 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from .decode_loop import DecodeLoop
+from .embedding import EmbeddingLoop, EmbeddingModel
 from .model import LoadedModel
-from .query import LoopCounts
 from .row_request import DenseAnswer, DenseRequest, DenseSettings, OnAnswer
-from .rows import Rows
+from .rows import rows_for
 
 logger = logging.getLogger(__name__)
+
+
+class RowLoop(Protocol):
+    """Runs rows step by step: a :class:`.DecodeLoop` or an :class:`.EmbeddingLoop`."""
+
+    @property
+    def can_step(self) -> bool:
+        """Whether a step does anything."""
+        ...
+
+    def running(self) -> list[str]:
+        """Ids of the rows that the next step computes."""
+        ...
+
+    def add(self, request: DenseRequest) -> None:
+        """Open a request."""
+        ...
+
+    def abort(self, rid: str) -> None:
+        """End a request. An unknown one is ignored."""
+        ...
+
+    def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:
+        """Change what is planned of open requests."""
+        ...
+
+    def step(self) -> None:
+        """Compute something of each row that runs."""
+        ...
 
 
 class DenseWorker:
     """Runs requests. Calls may come from any thread.
 
     Args:
-        rows: of the model, see :func:`.rows.rows_for`.
+        make_loop: makes the loop that runs them, for a function that takes its answers.
         on_answer: called in the worker's thread.
-        tokenizer: of transformers, for stop strings and grammars.
 
     Attributes:
         failure: what ended the thread, if it failed. Every request after that is
@@ -32,27 +60,17 @@ class DenseWorker:
     """
 
     def __init__(
-        self,
-        model: LoadedModel,
-        rows: Rows,
-        settings: DenseSettings,
-        on_answer: OnAnswer,
-        tokenizer: Any = None,
+        self, make_loop: Callable[[OnAnswer], RowLoop], on_answer: OnAnswer
     ) -> None:
         self._on_answer = on_answer
         self._open: dict[str, DenseRequest] = {}
         self._since: dict[str, float] = {}
-        self._loop = DecodeLoop(model, rows, settings, self._answered, tokenizer)
+        self._loop = make_loop(self._answered)
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="dense", daemon=True)
         self.failure: Exception | None = None
-
-    @property
-    def counts(self) -> LoopCounts:
-        """What the loop has done."""
-        return self._loop.counts
 
     def start(self) -> None:
         """Begin to answer."""
@@ -68,23 +86,11 @@ class DenseWorker:
 
     def submit(self, request: DenseRequest) -> None:
         """Have a request answered."""
-        self._call(lambda: self._add(request))
+        self.call(lambda: self._add(request))
 
     def abort(self, rid: str) -> None:
         """End a request. An unknown one is ignored."""
-        self._call(lambda: self._abort(rid))
-
-    def limit_cells(self, max_cells: int) -> None:
-        """Change the limit on KV cells, see :meth:`.DecodeLoop.limit_cells`."""
-        self._call(lambda: self._loop.limit_cells(max_cells))
-
-    def set_priority(self, matches: Callable[[str], bool], priority: int) -> None:
-        """Change the priority of open requests, see :meth:`.DecodeLoop.set_priority`.
-
-        Args:
-            matches: of a request's id; called in the worker's thread.
-        """
-        self._call(lambda: self._loop.set_priority(matches, priority))
+        self.call(lambda: self._abort(rid))
 
     def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:
         """Change what is planned of open requests, see :meth:`.DecodeLoop.revise`.
@@ -92,15 +98,16 @@ class DenseWorker:
         Args:
             revised: called in the worker's thread.
         """
-        self._call(lambda: self._loop.revise(revised))
+        self.call(lambda: self._loop.revise(revised))
 
     def running(self) -> dict[str, float]:
-        """Seconds since each request that decodes has joined."""
+        """Seconds since each request that is computed has joined."""
         now = time.monotonic()
         with self._wake:
             return {rid: now - since for rid, since in self._since.items()}
 
-    def _call(self, call: Callable[[], None]) -> None:
+    def call(self, call: Callable[[], None]) -> None:
+        """Have a function called in the worker's thread, between two steps."""
         with self._wake:
             self._calls.append(call)
             self._wake.notify()
@@ -116,9 +123,10 @@ class DenseWorker:
                     return
             for call in calls:
                 self._guarded(call)
+            self._note_running()
             if self._can_step():
                 self._guarded(self._loop.step)
-            self._note_running()
+                self._note_running()
 
     def _can_step(self) -> bool:
         return self.failure is None and self._loop.can_step
@@ -162,3 +170,24 @@ class DenseWorker:
     def _answered(self, request: DenseRequest, answer: DenseAnswer) -> None:
         self._open.pop(request.rid, None)
         self._on_answer(request, answer)
+
+
+def worker_of(
+    loaded: LoadedModel, settings: DenseSettings, on_answer: OnAnswer, tokenizer: Any
+) -> DenseWorker:
+    """The worker of a model, with the loop and the rows that it can have.
+
+    Args:
+        tokenizer: of transformers, for stop strings and grammars.
+
+    Raises:
+        ConfigError: the model cannot run.
+    """
+
+    def loop(answered: OnAnswer) -> RowLoop:
+        if isinstance(loaded, EmbeddingModel):
+            return EmbeddingLoop(loaded, settings, answered)
+        rows, _ = rows_for(loaded, settings)  # which logs a reason against sharing
+        return DecodeLoop(loaded, rows, settings, answered, tokenizer)
+
+    return DenseWorker(loop, on_answer)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from sglang_batch.dense.row_request import DenseRequest, Stopping
 from sglang_batch.request import engine_request_id
 from sglang_batch.srt.dense.engine import DenseEngine, OpenPlans
 
@@ -20,9 +21,10 @@ class Rows:
     def __init__(self, rids: list[str]) -> None:
         self.priorities = dict.fromkeys(rids, 0)
 
-    def set_priority(self, matches: Callable[[str], bool], priority: int) -> None:
-        found = [rid for rid in self.priorities if matches(rid)]
-        self.priorities |= dict.fromkeys(found, priority)
+    def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:
+        for rid, priority in self.priorities.items():
+            row = DenseRequest(rid, [1], Stopping(1), priority=priority)
+            self.priorities[rid] = revised(row).priority
 
 
 def test_open_rows_of_a_job_and_no_others_get_its_priority() -> None:

@@ -178,8 +178,8 @@ def transformers_settings(
     """
     given = vars(transformers_options(argv, server=server))
     check_remote_code(argparse.Namespace(**given))
+    from ...dense.model import ModelOptions
     from ...dense.row_request import DenseSettings
-    from ...srt.dense import start
     from ...srt.engine import in_process
 
     # SGLang computes nothing. It must not read the model, which it may refuse.
@@ -198,7 +198,7 @@ def transformers_settings(
         if given.get(name)
     ]
     server_args = in_process.parse_server_args(passed)
-    model = start.ModelOptions(
+    model = ModelOptions(
         path=given["model_path"],
         dtype=given.get("dtype", "auto"),
         device=given.get("device"),

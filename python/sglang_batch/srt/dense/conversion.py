@@ -30,7 +30,6 @@ from torch.nn.functional import normalize
 
 from ...batch_api.stop_rules.answer_watch import Cut
 from ...batch_api.stop_rules.rule_settings import FIELD, NO_RULES, StopRules
-from ...dense.embedding_worker import EmbeddingAnswer
 from ...dense.length_admission import ByLength
 from ...dense.row_request import (
     DenseAnswer,
@@ -137,7 +136,7 @@ def embedding_output(
     Args:
         normalizes: vectors have length 1, also those of fewer dimensions.
     """
-    vector = list(answer.vector) if isinstance(answer, EmbeddingAnswer) else []
+    vector = list(answer.vector)
     if message.dimensions is not None:
         kept = torch.tensor(vector[: message.dimensions])
         vector = (normalize(kept, dim=0) if normalizes else kept).tolist()

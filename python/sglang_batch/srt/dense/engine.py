@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from ...dense.length_admission import MAX_TICKS, ByLength
 from ...dense.model import LoadedModel
-from ...dense.row_request import DenseRequest, DenseSettings, OnAnswer
+from ...dense.row_request import DenseRequest, DenseSettings
+from ...dense.worker import worker_of
 from ...errors import ConfigError, EngineError
 from ...job.engine import KvUse
 from ...planner.costs.cost_model import CostModel
@@ -21,50 +22,12 @@ from ...scheduling.running_tree import TreeNow
 from ..compat.server_types import OfflineArgs, TemplateManager
 from ..engine.machine import NO_OVERLAP, device
 from ..engine.sglang_engine import MIN_INFLIGHT, Prepared, SGLangEngine
-from .manager import DenseTokenizerManager, PlannedPlace, RowWorker
+from .manager import DenseTokenizerManager, PlannedPlace
 
 # Most requests that wait in the engine, and tokens of their prompts, which take about 36
 # bytes each. Of more requests, better batches of similar length are formed.
 _MAX_INFLIGHT = 4096
 _MAX_PROMPT_TOKENS = 1 << 23
-
-
-class Worker(RowWorker, Protocol):
-    """:class:`sglang_batch.dense.worker.DenseWorker`, or another that runs rows."""
-
-    def start(self) -> None:
-        """Start its thread."""
-        ...
-
-    def stop(self) -> None:
-        """End the thread and wait for it. Open rows have no answer."""
-        ...
-
-    def running(self) -> dict[str, float]:
-        """Seconds since each row joined, by its id."""
-        ...
-
-
-@runtime_checkable
-class ReorderingWorker(Protocol):
-    """A worker whose open rows can have another priority."""
-
-    def set_priority(self, matches: Callable[[str], bool], priority: int) -> None:
-        """Change the priority of the open rows whose ids match."""
-        ...
-
-
-@runtime_checkable
-class RevisingWorker(Protocol):
-    """A worker whose open rows can be planned anew."""
-
-    def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:
-        """Change what is planned of open rows. Called in the worker's thread."""
-        ...
-
-
-MakeWorker = Callable[[LoadedModel, DenseSettings, OnAnswer, Any], Worker]
-"""Makes a worker. The last argument is the tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +103,6 @@ class DenseEngine(SGLangEngine):
         server_args: OfflineArgs,
         loaded: LoadedModel,
         settings: DenseSettings,
-        make_worker: MakeWorker,
         templates: TemplateManager,
     ) -> None:
         """Make it; :meth:`connect` starts it, :meth:`stop` ends it.
@@ -150,15 +112,13 @@ class DenseEngine(SGLangEngine):
             templates: not initialized yet.
         """
         self._plans = OpenPlans()
-        manager = DenseTokenizerManager(server_args, loaded, self._plans)
+        manager = DenseTokenizerManager(server_args, loaded, self._plans.of)
         super().__init__(manager, templates)
         self.templates = templates
         self._manager = manager
         self._loaded = loaded
         self._settings = settings = _with_costs(loaded, settings)
-        self._worker = make_worker(
-            loaded, settings, manager.answered, manager.tokenizer
-        )
+        self._worker = worker_of(loaded, settings, manager.answered, manager.tokenizer)
         manager.attach(self._worker)
         self._machine = dense_machine(loaded, settings)
         self._connected = False
@@ -237,9 +197,8 @@ class DenseEngine(SGLangEngine):
         first: int = 0,
     ) -> None:
         planned = self._plans.open(job_id, plans[0])
-        if isinstance(self._worker, RevisingWorker):
-            # Requests that wait, too, profit from better estimates.
-            self._worker.revise(lambda request: planned.revised(job_id, request))
+        # Requests that wait, too, profit from better estimates.
+        self._worker.revise(lambda request: planned.revised(job_id, request))
 
     def watch_job(self, job_id: str, on_joined: Callable[[list[int]], None]) -> bool:
         return False
@@ -247,10 +206,12 @@ class DenseEngine(SGLangEngine):
     async def set_priority(self, job_id: str, priority: int) -> None:
         """Set the priority of a job's requests, open ones and those sent from now on."""
         self._plans.prioritize(job_id, priority)
-        if isinstance(self._worker, ReorderingWorker):
-            self._worker.set_priority(
-                lambda rid: parse_request_id(rid)[0] == job_id, priority
-            )
+
+        def revised(request: DenseRequest) -> DenseRequest:
+            is_ours = parse_request_id(request.rid)[0] == job_id
+            return replace(request, priority=priority) if is_ours else request
+
+        self._worker.revise(revised)
 
     async def close_job(self, job_id: str) -> None:
         self._plans.close(job_id)

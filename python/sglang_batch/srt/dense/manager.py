@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
@@ -32,10 +32,11 @@ from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 from sglang.srt.runtime_context import get_serving
 
-from ...dense.embedding_model import EmbeddingModel
+from ...dense.embedding import EmbeddingModel
 from ...dense.length_admission import ByLength
 from ...dense.model import LoadedModel
 from ...dense.row_request import DenseAnswer, DenseRequest
+from ...dense.worker import DenseWorker
 from ..calls.list_calls import counted
 from ..compat.server_types import OfflineArgs
 from ..engine.request_ids import has_our_id
@@ -54,23 +55,6 @@ Message: TypeAlias = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput
 _BATCHES = BatchTokenizedGenerateReqInput | BatchTokenizedEmbeddingReqInput
 
 
-class RowWorker(Protocol):
-    """What of the dense engine this module calls, from any thread."""
-
-    def submit(self, request: DenseRequest) -> None:
-        """Have a row join. Its answer comes by the worker's ``on_answer``."""
-        ...
-
-    def abort(self, rid: str) -> None:
-        """End a row. An unknown one is ignored."""
-        ...
-
-    @property
-    def failure(self) -> Exception | None:
-        """What ended it, if it failed. All rows are then answered."""
-        ...
-
-
 class PlannedPlace(NamedTuple):
     """Where a request is in a plan, as :class:`~sglang_batch.dense.row_request` has it."""
 
@@ -78,14 +62,6 @@ class PlannedPlace(NamedTuple):
     priority: int
     expected_len: int | None = None
     by_length: ByLength | None = None
-
-
-class Places(Protocol):
-    """Where the requests of the open jobs are in their plans."""
-
-    def of(self, rid: str) -> PlannedPlace:
-        """Where a request is."""
-        ...
 
 
 class DenseModelConfig(ModelConfig):  # type: ignore[misc]
@@ -142,7 +118,7 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
 
     Args:
         server_args: SGLang's, published for the role ``tokenizer``.
-        places: of the requests in the plans.
+        place_of: where a request is in the plans of the open jobs, by its id.
 
     Attributes:
         on_failure: called on the event loop if the worker has failed, before its rows
@@ -150,12 +126,15 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
     """
 
     def __init__(
-        self, server_args: OfflineArgs, loaded: LoadedModel, places: Places
+        self,
+        server_args: OfflineArgs,
+        loaded: LoadedModel,
+        place_of: Callable[[str], PlannedPlace],
     ) -> None:
         self.event_loop: asyncio.AbstractEventLoop | None = None
         self._loaded = loaded
-        self._places = places
-        self._worker: RowWorker | None = None
+        self._place_of = place_of
+        self._worker: DenseWorker | None = None
         self.on_failure: Callable[[], None] | None = None
         # Requests that the worker has, by id.
         self._sent: dict[str, Message] = {}
@@ -167,7 +146,7 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
         self._think_end_ids = self._reasoning_end()
         self.server_status = ServerStatus.Up
 
-    def attach(self, worker: RowWorker) -> None:
+    def attach(self, worker: DenseWorker) -> None:
         """Send requests to this worker, whose answers come to :meth:`answered`."""
         self._worker = worker
 
@@ -280,7 +259,7 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
         return FlushCacheReqOutput(success=True)
 
     def _converted(self, message: Message) -> DenseRequest:
-        planned = self._places.of(message.rid)
+        planned = self._place_of(message.rid)
         if isinstance(message, TokenizedEmbeddingReqInput):
             place, priority = planned.place, planned.priority
             return embedding_request(message, place=place, priority=priority)
@@ -300,7 +279,7 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
             **planned._asdict(),
         )
 
-    def _abort(self, worker: RowWorker, request: AbortReq) -> None:
+    def _abort(self, worker: DenseWorker, request: AbortReq) -> None:
         rids = [
             rid
             for rid in self._sent

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import transformers
@@ -22,74 +21,27 @@ from sglang.srt.runtime_context import (
 from sglang.srt.utils import configure_logger
 from sglang.srt.utils.hf_transformers_utils import get_config
 
-from ...dense.embedding_model import (
-    EmbeddingModel,
-    embedding_reason,
-    load_embedding_model,
-)
-from ...dense.embedding_worker import EmbeddingWorker
-from ...dense.model import LoadedModel, load_model
-from ...dense.row_request import DenseSettings, OnAnswer
-from ...dense.rows import rows_for
-from ...dense.worker import DenseWorker
+from ...dense.embedding import embedding_reason, load_embedding_model
+from ...dense.model import LoadedModel, ModelOptions, load_model
+from ...dense.row_request import DenseSettings
 from ...errors import ConfigError, ExitStatus
 from ..compat.server_types import OfflineArgs
-from .engine import DenseEngine, MakeWorker, Worker
+from .engine import DenseEngine
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelOptions:
-    """How the model is loaded; see :func:`sglang_batch.dense.model.load_model`.
+def _load(options: ModelOptions) -> LoadedModel:
+    """The model, which is an :class:`EmbeddingModel` if it makes embeddings.
 
-    is_embedding: it makes embeddings, even if it could generate.
+    Raises:
+        ConfigError: it cannot be loaded.
     """
-
-    path: str
-    dtype: str = "auto"
-    device: str | None = None
-    trust_remote_code: bool = False
-    revision: str | None = None
-    attention: str | None = None
-    context_len: int | None = None
-    is_embedding: bool = False
-
-    def load(self) -> LoadedModel:
-        """The model, which is an :class:`EmbeddingModel` if it makes embeddings.
-
-        Raises:
-            ConfigError: it cannot be loaded.
-        """
-        trusted, revision = self.trust_remote_code, self.revision
-        reason = embedding_reason(
-            self.path,
-            asked=self.is_embedding,
-            trust_remote_code=trusted,
-            revision=revision,
-        )
-        if reason is not None:
-            logger.info("An embedding model: %s.", reason)
-        load = load_model if reason is None else load_embedding_model
-        return load(
-            self.path,
-            dtype=self.dtype,
-            device=self.device,
-            trust_remote_code=trusted,
-            revision=revision,
-            attention_kind=self.attention,
-            context_len=self.context_len,
-        )
-
-
-def dense_worker(
-    loaded: LoadedModel, settings: DenseSettings, on_answer: OnAnswer, tokenizer: Any
-) -> Worker:
-    """The worker of a model, with the kind of rows that it can have."""
-    if isinstance(loaded, EmbeddingModel):
-        return EmbeddingWorker(loaded, settings, on_answer)
-    rows, _ = rows_for(loaded, settings)  # which has logged a reason against sharing
-    return DenseWorker(loaded, rows, settings, on_answer, tokenizer)
+    reason = embedding_reason(options)
+    if reason is None:
+        return load_model(options)
+    logger.info("An embedding model: %s.", reason)
+    return load_embedding_model(options)
 
 
 @contextmanager
@@ -97,7 +49,6 @@ def loaded_engine(
     server_args: OfflineArgs,
     model: ModelOptions,
     settings: DenseSettings,
-    make_worker: MakeWorker = dense_worker,
 ) -> Iterator[DenseEngine]:
     """Load the model, and yield the engine, for the event loop that connects it.
 
@@ -109,13 +60,13 @@ def loaded_engine(
     """
     # While the options were parsed, SGLang's log went to what they print.
     configure_logger(server_args)
-    loaded = model.load()
+    loaded = _load(model)
     before = snapshot_context()
     try:
         try:
             publish(server_args, role="tokenizer")
             templates = TemplateManager()
-            found = DenseEngine(server_args, loaded, settings, make_worker, templates)
+            found = DenseEngine(server_args, loaded, settings, templates)
             templates.initialize_templates(
                 found.manager,
                 model_path=model.path,
@@ -142,12 +93,11 @@ def engine(
     server_args: OfflineArgs,
     model: ModelOptions,
     settings: DenseSettings,
-    make_worker: MakeWorker = dense_worker,
 ) -> Iterator[tuple[DenseEngine, asyncio.AbstractEventLoop]]:
     """As :func:`loaded_engine`, with an event loop for calls to the engine."""
     loop = asyncio.new_event_loop()
     try:
-        with loaded_engine(server_args, model, settings, make_worker) as found:
+        with loaded_engine(server_args, model, settings) as found:
             yield found, loop
     finally:
         loop.run_until_complete(_cancel_tasks())
@@ -231,9 +181,8 @@ def why_not_sglang(
         return f"the configuration of {path} names no architecture"
     if any(ModelRegistry.is_arch_supported(name) for name in names):
         return None
-    embeds = embedding_reason(
-        path, revision=revision, trust_remote_code=trust_remote_code
-    )
+    options = ModelOptions(path, revision=revision, trust_remote_code=trust_remote_code)
+    embeds = embedding_reason(options)
     if embeds is not None:  # SGLang pools those of transformers in its own way
         return f"SGLang has no {names[0]}, and {embeds}"
     remote = "AutoModel" in (getattr(config, "auto_map", None) or {})

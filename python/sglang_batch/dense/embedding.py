@@ -1,20 +1,21 @@
-"""An embedding model of transformers: how it is recognized and loaded, and its vectors."""
+"""Embedding models of transformers: how they are recognized, loaded and run."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from ..errors import ConfigError
-from .model import LoadedModel, context_length
+from .model import LoadedModel, ModelOptions, context_length
 from .packed_linear import packed_if_possible
 from .pooling import (
     CheckpointFiles,
@@ -23,6 +24,7 @@ from .pooling import (
     declares_pooling,
     usual_pooling,
 )
+from .row_request import DenseAnswer, DenseRequest, DenseSettings, OnAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ _PROBE = ((11, 0), (11, 1), (4, 0))
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _LOW_PRECISION = 5e-2
 _UNCHANGED = 1e-5
+# Cells of a batch on a CPU, where many rows cost no less than few, and padding costs.
+_CPU_CELLS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +65,6 @@ class EmbeddingModel(LoadedModel):
             ids, mask = _padded(self.model, prompts)
             states = _states(self.model, self.parameters, ids, mask)
             return self.pooling(states, mask).cpu()
-
-
-def length_batches(
-    lengths: Sequence[int], max_cells: int, *, pads: bool = True
-) -> Iterator[list[int]]:
-    """Batches of prompts, longest first, as indices of their lengths.
-
-    Args:
-        max_cells: most rows times the longest one's tokens. A longer prompt is alone.
-        pads: whether prompts of different lengths share a batch.
-    """
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
-    while order:
-        longest = lengths[order[0]]
-        batch = order[: max(1, max_cells // max(1, longest))]
-        if not pads:
-            batch = [index for index in batch if lengths[index] == longest]
-        yield batch
-        order = order[len(batch) :]
 
 
 def wrap_embedding(
@@ -222,25 +207,16 @@ _AUTO_GENERATING = {"AutoModelForCausalLM", "AutoModelForSeq2SeqLM"}
 _TRAINING_HEADS = ("ForMaskedLM", "ForPreTraining")
 
 
-def embedding_reason(
-    path: str,
-    *,
-    asked: bool = False,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> str | None:
+def embedding_reason(options: ModelOptions) -> str | None:
     """Why a model makes embeddings, or None if it generates.
-
-    Args:
-        asked: the user says that it makes embeddings.
 
     Raises:
         ConfigError: its configuration cannot be read, or it makes neither.
     """
-    if asked:
+    if options.is_embedding:
         return "--is-embedding"
-    config = _config(path, revision, trust_remote_code)
-    if declares_pooling(CheckpointFiles(path, revision)):
+    config = options.config()
+    if declares_pooling(CheckpointFiles(options.path, options.revision)):
         return "its checkpoint declares a pooling"
     names: list[str] = config.architectures or []
     own_code = getattr(config, "auto_map", None) or {}
@@ -250,62 +226,32 @@ def embedding_reason(
         _, head, kind = name.partition("For")
         if head and head + kind not in _TRAINING_HEADS:
             raise ConfigError(
-                f"--model-path {path} is a {name}, which neither generates nor makes "
-                "embeddings; --is-embedding makes them without its head."
+                f"--model-path {options.path} is a {name}, which neither generates nor "
+                "makes embeddings; --is-embedding makes them without its head."
             )
     return f"{', '.join(names)} does not generate"
 
 
-def load_embedding_model(
-    path: str,
-    *,
-    dtype: str = "auto",
-    device: str | None = None,
-    trust_remote_code: bool = False,
-    revision: str | None = None,
-    attention_kind: str | None = None,
-    context_len: int | None = None,
-) -> EmbeddingModel:
-    """Load an embedding model; arguments are those of :func:`..model.load_model`.
+def load_embedding_model(options: ModelOptions) -> EmbeddingModel:
+    """Load an embedding model.
 
     Raises:
         ConfigError: the model or its pooling cannot be loaded, or cannot run.
     """
-    given: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    given["revision"] = revision
-    config = _config(path, revision, trust_remote_code)
-    kind = _class_of(path, config)
-    if attention_kind is not None:
-        given["attn_implementation"] = attention_kind
-    try:
-        model, info = kind.from_pretrained(
-            path, config=config, dtype=dtype, output_loading_info=True, **given
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(
-            f"--model-path {path} cannot be loaded by transformers: {error}"
-        ) from error
+    config = options.config()
+    kind = _class_of(options.path, config)
+    others: dict[str, Any] = {"output_loading_info": True}
+    if options.attention is not None:
+        others["attn_implementation"] = options.attention
+    model, info = options.weights(kind, config, **others)
     # BERT's own pooler, which only its classifiers use, is often not there.
     missing = [name for name in info["missing_keys"] if "pooler" not in name]
     if missing:
         raise ConfigError(
-            f"--model-path {path} has no {', '.join(sorted(missing)[:3])}"
+            f"--model-path {options.path} has no {', '.join(sorted(missing)[:3])}"
         )
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    pooling = declared_pooling(CheckpointFiles(path, revision))
-    return wrap_embedding(model.to(device), pooling, context_len)
-
-
-def _config(path: str, revision: str | None, trust_remote_code: bool) -> Any:
-    try:
-        return AutoConfig.from_pretrained(
-            path, revision=revision, trust_remote_code=trust_remote_code
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(
-            f"--model-path {path} cannot be loaded by transformers: {error}"
-        ) from error
+    pooling = declared_pooling(CheckpointFiles(options.path, options.revision))
+    return wrap_embedding(options.placed(model), pooling, options.context_len)
 
 
 def _generates(name: str) -> bool:
@@ -332,3 +278,137 @@ def _class_of(path: str, config: Any) -> Any:
             "encoders that transformers has as a model, such as T5EncoderModel."
         )
     return AutoModel
+
+
+class EmbeddingLoop:
+    """Answers requests with vectors, one batch at a step. All calls come from one thread.
+
+    All rows that wait are sorted by length, of one priority at a time. Their places in the
+    plan are ignored: no prefix is shared.
+
+    Args:
+        settings: ``max_cells`` are most rows times the longest one's tokens, by default
+            1024 on a CPU and ``prefill_tokens`` elsewhere. ``max_rows`` is for rows that
+            decode.
+
+    Attributes:
+        batches: that have run.
+    """
+
+    def __init__(
+        self, model: EmbeddingModel, settings: DenseSettings, on_answer: OnAnswer
+    ) -> None:
+        self._model = model
+        self._on_answer = on_answer
+        on_cpu = model.device.type == "cpu"
+        usual = _CPU_CELLS if on_cpu else settings.prefill_tokens
+        self._max_cells = settings.max_cells or usual
+        self._waiting: dict[str, DenseRequest] = {}
+        # Ids in the batches of the highest priority when they were formed.
+        self._batches: deque[list[str]] = deque()
+        self._priority = 0
+        self.batches = 0
+
+    @property
+    def can_step(self) -> bool:
+        """Whether a request waits."""
+        return bool(self._waiting)
+
+    def running(self) -> list[str]:
+        """Ids of the rows that the next step computes."""
+        return [row.rid for row in self._next_rows()]
+
+    def add(self, request: DenseRequest) -> None:
+        """Open a request. Only its id, tokens and priority matter."""
+        ids, size = request.input_ids, self._model.vocab_size
+        # Another token would end the work of an accelerator, and all rows with it.
+        if len(ids) > 0 and min(ids) >= 0 and max(ids) < size:
+            self._waiting[request.rid] = request
+        else:
+            found = _failed(f"It needs tokens, all of them less than {size}.")
+            self._on_answer(request, found)
+
+    def abort(self, rid: str) -> None:
+        """End a request. An unknown one is ignored."""
+        if (request := self._waiting.pop(rid, None)) is not None:
+            self._on_answer(request, _failed("The request was aborted."))
+
+    def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:
+        """Change open requests, as :meth:`.DecodeLoop.revise`."""
+        self._waiting = {rid: revised(row) for rid, row in self._waiting.items()}
+        self._batches.clear()
+
+    def step(self) -> None:
+        """Compute the vectors of one batch."""
+        rows, cells = self._next_rows(), self._max_cells
+        vectors = self._vectors(rows)
+        if self._max_cells < cells:
+            self._batches.clear()
+        for row, vector in zip(rows, vectors, strict=True):
+            del self._waiting[row.rid]
+            self._on_answer(row, _answer(vector))
+
+    def _next_rows(self) -> list[DenseRequest]:
+        """The rows of the next batch, empty if none waits."""
+        waiting = self._waiting
+        highest = max((row.priority for row in waiting.values()), default=0)
+        if highest > self._priority:
+            self._batches.clear()
+        while self._batches:
+            if rows := [waiting[rid] for rid in self._batches[0] if rid in waiting]:
+                return rows
+            self._batches.popleft()
+        self._priority = highest
+        rows = [row for row in waiting.values() if row.priority == highest]
+        lengths = [len(row.input_ids) for row in rows]
+        pads = self._model.pads
+        for batch in length_batches(lengths, self._max_cells, pads=pads):
+            self._batches.append([rows[index].rid for index in batch])
+        return [waiting[rid] for rid in self._batches[0]] if self._batches else []
+
+    def _vectors(self, rows: Sequence[DenseRequest]) -> list[torch.Tensor | None]:
+        """A vector ``[dims]`` of each row, None for one that does not fit into memory."""
+        try:
+            found = self._model.vectors([row.input_ids for row in rows])
+            self.batches += 1
+            return list(found)
+        except torch.OutOfMemoryError:
+            pass  # until here the error holds tensors
+        if len(rows) == 1:
+            return [None]
+        half = len(rows) // 2
+        self._max_cells = half * max(len(row.input_ids) for row in rows)
+        logger.warning("Out of memory with %d rows: %d cells at most from now on.",
+                       len(rows), self._max_cells)  # fmt: skip
+        return [*self._vectors(rows[:half]), *self._vectors(rows[half:])]
+
+
+def length_batches(
+    lengths: Sequence[int], max_cells: int, *, pads: bool = True
+) -> Iterator[list[int]]:
+    """Batches of prompts, longest first, as indices of their lengths.
+
+    Args:
+        max_cells: most rows times the longest one's tokens. A longer prompt is alone.
+        pads: whether prompts of different lengths share a batch.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    while order:
+        longest = lengths[order[0]]
+        batch = order[: max(1, max_cells // max(1, longest))]
+        if not pads:
+            batch = [index for index in batch if lengths[index] == longest]
+        yield batch
+        order = order[len(batch) :]
+
+
+def _answer(vector: torch.Tensor | None) -> DenseAnswer:
+    if vector is None:
+        return _failed("The text does not fit into memory.")
+    if not bool(vector.isfinite().all()):
+        return _failed("The model's vector is not finite.")
+    return DenseAnswer((), "length", vector=vector.tolist())
+
+
+def _failed(error: str) -> DenseAnswer:
+    return DenseAnswer((), "abort", error=error)

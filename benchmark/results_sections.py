@@ -363,7 +363,15 @@ SECTIONS = (
             ("doors_trickle", ALL),
             ("doors_stream", ALL),
             ("doors_fair", ALL),
-            ("doors_mixed", ALL),
+            (
+                "doors_mixed",
+                Saved(
+                    titles=[
+                        "Mixed steps with `dfs`, with a line in 60 that wants log probabilities or beams",
+                        "The same with `dual-scan`",
+                    ]
+                ),
+            ),
             ("doors_pages", page_sizes),
             ("doors_replicas", replicas),
         ],

@@ -64,6 +64,21 @@ def test_every_page_is_in_the_reading_order() -> None:
     assert pages == {name for name, _ in LINK.findall(index) if "/" not in name}
 
 
+def test_the_picture_of_packages_has_each() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    picture = page.partition("## Packages")[2].partition("## ")[0]
+    package = ROOT / "python" / "sglang_batch"
+    folders = [file.parent for file in package.glob("*/__init__.py")]
+    missing = {each.name for each in folders if f"{each.name}/" not in picture}
+    gone = {
+        name
+        for name in re.findall(r"\b(\w+)/", picture)
+        if not any(each.is_dir() for each in package.rglob(name))
+    }
+    assert not missing
+    assert gone <= {"sgl_kernel_ext", "test"}
+
+
 def test_the_front_page_comes_to_the_point() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.split()) <= 600

@@ -15,7 +15,13 @@ from transformers import AutoModel, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from ..errors import ConfigError
-from .model import LoadedModel, ModelOptions, context_length
+from .model import (
+    LoadedModel,
+    ModelOptions,
+    context_length,
+    differ_by,
+    nearly_equal,
+)
 from .packed_linear import packed_if_possible
 from .pooling import (
     CheckpointFiles,
@@ -30,9 +36,7 @@ logger = logging.getLogger(__name__)
 
 # Prompts of two lengths. The first two differ in the last token.
 _PROBE = ((11, 0), (11, 1), (4, 0))
-# How far vectors may differ, as a share of the largest number.
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
-_LOW_PRECISION = 5e-2
+# A state that differs by less than this share does not depend on a later token.
 _UNCHANGED = 1e-5
 # Cells of a batch on a CPU, where many rows cost no less than few, and padding costs.
 _CPU_CELLS = 1024
@@ -99,7 +103,7 @@ def wrap_embedding(
             f"{name} cannot make embeddings with the transformers backend: "
             f"{type(error).__name__}: {error}"
         ) from error
-    pads = _near(alone, together, _TOLERANCE.get(model.dtype, _LOW_PRECISION))
+    pads = nearly_equal(alone, together, model.dtype)
     dims = int(alone.shape[1])
     logger.info("Embeddings of %s: %s (%s), %d numbers.",
                 name, pooling, pooling.source, dims)  # fmt: skip
@@ -165,7 +169,7 @@ def _usual(
         or getattr(config, "use_bidirectional_attention", False)
         or "Contriever" in (config.architectures or ())
     )
-    causal = _near(states[0, 0], states[1, 0], _UNCHANGED)
+    causal = differ_by(states[0, 0], states[1, 0]) <= _UNCHANGED
     return usual_pooling(causal=causal, mean=mean)
 
 
@@ -182,11 +186,6 @@ def _probed(
         ids, mask = _padded(model, batch)
         found.append(pooling(_states(model, parameters, ids, mask), mask))
     return torch.cat(found[:2]), found[2]
-
-
-def _near(one: torch.Tensor, other: torch.Tensor, allowed: float) -> bool:
-    scale = max(1e-6, float(one.abs().max()))
-    return float((one - other).abs().max()) <= allowed * scale
 
 
 def _longest(model: PreTrainedModel) -> int:

@@ -27,6 +27,9 @@ _CONTEXT_FIELDS = (
 )
 # Positions are relative or there is no limit in the configuration.
 DEFAULT_CONTEXT = 2048
+# How far numbers may differ by rounding, as a share of the largest.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+_LOW_PRECISION = 5e-2
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +232,21 @@ def _decoder_start(model: PreTrainedModel) -> int:
             if found is not None:
                 return int(found)
     return 0
+
+
+def nearly_equal(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether what a model computes in two ways is equal but for rounding.
+
+    Args:
+        dtype: of the model. NaN is equal to nothing.
+    """
+    return differ_by(one, other) <= _TOLERANCE.get(dtype, _LOW_PRECISION)
+
+
+def differ_by(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference, as a share of the largest number of ``one``."""
+    scale = max(1e-6, float(one.abs().max()))
+    return float((one - other).abs().max()) / scale
 
 
 def context_length(config: Any) -> int:

@@ -247,12 +247,16 @@ def _check_transformer(files: CheckpointFiles) -> None:
         logger.warning("%s wants texts in lower case: write them so.", files.path)
 
 
-def _modes(files: CheckpointFiles, config: Any) -> tuple[str, ...]:
-    config = config if isinstance(config, dict) else {}
+def modes_of(config: dict[str, Any]) -> list[str]:
+    """The modes in a configuration of pooling, known to us or not."""
     modes = config.get("pooling_mode")
     if modes is None:
         modes = [mode for mode, flag in _FLAGS.items() if config.get(flag)]
-    modes = [modes] if isinstance(modes, str) else list(modes)
+    return [modes] if isinstance(modes, str) else list(modes)
+
+
+def _modes(files: CheckpointFiles, config: Any) -> tuple[str, ...]:
+    modes = modes_of(config if isinstance(config, dict) else {})
     if unknown := [mode for mode in modes if mode not in MODES]:
         raise ConfigError(
             f"{files.path} declares the pooling {unknown[0]!r}; known are "

@@ -16,7 +16,7 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ..errors import ConfigError
-from .model import LoadedModel
+from .model import LoadedModel, nearly_equal
 from .packed_linear import packed_if_possible
 from .prefill import Prefill, Prefilled, padded_batches, prompt_from, row_of
 from .row_request import DenseRequest, DenseSettings, Stopping
@@ -458,9 +458,6 @@ _LENGTHS, _SHARED = (11, 4), 3
 # Tokens that the first row decodes alone, and then both: so the lengths of the answers
 # differ too.
 _ALONE, _BOTH = 3, 4
-# How far logits may differ, as a share of the largest.
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
-_LOW_PRECISION = 5e-2
 
 
 def rows_for(model: LoadedModel, settings: DenseSettings) -> tuple[Rows, str]:
@@ -515,10 +512,8 @@ def _difference(
             together = _logits(shared, model)
     except Exception as error:
         return f"its cache has another form ({type(error).__name__}: {error})"
-    allowed = _TOLERANCE.get(model.model.dtype, _LOW_PRECISION)
     for one, other in zip(alone, together, strict=True):
-        scale = max(1e-6, float(one.abs().max()))
-        if not float((one - other).abs().max()) <= allowed * scale:
+        if not nearly_equal(one, other, model.model.dtype):
             return "its logits depend on the row's place in a batch"
     return ""
 

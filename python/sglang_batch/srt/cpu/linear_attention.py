@@ -1,8 +1,8 @@
 """Recurrent layers in PyTorch, for SGLang on a CPU.
 
 SGLang's kernels for these layers need Triton or compiled CPU operators. Each function here
-has the arguments of the kernel whose place it takes, as far as SGLang gives them. All
-recurrences are those of the papers, token by token:
+has the arguments of the kernel whose place it takes, as far as SGLang gives them: some have
+more than eight. All recurrences are those of the papers, token by token:
 
 - gated delta nets (Qwen3-Next, Qwen3.5 and later): Yang et al., Gated Delta Networks, 2024,
   equation 10;

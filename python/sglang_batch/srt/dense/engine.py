@@ -16,12 +16,17 @@ from ...planner.costs.cost_model import CostModel
 from ...planner.costs.model_spec import ModelSpec
 from ...planner.machine_model import EngineLimits, Machine, min_step_tokens
 from ...planner.requests import Int32s
-from ...request import RequestOutput, line_request_id, parse_request_id
+from ...request import RequestOutput, parse_request_id
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.running_tree import TreeNow
 from ..compat.server_types import OfflineArgs, TemplateManager
 from ..engine.machine import NO_OVERLAP, device
-from ..engine.sglang_engine import MIN_INFLIGHT, Prepared, SGLangEngine
+from ..engine.sglang_engine import (
+    MIN_INFLIGHT,
+    Prepared,
+    SGLangEngine,
+    longest_of_lines,
+)
 from .manager import DenseTokenizerManager, PlannedPlace
 
 # Most requests that wait in the engine, and tokens of their prompts, which take about 36
@@ -183,11 +188,7 @@ class DenseEngine(SGLangEngine):
         return None
 
     async def running_s(self) -> dict[str, float]:
-        longest: dict[str, float] = {}
-        for rid, seconds in self._worker.running().items():
-            line = line_request_id(rid)
-            longest[line] = max(seconds, longest.get(line, 0.0))
-        return longest
+        return longest_of_lines([self._worker.running()])
 
     async def open_job(
         self,

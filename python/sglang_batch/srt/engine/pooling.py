@@ -21,11 +21,10 @@ sums each sequence separately in float32.
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.configs.embedding_model_spec import (
@@ -37,6 +36,8 @@ from sglang.srt.layers.pooler import EmbeddingPoolerOutput, Pooler, PoolingType
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch.nn.functional import normalize
 
+from ...dense.pooling import CheckpointFiles, modes_of
+from ...errors import ConfigError
 from ..compat.offline_hooks import (
     LOAD_MODEL_HOOK,
     MODEL_CONFIG_HOOK,
@@ -48,84 +49,47 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     from ..compat.scheduler_types import ModelRunner
-    from ..compat.server_types import JsonObject, ModelConfig
+    from ..compat.server_types import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-PoolingMode = Literal["mean", "cls", "lasttoken"]
-
-_SUPPORTED: dict[str, PoolingMode] = {
-    "mean": "mean",
-    "cls": "cls",
-    "lasttoken": "lasttoken",
-}
-# sentence-transformers wrote one flag per mode before it wrote ``pooling_mode``.
-_FLAGS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
-}
+# The modes that SGLang's poolers compute.
+_SUPPORTED = {"mean", "cls", "lasttoken"}
 _KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
 
 
 def sentence_transformers_pooling(
     model_path: str | Path, revision: str | None = None
-) -> PoolingMode | None:
+) -> str | None:
     """The checkpoint's pooling, or None where we cannot serve it.
 
     None: it is not a sentence-transformers checkpoint, it has modules after the pooling
     that SGLang does not run (``Dense``), or its pooling is not implemented here.
     """
-    folder = "1_Pooling"
-    modules = _read_json(model_path, "modules.json", revision)
-    if isinstance(modules, list):
-        kinds = {str(m.get("type", "")).rpartition(".")[2]: m for m in modules}
-        if "Pooling" not in kinds:
-            return None
-        if unknown := sorted(kinds.keys() - _KNOWN_MODULES):
-            logger.warning(
-                "%s ends in sentence-transformers modules %s, which are not served: "
-                "its embeddings will differ from sentence-transformers'",
-                model_path,
-                ", ".join(unknown),
-            )
-            return None
-        folder = str(kinds["Pooling"].get("path") or folder)
-    config = _read_json(model_path, f"{folder}/config.json", revision)
+    files, folder = CheckpointFiles(str(model_path), revision), "1_Pooling"
+    try:
+        modules = files.json("modules.json")
+        if isinstance(modules, list):
+            kinds = {str(m.get("type", "")).rpartition(".")[2]: m for m in modules}
+            if "Pooling" not in kinds:
+                return None
+            if unknown := sorted(kinds.keys() - _KNOWN_MODULES):
+                logger.warning(
+                    "%s ends in sentence-transformers modules %s, which are not served: "
+                    "its embeddings will differ from sentence-transformers'",
+                    model_path,
+                    ", ".join(unknown),
+                )
+                return None
+            folder = str(kinds["Pooling"].get("path") or folder)
+        config = files.json(f"{folder}/config.json")
+    except ConfigError as error:
+        logger.warning("The pooling of a checkpoint is not used: %s", error)
+        return None
     if not isinstance(config, dict) or config.get("include_prompt") is False:
         return None
-    modes = config.get("pooling_mode")
-    if modes is None:
-        modes = [mode for flag, mode in _FLAGS.items() if config.get(flag)]
-    elif isinstance(modes, str):
-        modes = [modes]
-    return _SUPPORTED.get(modes[0]) if len(modes) == 1 else None
-
-
-def _read_json(
-    model_path: str | Path, name: str, revision: str | None
-) -> JsonObject | list[JsonObject] | None:
-    """A JSON file of a local or Hugging Face checkpoint, or None where there is none."""
-    path = Path(model_path) / name
-    if not Path(model_path).is_dir():
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError
-
-        try:
-            path = Path(hf_hub_download(str(model_path), name, revision=revision))
-        except (EntryNotFoundError, OSError, ValueError):
-            return None
-    try:
-        content: JsonObject | list[JsonObject] = json.loads(path.read_text("utf-8"))
-        return content
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as err:
-        logger.warning("ignoring %s: %s", path, err)
-        return None
+    modes = modes_of(config)
+    return modes[0] if len(modes) == 1 and modes[0] in _SUPPORTED else None
 
 
 def segment_mean(hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

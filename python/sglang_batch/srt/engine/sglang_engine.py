@@ -6,9 +6,17 @@ import asyncio
 import copy
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, ClassVar, Protocol, cast
 
 from sglang.srt.managers.io_struct import GenerateReqInput
@@ -246,12 +254,7 @@ class SGLangEngine:
     async def _ask_running_s(self) -> dict[str, float]:
         channel = channel_of(self._tokenizer_manager, RunningQueryOutput)
         answers = cast(list[RunningQueryOutput], await channel(RunningQuery()))
-        longest: dict[str, float] = {}
-        for answer in answers:
-            for rid, seconds in answer.seconds.items():
-                line = line_request_id(rid)
-                longest[line] = max(seconds, longest.get(line, 0.0))
-        return longest
+        return longest_of_lines(answer.seconds for answer in answers)
 
     async def open_job(
         self,
@@ -500,6 +503,15 @@ def _message(
         changes = tuple(new.changes_from(old) for new, old in pairs)
         return job_control.CHANGE, changes
     return job_control.OPEN, tuple(plan.to_bytes() for plan in plans)
+
+
+def longest_of_lines(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds of the requests in some reports, by line: of its longest request."""
+    longest: dict[str, float] = {}
+    for rid, seconds in chain.from_iterable(each.items() for each in reports):
+        line = line_request_id(rid)
+        longest[line] = max(seconds, longest.get(line, 0.0))
+    return longest
 
 
 def text_token_ids(tokenizer: Tokenizer, text: str | list[str]) -> list[int]:

@@ -36,51 +36,40 @@ class Rows(Protocol):
     @property
     def lengths(self) -> Sequence[int]:
         """Tokens of KV of each row."""
-        ...
 
     @property
     def cells(self) -> int:
         """Rows times columns in use."""
-        ...
 
     @property
     def allocated_cells(self) -> int:
         """Rows times columns in memory."""
-        ...
 
     def prefill(
         self, requests: Sequence[DenseRequest], following: DenseRequest | None
     ) -> Iterator[Prefilled]:
         """Compute prompts. ``following`` is the request after these, if it is known."""
-        ...
 
     def allow(self, max_rows: int, max_cells: int) -> None:
         """Memory may be allocated ahead for so many rows, and rows times columns."""
-        ...
 
     def join(self, kvs: Sequence[Any]) -> None:
         """Add rows at the end, each from a prefill or from :meth:`take`."""
-        ...
 
     def decode(self, tokens: Sequence[int]) -> torch.Tensor:
         """One step: the last token of each row in, float32 ``[rows, vocab]`` out."""
-        ...
 
     def take(self, row: int) -> Any:
         """A copy of a row's KV, in host memory."""
-        ...
 
     def to_host(self, kv: Any) -> Any:
         """The KV of a prefill, in host memory."""
-        ...
 
     def leave(self, row: int, *, wipe: bool = False) -> None:
         """Remove a row; the last one takes its place. ``wipe``: its KV is not finite."""
-        ...
 
     def forget(self) -> None:
         """Release what is only kept to compute less of the next prompts."""
-        ...
 
 
 class SlabRows:

@@ -24,27 +24,21 @@ class RowLoop(Protocol):
     @property
     def can_step(self) -> bool:
         """Whether a step does anything."""
-        ...
 
     def running(self) -> list[str]:
         """Ids of the rows that the next step computes."""
-        ...
 
     def add(self, request: DenseRequest) -> None:
         """Open a request."""
-        ...
 
     def abort(self, rid: str) -> None:
         """End a request. An unknown one is ignored."""
-        ...
 
     def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:
         """Change what is planned of open requests."""
-        ...
 
     def step(self) -> None:
         """Compute something of each row that runs."""
-        ...
 
 
 class DenseWorker:

@@ -39,7 +39,7 @@ class CallItem:
             answer from SGLang.
     """
 
-    __slots__ = ("message", "obj", "over", "sent")
+    __slots__ = ("message", "obj", "over")
 
     def __init__(self, obj: EngineRequest, message: Message) -> None:
         self.obj = obj
@@ -47,7 +47,6 @@ class CallItem:
         self.over: asyncio.Future[RequestOutput] = (
             asyncio.get_running_loop().create_future()
         )
-        self.sent = False
 
     @property
     def input_ids(self) -> list[int]:

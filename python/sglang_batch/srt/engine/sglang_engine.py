@@ -107,7 +107,6 @@ class PrefillPairing(Protocol):
 
     def start(self) -> None:
         """Begin to watch them, in the running event loop. Later calls do nothing."""
-        ...
 
     async def open_job(self, job_id: str, plans: Sequence[JobPlan]) -> None: ...
 
@@ -119,7 +118,6 @@ class PrefillPairing(Protocol):
         self, rid: str, run: Callable[[], Awaitable[RequestOutput]]
     ) -> RequestOutput:
         """Run a request once a prefill server can compute its prompt."""
-        ...
 
 
 class SGLangEngine:

@@ -410,7 +410,7 @@ class DecodeLoop:
     def _begin(self, query: Query, found: Prefilled) -> bool:
         """Take the first token after a prompt. Whether the row continues.
 
-        After a row whose KV was dropped, the prompt ends with what it has answered.
+        After a row whose KV was dropped, the prompt ends with its answer so far.
         """
         if query.tokens:
             return True  # its last token was chosen before

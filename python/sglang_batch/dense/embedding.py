@@ -79,7 +79,7 @@ def wrap_embedding(
     """A model that is already loaded. It is tried with a few tokens.
 
     Args:
-        pooling: None for what is usual for the architecture.
+        pooling: None for the usual one of the architecture.
 
     Raises:
         ConfigError: it cannot run.
@@ -303,8 +303,8 @@ class EmbeddingLoop:
         usual = _CPU_CELLS if on_cpu else settings.prefill_tokens
         self._max_cells = settings.max_cells or usual
         self._waiting: dict[str, DenseRequest] = {}
-        # Ids in the batches of the highest priority when they were formed.
-        self._batches: deque[list[str]] = deque()
+        # Batches of the highest priority that are formed and have not run, as ids.
+        self._formed: deque[list[str]] = deque()
         self._priority = 0
         self.batches = 0
 
@@ -335,14 +335,14 @@ class EmbeddingLoop:
     def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:
         """Change open requests, as :meth:`.DecodeLoop.revise`."""
         self._waiting = {rid: revised(row) for rid, row in self._waiting.items()}
-        self._batches.clear()
+        self._formed.clear()
 
     def step(self) -> None:
         """Compute the vectors of one batch."""
         rows, cells = self._next_rows(), self._max_cells
         vectors = self._vectors(rows)
         if self._max_cells < cells:
-            self._batches.clear()
+            self._formed.clear()
         for row, vector in zip(rows, vectors, strict=True):
             del self._waiting[row.rid]
             self._on_answer(row, _answer(vector))
@@ -352,18 +352,18 @@ class EmbeddingLoop:
         waiting = self._waiting
         highest = max((row.priority for row in waiting.values()), default=0)
         if highest > self._priority:
-            self._batches.clear()
-        while self._batches:
-            if rows := [waiting[rid] for rid in self._batches[0] if rid in waiting]:
+            self._formed.clear()
+        while self._formed:
+            if rows := [waiting[rid] for rid in self._formed[0] if rid in waiting]:
                 return rows
-            self._batches.popleft()
+            self._formed.popleft()
         self._priority = highest
         rows = [row for row in waiting.values() if row.priority == highest]
         lengths = [len(row.input_ids) for row in rows]
         pads = self._model.pads
         for batch in length_batches(lengths, self._max_cells, pads=pads):
-            self._batches.append([rows[index].rid for index in batch])
-        return [waiting[rid] for rid in self._batches[0]] if self._batches else []
+            self._formed.append([rows[index].rid for index in batch])
+        return [waiting[rid] for rid in self._formed[0]] if self._formed else []
 
     def _vectors(self, rows: Sequence[DenseRequest]) -> list[torch.Tensor | None]:
         """A vector ``[dims]`` of each row, None for one that does not fit into memory."""

@@ -34,7 +34,7 @@ _LOW_PRECISION = 5e-2
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model, and what of it the engine needs.
+    """A model, and its properties that the engine needs.
 
     model: in evaluation mode.
     parameters: the names that its ``forward`` takes.

@@ -65,7 +65,7 @@ class DenseLayer(torch.nn.Module):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class SentencePooling:
-    """Pooling, and what follows it.
+    """Pooling, and the steps after it.
 
     modes: of :data:`MODES`; their vectors are concatenated.
     steps: applied to the vectors in turn, in float32.

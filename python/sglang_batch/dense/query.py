@@ -56,7 +56,7 @@ class Query:
 
 
 class WaitingQueries:
-    """Requests that wait, in their order. What the order depends on stays the same."""
+    """Requests that wait, in their order, which does not change while they wait."""
 
     def __init__(self) -> None:
         self._ordered: list[Query] = []
@@ -94,7 +94,7 @@ class WaitingQueries:
 
 @dataclass(slots=True)
 class LoopCounts:
-    """What a loop has done so far.
+    """Counts of a loop's work so far.
 
     steps: forward passes that decode.
     decoded_rows: rows of these, summed.

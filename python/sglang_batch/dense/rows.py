@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rows(Protocol):
-    """What the decode loop needs of a batch. Rows are numbered from 0, without gaps.
+    """A batch as the decode loop sees it. Rows are numbered from 0, without gaps.
 
     are_padded: whether a step takes as long for every row as for the longest.
     """
@@ -234,7 +234,7 @@ class SeparateRows:
             raise
 
     def _restarted(self, row: OwnState) -> dict[str, Any]:
-        """What a forward pass of all tokens of a row, and one more, begins with."""
+        """Arguments of a forward pass of all tokens of a row, and one more."""
         kwargs = {k: v for k, v in row.kwargs.items() if k not in _STATES}
         if not self._model.is_encoder_decoder:
             shape = (1, row.ids.shape[1] + 1)
@@ -416,7 +416,7 @@ class EncodedRows:
             yield Prefilled(request, kv, logits[row], prompt, 0)
 
     def _like_encoded(self, rows: int, width: int) -> Any:
-        """What the encoder would answer, in its shape alone: of any numbers."""
+        """An output of the encoder's shape, with any numbers."""
         hidden = self._encoded.last_hidden_state.expand(rows, width, -1)
         return type(self._encoded)(last_hidden_state=hidden)
 

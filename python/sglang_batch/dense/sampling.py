@@ -39,7 +39,7 @@ _CHUNK = 256
 
 
 class RowSampler:
-    """How one row chooses, and what it must remember of its tokens.
+    """The sampling settings of one row, and the tokens that its penalties count.
 
     Args:
         sampling: the row's settings.
@@ -90,7 +90,7 @@ class RowSampler:
         return ((_hash(self.seed, self.num_tokens) >> 14) + 0.5) / 2.0**50
 
     def additive(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
-        """Token ids, int64, and what is added to their logits, float32, or None."""
+        """Token ids, int64, and the changes of their logits, float32, or None."""
         if not self._counts:
             return None
         ids, counts = self._counts.arrays()
@@ -113,7 +113,7 @@ class RowSampler:
         return self._ending, np.full(len(self._ending), -np.inf, np.float32)
 
     def bias(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
-        """Token ids, int64, and what is added to their logits, float32, or None."""
+        """Token ids, int64, and the changes of their logits, float32, or None."""
         return (self._bias_ids, self._bias) if len(self._bias_ids) else None
 
 

@@ -108,7 +108,7 @@ class Slab:
         """Remove a row. The last row takes its place.
 
         Args:
-            wipe: its KV is not finite. What is masked is still multiplied by zero, and
+            wipe: its KV is not finite. Masked KV is still multiplied by zero, and
                 so must be finite.
         """
         last = len(self) - 1

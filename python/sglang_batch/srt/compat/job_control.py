@@ -1,5 +1,5 @@
 """The control message that opens, changes and closes a job in every scheduler, reports of
-the schedulers about it, and questions for what they do now.
+the schedulers about it, and questions about their present work.
 
 SGLang's own channel broadcasts them. Each DP rank gets them, and all its TP ranks see them
 at the same place between their requests, so that they decide alike.
@@ -113,7 +113,7 @@ def channel_of(tokenizer_manager: TokenizerManager, answers: type) -> ControlCha
     if answers not in channels:
         channel: ControlChannel = FanOutCommunicator(
             tokenizer_manager._dispatch_to_scheduler,
-            # Of its engine: what is published is the engine that was started last.
+            # Of its own engine: the published arguments are those of the engine started last.
             tokenizer_manager.elastic_worker_count,
         )
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher(

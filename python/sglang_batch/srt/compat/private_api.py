@@ -1,4 +1,4 @@
-"""The supported SGLang release, and what we use of its private API.
+"""The supported SGLang release, and the parts of its private API that we use.
 
 The table has each method that we override or call, and its parameters. None of them is
 public. The next release may rename a method or add a parameter, and so may another plugin

@@ -72,7 +72,7 @@ class Limit:
     """Fields of SGLang's arguments with which requests are not offloaded.
 
     names: fields of ``ServerArgs``, each of which is checked separately.
-    reason: what the flag does. Completes "offloading is off because --flag ...".
+    reason: the effect of the flag. Completes "offloading is off because --flag ...".
     values: those that do so. Empty: any.
     """
 

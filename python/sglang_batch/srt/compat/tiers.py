@@ -38,7 +38,7 @@ class ModelKind:
     tier: planned or refused.
     found: whether a model is of this kind.
     reason: completes "offloading is off because" and "does not work: ".
-    way_out: what to do besides taking the stock scheduler. May be empty.
+    way_out: an alternative to the stock scheduler. May be empty.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""PyTorch stand-ins for what SGLang has no form of for a CPU without its own kernels."""
+"""PyTorch forms of SGLang's code for accelerators, for a CPU without SGLang's kernels."""

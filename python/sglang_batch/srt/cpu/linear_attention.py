@@ -391,7 +391,7 @@ def use_kda() -> None:
 def decays_of(
     gates: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None
 ) -> Tensor:
-    """What each channel of the state keeps at each token, in 0..1, float32.
+    """The share of the state that each channel keeps at each token, in 0..1, float32.
 
     gates: ``[n, heads, key_dim]``, as projected.
     A_log: ``[heads]`` and dimensions of 1.
@@ -600,8 +600,8 @@ def selective_state_update(
 def _scan_step(
     state: Tensor, x: Tensor, step: Tensor, decay: Tensor, write: Tensor, read: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token: the new state ``[..., heads, head_dim, state_dim]``, and what is read
-    from it ``[..., heads, head_dim]``."""
+    """One token: the new state ``[..., heads, head_dim, state_dim]``, and the output
+    read from it ``[..., heads, head_dim]``."""
     change = (step.unsqueeze(-1) * x).unsqueeze(-1) * write.unsqueeze(-2)
     state = state * decay[..., None, None] + change
     return state, (state * read.unsqueeze(-2)).sum(-1)

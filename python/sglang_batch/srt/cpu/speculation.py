@@ -1,6 +1,6 @@
 """Verification of drafts (``--speculative-algorithm NGRAM``) in PyTorch, for SGLang on a CPU.
 
-SGLang drafts with a C++ library that runs anywhere. What follows a draft needs Triton or
+SGLang drafts with a C++ library that runs anywhere. The steps after a draft need Triton or
 compiled operators. Each function here has the arguments of the kernel whose place it takes,
 which may be more than eight.
 
@@ -179,7 +179,7 @@ def verify_sampling(
     uniform_samples_for_final_sampling: ``[batch_size]``, for the last token.
     target_probs: ``[batch_size, num_drafts, vocab_size]``, the model's after each node.
     threshold_single: a draft at least this probable is accepted in any case.
-    threshold_acc: what a draw is multiplied by.
+    threshold_acc: factor of each draw.
     """
     drafts = candidates.tolist()
     firsts, siblings = retrive_next_token.tolist(), retrive_next_sibling.tolist()

@@ -65,7 +65,7 @@ class PlannedPlace(NamedTuple):
 
 
 class DenseModelConfig(ModelConfig):  # type: ignore[misc]
-    """What SGLang's manager and serving classes read of a text model's configuration.
+    """The fields of a text model's configuration that SGLang's manager and serving classes read.
 
     SGLang's own class refuses or misreads models that it does not know.
     """

@@ -58,7 +58,7 @@ def loaded_engine(
     Raises:
         ConfigError: the model, its tokenizer or its template cannot be loaded.
     """
-    # While the options were parsed, SGLang's log went to what they print.
+    # While the options were parsed, SGLang's log went to a buffer.
     configure_logger(server_args)
     loaded = _load(model)
     before = snapshot_context()
@@ -142,7 +142,7 @@ def serve(
 
 
 def _limits(engine: DenseEngine) -> dict[str, object]:
-    """What SGLang's routes show of a scheduler."""
+    """The limits of a scheduler that SGLang's routes show."""
     return {
         "max_req_input_len": engine.manager.context_len - 1,
         "max_total_num_tokens": engine.max_cells,

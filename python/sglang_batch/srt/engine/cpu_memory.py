@@ -73,7 +73,7 @@ def limit_cpu_memory(server_args: ServerArgs) -> None:
 
 
 def _refusing(tokens: int, context_len: int) -> str:
-    """What a KV cache smaller than the model's context means, for the note."""
+    """For the note: the consequence of a KV cache smaller than the model's context."""
     if tokens >= context_len:
         return ""
     return f" (longer requests are refused, though the model takes {context_len:,})"

@@ -47,7 +47,7 @@ class DecodeTimer:
         return self._manager.model_config.vocab_size
 
     async def key(self) -> RowShareKey:
-        """What a measurement on this engine holds for."""
+        """The key of a measurement on this engine."""
         spec = model_spec(self._manager.model_config.hf_config)
         return row_share_key(self._manager, await self._state(), spec)
 

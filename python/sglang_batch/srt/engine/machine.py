@@ -139,7 +139,7 @@ def parallelism(
 def engine_key(
     tokenizer_manager: TokenizerManager, state: SchedulerState
 ) -> TimedStepsKey:
-    """What the timed steps of this engine hold for."""
+    """The key of the timed steps of this engine."""
     return timed_steps_key(
         device_name(),
         state,
@@ -151,7 +151,7 @@ def engine_key(
 def row_share_key(
     tokenizer_manager: TokenizerManager, state: SchedulerState, spec: ModelSpec
 ) -> RowShareKey:
-    """What a measured row_share holds for, of this engine."""
+    """The key of a measured row_share of this engine."""
     model = tokenizer_manager.model_config
     backend = state.get("decode_attention_backend") or state.get("attention_backend")
     return RowShareKey(
@@ -254,7 +254,7 @@ _WIDTH = len(StepSample._fields)
 def timed_steps_key(
     device: str | None, state: SchedulerState, spec: ModelSpec, parallel: Parallelism
 ) -> TimedStepsKey:
-    """What the steps of this engine hold for.
+    """The key under which timed steps of an engine are kept.
 
     Args:
         device: the driver's name, None for a CPU.

@@ -365,7 +365,7 @@ def _num_samples(content: bytes) -> int:
     return int(found.frames) * int(found.channels)
 
 
-# SGLang's fields and what is in them.
+# The kind of media in each of SGLang's fields.
 KINDS = {"image_data": "image", "video_data": "video", "audio_data": "audio"}
 
 

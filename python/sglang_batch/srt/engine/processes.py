@@ -1,4 +1,4 @@
-"""Processes of an engine: what a slow start waits for, and a controller that waits while idle."""
+"""Processes of an engine: reports of a slow start, and a controller that waits while idle."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _tell(over: threading.Event) -> None:
 
 
 class StartWatch:
-    """What the child processes of an engine do while it starts.
+    """Reports on the child processes of an engine that starts.
 
     Args:
         parent: the process that waits for them.

@@ -534,7 +534,7 @@ def shareable_len(request: Any) -> int | None:
 
 
 def namespace_of(request: Any) -> str:
-    """What the cache's keys of a request's first prompt are made of, besides its tokens.
+    """The part of the cache's keys of a request's first prompt that is not its tokens.
 
     Args:
         request: SGLang's request, or its message to the scheduler.

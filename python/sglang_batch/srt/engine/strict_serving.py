@@ -264,7 +264,7 @@ def _keep_texts(response: Any) -> None:
 
 
 def _complete(logprobs: JsonObject, offsets: TextOffsets, text: str) -> None:
-    """Fill in what SGLang leaves out of the log probabilities of a completion.
+    """Complete the log probabilities of a completion, as the clients' types have them.
 
     The first token of a prompt follows nothing, so it has no probability. The clients'
     types have no null there.

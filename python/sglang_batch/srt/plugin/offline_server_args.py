@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 FLAG = "offline_batch"
 COMPANIONS = ("offline_batch_config", "offline_batch_dir")
-# Arguments whose values are keys, and what is shown instead.
+# Arguments whose values are keys, and the text that is shown instead.
 SECRETS = ("api_key", "admin_api_key")
 REDACTED = "<redacted>"
 # Modes in which SGLang runs another HTTP server or other processes.

@@ -94,7 +94,7 @@ def parse_body(body: bytes) -> JsonObject:
 
 
 def without_nulls(body: JsonObject) -> JsonObject:
-    """A body without the fields that are null, which clients send for what they leave out."""
+    """A body without the fields that are null: some clients send null for a field that is not set."""
     return {name: value for name, value in body.items() if value is not None}
 
 

@@ -238,7 +238,7 @@ def _objects(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _at(schema: Any, ref: str) -> Any:
-    """What a JSON pointer of a schema leads to, None if it is nothing."""
+    """The part of a schema at a JSON pointer, None if there is none."""
     start, *names = ref.split("/")
     if start != "#":
         return None
@@ -278,7 +278,7 @@ def _as_python(pattern: str) -> str:
 def _has_plain(parsed: Any) -> bool:
     """Whether a match can do without the characters that a JSON string has to escape.
 
-    If none can, xgrammar takes the pattern for JSON text, and not for what it says.
+    If none can, xgrammar takes the pattern for JSON text, and not for a pattern.
     """
     return all(_is_plain(kind, value) for kind, value in parsed)
 

@@ -108,7 +108,7 @@ class DecodeLoop:
         self._changed = True
 
     def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:
-        """Change what is planned of open requests.
+        """Change the plan of open requests.
 
         Rows leave for others that now have a higher priority, before the next step.
 
@@ -351,7 +351,7 @@ class DecodeLoop:
         self._changed = True
 
     def _free(self) -> None:
-        """Release what is only kept for rows that wait: memory has run out."""
+        """Release memory that only waiting rows need: it has run out."""
         self._rows.forget()
         self._computes_ahead = False
         for query in (*self._all_waiting(), *self._too_long):
@@ -492,7 +492,7 @@ class DecodeLoop:
 
 
 def _with_answer(query: Query) -> DenseRequest:
-    """A request whose prompt ends with what was answered before its KV was dropped."""
+    """A request whose prompt ends with its answer until its KV was dropped."""
     if not query.tokens:
         return query.request
     ids = [*query.request.input_ids, *query.tokens[:-1]]

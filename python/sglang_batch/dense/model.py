@@ -235,7 +235,7 @@ def _decoder_start(model: PreTrainedModel) -> int:
 
 
 def nearly_equal(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether what a model computes in two ways is equal but for rounding.
+    """Whether two results of a model are equal but for rounding.
 
     Args:
         dtype: of the model. NaN is equal to nothing.

@@ -18,7 +18,7 @@ from .model import LoadedModel
 from .row_request import DenseRequest
 from .slab import RowKv
 
-# What a forward pass takes besides its tokens, in tokens: it reads all weights and calls
+# Costs of a forward pass besides those of its tokens, in tokens: it reads all weights and calls
 # hundreds of kernels. Unmeasured on accelerators.
 _PASS = {"cpu": 16}
 _PASS_OF_OTHERS = 512
@@ -82,7 +82,7 @@ class Prefill:
             for batch in padded_batches(
                 group, self._model.device, self._max_tokens, shared
             ):
-                # What was computed of the prefix just now was computed for the first.
+                # The tokens of the prefix that are new were computed for the first.
                 cached = [had if each is first else shared for each in batch]
                 yield from self._run(batch, shared, cached)
 
@@ -151,7 +151,7 @@ class Prefill:
     def _run(
         self, batch: Sequence[DenseRequest], shared: int, cached: Sequence[int]
     ) -> Iterator[Prefilled]:
-        """Compute what follows the path.
+        """Compute the tokens after the path.
 
         Args:
             cached: of each request, :attr:`Prefilled.cached_tokens`.

@@ -153,8 +153,7 @@ class DenseSettings:
     max_cells: most KV cells, which are rows times columns, of the batch. None: no limit
         but that of the memory.
     host_cells: most KV cells of rows that wait: those that ran are in host memory, and
-        prompts that were computed ahead on the device. What does not fit is computed
-        again.
+        prompts that were computed ahead on the device. The rest is computed again.
     prefill_tokens: most tokens of a prefill, padding included. A longer prompt is
         prefilled alone.
     shortest_shared: a shared prefix of fewer tokens is computed for each prompt.

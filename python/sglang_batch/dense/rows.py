@@ -69,7 +69,7 @@ class Rows(Protocol):
         """Remove a row; the last one takes its place. ``wipe``: its KV is not finite."""
 
     def forget(self) -> None:
-        """Release what is only kept to compute less of the next prompts."""
+        """Release KV that is kept for prefixes of the next prompts."""
 
 
 class SlabRows:

@@ -192,8 +192,8 @@ def prompt_logprobs(
     """Log probabilities of tokens of a prompt.
 
     Args:
-        logits: ``[tokens, vocab]``, of any floating type; row i is what the model has
-            computed at the position before that of ``tokens[i]``.
+        logits: ``[tokens, vocab]``, of any floating type; row i is the model's
+            output at the position before that of ``tokens[i]``.
         tokens: as many as ``logits`` has rows.
         wanted: ``prompt_from`` is not looked at.
     """

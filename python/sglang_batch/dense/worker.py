@@ -35,7 +35,7 @@ class RowLoop(Protocol):
         """End a request. An unknown one is ignored."""
 
     def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:
-        """Change what is planned of open requests."""
+        """Change the plan of open requests."""
 
     def step(self) -> None:
         """Compute something of each row that runs."""
@@ -49,7 +49,7 @@ class DenseWorker:
         on_answer: called in the worker's thread.
 
     Attributes:
-        failure: what ended the thread, if it failed. Every request after that is
+        failure: the error that ended the thread, if it failed. Every request after that is
             answered with it.
     """
 
@@ -87,7 +87,7 @@ class DenseWorker:
         self.call(lambda: self._abort(rid))
 
     def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:
-        """Change what is planned of open requests, see :meth:`.DecodeLoop.revise`.
+        """Change the plan of open requests, see :meth:`.DecodeLoop.revise`.
 
         Args:
             revised: called in the worker's thread.

@@ -3,8 +3,8 @@
 ``Engine.generate(prompts)``, lists POSTed to ``/generate``, ``/v1/completions``,
 ``/v1/embeddings`` and ``/v1/rerank``, ``score``, and ``n`` samples of one prompt all
 reach SGLang's tokenizer manager as one request, which sends its prompts in the order of
-the list. Here they are sent in the order of a plan. The rest stays SGLang's: what is
-checked, the order of the answers, streams, errors and aborts.
+the list. Here they are sent in the order of a plan. The rest stays SGLang's: the
+checks, the order of the answers, streams, errors and aborts.
 """
 
 from __future__ import annotations

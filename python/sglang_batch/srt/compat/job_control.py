@@ -128,7 +128,7 @@ Watchers = dict[str, Callable[[list[int]], None]]
 
 
 def watchers(tokenizer_manager: TokenizerManager) -> Watchers:
-    """By job, what is called with the numbers of requests that joined a step."""
+    """By job, the function that gets the numbers of requests that joined a step."""
     watching: Watchers | None = vars(tokenizer_manager).get("offline_watchers")
     if watching is None:
         watching = vars(tokenizer_manager)["offline_watchers"] = {}

@@ -1,8 +1,8 @@
 """How much of the plan a server has with each kind of model, and with each flag.
 
 *Full*: everything. *Planned*: the order of the plan, each shared prefix computed once,
-admission by the forecast of KV and eviction by the plan, but without what the model's state
-does not allow. *Refused*: what would be wrong; the error names the way out.
+admission by the forecast of KV and eviction by the plan, but without features that the model's state
+does not allow. *Refused*: answers would be wrong; the error names the way out.
 
 :data:`MODEL_KINDS` is the table of models, and :mod:`.support` has those of flags. The log of a
 starting server has its tier in one line, ``/server_info`` has it, and the tables in

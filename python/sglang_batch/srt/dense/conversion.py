@@ -42,7 +42,7 @@ from ...dense.row_request import (
 from ..compat.server_types import JsonObject
 
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
-# What a request can ask of SGLang alone.
+# Fields of a request that only SGLang's own engine knows.
 _UNKNOWN = (
     *("input_embeds", "mm_inputs", "positional_embed_overrides", "session_params"),
     *("custom_logit_processor", "lora_id", "return_hidden_states"),

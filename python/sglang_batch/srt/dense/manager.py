@@ -1,7 +1,7 @@
 """SGLang's tokenizer manager over the dense engine.
 
 SGLang's serving classes need nothing but a tokenizer manager. This one has no sockets.
-What it would send to a scheduler goes to the dense engine, and each answer comes back
+Its messages to a scheduler go to the dense engine, and each answer comes back
 through SGLang's own detokenizer, so usage, log probabilities, stop strings, tool calls
 and reasoning are SGLang's.
 """

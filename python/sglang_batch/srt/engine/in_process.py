@@ -71,7 +71,7 @@ def parse_server_args(argv: list[str]) -> OfflineArgs:
 
 
 def resolve(server_args: OfflineArgs, on_death: Callable[..., None]) -> None:
-    """Have SGLang read the model's configuration, and set what is not given.
+    """Have SGLang read the model's configuration, and set the arguments that are not given.
 
     Args:
         on_death: SGLang's children signal this process when they fail, and it calls

@@ -34,7 +34,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 MOST_PIXELS = 1 << 26
 # A decoded sound has up to eight bytes per sample of each channel.
 MOST_SAMPLES = 1 << 28
-# All media of a line together have at most this many times what one may have.
+# All media of a line together have at most this many times the bound of one.
 LINE = 4
 MOST_REDIRECTS = 5
 MOST_AT_A_TIME = 8
@@ -148,7 +148,7 @@ class MediaReader:
         return bytes(content)
 
     def _check_real(self, path: str, place: Place) -> None:
-        """Check that what a path leads to is in a folder that the settings name."""
+        """Check that the file of a path is in a folder that the settings name."""
         for folder in parse_sources(self._allowed)[0]:
             if folder.scheme == "file" and place.is_below(folder):
                 real = Path(os.path.realpath(folder.target))
@@ -222,7 +222,7 @@ class MediaReader:
         content += chunk
 
     def _check(self, content: bytes, kind: str) -> None:
-        """Check what the content would take when it is decoded."""
+        """Check the memory that the content would take when it is decoded."""
         if kind == "image":
             width, height = _image_size(content)
         elif kind == "video":

@@ -18,7 +18,7 @@ _MANY = END_OF_PLACEHOLDERS - FIRST_PLACEHOLDER
 async def media_token_ids(manager: TokenizerManager, request: Any) -> list[int]:
     """The tokens of a prompt with media, which are loaded and processed for it.
 
-    What is left of them are the placeholders.
+    Only their placeholders are kept.
 
     Args:
         request: SGLang's request with its media in it, not changed.

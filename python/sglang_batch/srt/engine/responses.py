@@ -259,7 +259,7 @@ def _native_usage(engine_answer: EngineAnswer, num_prompts: int) -> Usage:
 
 
 def _work(engine_answer: EngineAnswer, num_prompts: int) -> Work:
-    """What was done for it: each prompt once, and all sequences."""
+    """The work for it: each prompt once, and all sequences."""
     reports = _reports(engine_answer)
     each = _per_prompt(reports, num_prompts)
     total = Work()

@@ -1,6 +1,6 @@
-"""SGLang's serving classes, whose answers are what the clients' own types say.
+"""SGLang's serving classes, with answers that fit the clients' own types.
 
-Lenient clients do not notice what SGLang adds to these types or leaves out of them. Strict
+Lenient clients do not notice fields that SGLang adds to these types or leaves out. Strict
 ones refuse an answer for it. :func:`make_strict` is for batches and for the online calls
 of their server: SGLang's own classes stay as they are.
 """
@@ -289,7 +289,7 @@ class TextOffsets:
     """Where in the text of a choice each of its tokens begins, in characters."""
 
     def __init__(self) -> None:
-        self._rest = b""  # of the text: what no token was found in
+        self._rest = b""  # text in which no token was found yet
         self._ahead: list[str] = []  # tokens whose text has not come
         self._chars = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")

@@ -133,7 +133,7 @@ def attach(app: FastAPI, keys: ServerKeys | None = None) -> None:
 
 @asynccontextmanager
 async def _counted(access: AccessControl) -> AsyncIterator[None]:
-    """Count what the callers of online calls use."""
+    """Count the usage of the callers of online calls."""
     count_online_usage(http_server.get_global_state().tokenizer_manager, access)
     access.start()
     try:

@@ -396,7 +396,7 @@ def check_native(body: Mapping[str, Any]) -> None:
 
 
 def _check_metadata(metadata: Mapping[str, object]) -> None:
-    """Refuse what an answer, which repeats them, must not have among its metadata."""
+    """Refuse metadata that an answer, which repeats it, must not have."""
     for name, value in metadata.items():
         if not isinstance(value, str):
             raise FieldError(

@@ -178,7 +178,7 @@ def check_schema(grammar: str) -> str | None:
         try:
             parsed = sre_parse.parse(_as_python(pattern))
         except (re.error, OverflowError, RecursionError):
-            # Of another dialect. The compiler reads it, and only what is long is refused.
+            # Of another dialect. The compiler reads it, and only long ones are refused.
             if max(_counts(pattern), default=0) > MAX_TEXT_REPEATS:
                 return (
                     f"the pattern {pattern[:100]!r} cannot be read, and repeats more than "

@@ -217,7 +217,7 @@ def normalize(original: Callable[[Any], None], adapted: Any) -> None:
         ValueError: the request cannot be used.
     """
     leave(adapted)
-    # SGLang reads it after a refusal too, to abort what was sent.
+    # SGLang reads it after a refusal too, to abort the requests that were sent.
     adapted.is_single = True
     if not vars(adapted).pop(_CHECKED, False):
         settle_rules(adapted)

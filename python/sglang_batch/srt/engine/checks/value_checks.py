@@ -255,7 +255,7 @@ OPENAI_NAMES = {
     "top_logprobs_num": "top_logprobs",
     "sampling_seed": "seed",
 }
-# What a body has in the place of such a field, by the endpoint's names.
+# The endpoints' names of such a field in a body.
 _SENT_AS = {
     "max_new_tokens": ("max_completion_tokens", "max_output_tokens", "max_tokens"),
     "min_new_tokens": ("min_tokens",),

@@ -16,6 +16,7 @@ from sglang_batch.errors import InputError
 from sglang_batch.planner.output_lengths.estimates import (
     SHRINKAGE,
     OutputLengthEstimator,
+    prior_output_len,
 )
 from sglang_batch.planner.output_lengths.sample import MOST_REPEATED, choose_sample
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
@@ -257,7 +258,8 @@ def test_unusable_settings_are_refused(options: dict[str, float], message: str) 
 
 
 def test_without_answers_the_default_holds() -> None:
-    estimator = OutputLengthEstimator(*job_of([[1], [2], [3]], cap=[1000, 100, 300]))
+    job = job_of([[1], [2], [3]], cap=[1000, 100, 300])
+    estimator = OutputLengthEstimator(*job, default_output_len=256)
     assert means(estimator) == [256, 100, 256]
     # Twice the square, as an exponential distribution has it, and capped.
     squares = estimator.estimates().est_output_len_sq.tolist()
@@ -315,6 +317,25 @@ def test_the_prompt_length_corrects_inside_a_subtree() -> None:
     assert means(estimator)[398] == pytest.approx(50, rel=0.3)
     unlike_any = observed(job_of([*prompts, [400] * 3000]), lengths)
     assert means(unlike_any)[400] == pytest.approx(275)
+
+
+@pytest.mark.parametrize(
+    ("limits", "known", "prior"),
+    [
+        ([4000, 2000], [UNKNOWN, UNKNOWN], 256),  # answers rarely fill such limits
+        ([30, 60], [UNKNOWN, UNKNOWN], 15),
+        ([600, 600], [40, UNKNOWN], 40),
+        ([20_000, 20_000], [16_384, UNKNOWN], 256),  # a video, and a chat
+        ([1, 1], [UNKNOWN, UNKNOWN], 1),
+    ],
+)
+def test_what_holds_before_the_first_answer(
+    limits: list[int], known: list[int], prior: int
+) -> None:
+    tree, requests = job_of([[1], [2]], cap=limits, known=known)
+    assert prior_output_len(requests) == prior
+    unknown = known.index(UNKNOWN)
+    assert means(OutputLengthEstimator(tree, requests))[unknown] == prior
 
 
 def test_known_lengths_are_exact_and_teach_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.output_lengths.estimates import Observed
-from sglang_batch.planner.plan import Plan, make_plan
+from sglang_batch.planner.plan import Plan, best, make_plan
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
+from sglang_batch.planner.simulator.simulator import Simulation
 from sglang_batch.policies import DENSE_ORDERS, ORDERS, PAGED_ORDERS, POLICIES
 
 COST = CostModel(token_time_s=1e-5, kv_read_time_s=1e-7)
@@ -276,3 +278,16 @@ def test_no_predicted_run_beats_the_bounds(
         assert run.seconds >= bounds.tightest_s * (1 - 1e-9), name
         assert run.compute_s >= bounds.compute_s * (1 - 1e-9), name
         assert run.num_steps >= bounds.min_steps, name
+
+
+def test_the_choice_is_good_for_all_draws_of_lengths() -> None:
+    def run(seconds: float) -> Simulation:
+        return SimpleNamespace(seconds=seconds)  # type: ignore[return-value]
+
+    first = {"dfs": run(10.5), "dual-scan": run(10.0), "lpt": run(10.4)}
+    second = {"dfs": run(100.0), "dual-scan": run(140.0), "lpt": run(130.0)}
+    assert best(first) == "dual-scan"
+    assert best(first, second) == "dfs"
+    # Equal ones: the simplest.
+    assert best({"lpt": run(10.0), "dfs": run(10.01)}) == "dfs"
+    assert best({"lpt": run(0.0), "dfs": run(0.0)}) == "dfs"

@@ -20,7 +20,7 @@ from ..planner.ordering.order import Order, OrderSettings, by_adapter, families_
 from ..planner.ordering.order_functions import make_order
 from ..planner.output_lengths.estimates import OutputEstimates, OutputLengthEstimator
 from ..planner.output_lengths.sample import choose_sample
-from ..planner.plan import Plan, best, orders_for
+from ..planner.plan import GUESSED_SCALES, Plan, best, orders_for
 from ..planner.prefixes.prefix_tree import build_prefix_tree
 from ..planner.requests import UNKNOWN, Bools, Int32s, Int64s, PlanRequests
 from ..planner.sharding.shard import ShardJob
@@ -95,6 +95,7 @@ class JobPlanner:
         if self._is_sampling:
             self._sample = choose_sample(self.tree, kept, seed=config.seed)
         self._drawn: Int32s | None = None
+        self._has_answers = False
         self.sample = self._numbers[self._sample]
         self._shards = JobShards(
             self.tree,
@@ -131,6 +132,7 @@ class JobPlanner:
         self._estimator.observe_running(place[running], -output_len[running])
         self._sample = self._sample[:0]
         self._is_sampling = False
+        self._has_answers |= bool(ended.any())
 
     def observed_before(
         self, answers: Sequence[tuple[Int64s, Int32s]], sent: Bools
@@ -261,15 +263,30 @@ class JobPlanner:
         return next(name for name in orders if not POLICY_TABLE[name].by_length)
 
     def _choose(self, estimates: OutputEstimates) -> str:
-        """The policy that is fastest in a simulation of the largest shard."""
+        """The policy that is fastest in a simulation of the largest shard.
+
+        Of a job that is too small for a sample, most lengths may be guesses. Then the
+        policy counts that is good for shorter and longer ones, too.
+        """
         shard = max(self._shards.each, key=lambda shard: len(shard.index))
         own = estimates.take(shard.index)
-        return best(
-            {
-                policy: self._simulate(shard, self._order(shard, policy, own), own)
-                for policy in orders_for(self._machine)
-            }
-        )
+        orders = {
+            policy: self._order(shard, policy, own)
+            for policy in orders_for(self._machine)
+        }
+        guessed = 10 * self.num_unknown >= len(self._requests) > 0
+        scales = GUESSED_SCALES if guessed and not self._has_answers else (1.0,)
+        draws = []
+        for scale in scales:
+            self._drawn = self._estimator.draw(self._settings.seed, scale)
+            draws.append(
+                {
+                    policy: self._simulate(shard, order, own)
+                    for policy, order in orders.items()
+                }
+            )
+        self._drawn = None
+        return best(*draws)
 
     def _simulate(
         self, shard: ShardJob, order: Order, own: OutputEstimates

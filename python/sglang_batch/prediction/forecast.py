@@ -30,12 +30,13 @@ class Lengths:
         estimates' distribution.
     sample_share: share of the requests from whose true lengths the estimates are
         learnt.
-    default: E[d] in tokens for requests of unknown length.
+    default: E[d] in tokens for requests of unknown length. None: see
+        :func:`~..planner.output_lengths.estimates.prior_output_len`.
     """
 
     true: Int32s | None = None
     sample_share: float = 0.0
-    default: int = 256
+    default: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,8 +93,9 @@ def add_plan(commands: Subparsers, run: Callable[..., int]) -> None:
         help="further orders to predict",
     )  # fmt: skip
     plan.add_argument(
-        "--default-output-len", type=count, default=256, metavar="TOKENS",
-        help="mean length of answers of unknown length (default: 256)",
+        "--default-output-len", type=count, metavar="TOKENS",
+        help="mean length of answers of unknown length (default: the least of a third "
+        "of the mean limit, the mean of the known lengths, and 256)",
     )  # fmt: skip
     plan.add_argument(
         "--steps", type=Path, metavar="FILE",

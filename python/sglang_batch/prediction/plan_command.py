@@ -18,8 +18,9 @@ from ..planner.costs.hardware import HardwareSpec
 from ..planner.costs.model_spec import ModelSpec
 from ..planner.machine_model import Machine
 from ..planner.ordering.order import OrderSettings
+from ..planner.output_lengths.estimates import prior_output_len
 from ..planner.prefixes.prefix_tree import build_prefix_tree
-from ..planner.requests import UNKNOWN, Int64s
+from ..planner.requests import UNKNOWN, Int64s, PlanRequests
 from ..policies import AUTO, PAGED_ORDERS
 from ..run.checked_input import checked_again, checked_requests
 from ..run.model_place import check_model
@@ -119,8 +120,7 @@ def _plan_input(
 
         if servers:
             n = len(rendered.requests)
-            known = int((rendered.requests.known_output_len != UNKNOWN).sum())
-            origin = _origin_of_lengths(known, n, options.default_output_len)
+            origin = _origin_of_lengths(rendered.requests, options.default_output_len)
             named_input = shlex.join(map(str, options.input_file))
             model_path = shlex.quote(options.model_path)
             return choose(
@@ -203,7 +203,6 @@ def _report(
         Lengths(default=options.default_output_len),
         OrderSettings(seed=options.seed, max_wait_steps=options.max_wait_steps),
     )
-    known = int((requests.known_output_len != UNKNOWN).sum())
     chosen = found.best_of(orders)
     return Report(
         job=title,
@@ -212,16 +211,19 @@ def _report(
         left_out=[*rendered.refused, *_too_large(rendered, found.too_large, machine)],
         chosen=chosen,
         verdict=f"auto chooses {chosen}" if auto else f"order: {chosen}",
-        lengths=_origin_of_lengths(known, len(requests), options.default_output_len),
+        lengths=_origin_of_lengths(requests, options.default_output_len),
         num_lines=num_lines,
         num_merged=rendered.num_merged,
         gpu_price=options.price_per_gpu_hour,
     )
 
 
-def _origin_of_lengths(known: int, total: int, default: int) -> str:
-    if known == total:
+def _origin_of_lengths(requests: PlanRequests, default: int | None) -> str:
+    known = int((requests.known_output_len != UNKNOWN).sum())
+    if known == len(requests):
         return "all lengths are known"
+    if default is None:
+        default = prior_output_len(requests)
     assumed = f"{default:,} on average, less where a request allows less"
     if known == 0:
         return f"assumed: {assumed}"

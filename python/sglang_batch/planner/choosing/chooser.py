@@ -117,7 +117,7 @@ class Chooser:
         requests: PlanRequests,
         settings: OrderSettings,
         *,
-        default_output_len: int = 256,
+        default_output_len: int | None = None,
         output_len: Int32s | None = None,
         interference_exponent: float = 1.0,
     ) -> None:

@@ -21,7 +21,8 @@ length is only known to exceed its tokens so far. The Kaplan-Meier estimator use
 the same as giving each running request the mean of all lengths beyond its own, in which the
 running ones count in the same way. Beyond the last answer that ended, lengths are taken to be
 exponentially distributed: the tokens still to come are as many however long a request has
-run. A length known beforehand does not inform other estimates.
+run. A length known beforehand informs no other estimate, but for the one that holds until
+there is an answer (:func:`prior_output_len`).
 """
 
 from __future__ import annotations
@@ -183,6 +184,8 @@ def sums_before(values: NDArray[Number]) -> NDArray[Number]:
 STRATUM_ANSWERS = 16
 # One bin for each power of two of the prompt length, an int32.
 NUM_BINS = 32
+# Tokens of an answer until one was observed, at most.
+MOST_ASSUMED = 256
 # A request that has outlived all observed answers has this share of its present length
 # still to come.
 OVERRUN = 0.5
@@ -216,6 +219,24 @@ class Observed:
     output_len: Int32s
 
 
+def prior_output_len(requests: PlanRequests) -> int:
+    """The tokens that an answer is taken to have before any was observed, 1 or more.
+
+    Answers are mostly far shorter than ``max_new_tokens``, and an estimate that is too
+    long leaves KV unused. So it is a third of their mean, the mean of the known lengths,
+    or ``MOST_ASSUMED``, whichever is least.
+    """
+    if not len(requests):
+        return MOST_ASSUMED
+    known = requests.known_output_len[requests.known_output_len != UNKNOWN]
+    # The largest limit stands for "as many as fit".
+    limits = requests.max_new_tokens.astype(np.int64)
+    guesses = [MOST_ASSUMED, int(limits.mean()) // 3]
+    if len(known):
+        guesses.append(int(known.mean()))
+    return max(1, min(guesses))
+
+
 class OutputLengthEstimator:
     """Estimates of output lengths that follow the observed answers of a job.
 
@@ -224,15 +245,22 @@ class OutputLengthEstimator:
     """
 
     def __init__(
-        self, tree: PrefixTree, requests: PlanRequests, *, default_output_len: int = 256
+        self,
+        tree: PrefixTree,
+        requests: PlanRequests,
+        *,
+        default_output_len: int | None = None,
     ) -> None:
         """
         Args:
-            default_output_len: E[d] in tokens until an answer was observed.
+            default_output_len: E[d] in tokens until an answer was observed. None:
+                :func:`prior_output_len`.
 
         Raises:
             InputError: ``default_output_len`` is below 1.
         """
+        if default_output_len is None:
+            default_output_len = prior_output_len(requests)
         if default_output_len < 1:
             raise InputError(
                 f"default_output_len={default_output_len!r} must be 1 or more."
@@ -290,12 +318,15 @@ class OutputLengthEstimator:
             self._by_request(fit.est_output_len_sq),
         )
 
-    def draw(self, seed: int) -> Int32s:
+    def draw(self, seed: int, scale: float = 1.0) -> Int32s:
         """A random plausible output length for each request, int32 ``[n]``, in tokens.
 
         It is an observed answer of the request's stratum, scaled to the request's
         estimate. Without any answers, lengths are exponentially distributed, which has
         the spread that the default second moment assumes.
+
+        Args:
+            scale: by which lengths that are not known differ from their estimates.
         """
         fit = self._fitted()
         rng = np.random.default_rng(seed)
@@ -307,7 +338,7 @@ class OutputLengthEstimator:
             count = fit.begin[fit.stratum + 1] - begin
             picked = begin + (rng.random(n) * count).astype(np.int64)
             drawn = fit.length[picked] * fit.scale
-        drawn = np.minimum(np.maximum(np.rint(drawn), 1.0), self._cap)
+        drawn = np.minimum(np.maximum(np.rint(scale * drawn), 1.0), self._cap)
         drawn = np.where(self._exact == UNKNOWN, drawn, self._exact)
         return self._by_request(drawn).astype(np.int32)
 

@@ -263,7 +263,7 @@ def choose(
     chooser = Chooser(
         requests,
         OrderSettings(seed=options.seed),
-        default_output_len=getattr(options, "default_output_len", 256),
+        default_output_len=getattr(options, "default_output_len", None),
         output_len=output_len,
         interference_exponent=options.overlap,
     )

@@ -20,30 +20,30 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from report import RESULTS, Figure, finish, print_figures, print_table
 from tqdm import tqdm
 
+from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.job.job_planner import MIN_SAMPLED, JobPlanner
 from sglang_batch.planner.costs.bounds import with_law
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.costs.hardware import Parallelism, hardware
 from sglang_batch.planner.costs.model_spec import ModelSpec
 from sglang_batch.planner.costs.step_costs import step_costs
 from sglang_batch.planner.machine_model import EngineLimits, Machine
-from sglang_batch.planner.ordering.order import Order, OrderSettings
-from sglang_batch.planner.output_lengths.estimates import Observed
-from sglang_batch.planner.output_lengths.sample import choose_sample
-from sglang_batch.planner.plan import Candidates, best, orders_for
+from sglang_batch.planner.ordering.order import Order
+from sglang_batch.planner.output_lengths.estimates import OutputEstimates
+from sglang_batch.planner.plan import Plan, orders_for
+from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.planner.requests import UNKNOWN, Int32s, PlanRequests
 from sglang_batch.planner.simulator.simulator import simulate
-from sglang_batch.policies import POLICY_TABLE
+from sglang_batch.policies import AUTO
 from sglang_batch.prediction.models import MODELS
 
 LAWS = (1.0, 1.2, 1.47)
-# Fewer unknown requests take no sample (``job.job_planner.MIN_SAMPLED``).
-MIN_SAMPLED = 64
 Prompts = list[np.ndarray]
 Generator = np.random.Generator
 
@@ -106,59 +106,59 @@ def main() -> None:
 
 def measure(shape: Shape) -> tuple[dict[str, float], float, str, float]:
     """Simulated seconds of each order and of `auto`, its choice, seconds of planning."""
-    settings = OrderSettings()
-    tree = Candidates(shape.requests, shape.machine, settings).tree
-    is_sampled = int(shape.requests.without_estimate.sum()) >= MIN_SAMPLED
-    first = np.zeros(0, np.int64)
-    if is_sampled:
-        first = choose_sample(tree, shape.requests, seed=0)
-
-    def candidates(true_output_len: Int32s | None) -> Candidates:
-        return Candidates(
-            shape.requests,
-            shape.machine,
-            settings,
-            observed=Observed(first, shape.true_output_len[first]),
-            true_output_len=true_output_len,
-        )
-
-    true = candidates(shape.true_output_len)
-    runs = {}
-    for policy in orders_for(shape.machine):
-        order = true.order(policy)
-        if POLICY_TABLE[policy].needs_estimates:
-            order = order.beginning_with(first)
-        runs[policy] = seconds(true, order)
-    if is_sampled and not len(first):
-        first = tree.order[: max(MIN_SAMPLED, len(tree.order) // 100)]
     began = time.perf_counter()
-    plan = candidates(None)
-    chosen = best(
-        {name: plan.run(name).simulation for name in orders_for(shape.machine)}
-    )
+    auto = planned(shape, AUTO)
     took = time.perf_counter() - began
-    auto = seconds(true, plan.order(chosen).beginning_with(first), plan)
-    return runs, auto, chosen, took
+    runs = {
+        policy: seconds(shape, planned(shape, policy).scan, auto.estimates)
+        for policy in orders_for(shape.machine)
+    }
+    return runs, seconds(shape, auto.scan, auto.estimates), auto.policy, took
 
 
-def seconds(
-    job: Candidates, order: Order, estimated: Candidates | None = None
-) -> float:
-    """The simulated run of an order with the true lengths."""
-    estimates = (estimated or job).estimates
-    return simulate(
-        job.tree,
-        job.machine.cost,
-        job.machine.limits,
+def planned(shape: Shape, policy: str) -> Plan:
+    """The plan of a job with its order from the first request to the last."""
+    requests = shape.requests
+    planner = JobPlanner(
+        requests,
+        np.arange(len(requests)),
+        shape.machine,
+        OfflineBatchConfig(policy=policy),
+    )
+    (first,) = planner.plans()
+    begun = planner.sample
+    if policy == AUTO and planner.num_unknown >= MIN_SAMPLED and not len(begun):
+        # The first answers are waited for.
+        begun = first.plan.scan.requests[: max(MIN_SAMPLED, len(requests) // 100)]
+    last = first
+    if len(begun):
+        planner.observe(begun, shape.true_output_len[begun])
+        (last,) = planner.plans()
+    return replace(last.plan, scan=last.plan.scan.beginning_with(begun))
+
+
+def seconds(shape: Shape, order: Order, estimates: OutputEstimates) -> float:
+    """The simulated run of an order.
+
+    Args:
+        estimates: by which requests are admitted. The scheduler learns them under any policy,
+            so all runs have the same.
+    """
+    requests = shape.requests
+    run = simulate(
+        build_prefix_tree(requests.tokens, requests.offsets),
+        shape.machine.cost,
+        shape.machine.limits,
         order=order.requests,
-        output_len=job.output_len,
+        output_len=shape.true_output_len,
         est_output_len=estimates.est_output_len,
         est_output_len_sq=estimates.est_output_len_sq,
-        max_new_tokens=job.requests.max_new_tokens,
+        max_new_tokens=requests.max_new_tokens,
         density=order.density,
         num_left=order.num_left,
         lengths=order.lengths,
-    ).seconds
+    )
+    return run.seconds
 
 
 def print_worst(rows: list, show: int) -> None:

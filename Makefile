@@ -52,7 +52,7 @@ compile: compile-planner compile-fields
 
 compile-planner: env
 	$(BIN)/python -c "from sglang_batch.config import OfflineBatchConfig as Config; \
-	from sglang_batch.job.planner_compiler import compile_planner; \
+	from sglang_batch.job.job_planner import compile_planner; \
 	compile_planner(Config(policy='auto'))"
 
 compile-fields: env

@@ -29,7 +29,7 @@ import psutil  # type: ignore[import-untyped]
 from report import finish, print_table
 
 from sglang_batch.demo_model import write_demo_model
-from sglang_batch.store.lock import FileLock
+from sglang_batch.store.files import FileLock
 
 DATA = Path(__file__).parent / "data" / "demo_requests.jsonl"
 EARLY_S = 0.5

@@ -32,10 +32,9 @@ from sglang_batch.fleet import messages
 from sglang_batch.fleet.fleet_engine import FleetEngine
 from sglang_batch.fleet.messages import LineAnswer, Reply, Session
 from sglang_batch.fleet.session_ends import MAX_PER_CALL, HeadEnd
-from sglang_batch.job.bucketed_job import BucketedJob
+from sglang_batch.job.bucketed_job import BucketedJob, deal_requests
 from sglang_batch.job.dispatcher import Dispatcher
 from sglang_batch.job.job_planner import JobPlanner
-from sglang_batch.job.prompt_buckets import deal_requests
 from sglang_batch.request import (
     BatchRequestInput,
     RequestOutput,

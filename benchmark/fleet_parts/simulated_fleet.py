@@ -19,8 +19,8 @@ from typing import Any
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import EngineError
-from sglang_batch.fleet.crash_counts import CrashCounts
 from sglang_batch.fleet.fleet_engine import FleetEngine
+from sglang_batch.fleet.head_state import CrashCounts
 from sglang_batch.fleet.messages import (
     About,
     EngineQuery,

@@ -28,9 +28,8 @@ from report import Figure, print_table
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job import job_shards
 from sglang_batch.job.job_planner import JobPlanner
-from sglang_batch.job.job_shards import JobProgress
+from sglang_batch.job.job_shards import JobProgress, ShardPlan
 from sglang_batch.job.replicas import MIN_AHEAD
-from sglang_batch.job.shard_plan import ShardPlan
 from sglang_batch.planner.compiled import jit
 from sglang_batch.planner.costs.cost_model import overlapped
 from sglang_batch.planner.costs.tree_work import leaf_compute, leaf_work

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_batch.batch_api.equal_requests import find_equal, request_key
 from sglang_batch.batch_api.lines import result_line
-from sglang_batch.job.prompt_buckets import prompt_text
+from sglang_batch.job.bucketed_job import prompt_text
 from sglang_batch.request import BatchRequestInput, RequestOutput
 
 EMBEDDINGS = "/v1/embeddings"

@@ -13,8 +13,9 @@ from sglang_batch.batch_api.line_checks import LineError
 from sglang_batch.batch_api.message_batches import (
     message_batch_object,
     rejected_line,
+    results,
+    results_without_files,
 )
-from sglang_batch.batch_api.message_results import results, results_without_files
 
 Row = dict[str, Any]
 

@@ -16,7 +16,7 @@ from sglang_batch.calibration.row_share import fit_row_share
 from sglang_batch.cli import main
 from sglang_batch.planner.costs.cost_model import StepExtras
 from sglang_batch.planner.costs.step_law import StepLaw
-from sglang_batch.store.measured.row_share_file import RowShareKey
+from sglang_batch.store.measured_costs import RowShareKey
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,9 @@ from fake_engine import FakeEngine
 
 from sglang_batch import __version__
 from sglang_batch.errors import ConfigError
-from sglang_batch.fleet import messages, plan_bytes
+from sglang_batch.fleet import http_fleet, messages, plan_bytes
 from sglang_batch.fleet.fleet_engine import FleetEngine
-from sglang_batch.fleet.http import http_place
-from sglang_batch.fleet.http.http_place import HttpPlace
+from sglang_batch.fleet.http_fleet import HttpPlace
 from sglang_batch.fleet.messages import About, Exchange, RenderCall, Session
 from sglang_batch.fleet.places import WorkerPort
 from sglang_batch.fleet.worker_host import WorkerHost
@@ -216,7 +215,7 @@ def test_a_broken_worker_is_left_out(answer: Answer, good_first: bool) -> None:
 def test_an_answer_without_an_end_is_not_read_to_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_place, "_MOST_WORDS", 1 << 16)
+    monkeypatch.setattr(http_fleet, "_MOST_WORDS", 1 << 16)
     reason = asyncio.run(_left_out(attaching(bytes(1 << 20)), good_first=True))
     assert "more than 65536 bytes" in reason
 

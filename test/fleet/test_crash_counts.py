@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_batch.errors import StoreError
-from sglang_batch.fleet.crash_counts import MOST_DEATHS, SUSPECT_AFTER, CrashCounts
+from sglang_batch.fleet.head_state import MOST_DEATHS, SUSPECT_AFTER, CrashCounts
 
 A, B = "job-00000001", "job-00000002"
 

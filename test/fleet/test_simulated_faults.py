@@ -8,7 +8,7 @@ import pytest
 from fleet_parts.simulated_fleet import Outcome, SimulatedPlace, World
 from fleet_parts.virtual_time import run_virtually
 
-from sglang_batch.fleet.crash_counts import MOST_DEATHS
+from sglang_batch.fleet.head_state import MOST_DEATHS
 
 POLICIES = ("dfs", "dual-scan", "auto", "lpt", "fcfs")
 LINES = 120

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from builders import make_machine
 
-from sglang_batch.fleet.worker_meter import WorkerMeter
+from sglang_batch.fleet.fleet_worker import WorkerMeter
 from sglang_batch.request import Usage
 
 USAGE = Usage(input_tokens=90, cached_tokens=50, output_tokens=10)

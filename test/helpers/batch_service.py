@@ -14,7 +14,7 @@ from fake_engine import FakeEngine
 
 from sglang_batch.batch_api import protocol as api
 from sglang_batch.config import OfflineBatchConfig
-from sglang_batch.job.answers.cached_answers import ModelAnswers
+from sglang_batch.job.answer_cache import ModelAnswers
 from sglang_batch.server.service import BatchService
 from sglang_batch.store.batch_store import BatchStore, Row
 

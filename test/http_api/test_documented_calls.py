@@ -37,7 +37,7 @@ from sglang_batch.cli import main
 from sglang_batch.client import client_options
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.run.options import run_options
-from sglang_batch.server.batch_metrics import BatchMetrics
+from sglang_batch.server.metrics import BatchMetrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "batch_api.md"

@@ -8,8 +8,13 @@ import pytest
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError
-from sglang_batch.server.access.keys import ANYBODY, SGLANG_ADMIN, Role, digest
-from sglang_batch.server.http.authorization.given_keys import given_keys
+from sglang_batch.server.access.keys import (
+    ANYBODY,
+    SGLANG_ADMIN,
+    Role,
+    digest,
+    given_keys,
+)
 
 NO_FILE = OfflineBatchConfig()
 

@@ -18,8 +18,11 @@ from prometheus_client import CollectorRegistry, make_asgi_app
 from route_server import Server, error_of, serving
 from starlette.routing import Mount
 
-from sglang_batch.server.http import multipart_form, received_bodies
-from sglang_batch.server.http.anthropic import message_intake
+from sglang_batch.server.http import (
+    message_batch_routes,
+    multipart_form,
+    received_bodies,
+)
 from sglang_batch.store import incoming
 
 MB = 1 << 20
@@ -133,7 +136,7 @@ def most_on_disk(server: Server, work: Any) -> int:
 def test_a_body_that_announces_too_much_is_refused_before_it_is_read(
     server: Server, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_batch.server.http.middleware.body_pace.DRAIN_S", 0.01)
+    monkeypatch.setattr("sglang_batch.server.http.middleware.DRAIN_S", 0.01)
 
     async def call() -> tuple[Call, dict[str, Any]]:
         made = Call(server, path, FORM | {"content-length": str(30 * MB)})
@@ -189,7 +192,7 @@ def test_reserved_space_is_refused_to_others_and_returned(server: Server) -> Non
 def test_a_slow_body_keeps_little_space_from_others(
     server: Server, path: str, begin: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_batch.server.http.middleware.body_pace.DRAIN_S", 0.01)
+    monkeypatch.setattr("sglang_batch.server.http.middleware.DRAIN_S", 0.01)
     call = Call(server, path, FORM | {"content-length": str(19 * MB)})
 
     async def begin_slowly() -> asyncio.Task[Any]:
@@ -257,12 +260,12 @@ def test_json_bodies_have_a_limit(server: Server, path: str, announced: bool) ->
 def test_waves_and_message_batches_have_limits_of_their_own(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_batch.server.http import wave_routes
+    from sglang_batch.server.http import job_routes
 
-    monkeypatch.setattr(wave_routes, "MAX_WAVE_BYTES", 100)
+    monkeypatch.setattr(job_routes, "MAX_WAVE_BYTES", 100)
     answer = server.http.post("/offline_batch/wave", content=b" " * 101)
     assert (answer.status_code, error_of(answer)["code"]) == (413, "body_too_large")
-    monkeypatch.setattr(message_intake.messages, "MAX_BYTES", 100)
+    monkeypatch.setattr(message_batch_routes.messages, "MAX_BYTES", 100)
     answer = server.http.post("/v1/messages/batches", content=b" " * 101)
     assert answer.status_code == 413
     assert "at most 100 bytes" in answer.json()["error"]["message"]

@@ -12,7 +12,7 @@ from route_server import serving
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError
-from sglang_batch.server.http.links import base_url
+from sglang_batch.server.http.parameters import base_url
 
 
 def link(

@@ -17,8 +17,8 @@ from openai.types.uploads import UploadPart
 from route_server import Server, error_of
 
 from sglang_batch.server.http import upload_routes as uploads_module
-from sglang_batch.store import uploads as store_module
-from sglang_batch.store.uploads import UploadStore
+from sglang_batch.store import incoming as store_module
+from sglang_batch.store.incoming import UploadStore
 
 NEW = {
     "bytes": 6,

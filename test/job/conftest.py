@@ -7,12 +7,7 @@ from collections.abc import Iterator
 import pytest
 from dispatcher_jobs import DUAL, planner_of, two_kinds
 
-from sglang_batch.job import (
-    answer_feedback,
-    job_planner,
-    live_plan,
-    retrying_engine,
-)
+from sglang_batch.job import answer_feedback, job_planner, live_plan, retrying_engine
 
 
 @pytest.fixture(scope="session")

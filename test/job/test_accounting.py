@@ -2,8 +2,8 @@
 
 import pytest
 
-from sglang_batch.job.accounting.enough import num_enough
-from sglang_batch.job.accounting.occupancy import NAMED, Occupancy, Tail
+from sglang_batch.job.early_stop import num_enough
+from sglang_batch.job.occupancy import NAMED, Occupancy, Tail
 from sglang_batch.job.replicas import Replica
 from sglang_batch.planner.requests import LEFT
 

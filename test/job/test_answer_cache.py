@@ -12,9 +12,13 @@ from builders import make_request
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError
-from sglang_batch.job.answers.answer_cache import NAME, AnswerCache
-from sglang_batch.job.answers.answer_scope import answer_scope
-from sglang_batch.job.answers.cached_answers import ModelAnswers, answer_known
+from sglang_batch.job.answer_cache import (
+    NAME,
+    AnswerCache,
+    ModelAnswers,
+    answer_known,
+    answer_scope,
+)
 from sglang_batch.request import BatchRequestInput, RequestOutput, Usage
 
 USAGE = Usage(10, 4, 3, 1)

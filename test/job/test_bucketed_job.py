@@ -15,8 +15,7 @@ from fake_engine import FakeEngine
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import EngineError
-from sglang_batch.job.bucketed_job import BucketedJob
-from sglang_batch.job.prompt_buckets import deal_requests, prompt_text
+from sglang_batch.job.bucketed_job import BucketedJob, deal_requests, prompt_text
 from sglang_batch.request import BatchRequestInput, RequestOutput
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -60,7 +59,7 @@ def bucket_of(rid: str) -> int:
 
 @pytest.mark.parametrize("block", [1 << 26, 2000])
 def test_families_stay_together(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_batch.job.prompt_buckets.MAX_BYTES", block)
+    monkeypatch.setattr("sglang_batch.job.bucketed_job.MAX_BYTES", block)
     if block == 2000:  # the sample is of a few requests
         requests = families(800, 400)
         buckets = deal_requests(requests, 400, 0)

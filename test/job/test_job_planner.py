@@ -11,8 +11,7 @@ from dispatcher_jobs import plan_requests, planner_of, two_kinds, unknown
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job.job_planner import JobPlanner
-from sglang_batch.job.job_shards import JobProgress
-from sglang_batch.job.shard_plan import ShardPlan
+from sglang_batch.job.job_shards import JobProgress, ShardPlan
 from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.output_lengths.estimates import Observed
 from sglang_batch.planner.plan import make_plan

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 from builders import make_file
 
-from sglang_batch.store.lock import FileLock
+from sglang_batch.store.files import FileLock
 
 # Runs each list of arguments, and prints the statuses and what was said.
 PROGRAM = """\

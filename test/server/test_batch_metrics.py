@@ -21,10 +21,10 @@ from fake_engine import FakeEngine
 from prometheus_client import CollectorRegistry, generate_latest
 
 from sglang_batch.batch_api import protocol as api
+from sglang_batch.server import metrics
 from sglang_batch.server import runner as runner_module
-from sglang_batch.server.access import usage_metrics
 from sglang_batch.server.access.usage import add_usage
-from sglang_batch.server.batch_metrics import BatchMetrics, pause_kind, published
+from sglang_batch.server.metrics import BatchMetrics, pause_kind, published
 from sglang_batch.server.service import BatchService
 
 
@@ -250,7 +250,7 @@ def test_every_metric_has_a_help_text_and_no_label_is_free(scraped: Scraped) -> 
 def test_usage_of_keys_has_a_bounded_label(
     service: BatchService, scraped: Scraped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(usage_metrics, "MAX_NAMES", 2)
+    monkeypatch.setattr(metrics, "MAX_NAMES", 2)
     add_usage(service.store, "before", batches=5)
     scraped.sample()
     for name in ("ann", "bob", "eve", "dan"):
@@ -260,7 +260,7 @@ def test_usage_of_keys_has_a_bounded_label(
     scraped.sample()
     batches = [
         scraped["key_batches_total", "key", name]
-        for name in ("ann", "bob", usage_metrics.OTHER, "dan", "eve", "before")
+        for name in ("ann", "bob", metrics.OTHER_NAMES, "dan", "eve", "before")
     ]
     # The first two in order of their names.
     assert batches == [2, 1, 2, None, None, None]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_batch.server.priorities import (
+from sglang_batch.server.runner import (
     URGENT,
     RunnableBatch,
     in_danger,

@@ -22,12 +22,11 @@ from fake_engine import FakeEngine
 
 from sglang_batch.batch_api.objects import batch_object
 from sglang_batch.config import OfflineBatchConfig
-from sglang_batch.job.accounting.engine_time import KEPT_S, EngineTime
-from sglang_batch.job.answers.cached_answers import ModelAnswers
+from sglang_batch.job.answer_cache import ModelAnswers
+from sglang_batch.job.engine_time import KEPT_S, EngineTime
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.request import Work
-from sglang_batch.server.access.costs import cost_object, costs_by_label
-from sglang_batch.server.access.usage import usage_since
+from sglang_batch.server.access.usage import cost_object, costs_by_label, usage_since
 
 pytestmark = pytest.mark.usefixtures("quick_polling")
 

@@ -26,7 +26,7 @@ from fake_engine import FakeEngine
 
 from sglang_batch.batch_api import protocol as api
 from sglang_batch.server import finish
-from sglang_batch.store.lock import FileLock
+from sglang_batch.store.files import FileLock
 
 pytestmark = pytest.mark.usefixtures("quick_polling")
 

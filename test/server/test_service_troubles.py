@@ -27,7 +27,7 @@ from sglang_batch.batch_api import protocol as api
 from sglang_batch.server import batch_input, finish
 from sglang_batch.server.access.key_table import change_allowance
 from sglang_batch.store.batch_store import BatchStore
-from sglang_batch.store.lock import FileLock
+from sglang_batch.store.files import FileLock
 from sglang_batch.store.suspects import Suspects
 
 pytestmark = pytest.mark.usefixtures("quick_polling")

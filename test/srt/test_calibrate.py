@@ -13,7 +13,7 @@ from forked_children import command
 
 from sglang_batch.errors import ConfigError
 from sglang_batch.srt.engine.decode_timing import ENVIRONMENT
-from sglang_batch.store.measured.row_share_file import kept_row_shares
+from sglang_batch.store.measured_costs import kept_row_shares
 from sglang_batch.workloads.random_prompts import random_prompts
 
 

@@ -15,7 +15,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.observability import http_request_metrics as metrics
 
 from sglang_batch.server.http.all_routes import install
-from sglang_batch.server.http.middleware.route_labels import UNKNOWN, label_by_template
+from sglang_batch.server.http.calls import UNKNOWN, label_by_template
 
 EVIL = {"origin": "https://evil.example.com"}
 

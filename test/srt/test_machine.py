@@ -20,7 +20,7 @@ from sglang_batch.srt.engine.machine import (
     model_spec,
     row_share_key,
 )
-from sglang_batch.store.measured.row_share_file import KeptRowShare, keep_row_share
+from sglang_batch.store.measured_costs import KeptRowShare, keep_row_share
 
 
 def test_plan_and_simulate_presume_the_overlap_of_the_engine() -> None:

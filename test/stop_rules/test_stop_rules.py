@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_batch.batch_api.stop_rules.answer_text import AnswerText
 from sglang_batch.batch_api.stop_rules.answer_watch import (
+    AnswerText,
     AnswerWatch,
     Cut,
+    JsonRule,
+    RepetitionRule,
     without_extra,
 )
-from sglang_batch.batch_api.stop_rules.json_rule import JsonRule
 from sglang_batch.batch_api.stop_rules.regex_rule import RegexRule, RegexTooComplex
-from sglang_batch.batch_api.stop_rules.repetition_rule import RepetitionRule
 from sglang_batch.batch_api.stop_rules.rule_settings import Repetition, StopRules
 
 # Pieces of text, as tokens are.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_batch.store.epochs import next_epoch
+from sglang_batch.store.files import next_epoch
 
 
 def test_each_is_higher_than_the_last_whatever_the_clock_says(

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
-from sglang_batch.store.files import atomic_write
-from sglang_batch.store.lock import FileLock
+from sglang_batch.store.files import FileLock, atomic_write
 from sglang_batch.store.token_spool import TokenSpool
 
 # Atomic writes ------------------------------------------------------------------
@@ -59,7 +58,7 @@ def test_a_new_file_replaces_the_old_one(tmp_path: Path) -> None:
 HOLDER = """
 import sys
 from pathlib import Path
-from sglang_batch.store.lock import FileLock
+from sglang_batch.store.files import FileLock
 lock = FileLock(Path(sys.argv[1]))
 assert lock.acquire("the first") is None
 print("held", flush=True)

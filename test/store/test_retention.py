@@ -15,7 +15,7 @@ from sglang_batch.store import batch_store
 from sglang_batch.store.answers import Answer, find_answer, keep_answer
 from sglang_batch.store.batch_store import BatchStore
 from sglang_batch.store.batch_store import now as clock
-from sglang_batch.store.uploads import UploadStore
+from sglang_batch.store.incoming import UploadStore
 
 CONFIG = OfflineBatchConfig(file_days=2)
 NAME = "0123456789abcdef0123456789abcdef"

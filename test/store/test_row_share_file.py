@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from sglang_batch.errors import StoreWriteError
-from sglang_batch.store.measured.row_share_file import (
+from sglang_batch.store.measured_costs import (
     KeptRowShare,
     MeasuredStep,
     RowShareKey,

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from sglang_batch.errors import StoreWriteError
-from sglang_batch.store.measured.timed_steps_file import (
+from sglang_batch.store.measured_costs import (
     MOST_ENTRIES,
-    NAME,
+    STEPS_FILE,
     TimedSteps,
     TimedStepsKey,
     keep_steps,
@@ -27,7 +27,7 @@ ENTRY = TimedSteps(key=KEY, samples=[[0.5, 1, 1, 0, 1, 0]], measured_at="2026-01
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "deep" / NAME
+    return tmp_path / "deep" / STEPS_FILE
 
 
 def test_steps_of_each_engine_are_kept(path: Path) -> None:
@@ -62,17 +62,17 @@ def test_an_unusable_file_means_that_nothing_is_known(
     assert "sglang-batch calibrate" in caplog.text
     keep_steps(ENTRY, path)
     assert kept_steps(KEY, path) == ENTRY
-    assert path.with_name(f"{NAME}.unusable").read_text() == text
+    assert path.with_name(f"{STEPS_FILE}.unusable").read_text() == text
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreWriteError, match="cannot write"):
-        keep_steps(ENTRY, tmp_path / "file" / NAME)
+        keep_steps(ENTRY, tmp_path / "file" / STEPS_FILE)
 
 
 def test_the_file_is_in_the_users_data_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert timed_steps_path() == tmp_path / "sglang-batch" / NAME
+    assert timed_steps_path() == tmp_path / "sglang-batch" / STEPS_FILE

@@ -27,13 +27,13 @@ from ..run.model_place import check_model
 from ..run.options.backend_options import check_backend_arguments
 from ..run.progress import Display
 from ..run.stop_signals import StopSignals
-from ..store.measured.row_share_file import (
+from ..store.measured_costs import (
     KeptRowShare,
     MeasuredStep,
     RowShareKey,
     keep_row_share,
+    timed_steps_path,
 )
-from ..store.measured.timed_steps_file import timed_steps_path
 from .decode_shapes import (
     MIN_TIMED_STEPS,
     TIMED_STEPS,

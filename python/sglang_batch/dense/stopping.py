@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
-from ..batch_api.stop_rules.answer_text import AnswerText
-from ..batch_api.stop_rules.answer_watch import AnswerWatch, Cut
+from ..batch_api.stop_rules.answer_watch import AnswerText, AnswerWatch, Cut
 from ..batch_api.stop_rules.regex_rule import RegexTooComplex
 from .row_request import Stopping
 

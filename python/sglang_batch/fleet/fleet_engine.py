@@ -13,6 +13,7 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import SGLangBatchError
@@ -25,12 +26,13 @@ from ..request import (
     line_request_id,
     parse_request_id,
 )
-from ..scheduling.job_plan import JobPlan
+from ..scheduling.job_plan import JobPlan, unplanned
 from ..scheduling.running_tree import TreeNow
-from .crash_counts import CrashCounts
-from .fleet_job import FleetJob
+from . import plan_bytes
+from .fleet_renderer import FleetLine, FleetRenderer, restored
 from .fleet_worker import FleetWorker, SentLine, WorkerState
 from .fleet_workers import FleetWorkers
+from .head_state import CrashCounts
 from .messages import (
     AbortLine,
     About,
@@ -39,11 +41,10 @@ from .messages import (
     EngineQuery,
     LineAnswer,
     LinesJoined,
+    OpenJob,
     SetPriority,
 )
 from .places import Place
-from .rendering.fleet_line import FleetLine, restored
-from .rendering.fleet_renderer import FleetRenderer
 
 logger = logging.getLogger(__name__)
 
@@ -303,3 +304,42 @@ def _about(worker: FleetWorker) -> About:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+@dataclass(slots=True)
+class FleetJob:
+    """A job's last plans, and who hears which of its lines run.
+
+    plans: one for each slot of the fleet, or one without requests for all. Empty before the
+        first.
+    ending: ids of samples that are to end early, those not sent yet included.
+    """
+
+    plans: Sequence[JobPlan]
+    on_joined: Callable[[list[int]], None]
+    priority: int = 0
+    ending: set[str] = field(default_factory=set)
+
+    def commands(
+        self, job_id: str, slots: Sequence[int], machine: Machine
+    ) -> list[OpenJob | SetPriority]:
+        """What opens the job at a worker, or gives it the last plans.
+
+        Args:
+            slots: the fleet's numbers of the worker's replicas. One that has no plan yet
+                gets one without requests.
+            machine: that jobs are planned for.
+        """
+        if not self.plans:
+            return []
+        if len(self.plans) == 1 and not self.plans[0].num_requests:
+            plans = [self.plans[0]] * len(slots)
+        else:
+            plans = [
+                self.plans[slot] if slot < len(self.plans) else unplanned(machine)
+                for slot in slots
+            ]
+        opening = OpenJob(job_id, [plan_bytes.to_bytes(plan) for plan in plans])
+        if self.priority:
+            return [opening, SetPriority(job_id, self.priority)]
+        return [opening]

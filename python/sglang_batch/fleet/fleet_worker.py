@@ -1,17 +1,95 @@
-"""One place of a fleet, as its head sees it."""
+"""One place of a fleet, as its head sees it, and its speed compared with the others."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+
+from ..planner.costs.cost_model import CostModel
 from ..planner.machine_model import Machine
-from ..request import RequestOutput
+from ..planner.sharding.speeds import ShardSpeeds
+from ..request import RequestOutput, Usage
 from .messages import About, Command
 from .places import Loss, Place
 from .worker_link import WorkerLink
-from .worker_meter import WorkerMeter
+
+# A measurement needs so many answers in so many busy seconds, and is then started anew.
+_MIN_ANSWERS = 64
+_MIN_SECONDS = 10.0
+# The share of a new measurement in the rate. Lines differ, so one says little.
+_NEW_SHARE = 0.5
+
+
+class WorkerMeter:
+    """Measures a worker while it has lines.
+
+    Attributes:
+        rate: predicted seconds of the work that was done in each second, about constant for
+            workers whose costs are right. None until it is known.
+        tokens_per_s: prompt and output tokens of the last measurement, None before it.
+        answers, usage: of all lines.
+    """
+
+    def __init__(self) -> None:
+        self.rate: float | None = None
+        self.tokens_per_s: float | None = None
+        self.num_answers = 0
+        self.usage = Usage()
+        self._begun: float | None = None
+        self._answers = 0
+        self._work_s = 0.0
+        self._tokens = 0
+
+    def busy(self, now: float) -> None:
+        """It has lines, from now on."""
+        if self._begun is None:
+            self._begin(now)
+
+    def idle(self) -> None:
+        """It has none: what was measured so far is cut short, and does not count."""
+        self._begun = None
+
+    def answered(self, cost: CostModel, usage: Usage, now: float) -> bool:
+        """Add an answer.
+
+        Args:
+            cost: of the worker's machine.
+
+        Returns:
+            Whether :attr:`rate` is new.
+        """
+        self.num_answers += 1
+        self.usage += usage
+        if self._begun is None:
+            return False
+        self._answers += 1
+        self._work_s += work_s(cost, usage)
+        self._tokens += usage.input_tokens + usage.output_tokens
+        seconds = now - self._begun
+        if self._answers < _MIN_ANSWERS or seconds < _MIN_SECONDS:
+            return False
+        found = self._work_s / seconds
+        last = self.rate
+        self.rate = found if last is None else last + _NEW_SHARE * (found - last)
+        self.tokens_per_s = self._tokens / seconds
+        self._begin(now)
+        return True
+
+    def _begin(self, now: float) -> None:
+        self._begun, self._answers, self._work_s, self._tokens = now, 0, 0.0, 0
+
+
+def work_s(cost: CostModel, usage: Usage) -> float:
+    """Seconds of one answered line: compute of its new tokens, and reads of its KV."""
+    new = max(usage.input_tokens - usage.cached_tokens, 0)
+    prefill_s = float(cost.prefill_time_s(new, usage.cached_tokens))
+    decode_s = cost.token_time_s * usage.output_tokens
+    memory_s = float(cost.memory_time_s(usage.input_tokens, usage.output_tokens))
+    return float(cost.step_time_s(prefill_s + decode_s, memory_s))
 
 
 class WorkerStatus(Enum):
@@ -178,3 +256,40 @@ class WorkerState:
             worker.reason,
             round(worker.seconds(now), 3),
         )
+
+
+# Measured rates that differ by less are equal: lines differ more than that.
+_NOISE = 0.15
+
+
+def speeds_of(slots: Sequence[FleetWorker], cost: CostModel) -> ShardSpeeds:
+    """The speed of each slot: by its worker's costs, and as measured.
+
+    A worker that does less of what its costs predict than the others, in the median, is so
+    much slower.
+
+    Args:
+        cost: of the machine that jobs are planned for.
+    """
+    costs = [w.machine.cost if w.is_live and w.machine else None for w in slots]
+    speeds = ShardSpeeds.of_costs(cost, costs)
+    rates = np.array([w.meter.rate or 0.0 for w in slots])
+    known = speeds.there & (rates > 0)
+    if not known.any():
+        return speeds
+    measured = np.ones(len(slots))
+    measured[known] = rates[known] / np.median(rates[known])
+    measured[np.abs(measured - 1.0) < _NOISE] = 1.0
+    return speeds.corrected(measured)
+
+
+def differ(speeds: ShardSpeeds, told: ShardSpeeds | None) -> bool:
+    """Whether speeds are others than those that plans were made with, beyond noise."""
+    if told is None or len(told) != len(speeds):
+        return True
+    ratios = [
+        np.divide(new, old, out=np.ones(len(new)), where=old > 0)
+        for new, old in ((speeds.compute, told.compute), (speeds.memory, told.memory))
+    ]
+    changed = bool((np.abs(np.array(ratios) - 1.0) > _NOISE).any())
+    return changed or bool((speeds.there != told.there).any())

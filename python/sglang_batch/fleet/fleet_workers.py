@@ -22,9 +22,16 @@ from ..job.engine import ReplicaLost
 from ..planner.machine_model import Machine
 from ..planner.sharding.speeds import ShardSpeeds
 from . import plan_bytes
-from .crash_counts import CrashCounts
-from .fleet_speeds import differ, speeds_of
-from .fleet_worker import FleetWorker, SentLine, WorkerState, WorkerStatus
+from .fleet_renderer import FleetRenderer
+from .fleet_worker import (
+    FleetWorker,
+    SentLine,
+    WorkerState,
+    WorkerStatus,
+    differ,
+    speeds_of,
+)
+from .head_state import CrashCounts
 from .messages import (
     AbortLine,
     About,
@@ -37,7 +44,6 @@ from .messages import (
     Session,
 )
 from .places import Loss, Place, WorkerLost, WorkerUnusable
-from .rendering.fleet_renderer import FleetRenderer
 from .worker_link import Superseded, WorkerLink
 
 logger = logging.getLogger(__name__)

@@ -23,14 +23,13 @@ import numpy as np
 from ..config import OfflineBatchConfig
 from ..planner.requests import LEFT, RIGHT, Int32s, Int64s
 from ..request import BatchRequestInput, RequestOutput, Sink, parse_request_id
-from .accounting.occupancy import Occupancy, Tail
 from .answer_feedback import AnswerFeedback
 from .engine import Engine, PreparedRequest, ReplicaLost
 from .inflight_limit import InflightLimit
-from .job_shards import JobProgress
+from .job_shards import JobProgress, ShardPlan
+from .occupancy import Occupancy, Tail
 from .rendering import Rendered
 from .replicas import Replica, SendQueue, divide_window
-from .shard_plan import ShardPlan
 
 # Renders one request of the job, by its number.
 Render = Callable[[int], Coroutine[Any, Any, Rendered]]

@@ -19,11 +19,11 @@ from ..config import OfflineBatchConfig
 from ..policies import POLICY_TABLE
 from ..request import RequestOutput, Requests, Sink
 from ..scheduling.job_plan import unplanned
-from .accounting.occupancy import Tail
 from .dispatcher import Dispatcher
 from .engine import Engine
 from .inflight_limit import InflightLimit
 from .live_plan import LivePlan, PlanHints
+from .occupancy import Tail
 from .rendering import Indices, JobRenderer, Rendered
 from .retrying_engine import retrying
 

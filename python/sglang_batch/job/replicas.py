@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ..planner.requests import LEFT, RIGHT, Int64s
-from .accounting.occupancy import Occupancy
+from .occupancy import Occupancy
 
 # Least requests of a side that a replica is sent ahead of those that it runs.
 MIN_AHEAD = 8

@@ -19,9 +19,8 @@ from ..request import (
     attempt_request_id,
     line_request_id,
 )
-from .accounting.engine_time import Account, work_of
-from .engine import Engine, PreparedRequest
-from .forwarding_engine import ForwardingEngine
+from .engine import Engine, ForwardingEngine, PreparedRequest
+from .engine_time import Account, work_of
 
 # HTTP statuses of errors that may not recur.
 TRANSIENT = frozenset((408, 425, 429, 500, 502, 503, 504))

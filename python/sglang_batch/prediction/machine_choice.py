@@ -11,7 +11,7 @@ from ..planner.costs.hardware import HardwareSpec, Parallelism, hardware, match_
 from ..planner.costs.model_spec import ModelSpec
 from ..planner.costs.step_costs import step_costs
 from ..planner.machine_model import EngineLimits, Machine, second_pool
-from ..store.measured.row_share_file import UNMEASURED, kept_row_shares
+from ..store.measured_costs import UNMEASURED, kept_row_shares
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import platformdirs
 
 from ..errors import ConfigError, StoreError
-from ..store.lock import FileLock
+from ..store.files import FileLock
 from .program_log import ProgramLog
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")

@@ -8,9 +8,15 @@ See ``docs/python.md``.
 from __future__ import annotations
 
 from .length_history import LengthHistory
-from .rollout_call import RolloutCall, RolloutGroup, RolloutSample, VersionSpan
+from .rollout_call import (
+    GroupResult,
+    RolloutCall,
+    RolloutGroup,
+    RolloutSample,
+    SampleResult,
+    VersionSpan,
+)
 from .rollout_client import RolloutClient
-from .rollout_results import GroupResult, SampleResult
 
 __all__ = [
     "GroupResult",

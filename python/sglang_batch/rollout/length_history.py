@@ -10,8 +10,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..planner.output_lengths.estimates import completed
-from .rollout_call import RolloutGroup
-from .rollout_results import GroupResult
+from .rollout_call import GroupResult, RolloutGroup
 
 # Tokens still to come of an answer, while none to its prompt has ended.
 DEFAULT_EXCESS = 256.0

@@ -16,11 +16,11 @@ from .length_history import LengthHistory
 from .rollout_call import (
     ID_HEADER,
     ROLLOUTS_PATH,
+    GroupResult,
     RolloutCall,
     RolloutGroup,
     parse_call,
 )
-from .rollout_results import GroupResult
 
 # Groups may take hours. Only connecting has a time limit.
 _TIMEOUT = httpx.Timeout(None, connect=5.0)

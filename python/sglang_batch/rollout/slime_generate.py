@@ -25,9 +25,8 @@ import httpx
 
 from ..errors import ServerError
 from .length_history import LengthHistory
-from .rollout_call import RolloutGroup, RolloutSample
+from .rollout_call import RolloutGroup, RolloutSample, SampleResult
 from .rollout_client import RolloutClient
-from .rollout_results import SampleResult
 
 
 class SlimeSample(Protocol):

@@ -18,13 +18,11 @@ from ..errors import (
     StoreError,
     StoreWriteError,
 )
-from ..fleet.crash_counts import CRASHES
+from ..fleet.head_state import CRASHES
 from ..inputs.line_digests import describe_change, write_digests
 from ..inputs.local_input import LocalInput
-from ..store.epochs import NAME as EPOCH
-from ..store.epochs import next_epoch
-from ..store.files import atomic_write
-from ..store.lock import FileLock
+from ..store.files import NAME as EPOCH
+from ..store.files import FileLock, atomic_write, next_epoch
 from ..store.result_log import ResultLog
 from .outputs import Outputs
 from .state.shared_state import PLACE, RECORD, RESULTS, SharedState

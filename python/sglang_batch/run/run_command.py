@@ -34,7 +34,7 @@ from .state.state_url import StateUrl
 from .summary import Summary
 
 if TYPE_CHECKING:
-    from ..job.answers.cached_answers import CachedAnswers
+    from ..job.answer_cache import CachedAnswers
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ def _cached(options: RunOptions, settings: EngineSettings) -> CachedAnswers | No
             "--answer-cache has no use with --workers, whose model may change: start the "
             "servers with --offline-batch-config '{\"answer_cache\": ...}'."
         )
-    from ..job.answers.cached_answers import ModelAnswers
+    from ..job.answer_cache import ModelAnswers
 
     model = settings.model
     return ModelAnswers(settings.config, model, vars(settings.server_args)).of()

@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from ..batch_api.default_stop_rules import with_stop_rules
 from ..batch_api.equal_requests import EqualRequests, find_equal
 from ..batch_api.jsonl import BatchFile
 from ..batch_api.lines import invalid_line, result_line, unrun_line
+from ..batch_api.stop_rules.rule_settings import with_stop_rules
 from ..config import OfflineBatchConfig
 from ..errors import (
     ConfigError,
@@ -30,11 +30,11 @@ from ..errors import (
 from ..fleet.fleet_engine import FleetEngine
 from ..fleet.fleet_worker import WorkerState
 from ..inputs.local_input import LocalInput
-from ..job.accounting.enough import GIVEN_UP, given_up_message, num_enough
-from ..job.accounting.occupancy import Tail
-from ..job.answers.cached_answers import CachedAnswers, answer_known
+from ..job.answer_cache import CachedAnswers, answer_known
 from ..job.bucketed_job import BucketedJob
-from ..job.planner_compiler import compile_planner
+from ..job.early_stop import GIVEN_UP, given_up_message, num_enough
+from ..job.job_planner import compile_planner
+from ..job.occupancy import Tail
 from ..request import BatchRequestInput, RequestOutput, Usage
 from ..store.result_log import ResultLog
 from .engine_log import EngineLog

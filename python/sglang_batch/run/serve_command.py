@@ -16,7 +16,7 @@ import platformdirs
 
 from ..config import OfflineBatchConfig
 from ..errors import ConfigError, ExitStatus, StoreError
-from ..store.lock import FileLock
+from ..store.files import FileLock
 from .model_place import check_model
 from .options.backend_options import (
     BACKENDS,
@@ -81,7 +81,7 @@ def _serve_front(backend: str, argv: list[str], fleet: WorkerOptions) -> int:
     _check_port(known.host, known.port)
     directory = _batch_directory(known)
     _check_directory(directory)
-    from ..fleet.http.http_fleet import served_model
+    from ..fleet.http_fleet import served_model
 
     served_model(fleet.urls, fleet.api_key)
     from ..server.http.front import front_server

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..job.accounting.engine_time import Account, EngineTime
 from ..job.engine import Engine
+from ..job.engine_time import Account, EngineTime
 from ..store.batch_store import BatchStore
 from .access.usage import add_usage
 from .result_saver import in_thread

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..batch_api import protocol as api
 from ..batch_api.jsonl import BatchFile
 from ..batch_api.lines import unrun_line
-from ..job.accounting.enough import GIVEN_UP, given_up_message
+from ..job.early_stop import GIVEN_UP, given_up_message
 from ..store.batch_store import BatchStore, Row, now
 from ..store.files import atomic_write
 from .batch_log import batch_changed

@@ -16,7 +16,7 @@ from ..config import OfflineBatchConfig
 from ..store.answers import KEPT_S
 from ..store.batch_store import BatchStore
 from ..store.batch_store import now as unix_now
-from ..store.uploads import PENDING, UploadStore
+from ..store.incoming import PENDING, UploadStore
 
 logger = logging.getLogger(__name__)
 

@@ -9,17 +9,21 @@ from dataclasses import replace
 import numpy as np
 
 from ..config import OfflineBatchConfig
-from ..job.accounting.enough import num_enough
+from ..job.early_stop import num_enough
 from ..job.engine import SAMPLE_URL, Engine
 from ..job.inflight_limit import InflightLimit
 from ..job.job import Job
 from ..job.live_plan import PlanHints
 from ..planner.requests import UNKNOWN
 from ..request import BatchRequestInput, RequestOutput, engine_request_id
-from ..rollout.group_board import GroupBoard, SampleEnd
-from ..rollout.rollout_call import RolloutCall
-from ..rollout.rollout_results import GroupResult, SampleResult
-from ..rollout.sample_bodies import body_of, expected_len, result_of
+from ..rollout.rollout_call import GroupResult, RolloutCall, SampleResult
+from ..rollout.sample_groups import (
+    GroupBoard,
+    SampleEnd,
+    body_of,
+    expected_len,
+    result_of,
+)
 
 
 class RolloutRun:

@@ -8,37 +8,30 @@ resumed by the next one.
 from __future__ import annotations
 
 import asyncio
+import datetime
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 
 from ..batch_api import protocol as api
 from ..batch_api.jsonl import FileErrors
 from ..config import OfflineBatchConfig
 from ..errors import StoreError
-from ..job.answers.cached_answers import ModelAnswers
+from ..job.answer_cache import ModelAnswers
 from ..job.engine import Engine
 from ..job.inflight_limit import EngineShare
 from ..request import parse_request_id
 from ..store.batch_store import BatchStore, Row, now
-from ..store.lock import FileLock
+from ..store.files import FileLock
 from .access.usage import tokens_used_up
 from .batch_log import ProgressLog
 from .batch_run import BatchRun
 from .bills import Bills
 from .history import Rate
-from .isolation import Isolation
-from .priorities import (
-    URGENT,
-    RunnableBatch,
-    in_hours,
-    local_minute,
-    priorities,
-    to_start,
-)
 from .result_saver import is_write_error
 from .retention import Collector
 
@@ -385,3 +378,176 @@ class _Failures:
     def forget(self, batch_id: str) -> None:
         self._count.pop(batch_id, None)
         self._num_done.pop(batch_id, None)
+
+
+# Above any priority that a client may ask for.
+URGENT = 1_000_000
+# A batch becomes urgent when it needs more than this share of its remaining time.
+DANGER = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class RunnableBatch:
+    """One batch that could run.
+
+    seq: position in the order of creation.
+    priority: set by the client. Higher goes first.
+    expires_at: Unix time in seconds.
+    num_left: lines without a result.
+    lines_per_s: its own rate while it runs, or 0 if unknown.
+    running: whether it sends lines, or may.
+    urgent: whether it was in danger of expiring before.
+    used_up: whether its client has used up its limit for today.
+    """
+
+    batch_id: str
+    seq: int
+    priority: int
+    expires_at: int
+    num_left: int
+    lines_per_s: float = 0.0
+    running: bool = False
+    urgent: bool = False
+    used_up: bool = False
+
+
+def in_danger(batch: RunnableBatch, now: float, usual_rate: float) -> bool:
+    """Whether a batch would miss its window at the present rate.
+
+    usual_rate: lines per second of the whole server. It is assumed for a batch that
+        does not run, or that has no line answered.
+    """
+    # A running batch that others leave no share of the engine has no rate either.
+    rate = (batch.lines_per_s if batch.running else 0.0) or usual_rate
+    if rate <= 0 or not batch.num_left:
+        return False
+    return batch.num_left / rate > DANGER * (batch.expires_at - now)
+
+
+def priorities(batches: Sequence[RunnableBatch], now: float) -> dict[str, int]:
+    """The present priority of each batch, by its id.
+
+    A batch in danger of missing its window is above all batches that are not.
+    """
+    usual_rate = sum(batch.lines_per_s for batch in batches if batch.running)
+    return {
+        batch.batch_id: URGENT
+        if batch.urgent or (not batch.used_up and in_danger(batch, now, usual_rate))
+        else batch.priority
+        for batch in batches
+    }
+
+
+def to_start(
+    batches: Sequence[RunnableBatch], priority: dict[str, int], max_running: int
+) -> list[str]:
+    """Ids of the batches to start now, highest priority first.
+
+    At most ``max_running`` batches of the same or a higher priority run at a time, so a
+    batch never waits for less important ones. Nor does it wait for batches whose client
+    has used up its limit, since these do not run.
+    """
+    running = [priority[batch.batch_id] for batch in batches if batch.running]
+    waiting = sorted(
+        (batch for batch in batches if not batch.running and not batch.used_up),
+        key=lambda batch: (-priority[batch.batch_id], batch.seq),
+    )
+    started = []
+    for batch in waiting:
+        own = priority[batch.batch_id]
+        if sum(other >= own for other in running) < max_running:
+            running.append(own)
+            started.append(batch.batch_id)
+    return started
+
+
+def local_minute() -> int:
+    """The local time of day in minutes."""
+    at = datetime.datetime.now()
+    return 60 * at.hour + at.minute
+
+
+def in_hours(hours: tuple[int, int] | None, minute: int) -> bool:
+    """Whether a minute of the day is within ``hours``, which may span midnight."""
+    if hours is None:
+        return True
+    begin, end = hours
+    if begin < end:
+        return begin <= minute < end
+    return minute >= begin or minute < end
+
+
+# Why a batch sends nothing: another one is alone in the engine, or it has to be alone
+# itself and is not.
+ALONE = "lines of another batch are tried alone"
+NOT_ALONE = "its lines wait to be tried alone"
+CHECK_EVERY_S = 0.05
+
+
+class Isolation:
+    """Gives the engine to the suspects of one batch at a time.
+
+    A batch that is paused gives the engine back until it may continue.
+
+    Args:
+        runs: all batches at work by their ids, changed by the runner.
+    """
+
+    def __init__(self, runs: Mapping[str, BatchRun]) -> None:
+        self._runs = runs
+        self._alone: BatchRun | None = None
+
+    def admit(self, run: BatchRun) -> None:
+        """Have a new batch wait if another one is alone in the engine."""
+        if self._alone is not None:
+            run.limit.pause(ALONE)
+
+    @asynccontextmanager
+    async def alone(self, batch_id: str) -> AsyncIterator[None]:
+        """A block during which the engine has no line of any other batch.
+
+        If the engine dies, it is clear which lines did it. A batch that has to stop
+        does not wait.
+        """
+        run = self._runs[batch_id]
+        lending = None
+        try:
+            await self._take(run)
+            lending = asyncio.create_task(self._lend_while_paused(run))
+            yield
+        finally:
+            if lending is not None:
+                lending.cancel()
+                await asyncio.wait({lending})
+            self._give_back(run)
+
+    async def _take(self, run: BatchRun) -> None:
+        """Wait until the engine has only this batch, or the batch has to stop."""
+        run.limit.pause(NOT_ALONE)
+        stop = run.stop.event
+        while (self._alone or run.pauses) and not stop.is_set():
+            await asyncio.sleep(CHECK_EVERY_S)
+        if stop.is_set():
+            return
+        self._alone = run
+        others = [other for other in self._runs.values() if other is not run]
+        for other in others:
+            other.limit.pause(ALONE)
+        while any(o.engine.in_flight for o in others) and not stop.is_set():
+            await asyncio.sleep(CHECK_EVERY_S)
+        run.limit.resume(NOT_ALONE)
+
+    def _give_back(self, run: BatchRun) -> None:
+        run.limit.resume(NOT_ALONE)
+        if self._alone is run:
+            self._alone = None
+            for other in self._runs.values():
+                other.limit.resume(ALONE)
+
+    async def _lend_while_paused(self, run: BatchRun) -> None:
+        """Give the engine to the other batches whenever this one is paused."""
+        while not run.stop.event.is_set():
+            await asyncio.sleep(CHECK_EVERY_S)
+            if run.pauses and not run.engine.in_flight:
+                self._give_back(run)
+                await self._take(run)

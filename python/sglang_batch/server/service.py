@@ -24,12 +24,11 @@ from ..batch_api.jsonl import count_lines
 from ..config import OfflineBatchConfig
 from ..errors import StoreError
 from ..fleet.worker_host import WorkerHost
-from ..job.answers.cached_answers import ModelAnswers
+from ..job.answer_cache import ModelAnswers
 from ..job.engine import Engine
 from ..job.job import Job
 from ..request import BatchRequestInput, RequestOutput
-from ..rollout.rollout_call import RolloutCall
-from ..rollout.rollout_results import GroupResult
+from ..rollout.rollout_call import GroupResult, RolloutCall
 from ..scheduling.running_tree import TreeNow
 from ..store.batch_store import BatchStore, OnMade, Row, now
 from ..store.files import move_into_place, sync_file

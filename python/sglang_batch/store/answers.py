@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 
 from .batch_store import BatchStore, now
-from .lock import FileLock
+from .files import FileLock
 
 KEPT_S = 86_400
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import StoreError
-from .lock import in_turn
+from .files import in_turn
 from .schema import migrate
 
 # Enough for the index and for a schema migration.

@@ -1,10 +1,12 @@
-"""Writing files so that a crash leaves the old or the new one, never half a file."""
+"""Files that survive a crash: the old or the new one, never half a file; locks and epochs."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,3 +40,73 @@ def sync_file(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+class FileLock:
+    """An exclusive ``flock``. The file contains the name of its holder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+
+    def acquire(self, owner: str) -> str | None:
+        """Take the lock without waiting.
+
+        Returns:
+            None if this object holds the lock now, else the name of its holder.
+        """
+        if self._fd is not None:
+            return None
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(fd, 256).decode(errors="replace")
+            os.close(fd)
+            return holder or "another process"
+        self._fd = fd
+        with suppress(OSError):  # a full disk: the name is only for messages
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, owner.encode(), 0)
+        return None
+
+    def release(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+@contextmanager
+def in_turn(path: Path) -> Iterator[None]:
+    """Wait for an exclusive ``flock`` and hold it during the block."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+NAME = "epoch"
+
+
+def epoch_after(last: int) -> int:
+    """An epoch above ``last``, and above those of heads that began earlier elsewhere.
+
+    By the clock, in milliseconds: two heads that know nothing of each other should not begin
+    in the same one.
+    """
+    return max(last + 1, time.time_ns() // 1_000_000)
+
+
+def next_epoch(directory: Path) -> int:
+    """The epoch of a head that keeps its state in ``directory``, written there.
+
+    Workers may know of heads with other directories. By the clock, this one is later.
+    """
+    path = directory / NAME
+    last = int(path.read_bytes()) if path.exists() else 0
+    epoch = epoch_after(last)
+    with atomic_write(path) as file:
+        file.write(str(epoch).encode())
+    return epoch

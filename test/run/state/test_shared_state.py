@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_batch.errors import InputError, StoreError
-from sglang_batch.fleet.crash_counts import CRASHES, CrashCounts
+from sglang_batch.fleet.head_state import CRASHES, CrashCounts
 from sglang_batch.request import Usage
 from sglang_batch.run.job_directory import JobDirectory, JobRecord
 from sglang_batch.run.outputs import Outputs

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from sglang_batch.planner.costs.hardware import Parallelism, hardware
 from sglang_batch.planner.costs.step_costs import StepSample, step_costs
 from sglang_batch.srt.engine.machine import model_spec, timed_steps_key
-from sglang_batch.store.measured.timed_steps_file import TimedSteps, keep_steps
+from sglang_batch.store.measured_costs import TimedSteps, keep_steps
 
 pytestmark = MAX_TOKENS_IS_USED
 

@@ -108,7 +108,7 @@ class WorkerOptions:
             ConfigError: an option cannot be used, or a server does not answer.
         """
         _config(argv)
-        from ...fleet.http.http_fleet import served_model
+        from ...fleet.http_fleet import served_model
 
         model = served_model(self.urls, self.api_key)
         return argparse.Namespace(model_path=model, served_model_name=model)
@@ -129,7 +129,7 @@ class WorkerOptions:
         head: HeadState,
     ) -> StartEngine:
         """What attaches to the servers."""
-        from ...fleet.http.http_fleet import http_engine
+        from ...fleet.http_fleet import http_engine
 
         return partial(http_engine, self.urls, self.api_key, head)
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ...errors import InputError, StoreError
-from ...fleet.crash_counts import CRASHES
+from ...fleet.head_state import CRASHES
 from ...store.files import atomic_write
 from .state_url import Claim, StateUrl
 

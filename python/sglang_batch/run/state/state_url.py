@@ -30,8 +30,7 @@ import zstandard
 
 from ...errors import ConfigError, StoreError
 from ...inputs import urls
-from ...store.epochs import epoch_after
-from ...store.files import atomic_write
+from ...store.files import atomic_write, epoch_after
 
 # Most bytes of a part, compressed and not. A head writes far smaller ones.
 MAX_PART_BYTES = 1 << 29

@@ -15,27 +15,22 @@ from starlette.exceptions import HTTPException
 from . import (
     batch_routes,
     file_routes,
+    job_routes,
+    key_routes,
+    message_batch_routes,
     page_routes,
     upload_routes,
-    wave_routes,
     worker_routes,
 )
-from .anthropic import message_batch_routes
-from .authorization import key_routes
 from .error_responses import answer_unknown
-from .middleware.answer_headers import AnswerHeaders
-from .middleware.body_pace import BodyPace
-from .middleware.cross_origin import CrossOrigin
-from .middleware.known_methods import KnownMethods
-from .rollouts import rollout_routes
+from .middleware import AnswerHeaders, BodyPace, CrossOrigin, KnownMethods
 
 ROUTERS = (
     file_routes.router,
     upload_routes.router,
     batch_routes.router,
     message_batch_routes.router,
-    wave_routes.router,
-    rollout_routes.router,
+    job_routes.router,
     page_routes.router,
     key_routes.router,
     worker_routes.router,

@@ -12,8 +12,8 @@ from ...batch_api import protocol as api
 from ...batch_api.objects import batch_object, list_object
 from ...errors import ApiError
 from ...store.batch_store import Row, now
-from ..access.costs import cost_object, costs_by_label
-from .authorization.callers import caller_of, owner_field, owner_seen
+from ..access.usage import cost_object, costs_by_label
+from .callers import caller_of, owner_field, owner_seen
 from .error_responses import OpenAIRoute
 from .idempotency import BODY_KEY, REPEATED_WITHIN_S, Keep, answer_once, is_repeated
 from .openapi import (

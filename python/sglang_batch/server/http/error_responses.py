@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from ...batch_api import message_batches
 from ...batch_api import protocol as api
 from ...errors import ApiError
-from .known_routes import RouteFinder
+from .calls import RouteFinder
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from openai.types import FileDeleted
 from ...batch_api.objects import file_object, list_object
 from ...errors import ApiError
 from ...store.batch_store import Row
-from .authorization.callers import owner_field, owner_of, owner_seen
+from .callers import owner_field, owner_of, owner_seen
 from .error_responses import OpenAIRoute
 from .idempotency import BODY_KEY, Keep, answer_once
 from .multipart_form import received_form

@@ -11,8 +11,8 @@ import msgspec
 from fastapi import Request
 
 from ...errors import ApiError
-from .authorization.callers import owner_of
-from .middleware.calls import header_of
+from .callers import owner_of
+from .calls import header_of
 from .parameters import service_of
 
 # For bodies without lines or contents of files.

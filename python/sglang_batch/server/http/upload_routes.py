@@ -14,9 +14,9 @@ from ...batch_api.objects import part_object, upload_object
 from ...batch_api.protocol import MAX_MIME_TYPE_LEN, MAX_UPLOAD_BYTES
 from ...errors import ApiError
 from ...store.batch_store import OnMade, Row, now
-from ...store.uploads import CANCELLED, COMPLETED, PENDING, UploadStore
+from ...store.incoming import CANCELLED, COMPLETED, PENDING, UploadStore
 from ..service import BatchService, new_id
-from .authorization.callers import owner_of, owner_seen
+from .callers import owner_of, owner_seen
 from .error_responses import OpenAIRoute
 from .idempotency import BODY_KEY, Keep, answer_once
 from .multipart_form import received_form, too_large

@@ -21,8 +21,7 @@ from typing import Any
 from sglang.srt.utils import get_bool_env_var
 
 from ...batch_api.protocol import INTERACTIVE_PRIORITY
-from ...job.engine import GENERATE_URL, PreparedRequest
-from ...job.forwarding_engine import ForwardingEngine
+from ...job.engine import GENERATE_URL, ForwardingEngine, PreparedRequest
 from ...job.job import Job
 from ...request import (
     BatchRequestInput,

@@ -25,7 +25,7 @@ from fastapi import HTTPException
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 
 from ...batch_api.protocol import error_body
-from ...fleet.http.http_place import content_of
+from ...fleet.http_fleet import content_of
 from ...fleet.plan_bytes import to_bytes
 from ...job.retrying_engine import PREFILL_LOST, TRANSIENT
 from ...request import RequestOutput

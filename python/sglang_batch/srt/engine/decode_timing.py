@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ...errors import EngineError
 from ...job.engine import GENERATE_URL
 from ...request import BatchRequestInput
-from ...store.measured.row_share_file import RowShareKey
+from ...store.measured_costs import RowShareKey
 from ...workloads.random_prompts import random_prompts
 from ..compat.server_types import SchedulerState
 from .machine import model_spec, row_share_key

@@ -39,11 +39,13 @@ from ...planner.machine_model import (
 )
 from ...planner.requests import Floats
 from ...scheduling.step_record import KeptSamples
-from ...store.measured.row_share_file import UNMEASURED, RowShareKey, kept_row_share
-from ...store.measured.timed_steps_file import (
+from ...store.measured_costs import (
+    UNMEASURED,
+    RowShareKey,
     TimedSteps,
     TimedStepsKey,
     keep_steps,
+    kept_row_share,
     kept_steps,
     newest_steps,
 )

@@ -17,8 +17,7 @@ from ...config import OfflineBatchConfig
 from ...errors import ApiError, ConfigError
 from ...server.access import key_table
 from ...server.access.access_control import AccessControl, current_caller
-from ...server.access.keys import ANYBODY, Role, digest, read_api_keys
-from ...server.http.authorization.given_keys import given_keys
+from ...server.access.keys import ANYBODY, Role, digest, given_keys, read_api_keys
 from ...store.batch_store import BatchStore
 from ..compat.server_types import EngineRequest, TokenizerManager
 from ..engine.request_ids import has_our_id

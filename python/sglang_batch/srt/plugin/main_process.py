@@ -91,7 +91,7 @@ def enter_tokenizer_worker() -> None:
 
 
 def _register_http_hooks() -> None:
-    from ...server.http.middleware import route_labels
+    from ...server.http import calls
     from ..calls import call_items, gathered_calls, list_calls
     from ..disaggregation import pairing
     from ..engine.checks import request_checks
@@ -103,9 +103,7 @@ def _register_http_hooks() -> None:
     of = offline_hooks
     before, around = HookType.BEFORE, HookType.AROUND
     register_offline(ENGINE_DEATH_HOOK, engine_death.tell, before, of.managers)
-    register_offline(
-        ROUTE_LABEL_HOOK, route_labels.label_by_template, around, of.served
-    )
+    register_offline(ROUTE_LABEL_HOOK, calls.label_by_template, around, of.served)
     register_offline(ENTER_HOOK, of.enter, before, of.own)
     for target in REQUEST_HOOKS:
         register_offline(target, request_checks.normalize, around, of.requested)

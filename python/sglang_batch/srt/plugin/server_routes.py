@@ -16,12 +16,12 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.multi_tokenizer_mixin import get_main_process_id
 
 from ...errors import SGLangBatchError
-from ...job.answers.cached_answers import ModelAnswers
-from ...job.planner_compiler import compile_planner
+from ...job.answer_cache import ModelAnswers
+from ...job.job_planner import compile_planner
 from ...server.access.access_control import AccessControl
-from ...server.batch_metrics import published
 from ...server.http.all_routes import install
-from ...server.http.authorization.key_middleware import KeyMiddleware
+from ...server.http.key_check import KeyMiddleware
+from ...server.metrics import published
 from ...server.service import BatchService
 from ...store.batch_store import BatchStore
 from ..calls.call_items import engine_of

@@ -24,8 +24,12 @@ from sglang.srt.managers.schedule_batch import (
 )
 from sglang.srt.sampling.sampling_params import get_request_reasoning_end_token_ids
 
-from ...batch_api.stop_rules.answer_text import AnswerText
-from ...batch_api.stop_rules.answer_watch import AnswerWatch, Cut, without_extra
+from ...batch_api.stop_rules.answer_watch import (
+    AnswerText,
+    AnswerWatch,
+    Cut,
+    without_extra,
+)
 from ...batch_api.stop_rules.regex_rule import RegexTooComplex
 from ...batch_api.stop_rules.rule_settings import FIELD, StopRules
 from ...dense.grammar import JsonCompiler

@@ -21,18 +21,16 @@ from ....config import OfflineBatchConfig
 from ....errors import EngineError
 from ....fleet.fleet_engine import FleetEngine
 from ....fleet.head_state import HeadState
-from ....fleet.http.http_place import HttpPlace
-from ....job.planner_compiler import compile_planner
+from ....fleet.http_fleet import HttpPlace
+from ....job.job_planner import compile_planner
 from ....store.batch_store import BatchStore
-from ....store.epochs import next_epoch
+from ....store.files import next_epoch
 from ...access.access_control import AccessControl
-from ...access.keys import Caller, FixedKeys
-from ...batch_metrics import published
+from ...access.keys import Caller, FixedKeys, given_keys
+from ...metrics import published
 from ...service import BatchService
 from ..all_routes import install
-from ..authorization.given_keys import given_keys
-from ..authorization.key_middleware import KeyMiddleware
-from ..authorization.route_roles import METRICS
+from ..key_check import METRICS, KeyMiddleware
 from .online_calls import OnlineCalls
 
 logger = logging.getLogger(__name__)

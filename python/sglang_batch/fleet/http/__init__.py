@@ -1,1 +1,0 @@
-"""Workers at URLs: offline servers that somebody else starts."""

@@ -1,0 +1,232 @@
+"""A fleet of offline servers at URLs, for clusters without Ray such as Kubernetes.
+
+Somebody else keeps the servers running. Each is a place for one worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import uvloop
+
+from ..errors import ConfigError, InputError
+from ..job.engine import WORKER_PATH
+from . import messages
+from .head_state import HeadState
+from .messages import (
+    About,
+    EngineQuery,
+    Exchange,
+    RenderCall,
+    Rendering,
+    Reply,
+    Session,
+    SessionRefused,
+)
+from .places import WorkerLost, WorkerUnusable
+
+if TYPE_CHECKING:
+    from .fleet_engine import FleetEngine
+
+CONNECT_S = 5.0
+# Most bytes of an answer: of events and rendered lines, and of what a worker is and says.
+_MOST_LINES, _MOST_WORDS = 512 << 20, 32 << 20
+
+
+class HttpPlace:
+    """An offline server.
+
+    Args:
+        url: of the server, such as ``http://10.0.0.2:30000``.
+        api_key: its admin's key, None for a server without keys.
+
+    Raises:
+        ConfigError: the URL is not valid.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.name = url.rstrip("/")
+        if not self.name.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"{url} is not the URL of a server; use one such as http://10.0.0.2:30000."
+            )
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client: aiohttp.ClientSession | None = None
+
+    async def find(self) -> HttpPort:
+        if self._client is None:
+            self._client = aiohttp.ClientSession(
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                connector=aiohttp.TCPConnector(limit=0),
+                auto_decompress=False,  # none is asked for, and bytes could expand
+            )
+        return HttpPort(self.name, self._client)
+
+    async def free(self) -> None:
+        """Close the connections. Somebody else has started the server, and ends it."""
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+
+class HttpPort:
+    """Calls an offline server."""
+
+    # What one server has pickled is not sent to another.
+    trusted = False
+
+    def __init__(self, url: str, client: aiohttp.ClientSession) -> None:
+        self._url = url
+        self._client = client
+        self._answered = False
+
+    async def attach(self, session: Session) -> About | SessionRefused:
+        found = await self._ask("attach", session, messages.decode_about, _MOST_WORDS)
+        self._answered = True
+        answer: About | SessionRefused = found
+        return answer
+
+    async def exchange(self, call: Exchange) -> Reply | SessionRefused:
+        found = await self._ask("exchange", call, messages.decode_reply, _MOST_LINES)
+        reply: Reply | SessionRefused = found
+        return reply
+
+    async def render(self, call: RenderCall) -> list[Rendering]:
+        decode = messages.decode_renderings
+        found: list[Rendering] = await self._ask("render", call, decode, _MOST_LINES)
+        return found
+
+    async def query(self, query: EngineQuery) -> object:
+        return await self._ask("query", query, messages.decode_answer, _MOST_WORDS)
+
+    async def _ask(
+        self, route: str, message: object, decode: Callable[[bytes], Any], most: int
+    ) -> Any:
+        """Call the server, and read its answer of ``most`` bytes or fewer.
+
+        Raises:
+            WorkerUnusable: the answer is none, or the server refuses.
+        """
+        url = f"{self._url}{WORKER_PATH}/{route}"
+        sent = messages.encode(message)
+        try:
+            # A server that sends its head elsewhere would have it call any address.
+            async with self._client.post(
+                url, data=sent, allow_redirects=False
+            ) as answer:
+                data = await content_of(answer, most)
+        except aiohttp.ClientConnectorError as error:
+            if self._answered and isinstance(error.os_error, ConnectionRefusedError):
+                raise WorkerLost("its server is gone", crashed=True) from None
+            raise OSError(str(error)) from None
+        except (TimeoutError, aiohttp.ClientError) as error:
+            raise OSError(f"{type(error).__name__}: {error}") from None
+        if data is None:
+            raise WorkerUnusable(
+                f"its answer to {route} has more than {most} bytes; it is no worker"
+            )
+        if answer.status == 200:
+            try:
+                return decode(data)
+            except InputError as error:
+                raise WorkerUnusable(f"its answer to {route}: {error}") from None
+        reason = _reason(data) or answer.reason
+        if answer.status >= 500 or answer.status == 429:
+            raise OSError(f"status {answer.status}: {reason}")
+        raise WorkerUnusable(
+            f"it refuses to be a worker (status {answer.status}: {reason}). It must be "
+            "`sglang-batch serve` of the same version; if it has keys, pass its admin's "
+            "with --workers-key"
+        )
+
+
+async def content_of(answer: aiohttp.ClientResponse, most: int) -> bytes | None:
+    """The body of an answer, None if it has more bytes than this."""
+    pieces, size = [], 0
+    async for piece in answer.content.iter_any():
+        size += len(piece)
+        if size > most:
+            return None
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _reason(data: bytes) -> str:
+    """The beginning of the message of an error's body, if it has one."""
+    try:
+        body: Any = json.loads(data)
+        error = body.get("error") if isinstance(body, dict) else None
+        message = error.get("message") if isinstance(error, dict) else error
+        return str(message or "")[:500]
+    except (ValueError, RecursionError):
+        return ""
+
+
+# Most bytes of a list of models.
+_MOST_MODELS = 1 << 20
+
+
+def served_model(urls: Sequence[str], api_key: str | None) -> str:
+    """The name of the model that all of these servers serve.
+
+    Raises:
+        ConfigError: one does not answer, refuses the key, or serves another model.
+    """
+    names = [_model_at(url.rstrip("/"), api_key) for url in urls]
+    for url, name in zip(urls, names, strict=True):
+        if name != names[0]:
+            raise ConfigError(
+                f"{urls[0]} serves {names[0]} and {url} serves {name}; all workers of a "
+                "job need the same model."
+            )
+    return names[0]
+
+
+def _model_at(url: str, api_key: str | None) -> str:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        request = urllib.request.Request(f"{url}/v1/models", headers=headers)
+        with urllib.request.urlopen(request, timeout=CONNECT_S) as answer:
+            data = answer.read(_MOST_MODELS + 1)
+            if len(data) > _MOST_MODELS:
+                raise ValueError(f"more than {_MOST_MODELS} bytes of models")
+            return str(json.loads(data)["data"][0]["id"])
+    except urllib.error.HTTPError as error:
+        hint = "; pass its admin's key with --workers-key" if error.code == 401 else ""
+        raise ConfigError(
+            f"{url} refuses to name its model (status {error.code}){hint}."
+        ) from None
+    except (
+        *(OSError, ValueError, LookupError, TypeError, RecursionError),
+        http.client.HTTPException,
+    ) as error:
+        raise ConfigError(
+            f"{url} does not answer as a server of SGLang ({error}); start it with "
+            "`sglang-batch serve`, and give its URL such as http://10.0.0.2:30000."
+        ) from None
+
+
+@contextmanager
+def http_engine(
+    urls: Sequence[str], api_key: str | None, head: HeadState
+) -> Iterator[tuple[FleetEngine, asyncio.AbstractEventLoop]]:
+    """The engines of the servers at these URLs, and the event loop for calls to them."""
+    from .fleet_engine import FleetEngine  # takes half a second to import
+
+    loop = uvloop.new_event_loop()
+    places = [HttpPlace(url, api_key) for url in urls]
+    engine = FleetEngine(places, head.epoch, crashes=head.crashes)
+    try:
+        yield engine, loop
+    finally:
+        loop.run_until_complete(engine.close())
+        loop.close()

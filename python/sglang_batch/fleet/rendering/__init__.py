@@ -1,1 +1,0 @@
-"""Lines that workers render, for the plan and to be run."""

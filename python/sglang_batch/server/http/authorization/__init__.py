@@ -1,1 +1,0 @@
-"""Which calls a key opens, and the routes for keys and their usage."""

@@ -1,0 +1,329 @@
+"""Refuses calls that their key does not open: by the role of the route and the key's models.
+
+Clients' routes are listed by their template. Everything else, and so every route that a
+later SGLang adds, is closed to clients.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...errors import ApiError
+from ...job.engine import WAVE_PATH, WORKER_PATH
+from ...rollout.rollout_call import ROLLOUTS_PATH
+from ..access.access_control import AccessControl, current_caller
+from ..access.keys import Caller, Role
+from ..access.model_names import body_refusal
+from .callers import CALLER, no_admin
+from .calls import KnownRoute, RouteFinder, config_of, path_of
+from .error_responses import error_at
+
+# Open without a key, for probes, as in SGLang.
+OPEN = frozenset({"/health", "/health_generate", "/ready"})
+# Of the admin, unless the server is told otherwise: it has the usage of all clients.
+METRICS = "/metrics"
+
+# OpenAI's and Anthropic's endpoints that answer at once.
+ONLINE = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/classify",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/rerank",
+        "/v1/responses",
+        "/v1/score",
+    }
+)
+# The model of these calls is not in a JSON body.
+ONLINE_OTHER = frozenset({"/v1/audio/transcriptions", "/v1/realtime"})
+# All calls that use tokens at once.
+GENERATING = ONLINE | ONLINE_OTHER | {ROLLOUTS_PATH, WAVE_PATH}
+
+CLIENT = frozenset(
+    {
+        *ONLINE,
+        *ONLINE_OTHER,
+        "/",
+        "/docs",
+        "/docs/oauth2-redirect",
+        "/openapi.json",
+        "/ping",
+        "/redoc",
+        "/v1/detokenize",
+        "/v1/models",
+        "/v1/models/{model:path}",
+        "/v1/responses/{response_id}",
+        "/v1/responses/{response_id}/cancel",
+        "/v1/tokenize",
+        # SGLang's frontend language asks for these before its first wave.
+        "/get_model_info",
+        "/model_info",
+        # Ours.
+        "/batches/data",
+        "/offline_batch/usage",
+        "/offline_batch/costs",
+        "/v1/batches",
+        "/v1/batches/{batch_id}",
+        "/v1/batches/{batch_id}/cancel",
+        "/v1/batches/{batch_id}/results",
+        "/v1/files",
+        "/v1/files/{file_id}",
+        "/v1/files/{file_id}/content",
+        "/v1/messages/batches",
+        "/v1/messages/batches/{message_batch_id}",
+        "/v1/messages/batches/{message_batch_id}/cancel",
+        "/v1/messages/batches/{message_batch_id}/results",
+        "/v1/uploads",
+        "/v1/uploads/{upload_id}/cancel",
+        "/v1/uploads/{upload_id}/complete",
+        "/v1/uploads/{upload_id}/parts",
+        ROLLOUTS_PATH,
+        f"{ROLLOUTS_PATH}/{{rollout_id}}/stop",
+        WAVE_PATH,
+    }
+)
+ADMIN = frozenset(
+    {
+        METRICS,
+        "/offline_batch/engines",
+        "/offline_batch/keys",
+        "/offline_batch/keys/{key_id}",
+        "/offline_batch/limits/{name}",
+        "/offline_batch/tree",
+        *(
+            f"{WORKER_PATH}/{call}"
+            for call in ("attach", "exchange", "render", "query")
+        ),
+    }
+)
+
+
+def role_of(route: KnownRoute) -> Role:
+    """The role that a route needs."""
+    if route.template in OPEN:
+        return Role.NOBODY
+    if route.template in CLIENT:
+        return Role.CLIENT
+    # SGLang marks the routes of its admin, and opens the others to its --api-key.
+    marked = getattr(route.endpoint, "_auth_level", None) is not None
+    return Role.ADMIN if route.template in ADMIN or marked else Role.USER
+
+
+# Larger bodies of online calls are refused for keys with a list of models.
+MAX_BODY_BYTES = 64 << 20
+
+
+async def with_checked_model(
+    receive: Receive, template: str, allowed: Sequence[str], served: Sequence[str]
+) -> Receive:
+    """Read the body of an online call and check its model.
+
+    Args:
+        template: of the call's route.
+        allowed: names of models and adapters.
+        served: the names of the served model.
+
+    Returns:
+        A replacement of ``receive`` with the same body.
+
+    Raises:
+        ApiError: 403 for another model, 413 for a body that is too large to check.
+    """
+    if template in ONLINE_OTHER:
+        raise _refused(
+            "This API key may use some models only, so it does not open "
+            f"{template}, whose calls cannot be checked."
+        )
+    if template not in ONLINE:
+        return receive
+    body, last = await _read(receive)
+    if why := body_refusal(allowed, served, template, body):
+        raise _refused(*why)
+    sent = False
+
+    async def replay() -> Message:
+        nonlocal sent
+        if last is not None:
+            return last
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+async def _read(receive: Receive) -> tuple[bytes, Message | None]:
+    """The whole body, and the message that ended it early if the client left."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return bytes(body), message
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError(
+                413,
+                f"The body has more than {MAX_BODY_BYTES} bytes, the most for an API key "
+                "with a list of models.",
+                code="request_too_large",
+                retry=False,
+            )
+        if not message.get("more_body", False):
+            return bytes(body), None
+
+
+def _refused(message: str, param: str | None = None) -> ApiError:
+    return ApiError(403, message, param=param, code="model_not_allowed", retry=False)
+
+
+logger = logging.getLogger(__name__)
+
+
+class KeyMiddleware:
+    """Finds out who calls, and refuses calls that this caller may not make.
+
+    The keys are in ``app.state.offline_batch_access``, which is set once the app has
+    started. Until then every call is refused. :func:`.callers.caller_of` returns the
+    caller that was found.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._routes = RouteFinder()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        route = self._routes.route(scope)
+        if _is_preflight(scope, route) or (
+            route is not None and _is_open(scope, route)
+        ):
+            await self.app(scope, receive, send)
+            return
+        try:
+            caller = self._admitted(scope, route)
+            if caller.allowance.models is not None and route is not None:
+                receive = await with_checked_model(
+                    receive,
+                    route.template,
+                    caller.allowance.models,
+                    scope["app"].state.offline_batch_service.model_names or (),
+                )
+        except ApiError as error:
+            await _refuse(error, scope, receive, send)
+            return
+        if caller.role < Role.ADMIN:
+            _drop_overrides(scope)
+        scope.setdefault("state", {})[CALLER] = caller
+        current_caller.set(caller)
+        await self.app(scope, receive, send)
+
+    def _admitted(self, scope: Scope, route: KnownRoute | None) -> Caller:
+        """The caller, if the call is allowed.
+
+        Raises:
+            ApiError: it is not.
+        """
+        access: AccessControl | None = getattr(
+            scope["app"].state, "offline_batch_access", None
+        )
+        if access is None:
+            raise ApiError(503, "The server is starting.", retry=True)
+        given = _keys_of(scope)
+        try:
+            caller = access.caller(given)
+        except sqlite3.Error as error:
+            logger.error("The keys cannot be read: %s", error)
+            raise ApiError(503, "The server cannot read its keys.") from None
+        if caller is None:
+            raise _unknown_key(len(set(given)))
+        # An unknown path is answered by the application, to callers with any key.
+        need = Role.CLIENT if route is None else role_of(route)
+        if caller.role < need:
+            raise _not_allowed(scope, access)
+        if route is not None and route.template in GENERATING:
+            access.check_tokens(caller)
+        return caller
+
+
+def _is_preflight(scope: Scope, route: KnownRoute | None) -> bool:
+    """Whether a call is a browser's preflight, which carries no key and runs no route.
+
+    A mounted application has no list of methods and may answer any of them.
+    """
+    if scope.get("method") != "OPTIONS":
+        return False
+    names = {name for name, _ in scope["headers"]}
+    if not names >= {b"origin", b"access-control-request-method"}:
+        return False
+    return route is None or (bool(route.methods) and "OPTIONS" not in route.methods)
+
+
+def _drop_overrides(scope: Scope) -> None:
+    """Drop the headers with which SGLang's routers choose a request's id or worker."""
+    scope["headers"] = [
+        pair
+        for pair in scope["headers"]
+        if not pair[0].lower().startswith(b"x-override-")
+    ]
+
+
+def _is_open(scope: Scope, route: KnownRoute) -> bool:
+    """Whether a route takes calls without a key."""
+    if route.template == METRICS:
+        return config_of(scope).open_metrics
+    return role_of(route) is Role.NOBODY
+
+
+def _keys_of(scope: Scope) -> list[bytes]:
+    """Every key that a call carries."""
+    keys = []
+    for name, value in scope["headers"]:
+        if name == b"x-api-key":
+            keys.append(value.strip())
+        elif name == b"authorization":
+            kind, _, key = value.partition(b" ")
+            if kind.lower() == b"bearer":
+                keys.append(key.strip())
+    return keys
+
+
+def _unknown_key(num_given: int) -> ApiError:
+    if num_given > 1:
+        message = "The call carries different API keys; send one."
+    elif num_given:
+        message = "Incorrect API key provided: this server does not know it."
+    else:
+        message = (
+            "No API key of this server was given; send one as 'Authorization: Bearer "
+            "KEY'."
+        )
+    return ApiError(401, message, code="invalid_api_key", retry=False)
+
+
+def _not_allowed(scope: Scope, access: AccessControl) -> ApiError:
+    message = no_admin()
+    if access.has_admin:
+        message = (
+            f"{scope.get('method', 'WEBSOCKET')} {scope['path']!r:.200} is closed to "
+            "this API key, which opens the OpenAI, Anthropic and batch routes. Use the "
+            "key of an admin."
+        )
+    return ApiError(403, message, code="insufficient_permissions", retry=False)
+
+
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "websocket":
+        await receive()  # the client's connect message
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    await error_at(path_of(scope), error)(scope, receive, send)

@@ -1,0 +1,256 @@
+"""``/offline_batch/keys`` and ``/offline_batch/usage``: keys, limits and their use."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from ...batch_api import protocol as api
+from ...errors import ApiError
+from ...store.batch_store import Row
+from ..access import key_table
+from ..access.keys import KEY_ROLES, SGLANG_ADMIN, Allowance, check_name
+from ..access.usage import day_of, usage_object, usage_since
+from ..service import BatchService
+from .callers import access_of, caller_of, check_admin_key
+from .error_responses import OpenAIRoute
+from .openapi import (
+    OPENAI_ERRORS,
+    ApiKeyList,
+    ClientLimits,
+    MadeApiKey,
+    NewApiKey,
+    RevokedApiKey,
+    UsageList,
+    takes_json,
+    whole_number,
+)
+from .parameters import (
+    check_choice,
+    check_string,
+    check_whole_number,
+    invalid,
+    service_of,
+)
+from .received_bodies import json_object
+
+MAX_DAYS = 366
+MAX_LIMIT = 1 << 53
+MAX_MODELS = 100
+MAX_MODEL_LEN = 512
+# Fields of the API by the columns of an allowance.
+PER_DAY = {
+    "batches": "batches_per_day",
+    "lines": "lines_per_day",
+    "tokens": "tokens_per_day",
+}
+
+router = APIRouter(route_class=OpenAIRoute, responses=OPENAI_ERRORS, tags=["Keys"])
+
+
+@router.post(
+    "/offline_batch/keys",
+    response_model=MadeApiKey,
+    openapi_extra=takes_json(NewApiKey, repeatable=False),
+)
+async def add_key(request: Request) -> JSONResponse:
+    """Make a key for a client. The answer is the only one that contains it."""
+    check_admin_key(request)
+    body, _ = await json_object(request)
+    check_string(body, "name")
+    try:
+        name = check_name(body["name"])
+    except ValueError as error:
+        raise ApiError(
+            400, f"Invalid value for 'name': {error}.", param="name"
+        ) from None
+    body.setdefault("role", "client")
+    check_string(body, "role")
+    check_choice(body, "role", tuple(KEY_ROLES))
+    same_owner = body.get("same_owner", False)
+    if not isinstance(same_owner, bool):
+        raise invalid("same_owner", same_owner, "Use true or false.")
+    try:
+        row, secret = await asyncio.to_thread(
+            key_table.add_key,
+            service_of(request).store,
+            name,
+            body["role"],
+            _limits(body, "name", "role", "same_owner"),
+            same_owner=same_owner,
+            known_role=access_of(request).fixed_role(name),
+        )
+    except key_table.NameTaken as error:
+        raise ApiError(
+            409,
+            f"The name is taken: {error}. Its files and batches would belong to the new "
+            "key. Choose another name or, to give the same client another key, repeat "
+            'the call with "same_owner": true (--same-owner) and the same role.',
+            param="name",
+            code="name_taken",
+            retry=False,
+        ) from None
+    shown = _key_object(row) | {"value": secret}
+    return JSONResponse(shown, headers={"Cache-Control": "no-store"})
+
+
+@router.get("/offline_batch/keys", response_model=ApiKeyList)
+def list_keys(request: Request) -> JSONResponse:
+    """List all keys that were made here, with the limits of their clients."""
+    check_admin_key(request)
+    rows = key_table.keys_in(service_of(request).store)
+    return JSONResponse({"object": "list", "data": [_key_object(row) for row in rows]})
+
+
+@router.delete("/offline_batch/keys/{key_id}", response_model=RevokedApiKey)
+def revoke_key(
+    request: Request, key_id: str, cancel_batches: bool = False
+) -> JSONResponse:
+    """Revoke a key, effective at once.
+
+    The batches of its name continue, unless ``cancel_batches`` is true. A repeated call
+    has the same answer.
+    """
+    check_admin_key(request)
+    service = service_of(request)
+    found = key_table.keys_in(service.store, key_id)
+    if not found:
+        raise ApiError(404, f"No key found with id {key_id!r:.100}.", param="key_id")
+    key_table.revoke_key(service.store, key_id)
+    cancelled = _cancel_batches(service, key_id) if cancel_batches else []
+    return JSONResponse(
+        {
+            "id": key_id,
+            "object": "offline_batch.key.revoked",
+            "revoked": True,
+            "cancelled_batches": cancelled,
+        }
+    )
+
+
+@router.post(
+    "/offline_batch/limits/{name}",
+    response_model=ClientLimits,
+    openapi_extra=takes_json(ClientLimits, repeatable=False),
+)
+async def set_limits(request: Request, name: str) -> JSONResponse:
+    """Set the models and daily limits of a client, for all keys of this name.
+
+    Limits that are left out keep their values, and null removes a limit.
+    """
+    check_admin_key(request)
+    body, _ = await json_object(request)
+    limits = _limits(body)
+    store = service_of(request).store
+    role = key_table.client_role(store, name) or access_of(request).fixed_role(name)
+    if role is None or name == SGLANG_ADMIN:
+        raise ApiError(404, f"No key has the name {name!r:.100}.", param="name")
+    allowance = await asyncio.to_thread(
+        key_table.change_allowance, store, name, limits, role
+    )
+    return JSONResponse(_limits_object(allowance))
+
+
+@router.get("/offline_batch/usage", response_model=UsageList)
+def list_usage(
+    request: Request, days: Annotated[int, whole_number(1, MAX_DAYS)] = 1
+) -> JSONResponse:
+    """List the usage of each key per day (UTC), today and on the days before.
+
+    A client sees its own usage, an admin that of all clients.
+    """
+    if not 1 <= days <= MAX_DAYS:
+        raise invalid("days", days, f"Expected 1 to {MAX_DAYS}.")
+    since = day_of(time.time() - (days - 1) * 86_400)
+    rows = usage_since(service_of(request).store, since, caller_of(request).sees)
+    data = [usage_object(row) for row in rows]
+    return JSONResponse({"object": "list", "data": data})
+
+
+# Objects and parameters -----------------------------------------------------------
+
+
+def _key_object(row: Row) -> dict[str, Any]:
+    """A key as the API shows it: never the key itself."""
+    shown = {
+        key: row[key] for key in ("id", "name", "role", "created_at", "revoked_at")
+    }
+    allowance = key_table.allowance_of(row)
+    return {
+        "object": "offline_batch.key",
+        **shown,
+        "redacted_value": f"...{row['hint']}",
+        **_limits_object(allowance),
+    }
+
+
+def _limits_object(allowance: Allowance) -> dict[str, Any]:
+    limits = {field: getattr(allowance, name) for name, field in PER_DAY.items()}
+    models = None if allowance.models is None else list(allowance.models)
+    return {"models": models, **limits}
+
+
+def _limits(body: dict[str, Any], *others: str) -> dict[str, Any]:
+    """The limits in a body by field of an allowance.
+
+    Args:
+        others: further fields that the body may have.
+
+    Raises:
+        ApiError: 400, a value is invalid, or a field is misspelled.
+    """
+    fields = ("models", *PER_DAY.values())
+    for field in body:
+        if field not in (*others, *fields):
+            raise ApiError(
+                400,
+                f"Unknown parameter: '{field:.100}'. Supported are: "
+                f"{', '.join((*others, *fields))}.",
+                param=field[:100],
+                code="unknown_parameter",
+            )
+    limits: dict[str, Any] = {}
+    if "models" in body:
+        limits["models"] = _models(body["models"])
+    for name, field in PER_DAY.items():
+        if field in body:
+            value = body[field]
+            if value is not None:
+                value = check_whole_number(field, value, 0, MAX_LIMIT)
+            limits[name] = value
+    return limits
+
+
+def _models(models: Any) -> tuple[str, ...] | None:
+    if models is None:
+        return None
+    if (
+        not isinstance(models, list)
+        or not 1 <= len(models) <= MAX_MODELS
+        or not all(isinstance(m, str) and 0 < len(m) <= MAX_MODEL_LEN for m in models)
+    ):
+        raise invalid(
+            "models", models, f"Expected a list of 1 to {MAX_MODELS} names, or null."
+        )
+    return tuple(models)
+
+
+def _cancel_batches(service: BatchService, key_id: str) -> list[str]:
+    """Cancel the active batches of a revoked key's owner.
+
+    Returns:
+        The ids of all that were cancelled since the key was revoked.
+    """
+    [key] = key_table.keys_in(service.store, key_id)
+    for row in service.store.batches_in((api.VALIDATING, api.IN_PROGRESS)):
+        if row["owner"] == key["name"]:
+            service.cancel_batch(row["id"])
+    cancelled = service.store.rows(
+        "SELECT id FROM batches WHERE owner = ? AND cancelling_at >= ? ORDER BY seq",
+        (key["name"], key["revoked_at"]),
+    )
+    return [row["id"] for row in cancelled]

@@ -1,0 +1,482 @@
+"""``/v1/messages/batches``: Anthropic's batch API for the same engine and store.
+
+The JSON body of a new message batch is turned into an input file with its lines while it
+arrives. Errors are in Anthropic's format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import mmap
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from ...batch_api import message_batches
+from ...batch_api import message_batches as messages
+from ...batch_api import protocol as api
+from ...batch_api.jsonl import FileErrors, validate
+from ...batch_api.line_checks import BodyCheck, LineError, LineRules
+from ...batch_api.message_batches import MessageBatchRequest, error_body
+from ...errors import ApiError
+from ...store.batch_store import BatchStore, OnMade, Row, now
+from ...store.incoming import AHEAD_BYTES, IncomingFile
+from ..access.keys import Caller
+from ..batch_input import model_check
+from ..service import BatchService
+from .callers import caller_of, owner_field, owner_seen
+from .error_responses import storage_error
+from .idempotency import REPEATED_WITHIN_S, Keep, answer_once, is_repeated
+from .middleware import request_id_of
+from .openapi import (
+    ANTHROPIC_ERRORS,
+    DeletedMessageBatch,
+    MessageBatch,
+    MessageBatchPage,
+    NewMessageBatch,
+    answers,
+    takes_json,
+    whole_number,
+)
+from .parameters import base_url, check_limit, service_of
+from .received_bodies import content_length, large_body, pieces_of
+from .result_responses import in_blocks
+
+MAX_RECENT = 100
+_CHUNK_BYTES = 1 << 18
+
+
+def most_bytes(request: Request) -> int:
+    """The size that the body of a new message batch may have."""
+    config = service_of(request).config
+    return min(messages.MAX_BYTES, config.max_file_bytes or messages.MAX_BYTES)
+
+
+async def receive(request: Request, body: IncomingFile) -> str:
+    """Write a call's body to a file piece by piece. Returns its SHA-256 in hex.
+
+    Raises:
+        ApiError: 413 or 507, the body is too large or there is no room for it.
+    """
+    most = most_bytes(request)
+    digest, held = hashlib.sha256(), bytearray()
+
+    def write() -> None:
+        digest.update(held)
+        body.write(held)
+        held.clear()
+
+    message = f"The requests of a batch have at most {most} bytes."
+    async for piece in pieces_of(request, most, message):
+        held += piece
+        if len(held) >= _CHUNK_BYTES:
+            await asyncio.to_thread(write)
+    await asyncio.to_thread(write)
+    body.close()
+    return digest.hexdigest()
+
+
+def recent_batch(service: BatchService, sha256: str, owner: str) -> Row | None:
+    """A batch created from a body with this digest in the last ten minutes."""
+    rows = service.store.list_batches(
+        after=None, limit=MAX_RECENT, owner=owner, api=messages.API
+    )
+    for row in rows:
+        is_recent = row["created_at"] >= now() - REPEATED_WITHIN_S
+        if is_recent and json.loads(row["metadata"])["sha256"] == sha256:
+            return row
+    return None
+
+
+def make_message_batch(
+    service: BatchService, body: Path, sha256: str, caller: Caller, on_made: OnMade
+) -> Row:
+    """Create a batch from the requests in a file.
+
+    The file is mapped, so the params of all requests are never in memory together.
+
+    Args:
+        body: the file.
+        sha256: digest of the body, in hexadecimal.
+        on_made: see :data:`OnMade`.
+
+    Raises:
+        ApiError: the body is not a batch, or the store has no space left for it.
+    """
+    requests = _mapped_requests(body)
+    most = service.config.max_batch_requests
+    if most is not None and len(requests) > most:
+        raise ApiError(
+            400, f"requests: {len(requests)} requests; a batch has at most {most}."
+        )
+    details = {"requests": str(len(requests)), "sha256": sha256}
+    with ExitStack() as files, ExitStack() as undo:
+
+        def add(file: IncomingFile, name: str, purpose: str) -> str:
+            file.close()
+            file_id = service.add_file(file.path, name, purpose, None, caller.name)[
+                "id"
+            ]
+            undo.callback(service.store.delete_file, file_id)
+            return str(file_id)
+
+        lines = files.enter_context(service.room.receive())
+        _write(lines, requests)
+        # The runner accepts or fails a batch as a whole, but here one request may be bad.
+        check = model_check(service.store, caller.name, service.model_names or ())
+        rejected = messages.rejections(
+            _problems(lines.path, service.model_names, check)
+        )
+        if rejected:
+            lines = files.enter_context(service.room.receive())
+            _write(lines, (r for i, r in enumerate(requests) if i not in rejected))
+            errors = files.enter_context(service.room.receive())
+            _write_rejected(errors, requests, rejected)
+            details["rejected"] = str(len(rejected))
+            details["rejected_file_id"] = add(
+                errors, "rejected.jsonl", api.BATCH_OUTPUT_PURPOSE
+            )
+        row = service.create_batch(
+            add(lines, "requests.jsonl", "batch"),
+            messages.URL,
+            messages.WINDOW,
+            details,
+            api=messages.API,
+            owner=caller.name,
+            allowance=caller.allowance,
+            on_made=on_made,
+        )
+        undo.pop_all()
+    return row
+
+
+def _mapped_requests(body: Path) -> list[MessageBatchRequest]:
+    with open(body, "rb") as file:
+        empty = body.stat().st_size == 0
+        # Requests refer to the mapping, which ends with the last of them.
+        data = b"" if empty else mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    return messages.requests_of(data)
+
+
+def _write(file: IncomingFile, requests: Iterable[MessageBatchRequest]) -> None:
+    for block in in_blocks(messages.input_lines(requests)):
+        file.write(block)
+    file.close()
+
+
+def _problems(
+    path: Path, models: tuple[str, ...] | None, check_body: BodyCheck | None
+) -> list[LineError]:
+    """The errors in the lines of an input file."""
+    most = 10 * messages.MAX_REQUESTS
+    rules = LineRules(messages.URL, models, check_body=check_body, max_errors=most)
+    checked = validate(path, rules)
+    if isinstance(checked, FileErrors):
+        return checked.listed
+    with checked.closing():
+        return []
+
+
+def _write_rejected(
+    file: IncomingFile,
+    requests: list[MessageBatchRequest],
+    rejected: dict[int, LineError],
+) -> None:
+    for index, error in rejected.items():
+        custom_id = requests[index].custom_id
+        file.write(messages.rejected_line(custom_id, index, error))
+
+
+logger = logging.getLogger(__name__)
+
+
+class AnthropicRoute(APIRoute):
+    """A route with Anthropic's errors and a ``request-id`` header on every answer."""
+
+    def get_route_handler(
+        self,
+    ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_with_anthropic_errors(request: Request) -> Response:
+            request_id = request_id_of(request)
+            try:
+                response = await handle(request)
+            except Exception as error:
+                response = _error_response(request, error, request_id)
+            response.headers["request-id"] = request_id
+            return response
+
+        return handle_with_anthropic_errors
+
+
+def _error_response(
+    request: Request, error: Exception, request_id: str
+) -> JSONResponse:
+    status_code, message, headers = 500, "Internal server error.", {}
+    error = storage_error(error) or error
+    if isinstance(error, ApiError):
+        status_code, message = error.status_code, error.message
+        headers.update(error.headers)
+        if error.retry is not None:
+            headers["x-should-retry"] = str(error.retry).lower()
+    elif isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        status_code, message = 400, f"{first['loc'][-1]}: {first['msg']}."
+    elif isinstance(error, HTTPException):
+        status_code, message = error.status_code, str(error.detail)
+        headers.update(error.headers or {})
+    elif isinstance(error, ClientDisconnect):  # nobody reads this answer
+        status_code, message = 400, "The client closed the call."
+    else:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    body = error_body(message, status_code, request_id)
+    return JSONResponse(body, status_code, headers=headers)
+
+
+MAX_PAGE = 1000
+JSONL = "application/x-jsonl"  # Anthropic's
+
+router = APIRouter(
+    route_class=AnthropicRoute, responses=ANTHROPIC_ERRORS, tags=["Message batches"]
+)
+
+
+@router.post(
+    "/v1/messages/batches",
+    response_model=MessageBatch,
+    openapi_extra=takes_json(NewMessageBatch),
+)
+async def create_message_batch(request: Request) -> Response:
+    """Start a batch of messages."""
+    service, caller = service_of(request), caller_of(request)
+    with ExitStack() as files:
+        async with large_body(request):
+            size = content_length(request) or 0
+            if size > most_bytes(request):
+                size = 0  # refused before it is read
+            if size:
+                await asyncio.to_thread(service.room.check, size)
+            file = await asyncio.to_thread(
+                files.enter_context, service.room.receive(min(size, AHEAD_BYTES))
+            )
+            sha256 = await receive(request, file)
+        body = file.path
+
+        async def make(keep: Keep) -> JSONResponse:
+            def on_made(row: Row) -> None:
+                keep(_object(request, row, url=""))
+
+            row = None
+            # A client that got no answer and tries again means the batch of its first
+            # call.
+            if is_repeated(request):
+                row = recent_batch(service, sha256, caller.name)
+            if row is None:
+                row = await asyncio.to_thread(
+                    make_message_batch, service, body, sha256, caller, on_made
+                )
+            else:
+                await asyncio.to_thread(on_made, row)
+            return JSONResponse(_object(request, row))
+
+        def shown(kept: dict[str, Any]) -> dict[str, Any]:
+            path = kept["results_url"]
+            if path is None or not path.startswith("/"):  # of an earlier version
+                return kept
+            return kept | {"results_url": base_url(request) + path}
+
+        return await answer_once(request, sha256.encode(), make, shown=shown)
+
+
+@router.get("/v1/messages/batches", response_model=MessageBatchPage)
+def list_message_batches(
+    request: Request,
+    before_id: str | None = None,
+    after_id: str | None = None,
+    limit: Annotated[int, whole_number(1, MAX_PAGE)] = 20,
+) -> JSONResponse:
+    """List message batches, newest first, one page at a time."""
+    check_limit(limit, MAX_PAGE)
+    if before_id and after_id:
+        raise ApiError(400, "before_id and after_id: only one of them may be given.")
+    before, after = (
+        _place(request, name) if name else None for name in (before_id, after_id)
+    )
+    rows = service_of(request).store.list_batches(
+        before=before,
+        after=after,
+        limit=limit + 1,
+        owner=owner_seen(request),
+        api=messages.API,
+    )
+    # Without the extra one, which is the farthest from where the page begins.
+    shown = rows[-limit:] if before is not None else rows[:limit]
+    data = [_object(request, row) for row in shown]
+    return JSONResponse(
+        {
+            "data": data,
+            "has_more": len(rows) > limit,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+        }
+    )
+
+
+@router.get("/v1/messages/batches/{message_batch_id}", response_model=MessageBatch)
+def retrieve_message_batch(request: Request, message_batch_id: str) -> JSONResponse:
+    """Get a message batch: its status, counts and times."""
+    return JSONResponse(_object(request, _row(request, message_batch_id)))
+
+
+@router.post(
+    "/v1/messages/batches/{message_batch_id}/cancel", response_model=MessageBatch
+)
+def cancel_message_batch(request: Request, message_batch_id: str) -> JSONResponse:
+    """Cancel a message batch. Requests that are already answered are kept."""
+    batch_id = _row(request, message_batch_id)["id"]
+    row = service_of(request).cancel_batch(batch_id)
+    if row is None:  # deleted since
+        raise _no_such_batch(message_batch_id)
+    if row["status"] not in (api.CANCELLING, api.CANCELLED):
+        raise ApiError(
+            400,
+            f"Message batch {message_batch_id} cannot be canceled: "
+            + ("it has ended." if messages.has_ended(row) else "it is about to end."),
+        )
+    return JSONResponse(_object(request, row))
+
+
+@router.delete(
+    "/v1/messages/batches/{message_batch_id}", response_model=DeletedMessageBatch
+)
+def delete_message_batch(request: Request, message_batch_id: str) -> JSONResponse:
+    """Delete a message batch that has ended, with its requests and results.
+
+    A repeated call has the same answer.
+    """
+    store = service_of(request).store
+
+    def was_deleted() -> bool:
+        batch_id = messages.batch_id_of(message_batch_id)
+        return store.was_deleted(batch_id, messages.API, owner_seen(request))
+
+    row = None if was_deleted() else _row(request, message_batch_id)
+    if (
+        row is not None
+        and not store.delete_batch(row["id"], api.ENDED_STATUSES, _files_of(row))
+        and not was_deleted()  # by another call
+    ):
+        raise ApiError(
+            400,
+            f"Message batch {message_batch_id} has not ended. Cancel it before "
+            "deleting it.",
+        )
+    return JSONResponse({"id": message_batch_id, "type": "message_batch_deleted"})
+
+
+@router.get(
+    "/v1/messages/batches/{message_batch_id}/results",
+    response_class=StreamingResponse,
+    responses=answers(JSONL, description="A JSON line for each request."),
+)
+def message_batch_results(request: Request, message_batch_id: str) -> StreamingResponse:
+    """Read the results: one JSON line for each request, in the order of requests."""
+    row = _row(request, message_batch_id)
+    store = service_of(request).store
+    if not messages.has_ended(row):
+        raise ApiError(
+            404,
+            f"Message batch {message_batch_id} has no results yet: it has not ended.",
+        )
+    if not _results_kept(store, row):
+        raise ApiError(
+            404,
+            f"The results of message batch {message_batch_id} are no longer kept.",
+        )
+    return StreamingResponse(in_blocks(_results(store, row)), media_type=JSONL)
+
+
+# Batches and their files ----------------------------------------------------------
+
+
+def _row(request: Request, message_batch_id: str) -> Row:
+    row = service_of(request).store.get_batch(
+        messages.batch_id_of(message_batch_id), owner_seen(request)
+    )
+    if row is None or row["api"] != messages.API:
+        raise _no_such_batch(message_batch_id)
+    return row
+
+
+def _place(request: Request, message_batch_id: str) -> int:
+    """Where a page begins. Raises 404 if there never was such a batch."""
+    place = service_of(request).store.place(
+        messages.batch_id_of(message_batch_id), messages.API, owner_seen(request)
+    )
+    if place is None:
+        raise _no_such_batch(message_batch_id)
+    return place
+
+
+def _no_such_batch(message_batch_id: str) -> ApiError:
+    return ApiError(404, f"No message batch found with id '{message_batch_id}'.")
+
+
+def _object(request: Request, row: Row, url: str | None = None) -> dict[str, Any]:
+    """A batch for a caller.
+
+    Args:
+        url: of the server. None is how the call names it. An answer that is kept has
+            none: it may be repeated to a call that names another.
+    """
+    service = service_of(request)
+    url = base_url(request) if url is None else url
+    shown = messages.message_batch_object(row, url)
+    if shown["results_url"] and not _results_kept(service.store, row):
+        shown["results_url"] = None
+    return shown | owner_field(request, row)
+
+
+def _files_of(row: Row) -> list[str]:
+    """The ids of all files that belong to a message batch."""
+    ids = (row["input_file_id"], messages.rejected_file_id(row))
+    return [each for each in (*ids, *_result_files(row)) if each]
+
+
+def _result_files(row: Row) -> list[str]:
+    return [id for id in (row["output_file_id"], row["error_file_id"]) if id]
+
+
+def _results_kept(store: BatchStore, row: Row) -> bool:
+    """Whether all files with a batch's results still exist."""
+    needed = _result_files(row) or [row["input_file_id"]]
+    if rejected := messages.rejected_file_id(row):
+        needed.append(rejected)
+    return all(store.get_file(file_id) is not None for file_id in needed)
+
+
+def _results(store: BatchStore, row: Row) -> Iterator[bytes]:
+    def lines(file_id: str | None) -> Iterator[bytes]:
+        if file_id is not None:
+            with open(store.file_path(file_id), "rb") as file:
+                yield from file
+
+    rejected = lines(messages.rejected_file_id(row))
+    if messages.has_results(row):
+        files = lines(row["output_file_id"]), lines(row["error_file_id"])
+        return message_batches.results(*files, rejected)
+    return message_batches.results_without_files(
+        lines(row["input_file_id"]), rejected, row
+    )

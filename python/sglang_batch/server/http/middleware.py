@@ -1,0 +1,317 @@
+"""Layers around our routes. They leave the other routes of the server alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from urllib.parse import urlsplit, urlunsplit
+
+from fastapi import Request
+from starlette.datastructures import MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...errors import ApiError
+from .calls import IsOurs, config_of, header_of, path_of, without_header
+from .error_responses import error_at
+
+logger = logging.getLogger(__name__)
+
+# Printed in logs and sent back, so it must be harmless in both.
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_HEADERS = {
+    # Results are text that clients chose: a browser must not take it for a page.
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+class AnswerHeaders:
+    """Adds the headers, and logs each call that changes something.
+
+    ``X-Request-Id`` is the client's own if it sent one of up to 128 letters, digits and
+    ``._:/+=@-``, else a new one.
+    """
+
+    def __init__(self, app: ASGIApp, is_ours: IsOurs) -> None:
+        self._app = app
+        self._is_ours = is_ours
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._is_ours(path_of(scope)):
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        scope.setdefault("state", {})["request_id"] = request_id
+        is_head, has_answer = scope["method"] == "HEAD", False
+
+        async def send_more(message: Message) -> None:
+            nonlocal has_answer
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.update(_HEADERS)
+                headers.setdefault("x-request-id", request_id)
+                if "location" in headers:
+                    headers["location"] = _without_host(headers["location"])
+                _log(scope, message["status"], request_id)
+            elif is_head:
+                # A body that is streamed ends here, since no client reads it.
+                if not has_answer:
+                    has_answer = True
+                    await send({**message, "body": b"", "more_body": False})
+                return
+            await send(message)
+
+        await self._app(scope, receive, send_more)
+
+
+def request_id_of(request: Request) -> str:
+    """The id of a call, as its answer names it."""
+    request_id: str | None = getattr(request.state, "request_id", None)
+    return request_id or _new_id()
+
+
+def _without_host(url: str) -> str:
+    """A redirect's target as a path, since its host is the one that the call named."""
+    parts = urlsplit(url)
+    # "//" would begin a host again.
+    path = "/" + parts.path.lstrip("/")
+    return urlunsplit(("", "", path, parts.query, parts.fragment))
+
+
+def _request_id(scope: Scope) -> str:
+    given = header_of(scope, b"x-request-id")
+    return given if given and _REQUEST_ID.fullmatch(given) else _new_id()
+
+
+def _new_id() -> str:
+    return f"req_{uuid.uuid4().hex}"
+
+
+def _log(scope: Scope, status: int, request_id: str) -> None:
+    reads = scope["method"] in ("GET", "HEAD", "OPTIONS")
+    logger.log(
+        logging.DEBUG if reads and status < 500 else logging.INFO,
+        "call=%s path=%r status=%d request_id=%s",
+        scope["method"],
+        path_of(scope)[:200],
+        status,
+        request_id,
+    )
+
+
+# Bytes per second, on average, that keep a body from timing out.
+MIN_RATE = 1024
+# Seconds for which the rest of a refused body is read.
+DRAIN_S = 10.0
+
+
+class BodyPace:
+    """Times the bodies of calls to our routes, and ends refused ones.
+
+    A body that stalls is answered with 408. An error that is known before the body was read
+    is answered at once. The rest of the body is then read and dropped for a few seconds,
+    since a client that is still sending takes a closed connection for a failure and does
+    not look for an answer.
+    """
+
+    def __init__(self, app: ASGIApp, is_ours: IsOurs) -> None:
+        self._app = app
+        self._is_ours = is_ours
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (
+            scope["type"] != "http"
+            or not self._is_ours(path_of(scope))
+            or not _has_body(scope)
+        ):
+            await self._app(scope, receive, send)
+            return
+        if error := _encoding_error(scope):
+            await error_at(path_of(scope), error)(scope, receive, send)
+            return
+        body = _PacedBody(receive, config_of(scope).upload_timeout_s)
+        closes = scope.get("http_version", "1.1").startswith("1")
+
+        async def send_then_drain(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                body.is_answered = True
+                if not body.ended and closes:
+                    MutableHeaders(scope=message)["connection"] = "close"
+            elif not message.get("more_body", False) and not body.ended:
+                await send({**message, "more_body": True})
+                await body.drain()
+                message = {"type": "http.response.body", "body": b""}
+            await send(message)
+
+        await self._app(scope, body.receive, send_then_drain)
+
+
+class _PacedBody:
+    """The body of a call as it arrives."""
+
+    def __init__(self, receive: Receive, timeout_s: float) -> None:
+        self.ended = False
+        self.is_answered = False
+        self._receive = receive
+        self._timeout_s = timeout_s
+        self._now: Callable[[], float] = asyncio.get_running_loop().time
+        self._began = self._now()
+        self._num_bytes = 0
+        self._has_stopped = False
+
+    async def receive(self) -> Message:
+        """The next message. 408 is raised, as an ApiError, if it does not arrive."""
+        if self.ended:
+            return await self._receive()
+        if self._has_stopped:
+            return {"type": "http.disconnect"}
+        total_s = self._timeout_s + self._num_bytes / MIN_RATE
+        latest = min(self._now() + self._timeout_s, self._began + total_s)
+        try:
+            async with asyncio.timeout_at(latest):
+                message = await self._receive()
+        except TimeoutError:
+            self._has_stopped = True
+            if self.is_answered:
+                return {"type": "http.disconnect"}
+            raise self._timed_out() from None
+        self._num_bytes += len(message.get("body", b""))
+        self.ended = not message.get("more_body", False)
+        return message
+
+    async def drain(self) -> None:
+        """Read and drop the rest, for a limited time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                while not (self.ended or self._has_stopped):
+                    await self.receive()
+
+    def _timed_out(self) -> ApiError:
+        return ApiError(
+            408,
+            f"The body stopped after {self._num_bytes} bytes: none arrived for "
+            f"{self._timeout_s:g} seconds (upload_timeout_s), or less than {MIN_RATE} "
+            "bytes per second.",
+            code="body_timeout",
+        )
+
+
+def _has_body(scope: Scope) -> bool:
+    if header_of(scope, b"transfer-encoding") is not None:
+        return True
+    return (header_of(scope, b"content-length") or "0").strip("0") != ""
+
+
+def _encoding_error(scope: Scope) -> ApiError | None:
+    """The error for a body that would have to be decompressed."""
+    for name in (b"content-encoding", b"x-body-compressed"):
+        value = header_of(scope, name)
+        if value and value.lower() != "identity":
+            return ApiError(
+                415,
+                f"The body is compressed ({name.decode()}: {value!r:.100}). Send it "
+                "uncompressed.",
+                code="unsupported_encoding",
+                retry=False,
+            )
+    return None
+
+
+_METHODS = ("GET", "HEAD", "POST", "DELETE")
+_READABLE = (
+    "Content-Disposition",
+    "Idempotency-Replayed",
+    "Request-Id",
+    "Retry-After",
+    "X-Incomplete",
+    "X-Last-Line",
+    "X-Line-Order",
+    "X-Request-Id",
+)
+
+
+class CrossOrigin:
+    """Answers or refuses the calls to our routes that name an ``Origin``.
+
+    SGLang lets pages of every origin read its answers. Without a key, any page that is open
+    in a browser near the server could read all files and start batches.
+    """
+
+    def __init__(self, app: ASGIApp, is_ours: IsOurs) -> None:
+        self._app = app
+        self._is_ours = is_ours
+        self._cors: dict[tuple[str, ...], CORSMiddleware] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origin = None
+        if scope["type"] == "http" and self._is_ours(path_of(scope)):
+            origin = header_of(scope, b"origin")
+        if origin is None:
+            await self._app(scope, receive, send)
+            return
+        config = config_of(scope)
+        allowed = config.allowed_origins
+        if origin in allowed or "*" in allowed:
+            await self._cors_of(allowed)(scope, receive, send)
+        elif _is_same_origin(scope, origin, config.public_url):
+            await self._without_origin(scope, receive, send)
+        else:
+            await error_at(path_of(scope), _refusal(origin))(scope, receive, send)
+
+    def _cors_of(self, allowed: tuple[str, ...]) -> CORSMiddleware:
+        if allowed not in self._cors:
+            self._cors[allowed] = CORSMiddleware(
+                self._without_origin,
+                allow_origins=allowed,
+                allow_methods=_METHODS,
+                allow_headers=("*",),
+                expose_headers=_READABLE,
+            )
+        return self._cors[allowed]
+
+    async def _without_origin(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the app in a way that adds no headers of SGLang's for the origin."""
+        await self._app(without_header(scope, b"origin"), receive, send)
+
+
+def _is_same_origin(scope: Scope, origin: str, public_url: str | None) -> bool:
+    """Whether the page that calls was itself loaded from this server."""
+    # Set by the browser, and no page can change it.
+    if header_of(scope, b"sec-fetch-site") in ("same-origin", "none"):
+        return True
+    if public_url is not None and origin == "/".join(public_url.split("/")[:3]):
+        return True
+    host = header_of(scope, b"host")
+    return bool(host) and origin.lower() in (f"http://{host}", f"https://{host}")
+
+
+def _refusal(origin: str) -> ApiError:
+    return ApiError(
+        403,
+        f"Pages of {origin!r:.200} may not call this server. Its operator can add the "
+        "origin to allowed_origins in --offline-batch-config, or set public_url if this "
+        "is the server's own address behind a proxy.",
+        code="origin_not_allowed",
+        retry=False,
+    )
+
+
+METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"}
+OTHER = "OTHER"
+
+
+class KnownMethods:
+    """Renames them: SGLang's metrics would have a series for each made-up method."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] not in METHODS:
+            scope = {**scope, "method": OTHER}
+        await self._app(scope, receive, send)

@@ -1,1 +1,0 @@
-"""Layers around our routes. They leave the other routes of the server alone."""

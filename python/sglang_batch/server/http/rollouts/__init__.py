@@ -1,1 +1,0 @@
-"""Groups of samples over HTTP."""

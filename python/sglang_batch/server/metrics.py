@@ -1,0 +1,416 @@
+"""Prometheus metrics of a server's batches, in addition to SGLang's own.
+
+They are read from the store every few seconds, so it does not matter which process of
+the server runs the batches. One process publishes them, and SGLang's ``/metrics`` has
+them whichever process answers. Counters start from 0 with the server. Labels have few
+values, never an id or a client's text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from ..batch_api import protocol as api
+from ..store.batch_store import BatchStore, Row
+from ..store.files import FileLock
+from .access.usage import COUNTS, usage_totals
+from .service import BatchService
+
+logger = logging.getLogger(__name__)
+
+# The outcome of lines without an answer in a batch that had enough of them.
+GIVEN_UP = "given_up"
+PREFIX = "sglang_batch_"
+SAMPLE_EVERY_S = 5.0
+
+STATUSES = (*api.ACTIVE_STATUSES, api.COMPLETED, api.FAILED, api.CANCELLED, api.EXPIRED)
+TOKEN_KINDS = ("input", "cached", "output", "reasoning")
+# Error codes, or else types, that have a label of their own.
+ERROR_CODES = (
+    "api_error",
+    "context_length_exceeded",
+    "engine_died",
+    "invalid_request_error",
+    "line_timeout",
+    "not_found_error",
+    "overloaded_error",
+    "rate_limit_error",
+    "server_error",
+)
+# Why batches are paused, by words of the reason that their object gives.
+PAUSE_KINDS = {
+    "server run from": "hours",
+    "cannot be written": "disk",
+    "/pause_generation": "engine",
+    "of its API key": "limit",
+}
+OTHER = "other"
+
+_VALIDATION_BUCKETS_S = (1, 2, 5, 10, 30, 60, 300, 1800)
+_BATCH_BUCKETS_S = (10, 60, 300, 900, 3600, 10_800, 43_200, 86_400, 604_800)
+_NEW: Row = {
+    "completed": 0,
+    "failed": 0,
+    **{f"{kind}_tokens": 0 for kind in TOKEN_KINDS},
+    "line_errors": None,
+    "in_progress_at": None,
+}
+
+
+class BatchMetrics:
+    """Reads the store and sets the metrics. One per process.
+
+    Args:
+        service: has the batches.
+        registry: prometheus_client's, or None for its default one.
+
+    Raises:
+        ValueError: the registry has these metrics already.
+    """
+
+    def __init__(self, service: BatchService, *, registry: Any = None) -> None:
+        self._service = service
+        self._publisher = FileLock(service.store.directory / "metrics.lock")
+        self._newest_seq: int | None = None
+        # By seq, the batches that were active in the last sample, as they were then.
+        self._active: dict[int, Row] = {}
+        self._num_retries = 0
+        # SGLang sets PROMETHEUS_MULTIPROC_DIR before it starts its processes, and
+        # prometheus_client reads it on import.
+        from prometheus_client import REGISTRY
+
+        registry = REGISTRY if registry is None else registry
+        self._make_gauges(registry)
+        self._make_counters(registry)
+        self._make_histograms(registry)
+        self._usage = UsageMetrics(registry)
+
+    def _make_gauges(self, registry: Any) -> None:
+        from prometheus_client import Gauge
+
+        def gauge(name: str, text: str, *labels: str) -> Any:
+            return Gauge(
+                PREFIX + name,
+                text,
+                labels,
+                registry=registry,
+                multiprocess_mode="mostrecent",
+            )
+
+        self._batches = gauge("batches", "Batches in the store, by status.", "status")
+        self._paused = gauge(
+            "batches_paused",
+            "Batches in progress that are paused, by reason.",
+            "reason",
+        )
+        self._lines_left = gauge(
+            "lines_left", "Lines without a result, of batches that have not ended."
+        )
+        self._eta = gauge(
+            "eta_seconds",
+            "Estimated time until the last of the running batches is done. 0 if none "
+            "runs or it is unknown.",
+        )
+        self._stored_bytes = gauge(
+            "stored_bytes",
+            "Bytes of all files, of parts of uploads and of unfinished results.",
+        )
+
+    def _make_counters(self, registry: Any) -> None:
+        from prometheus_client import Counter
+
+        def counter(name: str, text: str, *labels: str) -> Any:
+            return Counter(PREFIX + name, text, labels, registry=registry)
+
+        self._ended = counter(
+            "batches_ended", "Batches that ended, by status.", "status"
+        )
+        self._lines = counter(
+            "lines",
+            "Lines that ended, by endpoint and outcome: completed, failed, or never run "
+            "because their batch expired, was cancelled or had enough answers.",
+            "endpoint",
+            "outcome",
+        )
+        self._line_errors = counter(
+            "line_errors", "Lines whose result is an error, by its code.", "code"
+        )
+        self._retries = counter(
+            "line_retries", "Lines sent again after a transient error."
+        )
+        self._tokens = counter(
+            "tokens",
+            "Tokens of answered lines by kind. Input includes cached tokens, and output "
+            "includes reasoning tokens. The cache hit rate is cached divided by input.",
+            "kind",
+        )
+
+    def _make_histograms(self, registry: Any) -> None:
+        from prometheus_client import Histogram
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
+            return Histogram(PREFIX + name, text, registry=registry, buckets=buckets)
+
+        self._validation = histogram(
+            "validation_seconds",
+            "Time from a batch's creation until its input was found valid.",
+            _VALIDATION_BUCKETS_S,
+        )
+        self._duration = histogram(
+            "batch_seconds",
+            "Time from a batch's creation until it ended.",
+            _BATCH_BUCKETS_S,
+        )
+
+    async def sample(self) -> None:
+        """Read the store, and publish the changes if this process is the publisher."""
+        seen = await asyncio.to_thread(
+            StoreSample, self._service.store, self._newest_seq, list(self._active)
+        )
+        self._count_retries()
+        publishing = self._publisher.acquire("metrics") is None
+        await asyncio.to_thread(self._usage.sample, self._service.store, publishing)
+        # Counters leave out whatever happened before the server started.
+        if publishing and self._newest_seq is not None:
+            for row in seen.rows:
+                self._count(self._active.get(row["seq"], _NEW), row)
+        self._newest_seq = seen.newest_seq
+        self._active = {
+            row["seq"]: row for row in seen.rows if row["status"] in api.ACTIVE_STATUSES
+        }
+        if publishing:
+            self._set_gauges(seen)
+
+    def close(self) -> None:
+        """Let another process publish."""
+        self._publisher.release()
+
+    def _set_gauges(self, seen: StoreSample) -> None:
+        for status in STATUSES:
+            self._batches.labels(status).set(seen.num_by_status.get(status, 0))
+        active = list(self._active.values())
+        kinds = [pause_kind(row.get("paused_reason")) for row in active]
+        for kind in {*PAUSE_KINDS.values(), OTHER}:
+            self._paused.labels(kind).set(kinds.count(kind))
+        self._lines_left.set(sum(map(_num_left, active)))
+        self._eta.set(max(map(self._eta_s, active), default=0))
+        self._stored_bytes.set(seen.stored_bytes)
+
+    def _eta_s(self, row: Row) -> float:
+        """Seconds until a batch is done, or 0 if unknown."""
+        rate = self._service.history.rate(row["id"])
+        return 0.0 if rate is None else rate.eta_s or 0.0
+
+    def _count_retries(self) -> None:
+        """Count the retries of this process, which are not in the store."""
+        runner = self._service.runner
+        num_retries = 0 if runner is None else runner.num_retries
+        _add(self._retries, num_retries - self._num_retries)
+        self._num_retries = num_retries
+
+    def _count(self, before: Row, row: Row) -> None:
+        """Add a batch's changes to the counters."""
+        endpoint = row["endpoint"] if row["endpoint"] in api.ENDPOINTS else OTHER
+        for outcome in ("completed", "failed"):
+            _add(self._lines.labels(endpoint, outcome), row[outcome] - before[outcome])
+        for kind in TOKEN_KINDS:
+            key = f"{kind}_tokens"
+            _add(self._tokens.labels(kind), row[key] - before[key])
+        errors, errors_before = _line_errors(row), _line_errors(before)
+        for code, num in errors.items():
+            label = code if code in ERROR_CODES else OTHER
+            _add(self._line_errors.labels(label), num - errors_before.get(code, 0))
+        if row["in_progress_at"] and not before["in_progress_at"]:
+            self._validation.observe(row["in_progress_at"] - row["created_at"])
+        if row["status"] not in api.ACTIVE_STATUSES:
+            self._count_end(row, endpoint)
+
+    def _count_end(self, row: Row, endpoint: str) -> None:
+        status = row["status"]
+        self._ended.labels(status).inc()
+        if status in (api.CANCELLED, api.EXPIRED):
+            _add(self._lines.labels(endpoint, status), _num_left(row))
+        if status == api.COMPLETED:  # with enough answers
+            _add(self._lines.labels(endpoint, GIVEN_UP), _num_left(row))
+        ended_at = row.get(f"{status}_at")
+        if ended_at:
+            self._duration.observe(ended_at - row["created_at"])
+
+
+def pause_kind(reason: str | None) -> str | None:
+    """The kind of the reason for which a batch is paused, or None if it is not."""
+    if not reason:
+        return None
+    for word, kind in PAUSE_KINDS.items():
+        if word in reason:
+            return kind
+    return OTHER
+
+
+def _line_errors(row: Row) -> dict[str, int]:
+    text = row.get("line_errors")
+    errors: dict[str, int] = json.loads(text) if text else {}
+    return errors
+
+
+def _num_left(row: Row) -> int:
+    left: int = row["total"] - row["completed"] - row["failed"]
+    return max(0, left)
+
+
+def _add(counter: Any, amount: int) -> None:
+    # A counter cannot fall, but counts do if a power cut lost results.
+    if amount > 0:
+        counter.inc(amount)
+
+
+@asynccontextmanager
+async def published(
+    service: BatchService,
+    enabled: bool = True,
+    *,
+    registry: Any = None,
+    every_s: float = SAMPLE_EVERY_S,
+) -> AsyncIterator[None]:
+    """Publish a service's metrics during the block.
+
+    Args:
+        enabled: whether the server was started with --enable-metrics. If not, nothing
+            is published.
+    """
+    if not enabled:
+        yield
+        return
+    metrics = BatchMetrics(service, registry=registry)
+    over = asyncio.Event()
+    work = asyncio.create_task(_keep(metrics, over, every_s))
+    try:
+        yield
+    finally:
+        # Not cancelled: the thread that reads the store must end before that closes.
+        over.set()
+        await work
+        metrics.close()
+
+
+async def _keep(metrics: BatchMetrics, over: asyncio.Event, every_s: float) -> None:
+    while not over.is_set():
+        try:
+            await metrics.sample()
+        except Exception:
+            # A busy database, say. The next sample will do.
+            logger.exception("Reading the batches for the metrics failed")
+        try:
+            await asyncio.wait_for(over.wait(), every_s)
+        except TimeoutError:
+            continue
+
+
+class StoreSample:
+    """The batches that changed since the last sample, and totals of the store.
+
+    Args:
+        newest_seq: that of the last sample, or None for the first sample.
+        seqs: of the batches that were active in the last sample.
+
+    Attributes:
+        rows: the batches that are active, were active, or are new. In the first sample
+            the active ones only.
+        newest_seq: the highest one among the rows so far.
+        num_by_status: number of batches by status.
+        stored_bytes: bytes of all files, of parts of uploads and of unfinished results.
+    """
+
+    def __init__(
+        self, store: BatchStore, newest_seq: int | None, seqs: list[int]
+    ) -> None:
+        if newest_seq is None:
+            [newest] = store.rows("SELECT coalesce(max(seq), 0) AS seq FROM batches")
+            newest_seq = int(newest["seq"])
+        active = ", ".join("?" * len(api.ACTIVE_STATUSES))
+        known = ", ".join(map(str, seqs))
+        self.rows = store.rows(
+            f"SELECT * FROM batches WHERE status IN ({active}) "
+            f"OR seq > ? OR seq IN ({known}) ORDER BY seq",
+            (*api.ACTIVE_STATUSES, newest_seq),
+        )
+        # Taken from these rows: a batch created meanwhile is in the next sample.
+        self.newest_seq = max([newest_seq, *(row["seq"] for row in self.rows)])
+        by_status = store.rows(
+            "SELECT status, count(*) AS num FROM batches GROUP BY status"
+        )
+        self.num_by_status = {row["status"]: row["num"] for row in by_status}
+        self.stored_bytes = store.bytes_stored()
+
+
+KEY_PREFIX = "sglang_batch_key_"
+# Names that have a label of their own. The others share one.
+MAX_NAMES = 100
+OTHER_NAMES = "(other)"
+KEY_TOKEN_KINDS = ("input", "cached", "output")
+
+
+class UsageMetrics:
+    """Counters with the name of a key as a label, never the key.
+
+    Args:
+        registry: prometheus_client's.
+    """
+
+    def __init__(self, registry: Any) -> None:
+        from prometheus_client import Counter
+
+        def counter(name: str, text: str, *labels: str) -> Any:
+            return Counter(KEY_PREFIX + name, text, ("key", *labels), registry=registry)
+
+        self._counters = {
+            "batches": counter("batches", "Batches created, by name of the key."),
+            "lines": counter("lines", "Lines of batches created, by name of the key."),
+            "calls": counter("calls", "Online calls, by name of the key."),
+        }
+        self._tokens = counter(
+            "tokens",
+            "Tokens of lines and online calls, by name of the key and kind. Input "
+            "includes cached tokens.",
+            "kind",
+        )
+        self._merged = counter(
+            "merged_tokens",
+            "Those of the tokens that were not computed, but are an equal line's.",
+        )
+        self._engine_s = counter(
+            "engine_seconds",
+            "Seconds of the engine for finished lines, by name of the key.",
+        )
+        self._before: dict[str, Row] | None = None
+        self._labels: dict[str, str] = {}
+
+    def sample(self, store: BatchStore, publish: bool) -> None:
+        """Count the usage since the last sample.
+
+        Args:
+            publish: whether this process is the one that counts.
+        """
+        totals = usage_totals(store)
+        if publish and self._before is not None:
+            for name, row in totals.items():
+                self._count(name, self._before.get(name, dict.fromkeys(COUNTS, 0)), row)
+        self._before = totals
+
+    def _count(self, name: str, before: Row, row: Row) -> None:
+        grown = {count: max(0, row[count] - before[count]) for count in COUNTS}
+        if not any(grown.values()):
+            return
+        full = len(self._labels) >= MAX_NAMES  # names are made by admins only
+        label = self._labels.setdefault(name, OTHER_NAMES if full else name)
+        for count, counter in self._counters.items():
+            counter.labels(label).inc(grown[count])
+        for kind in KEY_TOKEN_KINDS:
+            self._tokens.labels(label, kind).inc(grown[f"{kind}_tokens"])
+        self._merged.labels(label).inc(grown["merged_tokens"])
+        self._engine_s.labels(label).inc(grown["engine_s"])

@@ -1,1 +1,0 @@
-"""Measured values in the user's data directory."""

@@ -116,7 +116,9 @@ class Job:
 
     def bounds(self, cost: CostModel | None = None) -> Bounds:
         cost = cost or self.cost
-        return lower_bounds(self.tree, cost, self.output_len, KV_CAPACITY)
+        return lower_bounds(
+            self.tree, cost, self.output_len, KV_CAPACITY, as_sglang=False
+        )
 
     def order(self, policy: str, settings: OrderSettings) -> Order:
         """The order of a policy, which no overlap law changes."""

@@ -84,7 +84,9 @@ class _Job:
     sample: Int64s
 
     def lower_bound_s(self) -> float:
-        found = lower_bounds(self.tree, A100, self.output_len, KV_CAPACITY_TOKENS)
+        found = lower_bounds(
+            self.tree, A100, self.output_len, KV_CAPACITY_TOKENS, as_sglang=False
+        )
         return found.tightest_s
 
 

@@ -25,7 +25,9 @@ def bounds_of(
     cost: CostModel | None = None,
 ) -> Bounds:
     lengths = np.array(output_len, dtype=np.int32)
-    return lower_bounds(build(prompts), cost or unit_cost(), lengths, capacity)
+    return lower_bounds(
+        build(prompts), cost or unit_cost(), lengths, capacity, as_sglang=False
+    )
 
 
 def test_one_request() -> None:

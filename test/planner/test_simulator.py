@@ -236,7 +236,11 @@ def check_laws(job: Job, done: Simulation) -> None:
 
 def check_bounds(job: Job, done: Simulation) -> None:
     bounds = lower_bounds(
-        job.tree, job.cost, job.lengths, job.limits.kv_capacity_tokens
+        job.tree,
+        job.cost,
+        job.lengths,
+        job.limits.kv_capacity_tokens,
+        as_sglang=job.limits.as_sglang,
     )
     least = done.seconds * (1 + 1e-9)
     assert bounds.law_s <= least

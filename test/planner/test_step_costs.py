@@ -106,7 +106,7 @@ def test_no_simulated_job_beats_the_bounds() -> None:
     cost = step_costs(LLAMA, H100, Parallelism())
     tree = build([(1, 2, 3), (1, 4, 5), (1, 6, 7)])
     output_len = np.full(3, 50, np.int32)
-    bounds = lower_bounds(tree, cost, output_len, 1000)
+    bounds = lower_bounds(tree, cost, output_len, 1000, as_sglang=False)
     found = run(cost, 50).seconds
     assert bounds.tightest_s <= found <= 1.2 * bounds.tightest_s
     # Steps that read the weights: the critical path decides.

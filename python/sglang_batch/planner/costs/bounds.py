@@ -59,13 +59,14 @@ def lower_bounds(
     output_len: Int32s,
     kv_capacity_tokens: int,
     *,
-    as_sglang: bool = False,
+    as_sglang: bool = True,
 ) -> Bounds:
     """Bounds for a job with true output lengths ``output_len``, int32 ``[n]``.
 
     Args:
         as_sglang: whether the first output token comes with the prompt, so that an answer
-            takes a decode step less than it has tokens.
+            takes a decode step less than it has tokens. Those bounds hold for any engine.
+            False: higher ones, of an engine that takes a step for each token.
     """
     cost = with_law(cost, max(cost.interference_exponent, cost.split_exponent))
     d = output_len[tree.order].astype(np.float64)

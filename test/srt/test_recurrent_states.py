@@ -14,8 +14,8 @@ import torch
 from stress_runs import scenario
 from tiny_checkpoints import ARGUMENTS, write_checkpoint
 
+from sgl_kernel_ext import recurrent_layers
 from sglang_batch.errors import ConfigError
-from sglang_batch.srt.cpu import linear_attention
 from sglang_batch.srt.plugin.defaults import check_states_anywhere
 
 # Gated delta nets with few states: 3 requests run at a time, and hold 2 each. Kimi Delta
@@ -57,7 +57,7 @@ def test_a_prompt_in_two_parts_and_a_decode_are_the_prompt_in_one() -> None:
         def attend(
             begin: int, end: int, slot: int, states: Any = states, bound: Any = bound
         ) -> torch.Tensor:
-            return linear_attention.chunk_kda(
+            return recurrent_layers.chunk_kda(
                 *(x[:, begin:end] for x in (q, k, v, g, beta)),
                 states,
                 torch.tensor([slot]),
@@ -72,7 +72,7 @@ def test_a_prompt_in_two_parts_and_a_decode_are_the_prompt_in_one() -> None:
         parts = torch.cat([attend(0, 5, 1), attend(5, many - 1, 1)], 1)
         torch.testing.assert_close(parts, whole[:, :-1])
         last = torch.empty(1, 1, heads, dim)
-        linear_attention.packed_decode(
+        recurrent_layers.packed_decode(
             torch.cat([x[0, -1].flatten() for x in (q, k, v)]).unsqueeze(0),
             g[0, -1:].flatten(1),
             beta[0, -1:],

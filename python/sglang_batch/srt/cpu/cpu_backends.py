@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from typing import Any
 
@@ -22,7 +22,8 @@ from sglang.srt.layers.moe.token_dispatcher import standard
 from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.runtime_context import get_exec
 
-from . import linear_attention
+from sgl_kernel_ext import recurrent_layers as kernels
+
 from .cpu_attention import BatchInvariantAttention, CpuAttention
 
 # Backends that SGLang chooses for some models whatever the device is.
@@ -34,12 +35,13 @@ def make_backend(model_runner: Any) -> TorchNativeAttnBackend:
     model = model_runner.model_config
     if model_runner.use_mla_backend:
         _attend_latents()
-    if hybrid_gdn_config(model) is not None:
-        linear_attention.use_pytorch()
-    if hybrid_kda_config(model) is not None:
-        linear_attention.use_kda()
-    if mamba2_config(model) is not None:
-        linear_attention.use_mamba()
+    for layers, functions in (
+        (hybrid_gdn_config(model), _delta_nets()),
+        (hybrid_kda_config(model), _kimi_layers()),
+        (mamba2_config(model), _mamba_layers()),
+    ):
+        if layers is not None:
+            _replace(functions)
     if get_exec().deterministic.enable_deterministic_inference:
         return BatchInvariantAttention(model_runner)
     speculates = not model_runner.spec_algorithm.is_none()
@@ -66,6 +68,71 @@ def register() -> None:
     """Make the backend under the names that SGLang chooses."""
     for name in NAMES:
         register_attention_backend(name)(make_backend)
+
+
+# Recurrent layers ---------------------------------------------------------------------
+
+
+def _replace(functions: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put our kernels in the place of those that SGLang's modules name."""
+    for module, ours in functions.items():
+        vars(importlib.import_module(module)).update(ours)
+
+
+def _delta_nets() -> dict[str, dict[str, Any]]:
+    attention, models = "sglang.srt.layers.attention.linear", "sglang.srt.models"
+    norms = "sglang.kernels.ops.attention.fla"
+    return {
+        f"{attention}.gdn_backend": {
+            "causal_conv1d_fn": kernels.causal_conv1d_fn,
+            "causal_conv1d_update": kernels.causal_conv1d_update,
+            "fused_gdn_gating": kernels.fused_gdn_gating,
+        },
+        f"{attention}.kernels.gdn_triton": {
+            "chunk_gated_delta_rule": kernels.chunk_gated_delta_rule,
+            "fused_recurrent_gated_delta_rule_packed_decode": kernels.packed_decode,
+        },
+        f"{models}.qwen3_next": {
+            "fused_qkvzba_split_reshape_cat": kernels.split_grouped
+        },
+        f"{models}.qwen3_5": {
+            "fused_qkvzba_split_reshape_cat_contiguous": kernels.split_contiguous,
+            "fused_sigmoid_mul": kernels.sigmoid_mul,
+        },
+        f"{models}.qwen2_moe": {"fused_gate_sigmoid_mul_add": kernels.add_gated},
+        f"{norms}.fused_norm_gate": {"rms_norm_gated": kernels.rms_norm_gated},
+        f"{norms}.layernorm_gated": {"rms_norm_gated": kernels.rms_norm_then_gate},
+    }
+
+
+def _kimi_layers() -> dict[str, dict[str, Any]]:
+    attention = "sglang.srt.layers.attention.linear"
+    return {
+        f"{attention}.kda_backend": {
+            "causal_conv1d_fn": kernels.causal_conv1d_fn,
+            "causal_conv1d_update": kernels.causal_conv1d_update,
+        },
+        f"{attention}.kernels.kda_triton": {
+            "chunk_kda": kernels.chunk_kda,
+            "fused_recurrent_kda_packed_decode": kernels.packed_kda_decode,
+        },
+        "sglang.kernels.ops.attention.fla.fused_norm_gate": {
+            "rms_norm_gated": kernels.rms_norm_gated
+        },
+    }
+
+
+def _mamba_layers() -> dict[str, dict[str, Any]]:
+    return {
+        "sglang.srt.layers.attention.mamba.mamba": {
+            "causal_conv1d_fn": kernels.causal_conv1d_fn,
+            "causal_conv1d_fn_triton": kernels.causal_conv1d_fn,
+            "causal_conv1d_update": kernels.causal_conv1d_update,
+            "causal_conv1d_update_triton": kernels.causal_conv1d_update,
+            "mamba_chunk_scan_combined": kernels.mamba_chunk_scan_combined,
+            "selective_state_update": kernels.selective_state_update,
+        }
+    }
 
 
 # Memory and devices -------------------------------------------------------------------

@@ -14,44 +14,12 @@ more than eight. All recurrences are those of the papers, token by token:
 
 from __future__ import annotations
 
-import importlib
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-
-def use_pytorch() -> None:
-    """Have SGLang's gated delta nets computed by this module. Later calls do nothing."""
-    for module, functions in _places().items():
-        vars(importlib.import_module(module)).update(functions)
-
-
-def _places() -> dict[str, dict[str, Any]]:
-    """The modules that name kernels, and what takes their places."""
-    attention, models = "sglang.srt.layers.attention.linear", "sglang.srt.models"
-    norms = "sglang.kernels.ops.attention.fla"
-    return {
-        f"{attention}.gdn_backend": {
-            "causal_conv1d_fn": causal_conv1d_fn,
-            "causal_conv1d_update": causal_conv1d_update,
-            "fused_gdn_gating": fused_gdn_gating,
-        },
-        f"{attention}.kernels.gdn_triton": {
-            "chunk_gated_delta_rule": chunk_gated_delta_rule,
-            "fused_recurrent_gated_delta_rule_packed_decode": packed_decode,
-        },
-        f"{models}.qwen3_next": {"fused_qkvzba_split_reshape_cat": split_grouped},
-        f"{models}.qwen3_5": {
-            "fused_qkvzba_split_reshape_cat_contiguous": split_contiguous,
-            "fused_sigmoid_mul": sigmoid_mul,
-        },
-        f"{models}.qwen2_moe": {"fused_gate_sigmoid_mul_add": add_gated},
-        f"{norms}.fused_norm_gate": {"rms_norm_gated": rms_norm_gated},
-        f"{norms}.layernorm_gated": {"rms_norm_gated": rms_norm_then_gate},
-    }
 
 
 def causal_conv1d_fn(
@@ -382,12 +350,6 @@ def rms_norm_then_gate(
 # Kimi Delta Attention -----------------------------------------------------------------
 
 
-def use_kda() -> None:
-    """Have SGLang's Kimi Delta Attention computed by this module. Later calls do nothing."""
-    for module, functions in _KDA_PLACES.items():
-        vars(importlib.import_module(module)).update(functions)
-
-
 def decays_of(
     gates: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None
 ) -> Tensor:
@@ -479,37 +441,7 @@ def packed_kda_decode(
     )
 
 
-_KDA_PLACES: dict[str, dict[str, Any]] = {
-    "sglang.srt.layers.attention.linear.kda_backend": {
-        "causal_conv1d_fn": causal_conv1d_fn,
-        "causal_conv1d_update": causal_conv1d_update,
-    },
-    "sglang.srt.layers.attention.linear.kernels.kda_triton": {
-        "chunk_kda": chunk_kda,
-        "fused_recurrent_kda_packed_decode": packed_kda_decode,
-    },
-    "sglang.kernels.ops.attention.fla.fused_norm_gate": {
-        "rms_norm_gated": rms_norm_gated
-    },
-}
-"""The modules that name kernels, and what takes their places."""
-
-
 # Mamba-2 ------------------------------------------------------------------------------
-
-_MAMBA = "sglang.srt.layers.attention.mamba.mamba"
-
-
-def use_mamba() -> None:
-    """Have SGLang's Mamba-2 layers computed by this module. Later calls do nothing."""
-    vars(importlib.import_module(_MAMBA)).update(
-        causal_conv1d_fn=causal_conv1d_fn,
-        causal_conv1d_fn_triton=causal_conv1d_fn,
-        causal_conv1d_update=causal_conv1d_update,
-        causal_conv1d_update_triton=causal_conv1d_update,
-        mamba_chunk_scan_combined=mamba_chunk_scan_combined,
-        selective_state_update=selective_state_update,
-    )
 
 
 def mamba_chunk_scan_combined(

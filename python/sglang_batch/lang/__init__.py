@@ -1,0 +1,1 @@
+"""Batches from a user's program: SGLang's programs, streams of rows, and tables."""

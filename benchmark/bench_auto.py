@@ -26,7 +26,7 @@ import numpy as np
 from report import RESULTS, Figure, finish, print_figures, print_table
 from tqdm import tqdm
 
-from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.config import AUTO, OfflineBatchConfig
 from sglang_batch.job.job_planner import MIN_SAMPLED, JobPlanner
 from sglang_batch.planner.costs.bounds import with_law
 from sglang_batch.planner.costs.cost_model import CostModel
@@ -40,7 +40,6 @@ from sglang_batch.planner.plan import Plan, orders_for
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.planner.requests import UNKNOWN, Int32s, PlanRequests
 from sglang_batch.planner.simulator.simulator import simulate
-from sglang_batch.policies import AUTO
 from sglang_batch.prediction.models import MODELS
 
 LAWS = (1.0, 1.2, 1.47)

@@ -36,8 +36,8 @@ from report import RESULTS, Figure, finish, print_figures, print_table
 from throughput_engine import Engine, Run, Task, TaskResult
 from throughput_jobs import NUM_IDS, ThroughputJob, exactly, groups
 
-from sglang_batch.demo_model import write_demo_model
 from sglang_batch.prediction.models import MODELS
+from sglang_batch.run.demo_model import write_demo_model
 
 # What the model's configuration needs beyond the sizes that plans count with.
 LOADABLE = {

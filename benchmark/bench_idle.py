@@ -27,7 +27,7 @@ import httpx
 from demo_server import launched
 from report import Figure, finish, print_figures
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 # Longer than the engine stays awake after a step.
 PAUSE_S = 1.5

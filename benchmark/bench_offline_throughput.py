@@ -48,7 +48,7 @@ from throughput_jobs import (
 )
 from tqdm import tqdm
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 STOCK = ("fcfs", "lpm", "dfs-weight")
 OURS = ("dfs", "dual-scan")

@@ -26,7 +26,7 @@ from report import RESULTS, Figure, finish, print_figures, print_table
 from throughput_engine import WARM_UP_PROMPTS, answer_all
 from throughput_jobs import NUM_IDS
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 ENGINES = ("stock fcfs", "ours dfs")
 NUM_LINES, NUM_ONLINE = 400, 10

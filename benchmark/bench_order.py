@@ -31,6 +31,7 @@ from long_documents import documents
 from report import RESULTS, Figure, finish, print_figures, print_table
 from tqdm import tqdm
 
+from sglang_batch.config import POLICY_TABLE
 from sglang_batch.planner.costs.bounds import Bounds, lower_bounds, with_law
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits
@@ -45,10 +46,15 @@ from sglang_batch.planner.plan import best
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.requests import Int32s, Int64s
 from sglang_batch.planner.simulator.simulator import Simulation, simulate
-from sglang_batch.policies import POLICY_TABLE
-from sglang_batch.workloads.blend import GRID_DENSITIES, GRID_SHARINGS, TRACES, blend
-from sglang_batch.workloads.mix import Workload, combine
-from sglang_batch.workloads.traces import read_trace
+from sglang_batch.prediction.workloads.mix import (
+    GRID_DENSITIES,
+    GRID_SHARINGS,
+    TRACES,
+    Workload,
+    blend,
+    combine,
+)
+from sglang_batch.prediction.workloads.traces import read_trace
 
 # BlendServe section 2.3 with Llama-3-8B on an A100 80GB.
 COST = CostModel(token_time_s=2 * 8e9 / 312e12, kv_read_time_s=131_072 / 2.039e12)

@@ -36,7 +36,7 @@ from throughput_engine import Run, Task, run_task, run_tasks, task_of
 from throughput_jobs import ThroughputJob, blend, blend_draft
 from tqdm import tqdm
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 
 @dataclass(frozen=True, slots=True)

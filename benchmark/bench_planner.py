@@ -27,8 +27,7 @@ from traces_simulated import TraceFigures, simulate_trace
 from worked_examples import tree_of, worked_examples
 
 from sglang_batch.planner.prefixes.prefix_groups import prefix_groups, token_saving
-from sglang_batch.workloads.blend import TRACES
-from sglang_batch.workloads.mix import industry
+from sglang_batch.prediction.workloads.mix import TRACES, industry
 
 Figures = list[Figure]
 GIB = 2**30

@@ -41,7 +41,7 @@ from throughput_jobs import CHUNK, NUM_IDS
 from throughput_probe import Steps
 from tqdm import tqdm
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 RUNNING = (64, 1000)
 PROMPT_LEN = 8

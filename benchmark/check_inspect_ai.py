@@ -24,7 +24,7 @@ from demo_server import launched
 from report import Figure, finish, print_figures
 from savings_parts.litellm import environment
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 PACKAGES = ("inspect_ai", "openai", "anthropic")
 MODEL, SAMPLES, TIMEOUT_S = "demo", 12, 300

@@ -28,7 +28,7 @@ from openai_spec import NULL, Json, Spec
 from report import finish, print_table
 from soak_server import ENDED, MODEL_NAME, chat_line, running
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 PATIENCE_S, POLL_S = 120, 0.05
 FILE_ID, BATCH_ID, UPLOAD_ID = "file-abc123", "batch_abc123", "upload_abc123"

@@ -23,7 +23,7 @@ from sglang_batch.planner.machine_model import Machine
 from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.planner.simulator.simulator import Simulation
-from sglang_batch.prediction.forecast import Lengths, forecast
+from sglang_batch.prediction.report import Lengths, forecast
 
 # Share of the answers that a plan knows of, over a job: the first plan has a sample of 1 %, and
 # each later one twice the answers of the last, from 64 on.

@@ -25,7 +25,7 @@ from demo_server import follow, launched
 from openai import OpenAI
 from openai.types import Batch
 
-from sglang_batch.demo_model import REAL_MODEL, write_demo_model, write_real_model
+from sglang_batch.run.demo_model import REAL_MODEL, write_demo_model, write_real_model
 from sglang_batch.run.summary import Counts, Summary
 
 DATA = Path(__file__).parent / "data" / "demo_requests.jsonl"

@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 from report import finish, print_table
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 from sglang_batch.store.files import FileLock
 
 DATA = Path(__file__).parent / "data" / "demo_requests.jsonl"

@@ -24,7 +24,7 @@ from fleet_parts.local_cluster import (
     wait_until,
 )
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 DATA = Path(__file__).parent / "data" / "demo_requests.jsonl"
 # The engine is killed when so many lines are done.

@@ -8,9 +8,12 @@ import numpy as np
 
 from sglang_batch.errors import ConfigError
 from sglang_batch.planner.requests import UNKNOWN, Floats, Int64s, PlanRequests
-from sglang_batch.workloads.mix import Workload, seeds_of
-from sglang_batch.workloads.samples import offsets_of, random_tokens
-from sglang_batch.workloads.sources import lognormal_lengths
+from sglang_batch.prediction.workloads.mix import Workload, seeds_of
+from sglang_batch.prediction.workloads.sources import (
+    lognormal_lengths,
+    offsets_of,
+    random_tokens,
+)
 
 SHORTEST, LONGEST = 10_000, 100_000
 """Fewest and most tokens of a prompt."""

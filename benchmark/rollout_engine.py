@@ -18,7 +18,7 @@ from typing import Any
 
 import throughput_probe
 
-from sglang_batch.demo_model import SPECIAL_IDS
+from sglang_batch.run.demo_model import SPECIAL_IDS
 
 TASK_FILE, RESULT_FILE, STEPS_FILE = "task.json", "result.json", "steps.bin"
 END_TOKENS = [str(SPECIAL_IDS[name]) for name in ("<|eos|>", "<|end|>")]

@@ -45,7 +45,7 @@ from soak_memory import memory_rows, validation_rows
 from soak_server import MODEL_NAME, SoakServer, running
 from soak_service import overhead_rows
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 CONTRACT = Path(__file__).parents[1] / "test" / "srt" / "contract"
 # The other version of the client, which is installed separately from SGLang's.

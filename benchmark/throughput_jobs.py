@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
-from sglang_batch.workloads.traces import read_trace
+from sglang_batch.prediction.workloads.traces import read_trace
 
 NUM_IDS = 256
 CHUNK = 512

@@ -10,7 +10,7 @@ from sglang_batch.planner.admission_rules.dual_scanner import split_kv
 from sglang_batch.planner.costs.cost_model import compute_density
 from sglang_batch.planner.prefixes.prefix_groups import prefix_groups, token_saving
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
-from sglang_batch.workloads.mix import Workload, shared_prefix_groups
+from sglang_batch.prediction.workloads.mix import Workload, shared_prefix_groups
 
 
 def worked_examples() -> list[Figure]:

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 # The random model runs on a CPU.
 ENGINE_OPTIONS: dict[str, Any] = {"dtype": "float32"}

@@ -14,7 +14,7 @@ from pathlib import Path
 import demo
 from transformers import AutoConfig, BloomConfig, BloomForCausalLM
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 QUESTIONS = ["What is a batch?", "What is a row?", "What is a column of KV?"]
 

@@ -17,7 +17,6 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM
 
-from sglang_batch.demo_model import write_demo_model
 from sglang_batch.rollout import (
     GroupResult,
     LengthHistory,
@@ -25,6 +24,7 @@ from sglang_batch.rollout import (
     RolloutGroup,
     SampleResult,
 )
+from sglang_batch.run.demo_model import write_demo_model
 
 PROMPTS = [list(f"Write a word, number {i}: ".encode()) for i in range(8)]
 # Of 8 answers to each prompt, the first 6 that finish.

@@ -65,7 +65,7 @@ _EXIT_STATUS = pytest.StashKey[int]()
 @pytest.fixture(scope="session")
 def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of the demo model, written once for all tests."""
-    from sglang_batch.demo_model import write_demo_model
+    from sglang_batch.run.demo_model import write_demo_model
 
     path = tmp_path_factory.mktemp("model") / "demo"
     write_demo_model(path)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_batch import demo_model
 from sglang_batch.cli import main
+from sglang_batch.run import demo_model
 
 
 def test_the_real_model_answers(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_batch.batch_api.media_places import parse_place
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import ConfigError
-from sglang_batch.media_places import parse_place
 from sglang_batch.srt.engine.media import _is_below, check_places
 
 SITE = "https://images.example.com"

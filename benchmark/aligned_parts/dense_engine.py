@@ -35,9 +35,9 @@ from sglang_batch.dense.row_request import (
 )
 from sglang_batch.dense.rows import SlabRows
 from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE
+from sglang_batch.prediction.workloads.sources import SHAREGPT, lognormal_lengths
+from sglang_batch.prediction.workloads.traces import read_trace
 from sglang_batch.srt.dense.engine import dense_machine
-from sglang_batch.workloads.sources import SHAREGPT, lognormal_lengths
-from sglang_batch.workloads.traces import read_trace
 
 # Lengths are halved for a job of a minute.
 SCALE, LONGEST = 0.5, 1024

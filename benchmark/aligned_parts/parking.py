@@ -15,7 +15,7 @@ from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.plan import Candidates
 from sglang_batch.planner.simulator.simulator import Simulation
-from sglang_batch.workloads.mix import Workload
+from sglang_batch.prediction.workloads.mix import Workload
 
 from .traces import BANDWIDTH, COUNT, MEMORY, MODELS, PCIE, SOURCES, Model, requests_of
 

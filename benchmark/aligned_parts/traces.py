@@ -15,23 +15,23 @@ from pathlib import Path
 import numpy as np
 from report import Figure, print_table
 
+from sglang_batch.config import ORDERS, PAGED_ORDERS
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.planner.ordering.order import Order, OrderSettings
 from sglang_batch.planner.plan import Candidates, best
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.planner.simulator.simulator import Simulation, simulate
-from sglang_batch.policies import ORDERS, PAGED_ORDERS
-from sglang_batch.workloads.mix import Workload
-from sglang_batch.workloads.samples import offsets_of
-from sglang_batch.workloads.sources import (
+from sglang_batch.prediction.workloads.mix import Workload
+from sglang_batch.prediction.workloads.sources import (
     ARXIV,
     AZURE_CONV,
     SHAREGPT,
     Source,
     lognormal_lengths,
+    offsets_of,
 )
-from sglang_batch.workloads.traces import read_trace
+from sglang_batch.prediction.workloads.traces import read_trace
 
 BANDWIDTH, PCIE = 3.35e12, 50e9  # bytes a second: H100's memory, PCIe 5
 MEMORY = 0.9 * 80 * 2**30

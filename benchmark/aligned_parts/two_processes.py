@@ -23,7 +23,7 @@ import soak_server
 from report import Figure
 from soak_server import SoakServer, chat_line, running, write_lines
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 LINES = 400
 TOKENS = 16

@@ -25,7 +25,7 @@ from bench_offline_throughput import make_job
 from report import Figure, print_table
 from throughput_jobs import ThroughputJob
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 ENGINE = Path(__file__).parents[1] / "cost_engine.py"
 # What ``auto`` takes by these costs, and last the order that it leaves for job 5.

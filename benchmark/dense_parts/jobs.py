@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_batch.workloads.sources import SHAREGPT, lognormal_lengths
+from sglang_batch.prediction.workloads.sources import SHAREGPT, lognormal_lengths
 
 VOCAB = 1000
 

@@ -14,13 +14,12 @@ from itertools import product
 import numpy as np
 from report import Figure, print_table
 
-from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.config import POLICY_TABLE, OfflineBatchConfig
 from sglang_batch.job.answer_feedback import AnswerFeedback
 from sglang_batch.job.job_planner import JobPlanner
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
-from sglang_batch.policies import POLICY_TABLE
 from sglang_batch.scheduling.job_plan import JobPlan, StepCost, unplanned
 from sglang_batch.scheduling.job_state import JobState
 from sglang_batch.scheduling.job_work import JobWork

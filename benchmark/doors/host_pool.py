@@ -34,7 +34,7 @@ TREE_MS = 5.0
 
 
 def measure(quick: bool) -> list[Figure]:
-    from sglang_batch.demo_model import write_demo_model
+    from sglang_batch.run.demo_model import write_demo_model
 
     figures = [tree_figure(2_000 if quick else 100_000)]
     pools = {"small": POOLS["small"]} if quick else POOLS

@@ -19,7 +19,7 @@ from report import Figure, print_table
 from throughput_engine import Run, Task, run_task, run_tasks, task_of
 from throughput_jobs import ThroughputJob, blend, blend_draft, groups, two_levels
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 SEED = 1
 REPEATS = 3

@@ -21,8 +21,8 @@ import mixed_engine
 import numpy as np
 from report import Figure, print_table
 
-from sglang_batch.demo_model import write_demo_model
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
+from sglang_batch.run.demo_model import write_demo_model
 from sglang_batch.store.token_spool import TokenSpool
 
 SEED = 1

@@ -14,7 +14,7 @@ from report import Figure
 from soak_server import running
 from soak_service import overhead_rows
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 LINES, REPEATS = 5000, 7
 

@@ -46,7 +46,7 @@ def jobs(num_requests: int) -> dict[str, list[tuple[list[int], int]]]:
 
 
 def measure(quick: bool) -> list[Figure]:
-    from sglang_batch.demo_model import write_demo_model
+    from sglang_batch.run.demo_model import write_demo_model
 
     figures = []
     with tempfile.TemporaryDirectory(prefix="sglang-batch-bench-") as scratch:

@@ -18,7 +18,7 @@ from typing import Any
 import stream_engine
 from report import Figure
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 TIMEOUT_S = 1200
 

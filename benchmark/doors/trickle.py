@@ -15,7 +15,7 @@ from report import Figure, print_table
 from throughput_engine import Run, run_tasks, task_of
 from throughput_jobs import ThroughputJob, groups
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 SEED = 1
 STOCK = ("fcfs", "lpm", "dfs-weight")

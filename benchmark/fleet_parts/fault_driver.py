@@ -24,7 +24,7 @@ from sglang_batch.fleet.ray.ray_fleet import join_cluster
 from sglang_batch.fleet.ray.ray_place import RayPlace
 from sglang_batch.job.job import Job
 from sglang_batch.request import BatchRequestInput, RequestOutput
-from sglang_batch.run.engine_settings import started
+from sglang_batch.run.backend_options import started
 from sglang_batch.store.result_log import ResultLog
 
 # Options of each engine. All KV of two of them fits into a small machine.

@@ -22,7 +22,7 @@ from pathlib import Path
 from report import Figure, print_table
 from tqdm import tqdm
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 from . import local_cluster
 from .local_cluster import LocalCluster

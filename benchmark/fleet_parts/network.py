@@ -20,7 +20,7 @@ from pathlib import Path
 
 from report import Figure, print_table
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 from . import faults, local_cluster
 from .local_cluster import LocalCluster

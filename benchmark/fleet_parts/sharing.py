@@ -18,13 +18,13 @@ from demo import DATA
 from planner_stages import A100
 from report import Figure, print_table
 
-from sglang_batch.demo_model import SPECIAL_IDS
 from sglang_batch.planner.costs.tree_work import leaf_work
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.requests import Floats, Int32s, Int64s
 from sglang_batch.planner.sharding.partition import partition, shared_within_shards
-from sglang_batch.workloads.mix import mix
-from sglang_batch.workloads.sources import Source
+from sglang_batch.prediction.workloads.mix import mix
+from sglang_batch.prediction.workloads.sources import Source
+from sglang_batch.run.demo_model import SPECIAL_IDS
 
 ENGINES = (2, 4, 8, 16)
 LINES_PER_ENGINE = 100

@@ -39,9 +39,8 @@ from sglang_batch.planner.requests import Floats, Int32s, Int64s
 from sglang_batch.planner.sharding.partition import partition, shared_within_shards
 from sglang_batch.planner.sharding.rebalance import rebalance
 from sglang_batch.planner.sharding.speeds import ShardSpeeds
-from sglang_batch.workloads.mix import Workload, assemble, seeds_of
-from sglang_batch.workloads.samples import draw_sample
-from sglang_batch.workloads.sources import Source
+from sglang_batch.prediction.workloads.mix import Workload, assemble, seeds_of
+from sglang_batch.prediction.workloads.sources import Source, draw_sample
 
 SEED = 0
 ENGINES, PER_ENGINE = 1000, 1000

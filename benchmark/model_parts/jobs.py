@@ -14,7 +14,7 @@ import torch
 from report import Figure, print_table
 from throughput_jobs import ThroughputJob, groups, tree_of, two_levels
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 from .engine import JobResult, run_jobs
 

@@ -28,8 +28,8 @@ from report import Figure
 
 from sglang_batch.batch_api.equal_requests import find_equal
 from sglang_batch.batch_api.jsonl import BatchFile
-from sglang_batch.demo_model import write_demo_model
 from sglang_batch.request import BatchRequestInput
+from sglang_batch.run.demo_model import write_demo_model
 
 LINES, REPEATS = 20_000, 0.3
 # Lines of the job whose memory is measured.

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from report import Figure
 
 from sglang_batch.inputs.field_sample import FieldSample
-from sglang_batch.inputs.input_sources import input_sources
-from sglang_batch.inputs.job_input import JobInput
+from sglang_batch.inputs.job_input import JobInput, input_sources
 from sglang_batch.inputs.staging import Staging
 from sglang_batch.inputs.template import Template
 from sglang_batch.planner.fields import value_splits

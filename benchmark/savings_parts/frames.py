@@ -17,7 +17,7 @@ from pathlib import Path
 from demo_server import launched
 from report import Figure
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 DAFT = "daft==0.7.26"
 ROOT = Path(__file__).parents[2]

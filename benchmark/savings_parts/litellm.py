@@ -21,7 +21,7 @@ from typing import Any
 from demo_server import launched
 from report import Figure
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 sys.path.append(str(Path(__file__).parents[2] / "test" / "helpers"))
 from request_recorder import calls_of, recorded

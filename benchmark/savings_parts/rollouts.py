@@ -20,7 +20,7 @@ import numpy as np
 import rollout_engine
 from report import Figure
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 PROMPTS, SAMPLES, K = 64, 16, 12
 STEPS = 3

@@ -24,7 +24,7 @@ from report import Figure
 
 from sglang_batch.batch_api.stop_rules.answer_watch import AnswerText, AnswerWatch
 from sglang_batch.batch_api.stop_rules.rule_settings import StopRules
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 LINES, RUNS = 2_000, 3
 # Most tokens of an answer. Each of the demo model's is a byte.

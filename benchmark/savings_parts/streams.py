@@ -22,7 +22,7 @@ from openai import OpenAI
 from report import Figure, print_table
 
 from sglang_batch import AnswerColumns, stream
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 FAMILIES, MEMBERS = 100, 40
 BLOCK = 100

@@ -24,7 +24,7 @@ from report import Figure
 from throughput_engine import run_task, task_of
 from throughput_jobs import ThroughputJob, blend, blend_draft
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 PAIRS, SEED, RUNS = 768, 0, 2
 ENOUGH = 0.99

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .frames.frame_job import map_table
-    from .streams.answer_columns import AnswerColumns
-    from .streams.stream_rows import StreamAnswer
-    from .streams.streamer import Streamer, stream
+    from .lang.frame_job import map_table
+    from .lang.stream_rows import StreamAnswer
+    from .lang.streamer import AnswerColumns, Streamer, stream
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,11 +21,11 @@ __all__ = [
 
 # Imported when they are first used: this package is imported everywhere.
 _PLACES = {
-    "AnswerColumns": "streams.answer_columns",
-    "StreamAnswer": "streams.stream_rows",
-    "Streamer": "streams.streamer",
-    "map_table": "frames.frame_job",
-    "stream": "streams.streamer",
+    "AnswerColumns": "lang.streamer",
+    "StreamAnswer": "lang.stream_rows",
+    "Streamer": "lang.streamer",
+    "map_table": "lang.frame_job",
+    "stream": "lang.streamer",
 }
 
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
-from .calibration import calibrate_options
-from .client import client_options
 from .errors import ConfigError, ExitStatus, InputError, SGLangBatchError
+from .prediction import options
 from .prediction import options as prediction_options
-from .run.options import run_options
+from .run import run_options
+from .run.client import client_options
 
 
 def command() -> None:
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     run_options.add_serve(commands, _serve)
     prediction_options.add_plan(commands, _plan)
     prediction_options.add_simulate(commands, _simulate)
-    calibrate_options.add_calibrate(commands, _calibrate)
+    options.add_calibrate(commands, _calibrate)
     client_options.add(commands)
 
     module = commands.add_parser(
@@ -118,10 +118,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
-    from .run.options.fleet_options import fleet_options
-    from .run.options.vllm_flags import sglang_argv
+    from .run.fleet_options import fleet_options
     from .run.outputs import Outputs
     from .run.run_command import RunOptions, run
+    from .run.vllm_flags import sglang_argv
 
     job_input = run_options.job_input(options)
     outputs = Outputs.of(
@@ -154,7 +154,7 @@ def _run(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _serve(options: argparse.Namespace, rest: list[str]) -> int:
-    from .run.options.fleet_options import fleet_options
+    from .run.fleet_options import fleet_options
     from .run.serve_command import serve
 
     return serve(options.backend, rest, fleet_options(options))
@@ -173,7 +173,7 @@ def _simulate(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _calibrate(options: argparse.Namespace, rest: list[str]) -> int:
-    from .calibration.calibrate_command import calibrate
+    from .prediction.calibration.calibrate_command import calibrate
 
     return calibrate(rest, rows=options.rows, tokens=options.tokens)
 
@@ -185,7 +185,7 @@ def _exec(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _demo_model(options: argparse.Namespace, rest: list[str]) -> int:
-    from .demo_model import write_demo_model, write_real_model
+    from .run.demo_model import write_demo_model, write_real_model
 
     try:
         if options.real:

@@ -1,11 +1,16 @@
-"""One request of a batch, its ids and its answer."""
+"""One request of a batch, its ids and its answer, and JSON as lines."""
 
 from __future__ import annotations
 
+import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
+
+from .errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,3 +208,72 @@ class Requests(Protocol):
 
 Sink = Callable[[BatchRequestInput, RequestOutput], None]
 """Takes the answer of a request."""
+
+
+# Lines of JSON: how every line is written, and how lines are told apart.
+
+_encoder = msgspec.json.Encoder()
+# Line ends to str.splitlines and to clients such as httpx, but not to JSON, which has to
+# escape only the others. Raw, they are in strings only: no other part of JSON has them.
+_LINE_ENDS = {chr(code).encode(): b"\\u%04x" % code for code in (0x85, 0x2028, 0x2029)}
+
+
+def json_line(value: Any) -> bytes:
+    """A value as one line of JSON, ended by a newline.
+
+    No reader finds another line end in it, whatever it takes for one.
+    """
+    return as_one_line(_encoder.encode(value)) + b"\n"
+
+
+def as_one_line(encoded: bytes) -> bytes:
+    """JSON in which U+0085, U+2028 and U+2029 are escaped."""
+    for raw, escaped in _LINE_ENDS.items():
+        encoded = encoded.replace(raw, escaped)
+    return encoded
+
+
+class LineSplitter:
+    """The lines of a body that arrives in blocks. They end at ``\\n`` only."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def add(self, block: bytes) -> list[bytes]:
+        """The lines that this block ends, without their ends."""
+        self._parts.append(block)
+        if b"\n" not in block:
+            return []
+        *lines, rest = b"".join(self._parts).split(b"\n")
+        self._parts = [rest]
+        return lines
+
+
+# Prompts of which no two begin alike.
+
+
+def random_prompts(
+    lengths: Sequence[int], vocab_size: int, *, seed: int
+) -> list[list[int]]:
+    """Prompts of these lengths whose first tokens all differ.
+
+    The ids are from the middle of the vocabulary, where no model has special tokens,
+    unless there are more prompts than ids.
+
+    Raises:
+        ConfigError: there are more prompts than ids in the vocabulary.
+    """
+    if len(lengths) > vocab_size:
+        raise ConfigError(
+            f"--rows {len(lengths)} is more than the {vocab_size} tokens of the "
+            "vocabulary, so that prompts cannot all differ; give fewer."
+        )
+    chance = random.Random(seed)
+    ids = range(vocab_size // 8, vocab_size // 2)
+    if len(ids) < len(lengths):
+        ids = range(vocab_size)
+    firsts = chance.sample(ids, len(lengths))
+    return [
+        [first, *chance.choices(ids, k=length - 1)]
+        for first, length in zip(firsts, lengths, strict=True)
+    ]

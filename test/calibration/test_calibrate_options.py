@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from sglang_batch.calibration.calibrate_command import (
+from sglang_batch.cli import main
+from sglang_batch.planner.costs.cost_model import StepExtras
+from sglang_batch.planner.costs.step_law import StepLaw
+from sglang_batch.prediction.calibration.calibrate_command import (
     Measurement,
     as_table,
     law_text,
 )
-from sglang_batch.calibration.decode_shapes import Sizes, shapes, step_point
-from sglang_batch.calibration.row_share import fit_row_share
-from sglang_batch.cli import main
-from sglang_batch.planner.costs.cost_model import StepExtras
-from sglang_batch.planner.costs.step_law import StepLaw
+from sglang_batch.prediction.calibration.decode_shapes import Sizes, shapes, step_point
+from sglang_batch.prediction.calibration.row_share import fit_row_share
 from sglang_batch.store.measured_costs import RowShareKey
 
 

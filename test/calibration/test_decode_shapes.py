@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_batch.calibration.decode_shapes import (
+from sglang_batch.errors import ConfigError
+from sglang_batch.prediction.calibration.decode_shapes import (
     DecodeLimits,
     chosen_sizes,
     shapes,
     step_point,
 )
-from sglang_batch.errors import ConfigError
 
 H100 = DecodeLimits(
     kv_capacity_tokens=450_000,

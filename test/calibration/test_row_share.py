@@ -7,9 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from sglang_batch.calibration.row_share import Finding, StepPoint, fit_row_share
 from sglang_batch.errors import ConfigError
 from sglang_batch.planner.costs.cost_model import tokens_read
+from sglang_batch.prediction.calibration.row_share import (
+    Finding,
+    StepPoint,
+    fit_row_share,
+)
 
 WEIGHTS_S, KV_READ_S = 5e-3, 4e-8
 ROWS, TOKENS = 64, 65_536

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_batch.calibration.decode_shapes import DecodeLimits
-from sglang_batch.calibration.step_mixes import OUTPUTS, mixes
+from sglang_batch.prediction.calibration.decode_shapes import (
+    OUTPUTS,
+    DecodeLimits,
+    mixes,
+)
 
 LARGE = DecodeLimits(500_000, 1024, 131_072, 1, 8192)
 SMALL = DecodeLimits(600, 8, 300, 1, 128, on_cpu=True)

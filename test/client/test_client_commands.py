@@ -33,8 +33,8 @@ from fastapi.responses import JSONResponse
 from input_files import packed
 
 from sglang_batch.cli import main
-from sglang_batch.client import batch_client, batch_view, client_commands
 from sglang_batch.errors import ServerError
+from sglang_batch.run.client import batch_client, client_commands
 from sglang_batch.server import runner as runner_module
 from sglang_batch.server.http.all_routes import make_router
 
@@ -286,7 +286,7 @@ def test_a_server_that_is_away_is_waited_for(
     batch = remote_server.get(batch_id)
     server.failures += [503] * 7  # more than the client itself repeats
     running = {**batch, "status": "in_progress"}
-    with batch_view.BatchBar() as bar:
+    with batch_client.BatchBar() as bar:
         ended = client_commands.until_ended(remote_server, running, bar)
     assert ended["status"] == "completed"
     assert not server.failures
@@ -301,7 +301,7 @@ def test_a_server_that_stays_away_is_given_up(
     monkeypatch.setattr(client_commands, "PATIENCE_S", 0.0)
     batch = {"id": "batch_1", "status": "in_progress"}
     server.failures += [503] * 3
-    with batch_view.BatchBar() as bar, pytest.raises(ServerError):
+    with batch_client.BatchBar() as bar, pytest.raises(ServerError):
         client_commands.until_ended(remote_server, batch, bar)
     assert not server.failures
 
@@ -454,24 +454,24 @@ BATCH: dict[str, Any] = {
 
 
 def test_the_table_says_how_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_view.time, "time", lambda: 1_000_110.0)
+    monkeypatch.setattr(batch_client.time, "time", lambda: 1_000_110.0)
     rows = dict(
         line.split(maxsplit=1) if not line.startswith(("cached", "time", "of"))
         else line.split("  ", 1)
-        for line in batch_view.batch_table(BATCH).splitlines()
+        for line in batch_client.batch_table(BATCH).splitlines()
     )  # fmt: skip
     assert rows["requests"] == "1,000 of 4,000 done (25%), 10 failed"
     assert rows["cached tokens"].strip() == "50 = 25.0% (possible: 40.0%)"
     assert rows["of reasoning"].strip() == "7"
     assert rows["time left"].strip() == "about 5m00s"
-    paused = batch_view.batch_table({**BATCH, "paused_reason": "outside of hours"})
+    paused = batch_client.batch_table({**BATCH, "paused_reason": "outside of hours"})
     assert "in_progress (paused: outside of hours)" in paused
     assert "time left" not in paused
 
 
 def test_many_errors_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     data = [{"line": i, "message": "bad", "code": "c", "param": None} for i in range(9)]
-    lines = batch_view.first_errors({"errors": {"data": data}})
+    lines = batch_client.first_errors({"errors": {"data": data}})
     assert lines == ["bad", *(f"line {i}: bad" for i in range(1, 5)), "and 4 more"]
 
 
@@ -479,7 +479,7 @@ def test_a_terminal_gets_a_bar_that_moves(
     capsys: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with batch_view.BatchBar() as bar:
+    with batch_client.BatchBar() as bar:
         bar.show({**BATCH, "status": "validating", "request_counts": None})
         bar.show(BATCH)
         for _ in range(2):
@@ -500,8 +500,8 @@ def test_a_terminal_gets_a_bar_that_moves(
 def test_a_log_gets_a_line_now_and_then(
     capsys: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_view.time, "monotonic", lambda: clock)
-    with batch_view.BatchBar() as bar:
+    monkeypatch.setattr(batch_client.time, "monotonic", lambda: clock)
+    with batch_client.BatchBar() as bar:
         for second in range(65):
             clock = 1000.0 + second
             bar.show(BATCH)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from sglang_batch.demo_model import SPECIAL_IDS, VOCAB_SIZE, write_demo_model
 from sglang_batch.dense.grammar import ANY_JSON, GrammarRow, Grammars
 from sglang_batch.dense.row_request import Sampling
 from sglang_batch.dense.sampling import RowSampler, choose
+from sglang_batch.run.demo_model import SPECIAL_IDS, VOCAB_SIZE, write_demo_model
 
 EOS = SPECIAL_IDS["<|end|>"]
 WIDTH = VOCAB_SIZE + 50  # of the logits, more than the tokenizer has

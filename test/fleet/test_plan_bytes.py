@@ -20,7 +20,7 @@ from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.config import POLICIES, OfflineBatchConfig
 from sglang_batch.errors import InputError
 from sglang_batch.fleet import plan_bytes
 from sglang_batch.job.job_planner import JobPlanner
@@ -33,7 +33,6 @@ from sglang_batch.planner.costs.cost_model import (
 )
 from sglang_batch.planner.machine_model import Machine, PoolShares
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
-from sglang_batch.policies import POLICIES
 from sglang_batch.scheduling.job_plan import JobPlan, unplanned
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from demo_adapter import write_demo_adapter
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 # Tokens of each part of a prompt: what all lines of an adapter begin with, what those of a
 # document share, and a line's own.

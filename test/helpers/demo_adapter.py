@@ -23,7 +23,7 @@ _TARGETS = {
 def write_demo_adapter(
     path: str | Path, model: str | Path, *, seed: int, rank: int = 4
 ) -> None:
-    """Write an adapter for the checkpoint of ``sglang_batch.demo_model``.
+    """Write an adapter for the checkpoint of ``sglang_batch.run.demo_model``.
 
     Args:
         path: the folder, which is created with its parents if missing.

@@ -11,8 +11,7 @@ from typing import Any
 import zstandard
 from builders import make_line
 
-from sglang_batch.inputs.input_sources import input_sources
-from sglang_batch.inputs.job_input import JobInput
+from sglang_batch.inputs.job_input import JobInput, input_sources
 from sglang_batch.inputs.local_input import LocalInput
 from sglang_batch.inputs.staging import Staging
 from sglang_batch.inputs.template import Template

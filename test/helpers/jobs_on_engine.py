@@ -16,12 +16,11 @@ from typing import Any
 from builders import CHAT, make_body
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.config import POLICIES, OfflineBatchConfig
 from sglang_batch.job import live_plan, rendering
 from sglang_batch.job.job import Job
 from sglang_batch.job.job_planner import JobPlanner
 from sglang_batch.job.job_shards import ShardPlan
-from sglang_batch.policies import POLICIES
 from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
 from sglang_batch.srt.engine import in_process
 

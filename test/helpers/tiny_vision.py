@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_batch.demo_model import _byte_symbols
+from sglang_batch.run.demo_model import _byte_symbols
 
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>",

@@ -34,9 +34,9 @@ from wave_server import WaveServer
 
 from sglang_batch.batch_api.protocol import ENDPOINTS
 from sglang_batch.cli import main
-from sglang_batch.client import client_options
 from sglang_batch.config import OfflineBatchConfig
-from sglang_batch.run.options import run_options
+from sglang_batch.run import run_options
+from sglang_batch.run.client import client_options
 from sglang_batch.server.metrics import BatchMetrics
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -25,9 +25,8 @@ from sglang_batch.batch_api.message_batches import (
     rejected_line,
 )
 from sglang_batch.job.engine import WAVE_PATH
-from sglang_batch.json_lines import LineSplitter
-from sglang_batch.programs.program_log import ProgramLog, ProgramRecord
-from sglang_batch.request import Usage
+from sglang_batch.lang.program_log import ProgramLog, ProgramRecord
+from sglang_batch.request import LineSplitter, Usage
 from sglang_batch.rollout import RolloutClient, RolloutGroup
 from sglang_batch.rollout.rollout_call import ROLLOUTS_PATH
 from sglang_batch.store.result_log import ResultLog, finished_lines

@@ -13,11 +13,10 @@ from sglang_batch.cli import _parser
 from sglang_batch.errors import ConfigError
 from sglang_batch.inputs import field_sample
 from sglang_batch.inputs.field_sample import FieldSample
-from sglang_batch.inputs.input_sources import input_sources
-from sglang_batch.inputs.job_input import JobInput
+from sglang_batch.inputs.job_input import JobInput, input_sources
 from sglang_batch.inputs.staging import Staging
 from sglang_batch.inputs.template import Template
-from sglang_batch.run.options.run_options import job_input
+from sglang_batch.run.run_options import job_input
 
 CONTENT = """Is it a toy?
 {{#fields}}Name: {{name}}

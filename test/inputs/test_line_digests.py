@@ -8,8 +8,7 @@ import pytest
 from builders import make_file
 from input_files import batch_lines, packed, staged
 
-from sglang_batch.inputs.line_digests import describe_change, write_digests
-from sglang_batch.inputs.local_input import LocalInput
+from sglang_batch.inputs.local_input import LocalInput, describe_change, write_digests
 
 
 @pytest.mark.parametrize(

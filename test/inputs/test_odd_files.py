@@ -18,8 +18,8 @@ from sglang_batch.batch_api import jsonl, line_checks
 from sglang_batch.batch_api.jsonl import BatchFile, validate
 from sglang_batch.batch_api.line_checks import LineRules
 from sglang_batch.errors import ConfigError, InputError
-from sglang_batch.inputs import input_sources as sources
-from sglang_batch.inputs import line_digests
+from sglang_batch.inputs import job_input as sources
+from sglang_batch.inputs import local_input
 from sglang_batch.inputs.local_input import LocalInput
 
 LINES = batch_lines("a", "b")
@@ -95,7 +95,7 @@ def test_a_line_that_is_too_long_is_never_held_whole(
     assert len(just) == 2000
     monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 2000)
     monkeypatch.setattr(line_checks, "MAX_LINE_BYTES", 2000)
-    for module in (jsonl, sources, line_digests):
+    for module in (jsonl, sources, local_input):
         monkeypatch.setattr(
             module, "_BLOCK_BYTES" if module is jsonl else "_PIECE_BYTES", 64
         )
@@ -110,10 +110,10 @@ def test_a_line_that_is_too_long_is_never_held_whole(
         assert "more than 2,000 bytes" in kept.invalid[0].message
         assert [kept[i].custom_id for i in (1, 2, 3)] == ["just", "a", "b"]
         assert kept.custom_id(0) is None
-    line_digests.write_digests(tmp_path / "digests", found)
+    local_input.write_digests(tmp_path / "digests", found)
     changed = content.replace(b'"b"', b'"c"')
     path.write_bytes(packed(changed, suffix))
     now = staged(tmp_path, path)
-    change = line_digests.describe_change(tmp_path / "digests", now)
+    change = local_input.describe_change(tmp_path / "digests", now)
     assert change is not None
     assert change.endswith("line 4 changed")

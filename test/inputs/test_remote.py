@@ -13,8 +13,7 @@ from web_server import WebFiles
 
 from sglang_batch.errors import ConfigError, InputError, StoreError
 from sglang_batch.inputs import urls
-from sglang_batch.inputs.input_sources import input_sources
-from sglang_batch.inputs.job_input import JobInput
+from sglang_batch.inputs.job_input import JobInput, input_sources
 
 SIGNED = "?X-Amz-Signature={}&X-Amz-Date={}"
 

@@ -17,15 +17,15 @@ from input_files import QUESTION, batch_lines, ids_of_lines, packed, staged
 from sglang_batch.batch_api.line_checks import LineRules
 from sglang_batch.errors import ConfigError, InputError
 from sglang_batch.inputs import staging
-from sglang_batch.inputs.input_sources import (
+from sglang_batch.inputs.job_input import (
     DatasetSource,
     InputSource,
+    JobInput,
     LocalFileSource,
     StreamSource,
     UrlSource,
     input_sources,
 )
-from sglang_batch.inputs.job_input import JobInput
 from sglang_batch.inputs.staging import Staging
 
 

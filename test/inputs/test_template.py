@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_batch.errors import ConfigError, InputError
-from sglang_batch.inputs.cell_values import text_of
-from sglang_batch.inputs.template import Template
+from sglang_batch.inputs.template import Template, text_of
 
 
 def filled(body: dict[str, Any], **row: Any) -> Any:

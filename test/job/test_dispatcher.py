@@ -24,10 +24,10 @@ from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_batch.config import POLICIES
 from sglang_batch.job.replicas import SendQueue, divide_window
 from sglang_batch.planner.plan import make_plan
 from sglang_batch.planner.requests import LEFT, RIGHT
-from sglang_batch.policies import POLICIES
 
 pytestmark = pytest.mark.usefixtures("compiled")
 

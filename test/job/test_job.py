@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_batch.batch_api.lines import result_line
-from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.config import POLICIES, OfflineBatchConfig
 from sglang_batch.job import rendering
 from sglang_batch.job.job import Job
-from sglang_batch.policies import POLICIES
 from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
 
 TEXTS = ["b x", "a 1", "b", "", "a 1", "a", "c", "b y"]

@@ -9,14 +9,13 @@ import pytest
 from builders import make_machine, make_request
 from dispatcher_jobs import plan_requests, planner_of, two_kinds, unknown
 
-from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.config import DENSE_ORDERS, POLICIES, OfflineBatchConfig
 from sglang_batch.job.job_planner import JobPlanner
 from sglang_batch.job.job_shards import JobProgress, ShardPlan
 from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.output_lengths.estimates import Observed
 from sglang_batch.planner.plan import make_plan
 from sglang_batch.planner.sharding.speeds import ShardSpeeds
-from sglang_batch.policies import DENSE_ORDERS, POLICIES
 
 pytestmark = pytest.mark.usefixtures("compiled")
 

@@ -23,11 +23,11 @@ from dispatcher_jobs import (
     until_planned,
 )
 
+from sglang_batch.config import POLICIES
 from sglang_batch.job import rendering
 from sglang_batch.job.engine import PreparedRequest
 from sglang_batch.planner.plan import make_plan
 from sglang_batch.planner.requests import LEFT
-from sglang_batch.policies import POLICIES
 from sglang_batch.request import BatchRequestInput, RequestOutput
 
 pytestmark = pytest.mark.usefixtures("compiled", "one_stretch")

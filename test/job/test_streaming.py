@@ -21,9 +21,9 @@ from dispatcher_jobs import (
     until_planned,
 )
 
+from sglang_batch.config import POLICIES
 from sglang_batch.job import live_plan, rendering
 from sglang_batch.job.engine import PreparedRequest
-from sglang_batch.policies import POLICIES
 from sglang_batch.request import BatchRequestInput, RequestOutput
 
 pytestmark = pytest.mark.usefixtures("compiled", "eager", "short_stretches")

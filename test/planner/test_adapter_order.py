@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sglang_batch.config import ORDERS
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.ordering.order import Order, OrderSettings, by_adapter
 from sglang_batch.planner.ordering.order_functions import make_order
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.planner.requests import UNKNOWN, Int32s, PlanRequests
-from sglang_batch.policies import ORDERS
 
 
 def runs(values: Int32s) -> list[int]:

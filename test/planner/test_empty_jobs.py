@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.config import AUTO, POLICIES, OfflineBatchConfig
 from sglang_batch.errors import InputError
 from sglang_batch.job.job_planner import JobPlanner
 from sglang_batch.job.job_shards import JobProgress
@@ -23,8 +23,7 @@ from sglang_batch.planner.prefixes.bucket_splitters import (
 )
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.planner.sharding.speeds import ShardSpeeds
-from sglang_batch.policies import AUTO, POLICIES
-from sglang_batch.prediction.forecast import Lengths, forecast
+from sglang_batch.prediction.report import Lengths, forecast
 
 CAPACITY = 64
 ORDERS = [policy for policy in POLICIES if policy != AUTO]

@@ -21,13 +21,13 @@ from plan_jobs import (
     repeated,
 )
 
+from sglang_batch.config import ORDERS, POLICIES
 from sglang_batch.errors import ConfigError
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.ordering.order import Order, OrderSettings, families_mixed
 from sglang_batch.planner.ordering.order_functions import make_order
 from sglang_batch.planner.prefixes.prefix_groups import prefix_groups
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
-from sglang_batch.policies import ORDERS, POLICIES
 
 Floats = NDArray[np.float64]
 SEEDS = st.integers(0, 99)

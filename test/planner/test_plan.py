@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from plan_jobs import EDGE_PROMPTS, Prompt, make_requests
 from sim_jobs import costs, prompt_lists
 
+from sglang_batch.config import DENSE_ORDERS, ORDERS, PAGED_ORDERS, POLICIES
 from sglang_batch.errors import ConfigError
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits, Machine
@@ -23,7 +24,6 @@ from sglang_batch.planner.output_lengths.estimates import Observed
 from sglang_batch.planner.plan import Plan, best, make_plan
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.planner.simulator.simulator import Simulation
-from sglang_batch.policies import DENSE_ORDERS, ORDERS, PAGED_ORDERS, POLICIES
 
 COST = CostModel(token_time_s=1e-5, kv_read_time_s=1e-7)
 

@@ -23,6 +23,7 @@ from sim_jobs import (
     unit_cost,
 )
 
+from sglang_batch.config import ORDERS
 from sglang_batch.errors import ConfigError
 from sglang_batch.planner.costs.bounds import lower_bounds
 from sglang_batch.planner.costs.cost_model import CostModel
@@ -30,7 +31,6 @@ from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.ordering.order_functions import make_order
 from sglang_batch.planner.requests import UNKNOWN, PlanRequests
 from sglang_batch.planner.simulator.simulator import Simulation
-from sglang_batch.policies import ORDERS
 
 pytestmark = pytest.mark.timeout(600)  # the first run compiles the simulator
 

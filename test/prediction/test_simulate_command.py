@@ -12,8 +12,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from sglang_batch.cli import main
+from sglang_batch.config import ORDERS, POLICIES
 from sglang_batch.planner.costs.model_spec import ModelSpec
-from sglang_batch.policies import ORDERS, POLICIES
 from sglang_batch.prediction.models import MODELS
 from sglang_batch.prediction.options import add_plan, add_simulate
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from sglang_batch.prediction.units import rate_text, significant, time_text, time_unit
+from sglang_batch.prediction.report import rate_text, significant, time_text, time_unit
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import pytest
 from wave_server import WAIT_S, WaveServer
 
 from sglang_batch.errors import ConfigError, StoreError, StoreWriteError
-from sglang_batch.programs.program_job import ProgramJob
+from sglang_batch.lang.program_log import ProgramJob
 
 with warnings.catch_warnings():
     # Importing SGLang without an accelerator raises warnings.

@@ -9,10 +9,7 @@ import pytest
 
 from sglang_batch.cli import main
 from sglang_batch.errors import ConfigError
-from sglang_batch.run.options.backend_options import (
-    check_remote_code,
-    transformers_options,
-)
+from sglang_batch.run.backend_options import check_remote_code, transformers_options
 
 
 def test_an_unknown_backend_is_refused_by_name(

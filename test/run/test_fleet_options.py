@@ -82,7 +82,7 @@ def test_without_ray_the_extra_is_named(
 def test_nothing_of_ray_is_imported_by_all_else() -> None:
     modules = (
         "sglang_batch.cli, sglang_batch.run.run_command, sglang_batch.run.running_job, "
-        "sglang_batch.run.options.fleet_options, sglang_batch.fleet.fleet_engine, "
+        "sglang_batch.run.fleet_options, sglang_batch.fleet.fleet_engine, "
         "sglang_batch.fleet.http_fleet, sglang_batch.server.service, "
         "sglang_batch.server.http.all_routes, sglang_batch.fleet.ray.ray_fleet"
     )

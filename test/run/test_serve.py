@@ -15,7 +15,7 @@ import pytest
 
 from sglang_batch.errors import ConfigError, StoreError
 from sglang_batch.run import serve_command
-from sglang_batch.run.options.fleet_options import WorkerOptions
+from sglang_batch.run.fleet_options import WorkerOptions
 from sglang_batch.run.serve_command import check_server, serve
 from sglang_batch.server.http.front import front_server
 

@@ -11,12 +11,7 @@ import pytest
 
 from sglang_batch.cli import main
 from sglang_batch.errors import ConfigError
-from sglang_batch.run.options.vllm_flags import (
-    SAME_FLAGS,
-    VLLM_FLAGS,
-    FlagUse,
-    sglang_argv,
-)
+from sglang_batch.run.vllm_flags import SAME_FLAGS, VLLM_FLAGS, FlagUse, sglang_argv
 from sglang_batch.srt.compat.command_line import OPTIONS, check_arguments
 
 RUN_PAGE = Path(__file__).parents[2] / "docs" / "run.md"

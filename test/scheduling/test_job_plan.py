@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from scheduling_jobs import MACHINE, plan_of, random_prompts
 
+from sglang_batch.config import ORDERS
 from sglang_batch.planner.machine_model import EngineLimits, Machine
 from sglang_batch.planner.plan import make_plan
 from sglang_batch.planner.requests import PlanRequests
-from sglang_batch.policies import ORDERS
 from sglang_batch.scheduling.job_plan import JobPlan, job_plan, unplanned
 
 Prompts = list[tuple[int, ...]]

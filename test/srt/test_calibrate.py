@@ -12,9 +12,9 @@ import pytest
 from forked_children import command
 
 from sglang_batch.errors import ConfigError
+from sglang_batch.request import random_prompts
 from sglang_batch.srt.engine.decode_timing import ENVIRONMENT
 from sglang_batch.store.measured_costs import kept_row_shares
-from sglang_batch.workloads.random_prompts import random_prompts
 
 
 def test_the_command_prints_and_keeps_a_row_share(

@@ -22,9 +22,8 @@ from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
 from sglang.lang.chat_template import get_chat_template
 
 from sglang_batch.errors import ConfigError, EngineError
-from sglang_batch.lang import BatchBackend, RequestError
-from sglang_batch.programs import batch_backend
-from sglang_batch.programs.program_job import ProgramJob
+from sglang_batch.lang import BatchBackend, RequestError, batch_backend
+from sglang_batch.lang.program_log import ProgramJob
 
 pytestmark = [
     # Raised by SGLang when it loads a model in this process without a GPU.

@@ -12,7 +12,7 @@ import pytest
 from transformers import LlamaConfig
 
 from sglang_batch.config import OfflineBatchConfig
-from sglang_batch.prediction.machine_options import OVERLAP
+from sglang_batch.prediction.options import OVERLAP
 from sglang_batch.srt.engine import machine as machine_module
 from sglang_batch.srt.engine.machine import (
     NO_OVERLAP,

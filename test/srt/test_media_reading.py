@@ -24,8 +24,8 @@ from PIL import Image
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.utils.common import ImageData, VideoData
 
+from sglang_batch.batch_api.media_places import parse_place
 from sglang_batch.config import OfflineBatchConfig
-from sglang_batch.media_places import parse_place
 from sglang_batch.srt.engine.media import MOST_PIXELS, MediaReader, may_connect
 from sglang_batch.srt.engine.serving_call import HoldingManager, ServingCall
 

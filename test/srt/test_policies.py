@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_batch.policies import POLICIES
+from sglang_batch.config import POLICIES
 
 
 def test_the_order_sent_is_that_of_the_plan(job_runs: dict[str, Any]) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from sglang_batch.demo_model import write_demo_model
 from sglang_batch.errors import ConfigError
 from sglang_batch.fleet.ray.ray_fleet import RayFleet, check_room, join_cluster
+from sglang_batch.run.demo_model import write_demo_model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
 

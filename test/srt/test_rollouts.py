@@ -23,9 +23,9 @@ from batches import client, jsonl, line, submit, wait
 from servers import Server, server
 from slime_stand_in import Sample, slime_args
 
-from sglang_batch.demo_model import SPECIAL_IDS, write_demo_model
 from sglang_batch.rollout import GroupResult, LengthHistory, RolloutClient, RolloutGroup
 from sglang_batch.rollout.slime_generate import SlimeGenerate
+from sglang_batch.run.demo_model import SPECIAL_IDS, write_demo_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_rollouts.py"
 GREEDY = {"temperature": 0, "ignore_eos": True}

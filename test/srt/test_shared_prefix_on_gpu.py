@@ -12,7 +12,7 @@ from batches import client, jsonl, line, results, submit, wait
 from prompts import MAX_TOKENS, Case, reference
 from servers import server
 
-from sglang_batch.demo_model import write_demo_model
+from sglang_batch.run.demo_model import write_demo_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("accelerator")]
 

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_batch import map_table
 from sglang_batch.errors import ConfigError, InputError
-from sglang_batch.frames.frame_columns import DataFrame
+from sglang_batch.lang.frame_job import DataFrame
 
 
 @pytest.mark.parametrize(

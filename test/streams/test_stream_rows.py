@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from sglang_batch.errors import ConfigError
-from sglang_batch.streams import stream_rows
-from sglang_batch.streams.stream_rows import RowLines, StreamLine
+from sglang_batch.lang import stream_rows
+from sglang_batch.lang.stream_rows import RowLines, StreamLine
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "Is {{x}} prime?"}], "n": "{{n}}"}

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from sglang_batch.errors import ConfigError, EngineError
-from sglang_batch.programs.waves import OnAnswer
-from sglang_batch.streams import stream_windows
-from sglang_batch.streams.stream_rows import StreamAnswer
-from sglang_batch.streams.streamer import Streamer, stream
+from sglang_batch.lang import stream_windows
+from sglang_batch.lang.stream_rows import StreamAnswer
+from sglang_batch.lang.streamer import Streamer, stream
+from sglang_batch.lang.waves import OnAnswer
 
 WAIT_S = 30
 

@@ -12,9 +12,9 @@ import pytest
 
 from sglang_batch.errors import ConfigError, InputError
 from sglang_batch.planner.requests import UNKNOWN
-from sglang_batch.workloads.mix import Workload
-from sglang_batch.workloads.sources import VOCAB_SIZE
-from sglang_batch.workloads.traces import read_trace
+from sglang_batch.prediction.workloads.mix import Workload
+from sglang_batch.prediction.workloads.sources import VOCAB_SIZE
+from sglang_batch.prediction.workloads.traces import read_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44

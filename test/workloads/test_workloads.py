@@ -18,22 +18,19 @@ from long_documents import (
 from sglang_batch.errors import ConfigError
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.planner.requests import UNKNOWN
-from sglang_batch.workloads.blend import (
+from sglang_batch.prediction.workloads.mix import (
     GRID_DENSITIES,
     GRID_SHARINGS,
     TRACES,
+    Workload,
     blend,
     blend_counts,
-)
-from sglang_batch.workloads.mix import (
-    Workload,
     combine,
     industry,
     mix,
     shared_prefix_groups,
 )
-from sglang_batch.workloads.samples import random_tokens
-from sglang_batch.workloads.sources import (
+from sglang_batch.prediction.workloads.sources import (
     ARXIV,
     AZURE,
     AZURE_CONV,
@@ -45,6 +42,7 @@ from sglang_batch.workloads.sources import (
     WILDCHAT,
     Source,
     lognormal_lengths,
+    random_tokens,
 )
 
 SOURCES = (BURSTGPT, AZURE, AZURE_CONV, ARXIV, SHAREGPT, WILDCHAT, OPENVID, MMLU)

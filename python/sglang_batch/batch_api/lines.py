@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ..json_lines import json_line
-from ..request import BatchRequestInput, RequestOutput, engine_request_id
+from ..request import BatchRequestInput, RequestOutput, engine_request_id, json_line
 from .protocol import error_body
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ..errors import ApiError
-from ..json_lines import as_one_line, json_line
+from ..request import as_one_line, json_line
 from . import protocol as api
 from .line_checks import LineError
 from .lines import ResultLine, ResultResponse, decode_envelope

@@ -1,16 +1,24 @@
-"""The input of a job as the user names it: sources, and how rows become requests."""
+"""The input of a job as the user names it: its sources, and how rows become requests."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import stat
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, InputError
-from .input_sources import STDIN, InputSource
-from .template import Template
-from .template_parts import BEGIN, END
+from . import tables, urls
+from .compression import DAMAGED, is_compressed, open_plain
+from .tables import TABLE_SUFFIXES, Row, rows_of_file, table_suffix
+from .template import BEGIN, END, Template
 
 DEFAULT_ENDPOINT = "/v1/chat/completions"
 
@@ -99,3 +107,283 @@ class JobInput:
             fingerprint["optimize_fields"] = True
         found: dict[str, Any] = json.loads(json.dumps(fingerprint))
         return found
+
+
+# The kinds of input: a file, standard input or a pipe, a URL, a Hugging Face dataset.
+#
+# :func:`input_sources` decides once which of these each name is. All other code works with
+# the sources that it returns.
+
+STDIN = "-"
+_BOM = b"\xef\xbb\xbf"
+_COPY_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20
+
+
+class InputSource(ABC):
+    """One input of a job.
+
+    Attributes:
+        name: as the user wrote it. May hold secrets, unlike the titles.
+        title: the name in messages and records.
+        short_title: the title without directories.
+        repeatable: whether the source can be read again with the same result.
+    """
+
+    repeatable = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.title = name
+        self.short_title = name.rsplit("/", 1)[-1]
+
+    @property
+    def location(self) -> str:
+        """Equal for two names of one file: the absolute path, or the name of a URL."""
+        return urls.location(self.name)
+
+    @property
+    def plain_file(self) -> Path | None:
+        """The local file itself where it holds uncompressed batch lines, else None."""
+        return None
+
+    def identity(self) -> list[Any]:
+        """A JSON value that changes when the content behind the name does.
+
+        Local files count with size and modification time. Remote content is taken
+        to be unchanged.
+        """
+        return [self.name]
+
+    @abstractmethod
+    def check(self, *, has_template: bool) -> None:
+        """Look for errors that show before anything is read.
+
+        Raises:
+            InputError: a file is missing or cannot be read.
+            ConfigError: the name cannot be used, or the input needs a template.
+        """
+
+    @abstractmethod
+    def check_exists(self) -> None:
+        """Ask for a remote input without fetching it, before any input is read.
+
+        Raises:
+            InputError: it does not exist, or cannot be reached.
+        """
+
+    @abstractmethod
+    def lines(self, scratch: Path) -> Generator[bytes]:
+        """The batch lines, each with its newline, a very long one in pieces.
+
+        Blank lines are kept.
+
+        Args:
+            scratch: directory for a temporary copy.
+
+        Raises:
+            InputError: the input cannot be read, or is damaged.
+            ConfigError: it is a table, which needs a template.
+        """
+
+    @abstractmethod
+    def rows(self, columns: Collection[str], scratch: Path) -> Generator[Row]:
+        """The rows of a table, with at least these columns.
+
+        Args:
+            scratch: directory for a temporary copy.
+
+        Raises:
+            InputError: the input cannot be read as a table, or lacks a column.
+        """
+
+
+class _FileLikeSource(InputSource):
+    """A source of bytes: batch lines or a table, compressed or not."""
+
+    def check_exists(self) -> None:
+        """Nothing: reading it is what tells."""
+
+    @abstractmethod
+    @contextmanager
+    def _local_file(self, scratch: Path) -> Iterator[Path]:
+        """The content as a local file, for the length of the block."""
+
+    def lines(self, scratch: Path) -> Generator[bytes]:
+        with self._reading(scratch) as path:
+            if table_suffix(self.title, path) in TABLE_SUFFIXES:
+                raise _needs_template(self.title, "a table")
+            with open_plain(path) as file:
+                piece = file.readline(_PIECE_BYTES).removeprefix(_BOM)
+                last = b"\n"
+                while piece:
+                    yield piece
+                    last, piece = piece, file.readline(_PIECE_BYTES)
+                if not last.endswith(b"\n"):
+                    yield b"\n"
+
+    def rows(self, columns: Collection[str], scratch: Path) -> Generator[Row]:
+        with self._reading(scratch) as path:
+            yield from rows_of_file(self.title, path, columns)
+
+    @contextmanager
+    def _reading(self, scratch: Path) -> Iterator[Path]:
+        try:
+            with self._local_file(scratch) as path:
+                yield path
+        except DAMAGED as error:
+            raise InputError(f"{self.title} is damaged: {error}.") from None
+
+
+class LocalFileSource(_FileLikeSource):
+    """A regular file on this machine. It may still be missing."""
+
+    @property
+    def plain_file(self) -> Path | None:
+        path = Path(self.name)
+        is_plain = not is_compressed(path) and table_suffix(self.name, path) == ".jsonl"
+        return path if is_plain else None
+
+    def identity(self) -> list[Any]:
+        return [self.name, *_file_stats(Path(self.name))]
+
+    def check(self, *, has_template: bool) -> None:
+        path = Path(self.name)
+        if path.is_dir():
+            raise InputError(
+                f"input {self.name} is a directory, but not a saved dataset; name its "
+                "files."
+            )
+        if not path.is_file():
+            raise InputError(f"input file {self.name} does not exist.")
+        if not os.access(path, os.R_OK):
+            raise InputError(
+                f"input file {self.name} cannot be read: permission denied."
+            )
+
+    @contextmanager
+    def _local_file(self, scratch: Path) -> Iterator[Path]:
+        yield Path(self.name)
+
+
+class StreamSource(_FileLikeSource):
+    """Standard input or a pipe, which can be read only once."""
+
+    repeatable = False
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        if name == STDIN:
+            self.title = self.short_title = "standard input"
+
+    @property
+    def location(self) -> str:
+        return STDIN if self.name == STDIN else super().location
+
+    def check(self, *, has_template: bool) -> None:
+        """Nothing can be checked before the stream is read."""
+
+    @contextmanager
+    def _local_file(self, scratch: Path) -> Iterator[Path]:
+        with _temporary(scratch / "stream") as path:
+            with open(path, "wb") as copy:
+                if self.name == STDIN:
+                    shutil.copyfileobj(sys.stdin.buffer, copy, _COPY_BYTES)
+                else:
+                    with open(self.name, "rb") as stream:
+                        shutil.copyfileobj(stream, copy, _COPY_BYTES)
+            yield path
+
+
+class UrlSource(_FileLikeSource):
+    """A file at a URL, fetched before it is read."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.title = urls.shown(name)
+        self.short_title = self.title.rsplit("/", 1)[-1]
+
+    def identity(self) -> list[Any]:
+        return [self.title, urls.fingerprint(self.name)]
+
+    def check(self, *, has_template: bool) -> None:
+        urls.check_scheme(self.name)
+
+    @contextmanager
+    def _local_file(self, scratch: Path) -> Iterator[Path]:
+        with _temporary(scratch / f"download{urls.file_suffix(self.name)}") as path:
+            urls.fetch(self.name, path)
+            yield path
+
+
+class DatasetSource(InputSource):
+    """A Hugging Face dataset: on the hub, or a directory of ``save_to_disk``."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.short_title = name
+
+    def identity(self) -> list[Any]:
+        return [self.name, *_file_stats(*tables.state_files(self.name))]
+
+    def check(self, *, has_template: bool) -> None:
+        tables.split_name(self.name)
+        if not has_template:
+            raise _needs_template(self.name, "a dataset")
+
+    def check_exists(self) -> None:
+        tables.check_exists(self.name)
+
+    def lines(self, scratch: Path) -> Generator[bytes]:
+        raise _needs_template(self.name, "a dataset")
+
+    def rows(self, columns: Collection[str], scratch: Path) -> Generator[Row]:
+        yield from tables.rows_of_dataset(self.name, columns)
+
+
+def input_sources(names: Iterable[str]) -> tuple[InputSource, ...]:
+    """The sources of these values of ``-i``, in the same order."""
+    return tuple(map(_input_source, names))
+
+
+def _input_source(name: str) -> InputSource:
+    if not name:
+        raise ConfigError("an input has an empty name: name a file, or - for stdin.")
+    if tables.is_dataset_name(name):
+        return DatasetSource(name)
+    if urls.is_url(name):
+        return UrlSource(name)
+    if name == STDIN or _is_pipe(name):
+        return StreamSource(name)
+    if tables.is_saved_dataset(Path(name)):
+        return DatasetSource(name)
+    return LocalFileSource(name)
+
+
+def _is_pipe(name: str) -> bool:
+    try:
+        mode = os.stat(name).st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISSOCK(mode)
+
+
+def _needs_template(title: str, kind: str) -> ConfigError:
+    return ConfigError(
+        f"{title} is {kind}: say how a row becomes a request with --template, such as "
+        '\'{"messages": [{"role": "user", "content": "{{question}}"}]}\'.'
+    )
+
+
+def _file_stats(*paths: Path) -> list[list[int]]:
+    """Size in bytes and modification time in nanoseconds of the files that exist."""
+    stats = [path.stat() for path in paths if path.exists()]
+    return [[each.st_size, each.st_mtime_ns] for each in stats]
+
+
+@contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,20 +1,23 @@
-"""A job's input once it is here: one local file of batch lines."""
+"""A job's input once it is here: one local file of batch lines, and its digests."""
 
 from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ..batch_api.jsonl import BatchFile, FileErrors, validate
 from ..batch_api.line_checks import LineError, LineRules
 from ..errors import InputError
+from ..store.files import atomic_write
 from .field_sample import FieldSaving
-from .file_format import format_hint
 
 # A pass that takes longer shows a progress bar.
 _QUIET_S = 2.0
@@ -129,3 +132,112 @@ class LocalInput:
     def _listed(self, error: LineError) -> str:
         where = "" if error.line is None else f"{self.line_name(error.line)}: "
         return f"{where}{replace(error, line=None)}"
+
+
+# Guesses what a file is that should have had JSON lines.
+
+_HEAD_BYTES = 4096
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+# By the first bytes of a file. gzip and zstd are read, but not one inside the other.
+_FORMATS = {
+    b"\x1f\x8b": "compressed twice: decompress it once",
+    b"\x28\xb5\x2f\xfd": "compressed twice: decompress it once",
+    b"BZh": "compressed by bzip2: decompress it, or use gzip or zstd",
+    b"\xfd7zXZ\0": "compressed by xz: decompress it, or use gzip or zstd",
+    b"PK\x03\x04": "a zip archive: name the files in it",
+    b"%PDF": "a PDF",
+}
+
+
+def format_hint(path: Path) -> str | None:
+    """A sentence on the format of a file whose lines are not JSON, if it is known."""
+    with open(path, "rb") as file:
+        head = file.read(_HEAD_BYTES)
+    for start, description in _FORMATS.items():
+        if head.startswith(start):
+            return f"The file seems to be {description}."
+    if head.startswith(_UTF_16) or head.count(0) > len(head) // 3:
+        return "The file seems to be UTF-16: save it as UTF-8."
+    first = head.lstrip().partition(b"\n")[0]
+    if first.startswith(b"["):
+        return (
+            "The file seems to be one JSON array: write one object per line, as "
+            "`jq -c '.[]'` does."
+        )
+    if first.strip() == b"{":
+        return (
+            "The file seems to have objects over several lines: write one object per "
+            "line, as `jq -c .` does."
+        )
+    if b"}\r{" in first:
+        return "The lines seem to end with a carriage return alone: use \\n."
+    return None
+
+
+# Digests of a job's input by line, which tell the lines of a changed input.
+
+_DIGEST_BYTES = 8
+_PIECE_BYTES = 1 << 20
+
+Digests = NDArray[np.uint64]
+
+
+def write_digests(path: Path, local: LocalInput) -> None:
+    """Write the digests of an input's lines to ``path``: 8 bytes for each line."""
+    with atomic_write(path) as file:
+        file.write(_digests(local.path).tobytes())
+
+
+def describe_change(path: Path, local: LocalInput) -> str | None:
+    """The lines in which an input differs from the one that ``path`` was written for.
+
+    Returns:
+        A phrase such as ``line 17 changed``, or None if there are no digests.
+    """
+    try:
+        before = np.frombuffer(path.read_bytes(), dtype=np.uint64)
+    except (OSError, ValueError):
+        return None
+    now = _digests(local.path)
+    if len(before) == len(now):
+        changed = np.flatnonzero(before != now)
+        if not len(changed):
+            return None
+        others = f" and {len(changed) - 1:,} more" if len(changed) > 1 else ""
+        return f"{local.line_name(int(changed[0]) + 1)}{others} changed"
+    same = _num_equal(before, now)
+    same_at_end = _num_equal(before[same:][::-1], now[same:][::-1])
+    gone, added = (len(each) - same - same_at_end for each in (before, now))
+    where = f"after {local.line_name(same)}" if same else "at the beginning"
+    if not gone:
+        return f"{_lines(added)} added {where}"
+    if not added:
+        return f"{_lines(gone)} gone {where}"
+    return f"{_lines(gone)} {where} replaced by {_lines(added)}"
+
+
+def _digests(path: Path) -> Digests:
+    found = bytearray()
+    line = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    with open(path, "rb") as file:
+        piece = b"\n"
+        for piece in iter(partial(file.readline, _PIECE_BYTES), b""):
+            line.update(piece.removesuffix(b"\n"))
+            if piece.endswith(b"\n"):
+                found += line.digest()
+                line = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        # A newline added to the last line is no change of it.
+        if not piece.endswith(b"\n"):
+            found += line.digest()
+    return np.frombuffer(found, dtype=np.uint64)
+
+
+def _num_equal(first: Digests, second: Digests) -> int:
+    """How many items two arrays have in common before the first that differs."""
+    most = min(len(first), len(second))
+    differing = np.flatnonzero(first[:most] != second[:most])
+    return int(differing[0]) if len(differing) else most
+
+
+def _lines(count: int) -> str:
+    return "1 line" if count == 1 else f"{count:,} lines"

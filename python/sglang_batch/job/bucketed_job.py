@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ..config import OfflineBatchConfig
+from ..config import POLICY_TABLE, OfflineBatchConfig
 from ..planner.prefixes.bucket_splitters import (
     Splitters,
     buckets_of,
@@ -29,7 +29,6 @@ from ..planner.prefixes.bucket_splitters import (
     sample_numbers,
 )
 from ..planner.requests import Int32s, Int64s
-from ..policies import POLICY_TABLE
 from ..request import BatchRequestInput, RequestOutput, Requests, Sink
 from .engine import Engine
 from .job import Job, sharing_ratio

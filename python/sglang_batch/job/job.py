@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..config import OfflineBatchConfig
-from ..policies import POLICY_TABLE
+from ..config import POLICY_TABLE, OfflineBatchConfig
 from ..request import RequestOutput, Requests, Sink
 from ..scheduling.job_plan import unplanned
 from .dispatcher import Dispatcher

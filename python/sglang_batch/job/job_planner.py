@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..config import OfflineBatchConfig
+from ..config import AUTO, POLICY_TABLE, OfflineBatchConfig
 from ..planner.costs.cost_model import CostModel
 from ..planner.costs.hardware import hardware
 from ..planner.costs.model_spec import TYPICAL_MODEL
@@ -31,7 +31,6 @@ from ..planner.requests import UNKNOWN, Bools, Int32s, Int64s, PlanRequests
 from ..planner.sharding.shard import ShardJob
 from ..planner.sharding.speeds import ShardSpeeds
 from ..planner.simulator.simulator import Simulation, simulate
-from ..policies import AUTO, POLICY_TABLE
 from .job_shards import JobProgress, JobShards, ShardPlan
 
 # With fewer requests of unknown length, a sample would be most of the job.

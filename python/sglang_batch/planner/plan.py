@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..policies import AUTO, DENSE_ORDERS, ORDERS, PAGED_ORDERS
+from ..config import AUTO, DENSE_ORDERS, ORDERS, PAGED_ORDERS
 from .costs.bounds import Bounds, lower_bounds
 from .machine_model import Machine
 from .ordering.order import Order, OrderSettings

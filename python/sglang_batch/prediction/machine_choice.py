@@ -1,17 +1,37 @@
-"""The machine that a job is predicted for, from the options that describe it."""
+"""The machine that a job is predicted for: described by options, or chosen."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from ..errors import ConfigError
+from tqdm import tqdm
+
+from ..errors import ConfigError, ExitStatus
+from ..planner.choosing.chooser import (
+    Choices,
+    Chooser,
+    Outlook,
+    SimulatedWay,
+    for_deadline,
+    reason,
+)
+from ..planner.choosing.ways import Box, ModelParts, Precision
 from ..planner.costs.cost_model import CostModel, kv_capacity_tokens
 from ..planner.costs.hardware import HardwareSpec, Parallelism, hardware, match_hardware
 from ..planner.costs.model_spec import ModelSpec
 from ..planner.costs.step_costs import step_costs
 from ..planner.machine_model import EngineLimits, Machine, second_pool
+from ..planner.ordering.order import OrderSettings
+from ..planner.requests import Int32s, PlanRequests
 from ..store.measured_costs import UNMEASURED, kept_row_shares
+from .report import rate_text, significant, time_text
 
 logger = logging.getLogger(__name__)
 
@@ -117,3 +137,285 @@ def _row_share(
             return kept.row_share
     logger.info(UNMEASURED)
     return 0.0
+
+
+# The report of ``--choose``: ways to run a job, and SGLang's options for the best.
+
+# Ways that are listed without a simulation, for each box.
+LISTED = 12
+# Counts a model: SGLang's ``--quantization`` and ``--kv-cache-dtype``, None as stored.
+CountModel = Callable[[str | None, str | None], ModelSpec]
+_CHANGES = "* changes the answers: compare some of them first."
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceReport:
+    """What ``--choose`` found.
+
+    job: its name and size, in words.
+    command: the command line that SGLang's options are added to.
+    prompt_tokens, output_tokens: of the job, the latter as simulated.
+    """
+
+    job: str
+    command: str
+    prompt_tokens: int
+    output_tokens: int
+    boxes: list[Choices]
+    deadline_s: float | None
+
+    @property
+    def ranked(self) -> list[SimulatedWay]:
+        """The choice of each box, cheapest first, or fastest without prices."""
+        found = [x.chosen for x in self.boxes if x.chosen is not None]
+        return sorted(found, key=self._rank)
+
+    def _rank(self, choice: SimulatedWay) -> tuple[float, float]:
+        price = float("inf") if choice.price is None else choice.price
+        return price, choice.seconds
+
+    def tokens_per_s(self, choice: SimulatedWay) -> float:
+        """Prompt and output tokens of the whole job per second."""
+        return (self.prompt_tokens + self.output_tokens) / choice.seconds
+
+    def as_json(self) -> str:
+        """One JSON document."""
+        document: dict[str, Any] = {
+            "job": self.job,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "boxes": [self._box_figures(each) for each in self.boxes],
+        }
+        if self.ranked:
+            document["chosen"] = self._figures(self.ranked[0])
+        return json.dumps(document, indent=2)
+
+    def _box_figures(self, found: Choices) -> dict[str, Any]:
+        best = found.base.outlook if found.base else None
+        return {
+            "hardware": found.box.hardware.name,
+            "devices": found.box.devices,
+            "price_per_gpu_hour": found.box.price_per_hour,
+            "simulated": [self._figures(each) for each in found.simulated],
+            "closed_form": [
+                {
+                    "spread": str(each.way.parallel),
+                    "precision": str(each.way.precision),
+                    "changes_answers": each.way.precision.changes_answers,
+                    "seconds": None if each.steady is None else each.seconds,
+                    "why": each.refusal if best is None else reason(each, best),
+                }
+                for each in found.outlooks
+            ],
+        }
+
+    def _figures(self, choice: SimulatedWay) -> dict[str, Any]:
+        way = choice.way
+        figures: dict[str, Any] = {
+            "hardware": str(choice.box),
+            "spread": str(way.parallel),
+            "precision": str(way.precision),
+            "changes_answers": way.precision.changes_answers,
+            "step_tokens": way.step_tokens,
+            "rows": way.rows,
+            "seconds": choice.seconds,
+            "tokens_per_second": self.tokens_per_s(choice),
+            "price": choice.price,
+            "policy": choice.policy,
+            "prefix_sharing_ratio": choice.simulation.achieved_prefix_sharing_ratio,
+            "arguments": choice.arguments,
+        }
+        if self.deadline_s is not None:
+            figures["boxes_for_deadline"] = for_deadline(choice, self.deadline_s)
+        return figures
+
+    def table(self) -> str:
+        """For people."""
+        parts = [f"Job: {self.job}"]
+        parts += [self._box_table(each) for each in self.boxes]
+        if self.deadline_s is not None and self.ranked:
+            parts.append(self._deadline_table())
+        if self.ranked:
+            parts.append(self._conclusion())
+        return "\n\n".join(parts)
+
+    def _box_table(self, found: Choices) -> str:
+        price = found.box.price_per_hour
+        title = f"{found.box}" + (
+            "" if price is None else f" at {price:g} an hour each"
+        )
+        if not found.simulated:
+            lines = [f"{title}: no way is possible"]
+            lines += [
+                f"  {x.way.parallel}: {x.refusal}" for x in found.outlooks[:LISTED]
+            ]
+            return "\n".join(lines)
+        base = found.base
+        assert base is not None
+        header = ["", "spread", "weights and KV", "step", "rows", "time", "tokens/s"]
+        header += [
+            *([] if price is None else ["tokens per price"]),
+            "against the choice",
+        ]
+        rows = [header]
+        shown = {_kind(choice.outlook) for choice in found.simulated}
+        for choice in found.simulated:
+            rows.append(
+                [
+                    "*" if choice.way.precision.changes_answers else "",
+                    str(choice.way.parallel),
+                    str(choice.way.precision),
+                    f"{choice.way.step_tokens:,}",
+                    f"{choice.way.rows:,}",
+                    time_text(choice.seconds),
+                    rate_text(self.tokens_per_s(choice)),
+                    *([] if price is None else [self._per_price(choice)]),
+                    "the choice" if choice is base else _against(choice, base),
+                ]
+            )
+        lines = [f"{title}, simulated:", *_aligned(rows)]
+        others = [x for x in found.outlooks if _kind(x) not in shown]
+        lines += ["", "Not simulated, by the closed form:"]
+        rows = [
+            [
+                "*" if x.way.precision.changes_answers else "",
+                str(x.way.parallel),
+                str(x.way.precision),
+                "" if x.steady is None else time_text(x.seconds),
+                reason(x, base.outlook),
+            ]
+            for x in _listed(others)
+        ]
+        lines += _aligned(rows)
+        if any(x.way.precision.changes_answers for x in found.outlooks):
+            lines += ["", _CHANGES]
+        return "\n".join(lines)
+
+    def _per_price(self, choice: SimulatedWay) -> str:
+        assert choice.price is not None
+        return rate_text((self.prompt_tokens + self.output_tokens) / choice.price)
+
+    def _deadline_table(self) -> str:
+        assert self.deadline_s is not None
+        rows = [["server", "number", "time", "price"]]
+        for choice in self.ranked:
+            number = for_deadline(choice, self.deadline_s)
+            price = "" if choice.price is None else significant(choice.price)
+            rows.append(
+                [
+                    str(choice.box),
+                    str(number),
+                    time_text(choice.seconds / number),
+                    price,
+                ]
+            )
+        title = f"In {time_text(self.deadline_s)}, each server with an equal part of the job:"
+        return "\n".join([title, *_aligned(rows)])
+
+    def _conclusion(self) -> str:
+        chosen = self.ranked[0]
+        said = f"Chosen: {chosen.way.parallel} on {chosen.box}"
+        if len(self.boxes) > 1:
+            said += " (least price)" if chosen.price is not None else " (least time)"
+        command = f"{self.command} {shlex.join(chosen.arguments)}"
+        return f"{said}, {time_text(chosen.seconds)}. Run it with:\n  {command}"
+
+
+def _against(choice: SimulatedWay, base: SimulatedWay) -> str:
+    more = choice.seconds / base.seconds - 1
+    why = reason(choice.outlook, base.outlook, slower=more > 0)
+    return f"{more:+.0%}: {why}"
+
+
+def _kind(outlook: Outlook) -> tuple[str, str]:
+    return str(outlook.way.parallel), str(outlook.way.precision)
+
+
+def _listed(outlooks: Sequence[Outlook]) -> list[Outlook]:
+    """The fastest, and the impossible ones of one reason once."""
+    possible = [x for x in outlooks if x.steady is not None]
+    kept = possible[:LISTED]
+    seen: set[str] = set()
+    for outlook in outlooks:
+        if outlook.steady is None and str(outlook.way.parallel) not in seen:
+            seen.add(str(outlook.way.parallel))
+            kept.append(outlook)
+    return kept[: 2 * LISTED]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return ["  none"]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  "
+        + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def choose(
+    options: argparse.Namespace,
+    *,
+    job: str,
+    command: str,
+    requests: PlanRequests,
+    config: Mapping[str, Any],
+    count: CountModel,
+    boxes: Sequence[Box],
+    output_len: Int32s | None = None,
+) -> int:
+    """Search, print, and return the exit status.
+
+    Args:
+        config: the model's ``config.json``.
+        output_len: int32 ``[n]``, the true lengths if they are known.
+
+    Raises:
+        ConfigError: an option cannot be used, or no way is possible.
+    """
+    chooser = Chooser(
+        requests,
+        OrderSettings(seed=options.seed),
+        default_output_len=getattr(options, "default_output_len", None),
+        output_len=output_len,
+        interference_exponent=options.overlap,
+    )
+    precisions = [
+        Precision(count(method, dtype), method, dtype)
+        for method in (None, *options.allow_quantization)
+        for dtype in (None, *options.allow_kv_cache_dtype)
+    ]
+    parts = ModelParts.of(config)
+    found = [
+        chooser.choose(box, parts, precisions, watched=_progress(box)) for box in boxes
+    ]
+    if not any(each.simulated for each in found):
+        raise ConfigError(
+            f"no way to run the model on {' or '.join(map(str, boxes))} is possible: "
+            f"{found[0].outlooks[0].refusal}. More or larger devices are needed, or "
+            "--allow-quantization."
+        )
+    report = ChoiceReport(
+        job=job,
+        command=command,
+        prompt_tokens=chooser.prompt_tokens,
+        output_tokens=chooser.output_tokens,
+        boxes=found,
+        deadline_s=options.deadline,
+    )
+    print(report.as_json() if options.json else report.table())
+    return ExitStatus.OK
+
+
+def _progress(box: Box) -> Callable[[Iterable[Outlook]], Iterable[Outlook]]:
+    def watched(outlooks: Iterable[Outlook]) -> Iterable[Outlook]:
+        return tqdm(
+            outlooks,
+            desc=f"Simulating {box}",
+            unit="way",
+            dynamic_ncols=True,
+            file=sys.stderr,
+        )
+
+    return watched

@@ -1,17 +1,30 @@
-"""The options of ``sglang-batch plan`` and ``sglang-batch simulate``."""
+"""The options of ``sglang-batch plan``, ``simulate`` and ``calibrate``."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..option_types import count, seed, share
-from ..policies import AUTO, ORDERS, POLICIES, POLICY_HELP
-from ..run.options.run_options import add_inputs
-from .machine_options import DEFAULT_HARDWARE, add_machine
-from .machine_search.choice_options import add_choice
+from ..config import AUTO, ORDERS, POLICIES, POLICY_HELP
+from ..errors import ConfigError, InputError
+from ..planner.choosing.ways import Box
+from ..run.option_types import (
+    at_least_0,
+    count,
+    exponent,
+    number,
+    positive,
+    positive_share,
+    seed,
+    share,
+    whole,
+)
+from ..run.run_options import add_inputs
+from .calibration.decode_shapes import MIN_ROWS
 from .models import MODELS
 from .synthetic_jobs import (
     DEFAULT_NUM_REQUESTS,
@@ -220,3 +233,254 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         help="also draw a .png figure: the time and the cache hits of each order, and "
         "how busy the device is; or the steps of --steps",
     )  # fmt: skip
+
+
+# The options that describe a machine, for ``plan`` and ``simulate``.
+
+# Both commands presume SGLang's engine, which runs matrix products and attention one
+# after the other.
+OVERLAP = 1.0
+# Of simulate.
+DEFAULT_HARDWARE = "a100-sxm-80gb"
+
+
+def add_machine(parser: argparse.ArgumentParser, *, hardware: str) -> None:
+    """Add the options. ``hardware`` is the default of ``--hardware``, in words."""
+    group = parser.add_argument_group("machine")
+    group.add_argument(
+        "--hardware", metavar="NAME",
+        help="device, such as a100-sxm-80gb, h100-sxm or cpu, with --choose several of "
+        f"them, such as 8xh200-sxm (default: {hardware})",
+    )  # fmt: skip
+    group.add_argument(
+        "--compute-tflops", type=positive, metavar="X",
+        help="measured 16-bit TFLOP/s of the device (default: its datasheet's)",
+    )  # fmt: skip
+    group.add_argument(
+        "--bandwidth-tbs", type=positive, metavar="Y",
+        help="measured memory bandwidth in TB/s (default: its datasheet's)",
+    )  # fmt: skip
+    group.add_argument(
+        "--tp", "--tp-size", "--tensor-parallel-size", type=count, default=1,
+        metavar="N", help="devices that share the model (default: 1)",
+    )  # fmt: skip
+    group.add_argument(
+        "--kv-capacity-tokens", type=count, metavar="N",
+        help="tokens that fit into the KV cache (default: computed from the memory "
+        "that the weights leave free)",
+    )  # fmt: skip
+    group.add_argument(
+        "--mem-fraction-static", type=positive_share, default=0.9, metavar="SHARE",
+        help="share of the memory for weights and KV (default: 0.9)",
+    )  # fmt: skip
+    group.add_argument(
+        "--chunked-prefill-size", type=count, default=2048, metavar="N",
+        help="most tokens in one step, prompts and answers together (default: 2048)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-wait-steps", type=count, metavar="N",
+        help="with length-tree and length-aligned: decode steps after which a waiting "
+        "request joins before all others (default: never)",
+    )  # fmt: skip
+    group.add_argument(
+        "--shared-prefix-attention", action="store_true",
+        help="read a prefix that running requests share once for all of them, as an "
+        "offline server does on the GPUs in docs/kernels.md",
+    )  # fmt: skip
+    group.add_argument(
+        "--row-share", type=at_least_0, metavar="W",
+        help="one row alone uses at most 1/W of the bandwidth, so that the longest one "
+        "may decide a decode step (default: what `sglang-batch calibrate` measured for "
+        "this device and shape of KV, otherwise 0)",
+    )  # fmt: skip
+    group.add_argument(
+        "--padded-attention", action="store_true",
+        help="read as much KV for every row as for the longest, as in dense batches",
+    )  # fmt: skip
+    group.add_argument(
+        "--overlap", type=exponent, default=OVERLAP, metavar="K",
+        help="overlap of compute and memory time in a step: 1 is none, as in SGLang "
+        "today; 1.47 fits BlendServe's results; inf is perfect "
+        f"(default: {OVERLAP:g})",
+    )  # fmt: skip
+
+
+# The options of ``--choose``, for ``plan`` and ``simulate``.
+
+_BOX = re.compile(r"(?:(\d+)x)?([^=]+)(?:=(.+))?")
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    group = parser.add_argument_group("choice of a way to run")
+    group.add_argument(
+        "--choose", action="store_true",
+        help="search how to spread the model over the devices of --hardware (such as "
+        "8xh200-sxm), the size of steps and more, simulate the best ways on this job, "
+        "and print SGLang's options for the fastest",
+    )  # fmt: skip
+    group.add_argument(
+        "--allow-quantization", nargs="+", metavar="METHOD", default=(),
+        help="with --choose: also try these of SGLang's methods, such as fp8. They change "
+        "answers, so they are marked, and the choice is among the others",
+    )  # fmt: skip
+    group.add_argument(
+        "--allow-kv-cache-dtype", nargs="+", metavar="DTYPE", default=(),
+        help="with --choose: also try KV of these, such as fp8_e4m3; marked as well",
+    )  # fmt: skip
+    group.add_argument(
+        "--fleet", nargs="+", metavar="[N]x[DEVICE][=PRICE]",
+        help="with --choose: several kinds of servers in place of --hardware, with the "
+        "price of a device for an hour, such as 8xh200-sxm=3.5 8xh100-sxm=2.2",
+    )  # fmt: skip
+    group.add_argument(
+        "--price-per-gpu-hour", type=positive, metavar="PRICE",
+        help="price of a device for an hour, for the cost of each order; with --choose, "
+        "where --fleet and --prices have none",
+    )  # fmt: skip
+    group.add_argument(
+        "--prices", type=Path, metavar="FILE",
+        help='with --choose: JSON with prices by device, {"h200-sxm": 3.5, ...}',
+    )  # fmt: skip
+    group.add_argument(
+        "--deadline", type=duration, metavar="TIME",
+        help="with --choose: say how many servers of each kind end the job in this time, "
+        "such as 90m or 6h, and which of them cost least",
+    )  # fmt: skip
+
+
+def check_choice(options: argparse.Namespace) -> None:
+    """Refuse options that only ``--choose`` has a use for.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if options.choose:
+        if options.hardware is not None and options.fleet:
+            raise ConfigError("--fleet replaces --hardware: give one of them.")
+        return
+    for name in (
+        "allow_quantization", "allow_kv_cache_dtype", "fleet", "prices", "deadline",
+    ):  # fmt: skip
+        if getattr(options, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no use without --choose."
+            )
+    if options.hardware is not None and re.match(r"\d+x", options.hardware):
+        raise ConfigError(
+            f"--hardware {options.hardware}: only --choose takes several devices; "
+            "otherwise name one, and --tp."
+        )
+
+
+def boxes(options: argparse.Namespace, default: str) -> list[Box]:
+    """The servers of ``--fleet`` or ``--hardware``.
+
+    Args:
+        default: device without either option.
+
+    Raises:
+        ConfigError: one of them is not understood.
+        InputError: the file of prices cannot be used.
+    """
+    texts: Sequence[str] = options.fleet or [options.hardware or default]
+    prices = _prices(options.prices)
+    return [_box(text, options, prices) for text in texts]
+
+
+def _box(text: str, options: argparse.Namespace, prices: dict[str, float]) -> Box:
+    found = _BOX.fullmatch(text)
+    if found is None or found[1] == "0":
+        raise ConfigError(f"{text!r} must be like 8xh200-sxm, or 8xh200-sxm=3.5.")
+    from .machine_choice import named_device  # it loads the planner
+
+    hardware = named_device(options, found[2])
+    price = options.price_per_gpu_hour
+    price = prices.get(hardware.name, price)
+    if found[3] is not None:
+        price = number(found[3])
+        if not 0 < price < float("inf"):
+            raise ConfigError(
+                f"{text!r}: the price {found[3]!r} must be a number above 0."
+            )
+    return Box(hardware, int(found[1] or 1), price)
+
+
+def _prices(path: Path | None) -> dict[str, float]:
+    if path is None:
+        return {}
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"--prices {path} cannot be read: {error}") from None
+    if not isinstance(found, dict) or not all(
+        isinstance(price, int | float) and price > 0 for price in found.values()
+    ):
+        raise InputError(
+            f'--prices {path} must have prices above 0 by device: {{"h200-sxm": 3.5}}.'
+        )
+    return {name: float(price) for name, price in found.items()}
+
+
+def duration(text: str) -> float:
+    """Seconds of a time such as 90s, 45m, 6h or 2d."""
+    seconds = number(text[:-1]) * _UNITS.get(text[-1:], float("nan"))
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a time above 0 such as 90s, 45m, 6h or 2d"
+        )
+    return seconds
+
+
+# The options of ``sglang-batch calibrate``.
+
+_DESCRIPTION = """\
+Measure what planning must know of this device: the seconds of steps of all sizes, and how
+much of a decode step the longest row decides (row_share). The engine starts in this process
+and runs batches of random prompts, for about two minutes.
+"""
+
+_EPILOG = """\
+Every other option is passed to SGLang unchanged, as in `sglang-batch run`: give those of
+the runs that are to be planned.
+
+Results are kept in the user's data directory ($XDG_DATA_HOME): timed steps for the model, the
+device and the way to run it, in timed_steps.json, and row_share for the device, the attention
+backend, the shape of the KV, the page size and --tp, in row_shares.json. Runs, servers, plan
+and simulate on that device use them from then on. Runs and servers add the steps of their
+own jobs.
+
+exit status:
+  0  costs or row_share were measured and kept
+  1  the engine failed, or nothing could be measured: nothing was kept
+  2  the model or an option cannot be used
+  130  interrupted
+
+example:
+  sglang-batch calibrate --model-path meta-llama/Llama-3.1-8B-Instruct --tp 2
+"""
+
+
+def add_calibrate(commands: Any, run: Callable[..., int]) -> None:
+    """Add ``calibrate`` to the commands."""
+    parser = commands.add_parser(
+        "calibrate",
+        usage="sglang-batch calibrate --model-path MODEL [--rows N] [--tokens N] "
+        "[SGLang's server options]",
+        help="measure on this device what planning must know of it",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--rows", type=whole(MIN_ROWS), metavar="N",
+        help="requests in a batch (default: up to 64, by the engine's limits)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tokens", type=count, metavar="N",
+        help="prompt tokens in a batch, all requests together (default: up to 65,536, "
+        "on a CPU up to 8,192, by the engine's KV and context)",
+    )  # fmt: skip
+    parser.set_defaults(run=run)

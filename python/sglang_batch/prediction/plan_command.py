@@ -5,38 +5,44 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shlex
-from dataclasses import replace
+from array import array
+from collections import deque
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from ..batch_api.equal_requests import find_equal
 from ..batch_api.jsonl import BatchFile
+from ..config import AUTO, PAGED_ORDERS
 from ..errors import ConfigError, InputError
 from ..inputs.local_input import LocalInput
 from ..inputs.staging import Staging
-from ..planner.costs.hardware import HardwareSpec
+from ..planner.costs.hardware import HardwareSpec, Parallelism, match_hardware
 from ..planner.costs.model_spec import ModelSpec
-from ..planner.machine_model import Machine
+from ..planner.machine_model import Machine, min_step_tokens
 from ..planner.ordering.order import OrderSettings
 from ..planner.output_lengths.estimates import prior_output_len
 from ..planner.prefixes.prefix_tree import build_prefix_tree
 from ..planner.requests import UNKNOWN, Int64s, PlanRequests
-from ..policies import AUTO, PAGED_ORDERS
-from ..run.checked_input import checked_again, checked_requests
+from ..request import BatchRequestInput
 from ..run.model_place import check_model
-from ..run.options.run_options import job_input, named_model
+from ..run.prepare import checked_again, checked_requests
+from ..run.run_options import job_input, named_model
 from ..store.token_spool import TokenSpool
-from .console import check_plot, progress, read_measured, show, show_measured
-from .forecast import Lengths, forecast
-from .machine_choice import chosen_device, make_machine
-from .machine_search.choice_options import boxes, check_choice
-from .machine_search.choice_report import choose
-from .planned_engine import kept_kv_dtype, timed_machine
-from .rendered_file import RenderedFile, render_file
-from .report import LeftOut, MachineInfo, Measured, Report
+from .machine_choice import choose, chosen_device, make_machine
+from .options import boxes, check_choice
+from .report import LeftOut, Lengths, MachineInfo, Measured, Report, forecast
+from .table import check_plot, progress, read_measured, show, show_measured
 
 if TYPE_CHECKING:
-    from ..srt.engine.in_process import Renderer
+    from ..srt.compat.server_types import OfflineArgs
+    from ..srt.engine.in_process import RenderedRequest, Renderer
 
 
 def plan(options: argparse.Namespace, server_argv: list[str]) -> int:
@@ -243,3 +249,141 @@ def _too_large(
         )
         for i in indices.tolist()
     ]
+
+
+# The engine that a plan is for: its own limits, and the costs that it measured here.
+
+
+def kept_kv_dtype(server_args: OfflineArgs) -> str:
+    """The dtype of KV that an engine with these arguments keeps, "auto" if it follows the
+    model's."""
+    if server_args.kv_cache_dtype != "auto":
+        return server_args.kv_cache_dtype
+    return server_args.dtype
+
+
+def timed_machine(
+    machine: Machine,
+    model: ModelSpec,
+    server_args: OfflineArgs,
+    device: HardwareSpec,
+    tp: int,
+) -> tuple[Machine, str]:
+    """With the limits of the arguments, and the costs of steps that were timed here.
+
+    Args:
+        machine: by the datasheet of ``tp`` of these devices.
+
+    Returns:
+        It, and where its costs are from, empty for the datasheet.
+    """
+    limits = machine.limits
+    if most := server_args.max_total_tokens:
+        capacity = min(limits.kv_capacity_tokens, most)
+        limits = replace(limits, kv_capacity_tokens=capacity)
+    if rows := server_args.max_running_requests:
+        rows = min(rows, limits.max_running or rows)
+        limits = replace(limits, max_running=rows)
+    machine = replace(machine, limits=limits)
+    from ..srt.engine.machine import device_name, planned_law
+
+    name = device_name()
+    here = match_hardware(name) if name else None
+    if device.name != (here.name if here else "cpu"):
+        return machine, ""
+    parallel = Parallelism(tp=tp, ep=server_args.ep_size)
+    found = planned_law(machine.cost, name, model, parallel)
+    if found is None:
+        return machine, ""
+    law, mixed = found
+    limits = replace(
+        limits, as_sglang=mixed, min_step_tokens=min_step_tokens(limits.step_tokens)
+    )
+    note = f"costs of {law.num_samples} timed steps"
+    return Machine(law.applied(machine.cost), limits), note
+
+
+# The prompts of a batch file, rendered by SGLang for a plan.
+
+# Requests rendered at the same time, in SGLang's threads.
+LOOKAHEAD = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedFile:
+    """The prompts of a file. A line can have several.
+
+    custom_ids: the line of each prompt.
+    refused: lines that SGLang cannot render.
+    num_merged: lines that get the answer of an equal one, and are not rendered.
+    model_config: the model's config.json.
+    """
+
+    requests: PlanRequests
+    custom_ids: list[str]
+    refused: list[LeftOut]
+    num_merged: int
+    model_config: dict[str, Any]
+
+
+async def render_file(
+    file: BatchFile, renderer: Renderer, spool: TokenSpool, dedupe: str
+) -> RenderedFile:
+    """Render every line that would be computed, and keep its tokens, in ``spool``, and its
+    lengths.
+
+    Args:
+        dedupe: see :class:`~sglang_batch.config.OfflineBatchConfig`.
+    """
+    valid = np.setdiff1d(np.arange(len(file)), np.array(list(file.invalid), np.int64))
+    equal = find_equal(file, valid, dedupe)
+    custom_ids: list[str] = []
+    refused: list[LeftOut] = []
+    max_new_tokens, known = array("q"), array("q")
+    adapters, adapter = {"": 0}, array("i")
+    with tqdm(
+        total=len(equal.todo),
+        desc="Rendering",
+        unit="req",
+        dynamic_ncols=True,
+    ) as bar:
+        async for request, found in _rendered_in_order(file, equal.todo, renderer):
+            bar.update()
+            if isinstance(found, str):
+                refused.append(LeftOut(request.custom_id, found))
+                continue
+            for prompt, limit in zip(found.prompts, found.max_new_tokens, strict=True):
+                spool.append(prompt, found.shareable_len, found.namespace)
+                adapter.append(adapters.setdefault(found.adapter, len(adapters)))
+                custom_ids.append(request.custom_id)
+                max_new_tokens.append(limit)
+                known.append(limit if found.fixed_length else UNKNOWN)
+    tokens, offsets = spool.arrays()
+    return RenderedFile(
+        PlanRequests(
+            tokens,
+            offsets,
+            np.array(max_new_tokens, dtype=np.int32),
+            np.array(known, dtype=np.int32),
+            np.array(adapter, dtype=np.int32) if len(adapters) > 1 else None,
+        ),
+        custom_ids,
+        refused,
+        equal.num_merged,
+        renderer.model_config,
+    )
+
+
+async def _rendered_in_order(
+    file: BatchFile, numbers: NDArray[np.int64], renderer: Renderer
+) -> AsyncGenerator[tuple[BatchRequestInput, RenderedRequest | str]]:
+    ahead: deque[tuple[BatchRequestInput, asyncio.Task[RenderedRequest | str]]]
+    ahead = deque()
+    for number in numbers.tolist():
+        request = file[number]
+        ahead.append((request, asyncio.create_task(renderer.render(request))))
+        if len(ahead) == LOOKAHEAD:
+            first, task = ahead.popleft()
+            yield first, await task
+    for request, task in ahead:
+        yield request, await task

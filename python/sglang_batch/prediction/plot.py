@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ..config import ORDERS, POLICY_TABLE
 from ..planner.requests import Floats, Int64s
 from ..planner.simulator.simulator import Simulation
-from ..policies import ORDERS, POLICY_TABLE
-from .forecast import Forecast
-from .report import Measured, Report
-from .units import time_unit
+from .report import Forecast, Measured, Report, time_unit
 
 # Two colours for compute and memory and two for policies, distinct in grey print too.
 COMPUTE, MEMORY = "#d1495b", "#2e6f95"

@@ -14,16 +14,13 @@ from ..planner.costs.step_costs import step_costs
 from ..planner.machine_model import Machine
 from ..planner.ordering.order import OrderSettings
 from ..planner.requests import Int64s
-from ..workloads.mix import Workload
-from .console import check_plot, progress, show
-from .forecast import Lengths, forecast
-from .machine_choice import make_machine, named_device
-from .machine_options import DEFAULT_HARDWARE
-from .machine_search.choice_options import boxes, check_choice
-from .machine_search.choice_report import choose
+from .machine_choice import choose, make_machine, named_device
 from .models import MODELS
-from .report import LeftOut, MachineInfo, Report
+from .options import DEFAULT_HARDWARE, boxes, check_choice
+from .report import LeftOut, Lengths, MachineInfo, Report, forecast
 from .synthetic_jobs import SyntheticJob
+from .table import check_plot, progress, show
+from .workloads.mix import Workload
 
 
 def simulate(options: argparse.Namespace) -> int:

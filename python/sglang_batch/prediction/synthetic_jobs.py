@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import ConfigError
-from ..option_types import count, number
+from ..run.option_types import count, number
 
 if TYPE_CHECKING:
     from ..planner.costs.cost_model import CostModel
-    from ..workloads.mix import Workload
+    from .workloads.mix import Workload
 
 DEFAULT_NUM_REQUESTS = 40_000
 
@@ -66,7 +66,7 @@ class BlendJob:
         return f"{self.name} (density {self.density:g}, sharing {self.sharing:g})"
 
     def make(self, num_requests: int | None, seed: int, cost: CostModel) -> Workload:
-        from ..workloads.blend import blend
+        from .workloads.mix import blend
 
         return blend(
             self.density,
@@ -93,7 +93,7 @@ class TraceJob:
 
     @property
     def _blend(self) -> BlendJob:
-        from ..workloads.blend import TRACES
+        from .workloads.mix import TRACES
 
         return BlendJob(*TRACES[self.number], name=f"trace {self.number}")
 
@@ -132,7 +132,7 @@ class GroupsJob:
         )
 
     def make(self, num_requests: int | None, seed: int, cost: CostModel) -> Workload:
-        from ..workloads.mix import shared_prefix_groups
+        from .workloads.mix import shared_prefix_groups
 
         return shared_prefix_groups(
             num_requests or DEFAULT_NUM_REQUESTS,
@@ -153,7 +153,7 @@ class IndustryJob:
         return "snippets of documents (industry)"
 
     def make(self, num_requests: int | None, seed: int, cost: CostModel) -> Workload:
-        from ..workloads.mix import industry
+        from .workloads.mix import industry
 
         return industry(num_requests or DEFAULT_NUM_REQUESTS, seed)
 
@@ -173,8 +173,8 @@ class LengthsJob:
 
         By default all of them.
         """
-        from ..workloads.mix import combine
-        from ..workloads.traces import read_trace
+        from .workloads.mix import combine
+        from .workloads.traces import read_trace
 
         limit = None
         if num_requests is not None:

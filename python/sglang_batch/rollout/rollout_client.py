@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from ..errors import ConfigError, ServerError
-from ..json_lines import LineSplitter
+from ..request import LineSplitter
 from .length_history import LengthHistory
 from .rollout_call import (
     ID_HEADER,

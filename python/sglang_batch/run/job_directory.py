@@ -19,14 +19,12 @@ from ..errors import (
     StoreWriteError,
 )
 from ..fleet.head_state import CRASHES
-from ..inputs.line_digests import describe_change, write_digests
-from ..inputs.local_input import LocalInput
+from ..inputs.local_input import LocalInput, describe_change, write_digests
 from ..store.files import NAME as EPOCH
 from ..store.files import FileLock, atomic_write, next_epoch
 from ..store.result_log import ResultLog
 from .outputs import Outputs
-from .state.shared_state import PLACE, RECORD, RESULTS, SharedState
-from .state.state_url import StateUrl
+from .shared_state import PLACE, RECORD, RESULTS, SharedState, StateUrl
 from .summary import Summary
 
 

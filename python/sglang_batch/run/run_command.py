@@ -20,17 +20,22 @@ from ..errors import ConfigError, EngineError, ExitStatus, SGLangBatchError
 from ..fleet.head_state import HeadState
 from ..inputs.job_input import JobInput
 from ..inputs.staging import Staging
-from .checked_input import checked_again, checked_requests
+from . import run_options
+from .backend_options import (
+    BACKENDS,
+    EngineSettings,
+    StartEngine,
+    check_backend_arguments,
+    engine_settings,
+)
 from .engine_log import EngineLog
-from .engine_settings import EngineSettings, engine_settings
+from .fleet_options import FleetOptions, WorkerOptions
 from .job_directory import JobDirectory
 from .model_place import check_model
-from .options import run_options
-from .options.backend_options import BACKENDS, StartEngine, check_backend_arguments
-from .options.fleet_options import FleetOptions, WorkerOptions
 from .outputs import Outputs
+from .prepare import checked_again, checked_requests
 from .progress import Display, elapsed
-from .state.state_url import StateUrl
+from .shared_state import StateUrl
 from .summary import Summary
 
 if TYPE_CHECKING:

@@ -37,11 +37,11 @@ from ..job.job_planner import compile_planner
 from ..job.occupancy import Tail
 from ..request import BatchRequestInput, RequestOutput, Usage
 from ..store.result_log import ResultLog
+from .backend_options import StartEngine
 from .engine_log import EngineLog
 from .job_directory import JobDirectory, JobRecord
-from .options.backend_options import StartEngine
 from .progress import Display, Progress, engines_running
-from .state.state_url import TakenOver
+from .shared_state import TakenOver
 from .stop_signals import StopSignals
 from .summary import Counts, LastRequests, Summary
 

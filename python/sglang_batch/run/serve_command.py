@@ -17,15 +17,15 @@ import platformdirs
 from ..config import OfflineBatchConfig
 from ..errors import ConfigError, ExitStatus, StoreError
 from ..store.files import FileLock
-from .model_place import check_model
-from .options.backend_options import (
+from .backend_options import (
     BACKENDS,
     BackendParser,
     chosen_backend,
     transformers_options,
     transformers_settings,
 )
-from .options.fleet_options import FleetOptions, WorkerOptions
+from .fleet_options import FleetOptions, WorkerOptions
+from .model_place import check_model
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 30000
 _SSL = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password")

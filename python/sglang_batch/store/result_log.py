@@ -21,8 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..json_lines import as_one_line, json_line
-from ..request import Cuts, Usage
+from ..request import Cuts, Usage, as_one_line, json_line
 from .append_log import AppendLog, whole_lines
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from sglang_batch.fleet.head_state import CRASHES, CrashCounts
 from sglang_batch.request import Usage
 from sglang_batch.run.job_directory import JobDirectory, JobRecord
 from sglang_batch.run.outputs import Outputs
-from sglang_batch.run.state.state_url import StateUrl, TakenOver
+from sglang_batch.run.shared_state import StateUrl, TakenOver
 from sglang_batch.run.summary import Counts, Summary
 from sglang_batch.store.result_log import ResultLog
 
@@ -172,7 +172,7 @@ def test_counts_of_crashes_that_are_none_are_named(tmp_path: Path, junk: bytes) 
 def test_a_log_larger_than_a_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_batch.run.state.shared_state.PART_BYTES", 100)
+    monkeypatch.setattr("sglang_batch.run.shared_state.PART_BYTES", 100)
     head = Head(tmp_path / "a")
     head.answer(*range(NUM_LINES))
     long = b'"' + b"x" * 300 + b'"'
@@ -273,7 +273,7 @@ _HEAD = """
 import sys, time
 from pathlib import Path
 from test_shared_state import NUM_LINES, Head
-from sglang_batch.run.state.state_url import TakenOver
+from sglang_batch.run.shared_state import TakenOver
 
 head = Head(Path(sys.argv[1]))
 print("began", flush=True)

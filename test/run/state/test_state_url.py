@@ -13,8 +13,8 @@ import pytest
 import zstandard
 
 from sglang_batch.errors import ConfigError, StoreError
-from sglang_batch.run.state import state_url
-from sglang_batch.run.state.state_url import StateUrl, TakenOver
+from sglang_batch.run import shared_state
+from sglang_batch.run.shared_state import StateUrl, TakenOver
 
 
 @pytest.fixture(params=["directory", "file", "memory"])
@@ -158,7 +158,7 @@ def test_an_odd_url_is_named_or_works(scheme: str, name: str) -> None:
 _BOMB = """
 import sys, zstandard
 from sglang_batch.errors import StoreError
-from sglang_batch.run.state.state_url import StateUrl
+from sglang_batch.run.shared_state import StateUrl
 state = StateUrl(sys.argv[1])
 open("/proc/self/clear_refs", "w").write("5")
 peak = lambda: int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
@@ -203,7 +203,7 @@ def test_many_parts_that_are_large_take_the_memory_of_a_few(tmp_path: Path) -> N
     for number in range(8):
         name = f"{head}-{number:06d}.jsonl.zst"
         with open(tmp_path / "job/parts" / name, "wb") as file:
-            file.truncate(state_url.MAX_PART_BYTES)
+            file.truncate(shared_state.MAX_PART_BYTES)
     found = subprocess.run(
         [sys.executable, "-c", _BOMB, str(tmp_path / "job")],
         capture_output=True,
@@ -212,7 +212,7 @@ def test_many_parts_that_are_large_take_the_memory_of_a_few(tmp_path: Path) -> N
     )
     error, grown = found.stdout.splitlines()
     assert f"{head}-000000" in error
-    together = 8 * state_url._READ_AT_ONCE_BYTES + state_url.MAX_PART_BYTES
+    together = 8 * shared_state._READ_AT_ONCE_BYTES + shared_state.MAX_PART_BYTES
     assert int(grown) < (together + (100 << 20)) >> 10  # KiB
 
 

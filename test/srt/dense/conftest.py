@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_batch.demo_model import SPECIAL_IDS, VOCAB_SIZE
+from sglang_batch.run.demo_model import SPECIAL_IDS, VOCAB_SIZE
 
 
 @pytest.fixture(scope="session")

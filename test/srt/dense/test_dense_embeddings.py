@@ -23,7 +23,7 @@ from tiny_models import VOCAB, tiny_encoder
 from torch.nn.functional import normalize
 
 from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
-from sglang_batch.run.options.backend_options import transformers_engine
+from sglang_batch.run.backend_options import transformers_engine
 from sglang_batch.srt.dense.engine import DenseEngine
 
 # SGLang answers errors with a class that its web framework wants to drop.

@@ -27,7 +27,7 @@ from sglang_batch.request import (
     RequestOutput,
     engine_request_id,
 )
-from sglang_batch.run.options.backend_options import transformers_engine
+from sglang_batch.run.backend_options import transformers_engine
 from sglang_batch.scheduling.job_plan import JobPlan, unplanned
 from sglang_batch.srt.dense.engine import DenseEngine, OpenPlans
 from sglang_batch.srt.dense.start import why_not_sglang

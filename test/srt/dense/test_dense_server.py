@@ -18,7 +18,7 @@ from servers import Server, server
 from sglang_batch.errors import EngineError
 from sglang_batch.lang import BatchBackend
 from sglang_batch.request import BatchRequestInput, RequestOutput
-from sglang_batch.run.options.backend_options import transformers_engine
+from sglang_batch.run.backend_options import transformers_engine
 
 # SGLang answers errors with a class that its web framework wants to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse")

@@ -22,7 +22,7 @@ from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingRespons
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job.retrying_engine import RetryingEngine
 from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
-from sglang_batch.run.options.backend_options import transformers_engine
+from sglang_batch.run.backend_options import transformers_engine
 from sglang_batch.srt.dense import manager
 from sglang_batch.srt.dense.engine import DenseEngine
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from plan_command import MAX_TOKENS_IS_USED, chat, is_picture, plan, write
 
+from sglang_batch.config import PAGED_ORDERS
 from sglang_batch.planner.costs.cost_model import CostModel
-from sglang_batch.policies import PAGED_ORDERS
 
 pytestmark = MAX_TOKENS_IS_USED
 
@@ -145,8 +145,8 @@ def test_the_forecast_is_that_of_the_plan_a_run_makes() -> None:
     from sglang_batch.planner.machine_model import EngineLimits, Machine
     from sglang_batch.planner.ordering.order import OrderSettings
     from sglang_batch.planner.plan import make_plan
-    from sglang_batch.prediction.forecast import Lengths, forecast
-    from sglang_batch.workloads.mix import industry
+    from sglang_batch.prediction.report import Lengths, forecast
+    from sglang_batch.prediction.workloads.mix import industry
 
     requests = industry(120, seed=1).requests
     cost = CostModel(token_time_s=1e-5, kv_read_time_s=1e-8, weight_read_time_s=1e-3)

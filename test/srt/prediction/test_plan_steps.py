@@ -95,8 +95,8 @@ def test_steps_that_lack_something_are_drawn_too(
 
 
 def test_the_columns_of_the_picture_are_means_of_all_steps(steps: Path) -> None:
-    from sglang_batch.prediction.console import read_measured
     from sglang_batch.prediction.plot import NUM_TIMES, _binned_steps
+    from sglang_batch.prediction.table import read_measured
 
     edges, means = _binned_steps(read_measured(steps))
     assert (edges[0], edges[-1], len(edges)) == (0, NUM_STEPS, NUM_TIMES + 1)

@@ -1,6 +1,6 @@
 """One function per policy, from a job to the order of its requests.
 
-:mod:`sglang_batch.policies` has the table of all policies. To add one, add its entry
+:mod:`sglang_batch.config` has the table of all policies. To add one, add its entry
 there and its function here.
 """
 
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...config import ORDERS
 from ...errors import ConfigError
-from ...policies import ORDERS
 from ..costs.cost_model import CostModel
 from ..costs.tree_work import leaf_work
 from ..prefixes.prefix_groups import group_order, prefix_groups
@@ -53,7 +53,7 @@ def make_order(
     """The order of one policy, adapter by adapter where there are any.
 
     Args:
-        policy: one of :data:`sglang_batch.policies.ORDERS`.
+        policy: one of :data:`sglang_batch.config.ORDERS`.
         est_output_len, est_output_len_sq: float64 ``[n]`` by request, first and second
             moment of the output length.
         kv_capacity_tokens: of the engine. Without a limit, all requests fit into one

@@ -16,8 +16,7 @@ from ...batch_api.line_checks import LineError, LineRules, check_line
 from ...batch_api.protocol import INTERACTIVE_PRIORITY, canonical_url, error_body
 from ...errors import ApiError, InputError
 from ...job.engine import GENERATE_URL, MAX_INFLIGHT, WAVE_PATH
-from ...json_lines import json_line
-from ...request import BatchRequestInput
+from ...request import BatchRequestInput, json_line
 from ...rollout.rollout_call import ID_HEADER, ROLLOUTS_PATH, RolloutCall, parse_call
 from ..access.model_names import body_refusal, native_refusal
 from ..service import new_id

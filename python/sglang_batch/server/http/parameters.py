@@ -12,9 +12,9 @@ from typing import Any
 from fastapi import Request
 
 from ...batch_api import protocol as api
+from ...batch_api.media_places import parse_place
 from ...config import DEDUPES
 from ...errors import ApiError
-from ...media_places import parse_place
 from ..service import BatchService
 from .calls import header_of
 

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 from ...errors import EngineError
 from ...job.engine import GENERATE_URL
-from ...request import BatchRequestInput
+from ...request import BatchRequestInput, random_prompts
 from ...store.measured_costs import RowShareKey
-from ...workloads.random_prompts import random_prompts
 from ..compat.server_types import SchedulerState
 from .machine import model_spec, row_share_key
 from .sglang_engine import Prepared, SGLangEngine

@@ -25,7 +25,7 @@ import httpcore
 import httpx
 import pybase64
 
-from ...media_places import PORTS, Place, parse_place, parse_sources
+from ...batch_api.media_places import PORTS, Place, parse_place, parse_sources
 from ..compat.server_types import TokenizerManager
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

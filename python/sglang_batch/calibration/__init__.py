@@ -1,1 +1,0 @@
-"""``sglang-batch calibrate``: what planning must know of a device, measured on it."""

@@ -1,1 +1,0 @@
-"""Commands for the batches of a server: submit, status, list, cancel, results."""

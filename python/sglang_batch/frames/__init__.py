@@ -1,1 +1,0 @@
-"""Rows of data frames as requests, and their answers as a column."""

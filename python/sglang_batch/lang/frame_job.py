@@ -1,0 +1,429 @@
+"""A data frame in, the same frame with a column of answers out.
+
+A frame is read through the Arrow PyCapsule protocol (``__arrow_c_stream__``), which pandas,
+Polars, pyarrow and DuckDB have in common. Adding columns takes a line for each of them, so
+that a frame keeps its index, its types and its connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import json
+import re
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ..batch_api.error_reasons import line_error
+from ..batch_api.jsonl import read_lines
+from ..batch_api.protocol import COMPLETED, ENDPOINTS
+from ..errors import ConfigError, EngineError, ExitStatus, InputError, ServerError
+from ..inputs.job_input import DEFAULT_ENDPOINT, JobInput, input_sources
+from ..inputs.staging import Staging
+from ..inputs.template import Template
+
+
+class DataFrame:
+    """A frame of some library.
+
+    Args:
+        frame: the frame.
+
+    Raises:
+        ConfigError: it is no frame.
+    """
+
+    def __init__(self, frame: Any) -> None:
+        if not hasattr(frame, "__arrow_c_stream__"):
+            raise ConfigError(
+                f"a {type(frame).__name__} is no table: pass a DataFrame of pandas or "
+                "Polars, a pyarrow.Table, a DuckDB relation, or anything else with "
+                "__arrow_c_stream__."
+            )
+        self._frame = frame
+        roots = {kind.__module__.partition(".")[0] for kind in type(frame).__mro__}
+        self._is_pandas, self._is_polars = "pandas" in roots, "polars" in roots
+        self._is_duckdb = bool(roots & {"duckdb", "_duckdb"})
+        if (self._is_pandas or self._is_polars) and not hasattr(frame, "columns"):
+            raise ConfigError(
+                f"a {type(frame).__name__} is one column: make a DataFrame of it."
+            )
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of its columns, as text. Those of pandas may be any values."""
+        if self._is_pandas or self._is_polars:
+            return list(map(str, self._frame.columns))
+        return list(self._whole.column_names)
+
+    def has_column(self, name: str) -> bool:
+        """Whether a new column cannot have this name. DuckDB does not tell cases apart."""
+        if self._is_duckdb:
+            return name.lower() in map(str.lower, self.columns)
+        return name in self.columns
+
+    def arrow(self, columns: Collection[str]) -> Any:
+        """These columns, as a ``pyarrow.Table``.
+
+        Raises:
+            InputError: a column is missing, or Arrow has no type for it.
+        """
+        import pyarrow
+
+        names, found = sorted(columns), self.columns
+        for column in names:
+            if found.count(column) > 1:
+                raise InputError(
+                    f"{found.count(column)} columns of the table are named {column!r}: "
+                    "rename all but one of them."
+                )
+            if column not in found:
+                raise InputError(
+                    f"the table has no column {column!r}; it has "
+                    f"{', '.join(map(repr, found)) or 'none'}."
+                )
+        try:
+            if self._is_pandas:  # its other columns may have no type in Arrow
+                chosen = self._frame.iloc[:, [found.index(name) for name in names]]
+                return pyarrow.Table.from_pandas(
+                    chosen.set_axis(names, axis=1), preserve_index=False
+                )
+            return self._whole.select(names)
+        except (pyarrow.ArrowException, TypeError, ValueError) as error:
+            raise InputError(f"the table cannot be read as Arrow: {error}") from None
+
+    def with_columns(self, columns: Mapping[str, Sequence[Any]]) -> Any:
+        """A frame of the same kind with further columns, or else a ``pyarrow.Table``."""
+        if self._is_pandas:
+            frame = self._frame.copy(deep=False)
+            levels = frame.columns.nlevels
+            for name, values in columns.items():
+                label = name if levels == 1 else (name, *[""] * (levels - 1))
+                frame[label] = values
+            return frame
+        added = _table_of(columns)
+        if self._is_polars:
+            return self._frame.hstack(type(self._frame)(added))
+        table = self._whole
+        for name in added.column_names:
+            table = table.append_column(name, added[name])
+        if not self._is_duckdb:
+            return table
+        answered = table  # noqa: F841 - DuckDB finds it by this name
+        return self._frame.query("table_before", "SELECT * FROM answered")
+
+    @cached_property
+    def _whole(self) -> Any:
+        """All of it, read once: a relation is a query, and its rows may have no order."""
+        import pyarrow
+
+        return pyarrow.table(self._frame)
+
+
+def _table_of(columns: Mapping[str, Sequence[Any]]) -> Any:
+    """Columns as a ``pyarrow.Table``, of text where they have no other values."""
+    import pyarrow
+
+    def typed(values: Sequence[Any]) -> Any:
+        is_text = all(value is None or isinstance(value, str) for value in values)
+        return pyarrow.array(values, pyarrow.string() if is_text else None)
+
+    return pyarrow.table({name: typed(values) for name, values in columns.items()})
+
+
+# The answer of a line of results, as a value for a column.
+
+
+def answers_of(
+    path: Path, endpoint: str, num_rows: int
+) -> tuple[list[Any], list[str | None]]:
+    """The answer and the error of each row. One of both is None.
+
+    Args:
+        path: lines of results, whose custom ids are the numbers of rows.
+    """
+    answers: list[Any] = [None] * num_rows
+    errors: list[str | None] = ["no answer"] * num_rows
+    value: Callable[[dict[str, Any]], Any] = _VALUES.get(endpoint, _whole)
+    with open(path, "rb") as file:
+        for _, _, line in read_lines(file):
+            entry = json.loads(line)
+            row = int(entry["custom_id"])
+            errors[row] = _error(entry)
+            if errors[row] is None:
+                answers[row] = value(entry["response"]["body"])
+    return answers, errors
+
+
+def _error(entry: dict[str, Any]) -> str | None:
+    response = entry.get("response") or {}
+    if entry.get("error") is None and response.get("status_code") == 200:
+        return None
+    return line_error(entry)
+
+
+def _whole(body: dict[str, Any]) -> str:
+    return json.dumps(body, ensure_ascii=False)
+
+
+def _texts(parts: list[dict[str, Any]]) -> str:
+    return "".join(part["text"] for part in parts if "text" in part)
+
+
+def _output_text(body: dict[str, Any]) -> str:
+    return "".join(_texts(item.get("content") or []) for item in body["output"])
+
+
+_VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "/v1/chat/completions": lambda body: body["choices"][0]["message"]["content"],
+    "/v1/completions": lambda body: body["choices"][0]["text"],
+    "/v1/messages": lambda body: _texts(body["content"]),
+    "/v1/responses": _output_text,
+    "/v1/embeddings": lambda body: body["data"][0]["embedding"],
+    "/v1/audio/transcriptions": lambda body: body["text"],
+}
+
+
+# A data frame in, the same frame with a column of answers out.
+
+_JSON_OBJECT = re.compile(r'\s*\{\s*"')
+
+
+def map_table(
+    frame: Any,
+    template: Mapping[str, Any] | str,
+    *,
+    model_path: str | None = None,
+    server: str | None = None,
+    api_key: str | None = None,
+    endpoint: str = DEFAULT_ENDPOINT,
+    optimize_fields: bool = True,
+    answer: str = "answer",
+    error: str = "error",
+    job: str | Path | None = None,
+    **options: Any,
+) -> Any:
+    """Answer one request per row of a table.
+
+    Args:
+        frame: a DataFrame of pandas or Polars, a ``pyarrow.Table``, a DuckDB relation, or
+            anything else with ``__arrow_c_stream__``.
+        template: the body of a request, in which ``"{{column}}"`` stands for a value of the
+            row: a dictionary, its JSON text, or ``@FILE``. A text that is no JSON is the
+            user's message, or the prompt or input of the endpoint. See ``docs/run.md``.
+        model_path: runs the job as ``sglang-batch run`` does, in a process of its own.
+        server: URL of a server with the batch API, which runs it instead.
+        api_key: of that server.
+        endpoint: of the requests.
+        optimize_fields: choose the order of the fields in the template's block, if it has
+            one.
+        answer: name of the column with answers: text, or for embeddings a list of numbers.
+            For ``/v1/score``, ``/v1/rerank`` and ``/v1/classify`` it is the body as JSON.
+        error: name of the column with errors. It is there only if a row has failed, with a
+            warning, and then null for all other rows. Failed rows have a null answer.
+        job: a directory that keeps the job. If it stops, the same call resumes it. By
+            default nothing is kept.
+        options: with ``model_path``: options of ``sglang-batch run`` and of SGLang, such as
+            ``tp=2`` for ``--tp 2``, and ``trust_remote_code=True`` for
+            ``--trust-remote-code``.
+
+    Returns:
+        A frame of the same kind with the rows in the same order. A ``pyarrow.Table`` if
+        that library is not among the four.
+
+    Raises:
+        ConfigError: an argument or the template cannot be used.
+        InputError: the table lacks a column, or ``sglang-batch run`` refuses a row, the model
+            or an option.
+        EngineError: the engine failed.
+        ServerError: the server failed, or ended the batch before its end.
+    """
+    for name in options:
+        for meant in difflib.get_close_matches(name, _OWN, 1, cutoff=0.8):
+            raise ConfigError(f"map_table has no {name!r}; is {meant!r} meant?")
+        for own in _SET_HERE:
+            if own.startswith(name):  # as an option may be shortened
+                raise ConfigError(
+                    f"map_table sets {own!r} itself, for the rows of the table: drop "
+                    f"{name!r}."
+                )
+    if (model_path is None) == (server is None):
+        raise ConfigError("map_table needs either model_path or server.")
+    if endpoint not in ENDPOINTS:
+        raise ConfigError(f"endpoint {endpoint!r} is none of {', '.join(ENDPOINTS)}.")
+    if server is not None and options:
+        raise ConfigError(
+            f"map_table has no {next(iter(options))!r}, and options of an engine are for "
+            f"model_path. With a server there are {', '.join(_OWN)}."
+        )
+    parsed = _template(template, endpoint)
+    given = DataFrame(frame)
+    if answer == error:
+        raise ConfigError(f"answer and error are one column, {answer!r}: name two.")
+    for role, name in (("answer", answer), ("error", error)):
+        if not isinstance(name, str) or not name:
+            raise ConfigError(
+                f"{role}={name!r} is no name of a column, which is a text."
+            )
+        if given.has_column(name):
+            raise ConfigError(
+                f"the table has a column {name!r} already: name others with answer= and "
+                "error=."
+            )
+    table = given.arrow(parsed.columns)
+    optimize = optimize_fields and parsed.block is not None
+    with contextlib.ExitStack() as stack:
+        if job is None:
+            job = stack.enter_context(TemporaryDirectory(prefix="sglang-batch-"))
+        place = Path(job)
+        place.mkdir(parents=True, exist_ok=True)
+        rows = place / "rows.arrow"
+        _write(table, rows)
+        if not table.num_rows:
+            return given.with_columns({answer: []})
+        results = place / "results.jsonl"
+        if model_path is not None:
+            flags = _flags({"model_path": model_path, "url": endpoint, **options})
+            body = json.dumps(parsed.body)
+            arguments = ["-i", str(rows), "-o", str(results), "--template", body]
+            _run([*arguments, *["--optimize-fields"] * optimize, *flags])
+        else:
+            assert server is not None
+            inputs = JobInput(input_sources([str(rows)]), parsed, endpoint)
+            _submit(server, api_key, inputs, optimize, place, results)
+        answers, errors = answers_of(results, endpoint, table.num_rows)
+    columns: dict[str, Any] = {answer: answers}
+    if failed := sum(each is not None for each in errors):
+        columns[error] = errors
+        first = next(each for each in errors if each is not None)
+        warnings.warn(
+            f"{failed:,} of {table.num_rows:,} rows failed, see column {error!r}: {first}",
+            stacklevel=2,
+        )
+    return given.with_columns(columns)
+
+
+# Options of ``sglang-batch run`` that say where rows come from and answers go.
+_SET_HERE = ("input_file", "output_file", "error_file", "id_column", "url", "dry_run")
+_OWN = [
+    name
+    for name, each in inspect.signature(map_table).parameters.items()
+    if each.kind is not each.VAR_KEYWORD
+]
+
+
+def _template(template: Mapping[str, Any] | str, endpoint: str) -> Template:
+    if not isinstance(template, str):
+        return Template(dict(template))
+    if template.startswith("@") or _JSON_OBJECT.match(template):
+        return Template.parse(template)
+    field = ENDPOINTS[endpoint].required[0]
+    if field == "messages":
+        body: dict[str, Any] = {field: [{"role": "user", "content": template}]}
+    elif field in ("prompt", "input"):
+        body = {field: template}
+    else:
+        raise ConfigError(
+            f"a template for {endpoint} is a dictionary, the body of a request."
+        )
+    return Template(body)
+
+
+def _write(table: Any, path: Path) -> None:
+    import pyarrow
+
+    with pyarrow.ipc.new_file(path, table.schema) as file:
+        file.write_table(table)
+
+
+def _flags(options: Mapping[str, Any]) -> list[str]:
+    """Options as the command line has them."""
+    flags = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            flags.append(flag)
+        elif value is not None and value is not False:
+            values = value if isinstance(value, list | tuple) else [value]
+            flags += [flag, *map(str, values)]
+    return flags
+
+
+def _run(arguments: list[str]) -> None:
+    """Run ``sglang-batch run`` and pass on what it prints.
+
+    It has a process of its own, so that the engine's memory is free afterwards, and its end
+    is not that of the caller. Signals reach it through this one.
+    """
+    said: list[str] = []
+    with subprocess.Popen(
+        [sys.executable, "-m", "sglang_batch", "run", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                if said or line.startswith("error: "):
+                    said.append(line)
+                else:
+                    sys.stderr.write(line)
+        except BaseException:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
+        status = process.wait()
+    reason = "".join(said).removeprefix("error: ").strip()
+    if status in (ExitStatus.OK, ExitStatus.FAILED_LINES):
+        return
+    if status == ExitStatus.BAD_INPUT:
+        raise InputError(reason)
+    if status == ExitStatus.INTERRUPTED:
+        raise KeyboardInterrupt
+    raise EngineError(reason or f"sglang-batch run ended with status {status}.")
+
+
+def _submit(
+    server: str,
+    api_key: str | None,
+    inputs: JobInput,
+    optimize: bool,
+    place: Path,
+    results: Path,
+) -> None:
+    """Run a batch on a server."""
+    from ..run.client.batch_client import BatchBar, BatchClient
+    from ..run.client.client_commands import download_all, until_ended
+
+    with contextlib.closing(BatchClient(server, api_key)) as client:
+        template = inputs.template
+        assert template is not None
+        if "model" not in template.body:
+            model = client.call("GET", "/v1/models")["data"][0]["id"]
+            template = Template({"model": model, **template.body})
+        inputs = JobInput(
+            inputs.sources, template, inputs.endpoint, optimize_fields=optimize
+        )
+        local = Staging(place).stage(inputs)
+        batch = client.start(
+            local.path, "rows.jsonl", inputs.endpoint, completion_window="24h"
+        )
+        with BatchBar() as bar:
+            batch = until_ended(client, batch, bar)
+        if batch["status"] != COMPLETED:
+            raise ServerError(
+                f"{batch['id']} is {batch['status']} at {client.url}: "
+                f"`sglang-batch status {batch['id']}` says why."
+            )
+        download_all(client, batch, results)

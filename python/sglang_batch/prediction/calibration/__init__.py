@@ -1,0 +1,1 @@
+"""``sglang-batch calibrate``: timing the steps of a machine."""

@@ -1,1 +1,0 @@
-"""The search of ``--choose``: its options and its report."""

@@ -1,0 +1,1 @@
+"""Made-up jobs for ``sglang-batch simulate``, and those of traces."""

@@ -1,1 +1,0 @@
-"""SGLang frontend programs, run together as one job."""

@@ -1,0 +1,296 @@
+"""The engine of a run: ``--backend``, its settings, and what loads the model."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..config import OfflineBatchConfig
+from ..errors import ConfigError
+from .option_types import count
+
+BACKENDS = ("sglang", "transformers", "auto")
+# Options that also tell SGLang's classes how to render requests and to parse answers.
+_SHARED = (
+    *("tokenizer_path", "served_model_name", "revision", "chat_template"),
+    *("tool_call_parser", "reasoning_parser", "offline_batch_config"),
+)
+# Options of SGLang's HTTP server.
+_OF_SERVER = (
+    *("host", "port", "log_level", "api_key", "admin_api_key", "offline_batch_dir"),
+    *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password"),
+)
+
+StartEngine = Callable[[], AbstractContextManager[Any]]
+"""Loads the model. The context is an engine and its event loop."""
+
+
+class BackendParser(argparse.ArgumentParser):
+    """Raises ConfigError instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see `sglang-batch run --help`.")
+
+
+def check_backend_arguments(backend: str, argv: list[str]) -> argparse.Namespace:
+    """The options of an engine, as far as they are known without loading it.
+
+    Returns:
+        The options that are given, by SGLang's names for them.
+
+    Raises:
+        ConfigError: an option is unknown, or its value cannot be used.
+    """
+    if backend == "transformers":
+        return transformers_options(argv)
+    from ..srt.compat.command_line import check_arguments
+
+    return check_arguments(argv)
+
+
+def transformers_options(
+    argv: list[str], *, server: bool = False
+) -> argparse.Namespace:
+    """The options of the transformers backend that are given.
+
+    Args:
+        server: those of the HTTP server are among them.
+
+    Raises:
+        ConfigError: an option is not among them, or its value cannot be used.
+    """
+    parser = _parser(server)
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [action.option_strings[0] for action in parser._actions]
+        raise ConfigError(
+            f"{unknown[0].partition('=')[0]} is an option of SGLang's, which --backend "
+            f"transformers does not know. It knows {', '.join(flags)}."
+        )
+    if "model_path" not in known:
+        raise ConfigError("--model-path MODEL is required.")
+    return known
+
+
+def _parser(server: bool) -> argparse.ArgumentParser:
+    parser = BackendParser(
+        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
+    for name in _OF_SERVER if server else ():
+        kind = int if name == "port" else str
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
+    if server:
+        parser.add_argument("--enable-metrics", action="store_true")
+    parser.add_argument("--model-path", "--model")
+    for name in (*_SHARED, "dtype", "device"):
+        parser.add_argument(f"--{name.replace('_', '-')}")
+    for name in ("context-length", "max-running-requests", "max-total-tokens"):
+        parser.add_argument(f"--{name}", type=count)
+    parser.add_argument("--attn-implementation")
+    parser.add_argument("--random-seed", type=int)
+    parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument("--is-embedding", action="store_true")
+    return parser
+
+
+def check_remote_code(known: argparse.Namespace) -> None:
+    """Check that a model which brings its own code is allowed to run it.
+
+    Models on the hub are checked when they are loaded.
+
+    Raises:
+        ConfigError: it is not allowed.
+    """
+    file = Path(known.model_path).expanduser() / "config.json"
+    if getattr(known, "trust_remote_code", False) or not file.is_file():
+        return
+    try:
+        config = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON: {error}") from None
+    if config.get("auto_map") and not _in_transformers(config.get("model_type")):
+        raise ConfigError(
+            f"--model-path {known.model_path} brings code of its own, in "
+            f"{', '.join(sorted(set(map(str, config['auto_map'].values()))))}. Read it, "
+            "and pass --trust-remote-code to run it."
+        )
+
+
+def _in_transformers(model_type: object) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
+
+
+def chosen_backend(argv: list[str]) -> tuple[str, str]:
+    """The engine for ``--backend auto``, and why, in a few words.
+
+    Raises:
+        ConfigError: the model's configuration cannot be read.
+    """
+    from ..srt.dense.start import why_not_sglang
+
+    known = _given(argv)
+    reason = why_not_sglang(
+        known.model_path,
+        revision=getattr(known, "revision", None),
+        trust_remote_code=getattr(known, "trust_remote_code", False),
+    )
+    if reason is None:
+        return "sglang", "SGLang runs this model"
+    return "transformers", reason
+
+
+def _given(argv: list[str]) -> argparse.Namespace:
+    """The options that both engines know, of those of either."""
+    known, _ = _parser(False).parse_known_args(argv)
+    if "model_path" not in known:
+        raise ConfigError("--model-path MODEL is required.")
+    return known
+
+
+def transformers_engine(argv: list[str]) -> tuple[Any, StartEngine]:
+    """SGLang's arguments for rendering, and a function that starts the dense engine.
+
+    Raises:
+        ConfigError: an option cannot be used.
+    """
+    settings = transformers_settings(argv)
+    from ..srt.dense import start
+
+    return settings[0], partial(start.engine, *settings)
+
+
+def transformers_settings(
+    argv: list[str], *, server: bool = False
+) -> tuple[Any, Any, Any]:
+    """SGLang's arguments for rendering, the model's options and the dense engine's.
+
+    Args:
+        server: options of the HTTP server are among them.
+
+    Raises:
+        ConfigError: an option cannot be used.
+    """
+    given = vars(transformers_options(argv, server=server))
+    check_remote_code(argparse.Namespace(**given))
+    from ..dense.model import ModelOptions
+    from ..dense.row_request import DenseSettings
+    from ..srt.engine import in_process
+
+    # SGLang computes nothing. It must not read the model, which it may refuse.
+    passed = ["--model-path=none", "--device=cpu", "--enable-cache-report"]
+    given.setdefault("log_level", "info")
+    given.setdefault("tokenizer_path", given["model_path"])
+    given.setdefault("served_model_name", given["model_path"])
+    passed += [
+        f"--{name.replace('_', '-')}={given[name]}"
+        for name in (*_SHARED, *_OF_SERVER)
+        if name in given
+    ]
+    passed += [
+        f"--{name.replace('_', '-')}"
+        for name in ("trust_remote_code", "enable_metrics")
+        if given.get(name)
+    ]
+    server_args = in_process.parse_server_args(passed)
+    model = ModelOptions(
+        path=given["model_path"],
+        dtype=given.get("dtype", "auto"),
+        device=given.get("device"),
+        trust_remote_code=given.get("trust_remote_code", False),
+        revision=given.get("revision"),
+        attention=given.get("attn_implementation"),
+        context_len=given.get("context_length"),
+        is_embedding=given.get("is_embedding", False),
+    )
+    settings = DenseSettings(
+        max_rows=given.get("max_running_requests", DenseSettings().max_rows),
+        max_cells=given.get("max_total_tokens"),
+        seed=given.get("random_seed", 0),
+    )
+    return server_args, model, settings
+
+
+# The settings of a run: SGLang's arguments, ours, and what loads the model.
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """SGLang's arguments, our settings, and the model before SGLang resolves it.
+
+    memory_note: the size of SGLang's KV cache where it is our default, else empty.
+    start: loads the model in the chosen engine.
+    model, served_model: its path or name, and its name in requests.
+    note: which engine ``--backend auto`` chose and why, else empty.
+    """
+
+    server_args: Any
+    memory_note: str
+    start: StartEngine
+    config: OfflineBatchConfig
+    model: str
+    served_model: str
+    note: str = ""
+
+
+def engine_settings(
+    backend: str, argv: list[str], *, resolve: bool = True, **given: Any
+) -> EngineSettings:
+    """The settings that options name.
+
+    Args:
+        backend: one of :data:`.options.backend_options.BACKENDS`.
+        argv: the engine's options.
+        resolve: have SGLang read the model's configuration and look at this machine. False
+            where the engine runs on another one.
+        given: settings of :class:`OfflineBatchConfig` that override those in ``argv``,
+            unless None.
+
+    Raises:
+        ConfigError: an option or the model cannot be used.
+    """
+    from ..srt.engine import in_process
+    from ..srt.plugin import engine_death
+
+    note = ""
+    if backend == "auto":
+        backend, reason = chosen_backend(argv)
+        note = f"--backend {backend}: {reason}."
+    if backend == "transformers":
+        server_args, start = transformers_engine(argv)
+    else:
+        if not any(argument.split("=")[0] == "--log-level" for argument in argv):
+            argv = [*argv, "--log-level=info"]
+        server_args = in_process.parse_server_args(argv)
+        start = partial(in_process.engine, server_args)
+    # Resolving may replace the names by the path of a downloaded file.
+    model, served_model = server_args.model_path, in_process.model_name(server_args)
+    memory_note = ""
+    if backend == "transformers":
+        model = transformers_options(argv).model_path
+    elif resolve:
+        in_process.resolve(server_args, engine_death.tell)
+        memory_note = in_process.memory_note(server_args)
+    changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+    config = dataclasses.replace(server_args.offline_config, **changes)
+    return EngineSettings(
+        server_args, memory_note, start, config, model, served_model, note
+    )
+
+
+@contextmanager
+def started(
+    backend: str, argv: list[str]
+) -> Iterator[tuple[Any, asyncio.AbstractEventLoop]]:
+    """Load the model that options name, in this process."""
+    with engine_settings(backend, argv).start() as (engine, loop):
+        yield engine, loop

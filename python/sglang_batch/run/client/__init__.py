@@ -1,0 +1,1 @@
+"""``sglang-batch client`` and ``keys``: batches of a server that runs elsewhere."""

@@ -1,0 +1,328 @@
+"""The commands submit, status, list, cancel and results."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO, cast
+
+from ...batch_api import protocol as api
+from ...batch_api.jsonl import read_lines
+from ...batch_api.line_checks import LineRules
+from ...batch_api.lines import InvalidLine, decode_envelope
+from ...batch_api.protocol import ENDPOINTS, canonical_url
+from ...errors import ConfigError, ExitStatus, InputError, ServerError, StoreError
+from ...inputs.compression import plain_name
+from ...inputs.job_input import STDIN, JobInput, input_sources
+from ...inputs.local_input import LocalInput
+from ...inputs.staging import Staging
+from ...store.files import atomic_write
+from .batch_client import (
+    Batch,
+    BatchBar,
+    BatchClient,
+    batch_table,
+    batches_table,
+    first_errors,
+    status_text,
+)
+
+POLL_S = 1.0
+# Long enough for a server that restarts and loads its model. Its batches then resume.
+PATIENCE_S = 900.0
+STDOUT = Path("-")
+
+
+def submit(server: BatchClient, options: argparse.Namespace) -> int:
+    """``sglang-batch submit``: check a file, upload it and start a batch over it."""
+    fields: dict[str, Any] = {"completion_window": options.window}
+    if options.metadata:
+        fields["metadata"] = dict(options.metadata)
+    extra = {name: getattr(options, name) for name in ("priority", "enough", "dedupe")}
+    if any(value is not None for value in extra.values()):
+        fields["extra_body"] = {k: v for k, v in extra.items() if v is not None}
+    with submission(
+        options.input_file, options.endpoint, check=not options.no_check
+    ) as sent:
+        batch = server.start(sent.path, sent.name, sent.endpoint, **fields)
+    if not options.follow:
+        _show(options, batch, lambda batch: str(batch["id"]))
+        return ExitStatus.OK
+    if not options.json:
+        print(batch["id"], flush=True)
+    return _follow(server, batch, options)
+
+
+def status(server: BatchClient, options: argparse.Namespace) -> int:
+    """``sglang-batch status``: show the progress of a batch."""
+    batch = server.get(options.batch_id)
+    if options.follow:
+        return _follow(server, batch, options)
+    _show(options, batch, batch_table)
+    return ExitStatus.OK
+
+
+def list_batches(server: BatchClient, options: argparse.Namespace) -> int:
+    """``sglang-batch list``: list batches, newest first."""
+    batches = server.newest(options.limit)
+    if options.json:
+        for batch in batches:
+            print(json.dumps(batch))
+    else:
+        found = list(batches)
+        print(batches_table(found) if found else "no batches")
+    return ExitStatus.OK
+
+
+def cancel(server: BatchClient, options: argparse.Namespace) -> int:
+    """``sglang-batch cancel``: cancel a batch."""
+    batch = server.cancel(options.batch_id)
+    _show(options, batch, lambda batch: f"{batch['id']} {batch['status']}")
+    return ExitStatus.OK
+
+
+def results(server: BatchClient, options: argparse.Namespace) -> int:
+    """``sglang-batch results``: download the results of a batch."""
+    output, errors = options.output_file, options.error_file
+    for path in (output, errors):
+        if path is not None and path.is_dir():
+            raise ConfigError(f"{path} is a directory. Name a file.")
+    batch = server.get(options.batch_id)
+    _check_results(batch, options)
+    try:
+        if errors is None:
+            note = download_all(server, batch, output)
+        else:
+            note = _download_separately(server, batch, output, errors)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        where = error.filename2 or error.filename or output
+        raise StoreError(f"{where} cannot be written: {error.strerror}.") from error
+    print(note, file=sys.stderr)
+    if options.json and output != STDOUT:
+        print(json.dumps(batch))
+    return ExitStatus.OK
+
+
+_COMMANDS: dict[str, Callable[[BatchClient, argparse.Namespace], int]] = {
+    "submit": submit,
+    "status": status,
+    "list": list_batches,
+    "cancel": cancel,
+    "results": results,
+}
+
+
+def run(name: str, options: argparse.Namespace) -> int:
+    """Run the command ``name`` and return the exit status."""
+    try:
+        with contextlib.closing(BatchClient(options.url, options.api_key)) as server:
+            status = _COMMANDS[name](server, options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output has closed it. Python must not flush again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitStatus.FAILED
+    return status
+
+
+def _show(
+    options: argparse.Namespace, batch: Batch, text: Callable[[Batch], str]
+) -> None:
+    print(json.dumps(batch) if options.json else text(batch), flush=True)
+
+
+def _follow(server: BatchClient, batch: Batch, options: argparse.Namespace) -> int:
+    """Show the progress of a batch until it ends, and return the exit status."""
+    batch_id = batch["id"]
+    try:
+        with BatchBar() as bar:
+            batch = until_ended(server, batch, bar)
+    except KeyboardInterrupt:
+        print(
+            f"interrupted. {batch_id} keeps running at {server.url}: use "
+            f"`sglang-batch status {batch_id} --follow` to follow it again",
+            file=sys.stderr,
+        )
+        return ExitStatus.INTERRUPTED
+    _show(options, batch, batch_table)
+    if batch["status"] != api.COMPLETED:
+        return ExitStatus.FAILED
+    return (
+        ExitStatus.FAILED_LINES if batch["request_counts"]["failed"] else ExitStatus.OK
+    )
+
+
+def until_ended(server: BatchClient, batch: Batch, bar: BatchBar) -> Batch:
+    """Poll a batch until it ends.
+
+    Raises:
+        ServerError: the server has not answered for ``PATIENCE_S`` seconds.
+    """
+    answered_at = time.monotonic()
+    waiting = False
+    bar.show(batch)
+    while batch["status"] not in api.ENDED_STATUSES:
+        time.sleep(POLL_S)
+        try:
+            batch = server.get(batch["id"])
+        except ServerError as error:
+            if time.monotonic() - answered_at > PATIENCE_S:
+                raise
+            if not waiting:
+                bar.say(f"{error} Trying again.")
+            waiting = True
+        else:
+            answered_at, waiting = time.monotonic(), False
+            bar.show(batch)
+    return batch
+
+
+def download_all(server: BatchClient, batch: Batch, output: Path) -> str:
+    """Write answers and errors to one file, in input order if the batch has ended."""
+    with _writing(output) as target:
+        headers = server.download(f"/batches/{batch['id']}/results", target)
+        num_lines = int(headers.get("x-last-line", 0))
+        if headers.get("x-incomplete") != "true":
+            batch = server.get(batch["id"])
+            if num_lines < batch["request_counts"]["total"]:
+                raise _deleted(batch)
+            return _summary(batch, output, "among them")
+    return (
+        f"{batch['id']} is {status_text(batch)}: {num_lines:,} results so far in "
+        f"{output}, in order of completion"
+    )
+
+
+def _download_separately(
+    server: BatchClient, batch: Batch, output: Path, errors: Path
+) -> str:
+    """Write answers to one file and errors to another."""
+    with _writing(output) as target, _writing(errors) as error_target:
+        for kind, each in (("output", target), ("error", error_target)):
+            if batch.get(f"{kind}_file_id"):
+                server.download(f"/files/{batch[f'{kind}_file_id']}/content", each)
+    return _summary(batch, output, f"in {errors}")
+
+
+def _deleted(batch: Batch) -> ConfigError:
+    return ConfigError(
+        f"{batch['id']} is {batch['status']}, but the server no longer has its results: "
+        "they were deleted or have expired."
+    )
+
+
+def _check_results(batch: Batch, options: argparse.Namespace) -> None:
+    if batch["status"] == api.FAILED:
+        reason = "; ".join(first_errors(batch)) or "no reason is given"
+        raise ConfigError(f"{batch['id']} failed and has no results: {reason}")
+    if batch["status"] in api.ENDED_STATUSES:
+        return
+    if options.so_far and options.error_file:
+        raise ConfigError("--so-far writes one file: remove --error-file.")
+    if not options.so_far:
+        raise ConfigError(
+            f"{batch['id']} is {status_text(batch)}. Wait for its end with `sglang-batch "
+            f"status {batch['id']} --follow`, or download the finished lines with "
+            "--so-far."
+        )
+
+
+def _summary(batch: Batch, output: Path, where: str) -> str:
+    counts = batch["request_counts"]
+    num_errors = counts["total"] - counts["completed"]
+    text = f"{batch['id']} is {batch['status']}: {counts['completed']:,} answers"
+    if output != STDOUT:
+        text += f" in {output}"
+    return f"{text}, {num_errors:,} errors {where}" if num_errors else text
+
+
+def _writing(path: Path) -> AbstractContextManager[BinaryIO]:
+    if path == STDOUT:
+        return contextlib.nullcontext(cast(BinaryIO, sys.stdout.buffer))
+    return atomic_write(path)
+
+
+# The input of ``sglang-batch submit``: one local file of lines, checked before it is
+# sent.
+
+_WAY_OUT = "Nothing was sent. --no-check sends the file as it is."
+
+
+@dataclass(frozen=True, slots=True)
+class UploadInput:
+    """A file to upload.
+
+    name: for the server, ending in ``.jsonl``.
+    endpoint: of all its lines.
+    """
+
+    path: Path
+    name: str
+    endpoint: str
+
+
+@contextmanager
+def submission(
+    names: Sequence[str], endpoint: str | None, *, check: bool
+) -> Iterator[UploadInput]:
+    """The inputs of these names as one file, for the length of the block.
+
+    Args:
+        names: as for ``sglang-batch run``: files, URLs, ``-``; compressed or not.
+        endpoint: of all lines. None: the endpoint of the first line that names one.
+        check: look for all errors that the server would find, and check each body as
+            the server does when it runs.
+
+    Raises:
+        InputError: an input cannot be read, or lines are bad; the message lists them.
+    """
+    inputs = JobInput(input_sources(names))
+    inputs.check()
+    with TemporaryDirectory(prefix="sglang-batch-") as directory:
+        local = Staging(Path(directory)).stage(inputs)
+        endpoint = endpoint or _first_endpoint(local.path)
+        if check:
+            _check(local, endpoint)
+        if endpoint is None:
+            raise InputError(
+                f"{local.title} has no line with one of the endpoints "
+                f"{', '.join(ENDPOINTS)}; name it with --endpoint."
+            )
+        yield UploadInput(local.path, _upload_name(names[0]), endpoint)
+
+
+def _check(local: LocalInput, endpoint: str | None) -> None:
+    from ...srt.engine.checks.body_checks import body_errors
+
+    rules = LineRules(endpoint=endpoint, check_body=body_errors)
+    with local.requests(rules, way_out=_WAY_OUT).closing():
+        pass
+
+
+def _first_endpoint(path: Path) -> str | None:
+    with open(path, "rb") as file:
+        for _, _, line in read_lines(file):
+            try:
+                url = decode_envelope(line).get("url")
+            except InvalidLine:
+                continue
+            if isinstance(url, str) and canonical_url(url) in ENDPOINTS:
+                return canonical_url(url)
+    return None
+
+
+def _upload_name(name: str) -> str:
+    stem = "stdin" if name == STDIN else plain_name(name.split("?")[0].rsplit("/")[-1])
+    return stem if stem.endswith(".jsonl") else f"{stem}.jsonl"

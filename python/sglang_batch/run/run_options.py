@@ -1,0 +1,296 @@
+"""The options of ``sglang-batch run``, and those that ``plan`` shares with it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..batch_api.protocol import ENDPOINTS
+from ..config import DEDUPES, POLICIES, POLICY_HELP
+from ..errors import ConfigError
+from .backend_options import BACKENDS
+from .fleet_options import add_fleet
+from .option_types import count, enough, positive
+
+if TYPE_CHECKING:
+    from ..inputs.job_input import JobInput
+
+_DESCRIPTION = """\
+Answer JSONL files of OpenAI batch requests (or of `vllm run-batch`), or the rows of a
+table. The same command resumes a job that was interrupted.
+"""
+
+_EPILOG = """\
+Every other option is passed to SGLang unchanged, such as --model-path, which is required,
+--tp and --served-model-name: see `sglang serve --help`.
+
+transformers:
+  With --backend transformers, these options alone are known: --model-path,
+  --tokenizer-path, --served-model-name, --trust-remote-code, --revision, --dtype,
+  --device, --context-length, --chat-template, --max-running-requests,
+  --max-total-tokens, --attn-implementation, --random-seed, --tool-call-parser,
+  --reasoning-parser, --is-embedding, --offline-batch-config.
+
+inputs:
+  FILE                   JSON lines, plain, gzip or zstd. With --template also Parquet,
+                         Arrow, CSV and TSV, or JSON lines with any keys
+  -                      standard input
+  s3://, gs://, hf://, http(s)://, ...
+                         downloaded once, before the job; a resumed job keeps its copy
+  hf-dataset:NAME[:CONFIG[:SPLIT]]
+                         a Hugging Face dataset, or a directory of `save_to_disk`;
+                         needs --template
+
+Outputs can be URLs too. They are uploaded at the end, over http(s) by PUT. Outputs whose
+names end in .gz or .zst are compressed.
+
+A template is the body of a request. "{{column}}" takes the column's value with its JSON
+type; inside a longer string it becomes text. Missing values and NaN become null, or
+empty inside a longer string. Dates, decimals and all CSV values become text. Lines between
+{{#fields}} and {{/fields}} in a string are a block: their order carries no meaning, and
+--optimize-fields chooses one for each row, so that more of the prompts is computed once.
+
+exit status:
+  0  every request was answered; with --skip-invalid, or refused as invalid; with
+     --enough, or given up
+  1  the engine, the disk or the network failed, or another run writes this output;
+     the same command resumes the job
+  2  the input, the model or an option cannot be used; nothing ran, and the same
+     command fails again
+  3  the job is complete, but some requests were answered with an error
+  130  interrupted; the same command resumes the job
+
+examples:
+  sglang-batch run -i requests.jsonl -o answers.jsonl \\
+      --model-path meta-llama/Llama-3.1-8B-Instruct --tp 2
+  sglang-batch run -i questions.parquet -o answers.jsonl.gz --id-column id \\
+      --template '{"messages": [{"role": "user", "content": "{{question}}"}]}' \\
+      --model-path meta-llama/Llama-3.1-8B-Instruct
+  sglang-batch run -i products.csv -o labels.jsonl --optimize-fields --template \\
+      '{"prompt": "A toy?\\n{{#fields}}Name: {{name}}\\nMaker: {{maker}}{{/fields}}"}' \\
+      --url /v1/completions --model-path meta-llama/Llama-3.1-8B
+  zcat day-*.jsonl.gz | sglang-batch run -i - -o s3://bucket/answers.jsonl.zst \\
+      --model-path meta-llama/Llama-3.1-8B-Instruct
+"""
+
+
+def add_run(commands: Any, run: Callable[..., int]) -> None:
+    """Add ``run`` to the commands."""
+    parser = commands.add_parser(
+        "run",
+        usage="sglang-batch run -i INPUT [INPUT ...] -o FILE --model-path MODEL "
+        "[options] [SGLang's server options]",
+        help="answer files of requests in one process, without a server",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_inputs(parser, required=True)
+    _add_outputs(parser)
+    parser.add_argument(
+        "--policy", choices=POLICIES,
+        help="order of the requests (default: dfs, which keeps those that share a prefix "
+        f"together); `sglang-batch plan` compares them. {POLICY_HELP}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-inflight", type=count, metavar="N",
+        help="most requests in the engine at a time (default: chosen by the engine)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--answer-cache",
+        metavar="DIR",
+        help="keep the answers that --dedupe takes for equal in this directory for later jobs "
+        "with the same model and options, and use those that are there",
+    )
+    parser.add_argument(
+        "--enough", type=enough, metavar="SHARE",
+        help="end when this share of the requests, such as 99%%, has an answer: the others "
+        "are given up, and their lines say so",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dollars-per-hour", type=positive, metavar="PRICE",
+        help="what an engine costs, for the cost in the summary",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stop-rules", metavar="JSON",
+        help="what ends the answers of requests without stop_rules of their own, such as "
+        """'{"json": true}' once their JSON is complete, '{"regex": "..."}' or """
+        """'{"repetition": true}' once they loop""",
+    )  # fmt: skip
+    _add_backend(parser)
+    add_fleet(parser)
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="check all requests and predict the run as `sglang-batch plan` does, "
+        "whose options can be added; nothing runs, no weights are loaded",
+    )  # fmt: skip
+    parser.set_defaults(run=run)
+
+
+def add_serve(commands: Any, serve: Callable[..., int]) -> None:
+    """Add ``serve`` to the commands."""
+    parser = commands.add_parser(
+        "serve",
+        usage="sglang-batch serve [--backend NAME] --model-path MODEL [options of SGLang]"
+        "\n       sglang-batch serve --workers URL,... [--workers-key KEY] [options]",
+        help="start SGLang's server with the batch API",
+        description="Check the options, the model, the port and the directory of "
+        "batches, which takes a moment, and start `sglang serve --offline-batch` with "
+        "these options. `sglang serve --help` lists them. With --backend transformers, "
+        "the options are those in `sglang-batch run --help` and --host, --port, "
+        "--offline-batch-dir, --offline-batch-config, --log-level, --enable-metrics, "
+        "--api-key, --admin-api-key and --ssl-*. With --workers, they are the latter "
+        "alone.",
+        allow_abbrev=False,
+    )
+    _add_backend(parser)
+    parser.add_argument(
+        "--workers", metavar="URL,...",
+        help="run the batches on these offline servers, which are started with `sglang-"
+        "batch serve` and all have the same model; online calls are passed on to them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--workers-key", metavar="KEY", help="admin key of the servers of --workers"
+    )
+    parser.set_defaults(run=serve, ray=None, engines=None, ray_resources=None)
+
+
+def _add_backend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--backend", choices=BACKENDS, default=BACKENDS[0],
+        help="engine: sglang (default), transformers for models that SGLang cannot run, "
+        "such as BLOOM and Falcon, or auto, which prefers SGLang",
+    )  # fmt: skip
+
+
+def named_model(server_argv: list[str]) -> str | None:
+    """The model's name in requests, as far as these options of SGLang tell.
+
+    None if it may be elsewhere, such as in the file of ``--config``.
+    """
+    if any(arg.split("=")[0] == "--config" for arg in server_argv):
+        return None
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--model-path", "--model")
+    parser.add_argument("--served-model-name")
+    try:
+        named, _ = parser.parse_known_args(server_argv)
+    except argparse.ArgumentError:
+        return None
+    name: str | None = named.served_model_name or named.model_path
+    return name
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o", "--output-file", required=True, metavar="FILE",
+        help="file or URL for the results, which are in the order of the input",
+    )  # fmt: skip
+    parser.add_argument(
+        "--error-file", metavar="FILE",
+        help="file or URL for lines answered with an error (default: among the results)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output-tmp-dir", type=Path, metavar="DIR",
+        help="directory of the running job if the output is a URL (default: in the "
+        "user's cache); name the same one to resume",
+    )  # fmt: skip
+    parser.add_argument(
+        "--state", metavar="URL",
+        help="URL or shared directory that keeps the state of the job too: the same command "
+        "resumes it on any machine",
+    )  # fmt: skip
+    parser.add_argument(
+        "--overwrite", action="store_true",
+        help="discard an earlier run with this output and start again",
+    )  # fmt: skip
+
+
+def add_inputs(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add the options for a job's input."""
+    parser.add_argument(
+        "-i", "--input-file", nargs="+", action="extend", required=required,
+        metavar="INPUT",
+        help="JSONL batch requests; several inputs are one job, in this order",
+    )  # fmt: skip
+    parser.add_argument(
+        "--template", metavar="JSON|@FILE",
+        help="the inputs are tables: each row becomes a request with this body, in "
+        'which "{{column}}" stands for a value of the row',
+    )  # fmt: skip
+    parser.add_argument(
+        "--url", choices=tuple(ENDPOINTS), default="/v1/chat/completions",
+        metavar="ENDPOINT",
+        help="with --template: endpoint of the requests (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--id-column", metavar="NAME",
+        help="with --template: column with the custom_id (default: the number of the "
+        "row, from 0)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--optimize-fields", action="store_true",
+        help="with a block in --template: choose the order of its lines for each row, so "
+        "that prompts have more of their beginnings in common",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-requests", type=count, metavar="N",
+        help="run only the first N requests of the input",
+    )  # fmt: skip
+    parser.add_argument(
+        "--skip-invalid", action="store_true",
+        help="answer lines that are no valid requests with an error and run the others "
+        "(default: refuse the input with a list of these lines)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dedupe", choices=DEDUPES,
+        help="auto (default) computes requests that must have equal answers once: greedy "
+        "ones, those with a seed, and those for embeddings and scores",
+    )  # fmt: skip
+
+
+def job_input(options: argparse.Namespace) -> JobInput:
+    """The input that these options name.
+
+    Raises:
+        ConfigError: the template cannot be used.
+    """
+    from ..inputs.job_input import JobInput, input_sources
+    from ..inputs.template import Template
+
+    template = options.template
+    return JobInput(
+        input_sources(options.input_file),
+        template=None if template is None else Template.parse(template),
+        endpoint=options.url,
+        id_column=options.id_column,
+        max_requests=options.max_requests,
+        optimize_fields=options.optimize_fields,
+    )
+
+
+def plan_options(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, rest: list[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """The options of ``plan`` for ``run --dry-run``, and those left for SGLang.
+
+    Raises:
+        ConfigError: no model is given, or an engine that cannot be predicted.
+    """
+    if options.backend == "transformers":
+        raise ConfigError(
+            "--dry-run predicts SGLang alone, not --backend transformers."
+        )
+    policy = [] if options.policy is None else ["--policy", options.policy]
+    planned, rest = parser.parse_known_args(["plan", *policy, *rest])
+    if planned.model_path is None:
+        raise ConfigError("--dry-run needs --model-path MODEL, as the run does.")
+    for name in (
+        "input_file", "template", "url", "id_column", "max_requests", "skip_invalid", "dedupe",
+        "optimize_fields",
+    ):  # fmt: skip
+        setattr(planned, name, getattr(options, name))
+    return planned, rest

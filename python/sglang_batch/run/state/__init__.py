@@ -1,1 +1,0 @@
-"""The state of a job at a URL, so that it resumes on any machine."""

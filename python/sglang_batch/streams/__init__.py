@@ -1,1 +1,0 @@
-"""Rows in, answers out as they finish: an iterable of any length, planned in windows."""

@@ -1,1 +1,0 @@
-"""Test jobs: synthetic ones with published statistics, and traces of lengths."""

@@ -7,8 +7,8 @@ its checks and its launch, a Triton kernel, and a reference in plain PyTorch:
 - ``shared_prefix_attention``: attention of one engine step that reads a KV prefix once
   for all requests that share it
 
-``recurrent_layers`` has the recurrences of gated delta nets, Kimi Delta Attention and Mamba-2
-in plain PyTorch, for a CPU.
+In plain PyTorch, for a CPU, are ``recurrent_layers`` (gated delta nets, Kimi Delta Attention
+and Mamba-2) and ``draft_verification``.
 
 Log-sum-exp values are natural logarithms, float32, ``[num_tokens, num_heads]``.
 """

@@ -8,8 +8,7 @@ from random import Random
 import pytest
 import torch
 
-from sglang_batch.srt.cpu.cpu_attention import attend, draft_trees
-from sglang_batch.srt.cpu.speculation import (
+from sgl_kernel_ext.draft_verification import (
     accepted_slots,
     assign_slots,
     assigned_slots,
@@ -20,6 +19,7 @@ from sglang_batch.srt.cpu.speculation import (
     verify_greedy,
     verify_sampling,
 )
+from sglang_batch.srt.cpu.cpu_attention import attend, draft_trees
 
 NUM_DRAFTS, VOCAB = 7, 4
 

@@ -72,7 +72,7 @@ def test_a_prompt_in_two_parts_and_a_decode_are_the_prompt_in_one() -> None:
         parts = torch.cat([attend(0, 5, 1), attend(5, many - 1, 1)], 1)
         torch.testing.assert_close(parts, whole[:, :-1])
         last = torch.empty(1, 1, heads, dim)
-        recurrent_layers.packed_decode(
+        recurrent_layers.packed_kda_decode(
             torch.cat([x[0, -1].flatten() for x in (q, k, v)]).unsqueeze(0),
             g[0, -1:].flatten(1),
             beta[0, -1:],

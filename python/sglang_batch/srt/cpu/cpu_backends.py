@@ -1,10 +1,12 @@
-"""SGLang's code without an accelerator: its attention, its memory and its ranks on a CPU."""
+"""SGLang's code without an accelerator: its layers, drafts, memory and ranks on a CPU."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from sglang.srt.layers.moe.token_dispatcher import standard
 from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.runtime_context import get_exec
 
+from sgl_kernel_ext import draft_verification as drafts
 from sgl_kernel_ext import recurrent_layers as kernels
 
 from .cpu_attention import BatchInvariantAttention, CpuAttention
@@ -133,6 +136,44 @@ def _mamba_layers() -> dict[str, dict[str, Any]]:
             "selective_state_update": kernels.selective_state_update,
         }
     }
+
+
+# Drafts -------------------------------------------------------------------------------
+
+# SGLang's module of this name loads compiled operators when it is imported.
+_TREE_MODULE = "sglang.kernels.ops.speculative.reconstruct_tree"
+
+
+def verify_drafts() -> None:
+    """Have SGLang's n-gram worker verify drafts by PyTorch. Later calls do nothing."""
+    links = ModuleType(_TREE_MODULE)
+    vars(links)["reconstruct_indices_from_tree_mask_func"] = drafts.tree_links
+    sys.modules.setdefault(_TREE_MODULE, links)
+    _replace(
+        {
+            "sglang.srt.mem_cache.allocation": {
+                "assign_req_to_token_pool_func": drafts.assign_slots,
+            },
+            "sglang.srt.speculative.eagle_utils": {
+                "verify_tree_greedy_func": drafts.verify_greedy,
+                "tree_speculative_sampling_target_only": drafts.verify_sampling,
+                "top_k_renorm_prob": drafts.keep_top_k,
+                "top_p_renorm_prob": drafts.keep_top_p,
+            },
+            "sglang.srt.speculative.spec_utils": {
+                "fill_front_out_cache_loc_func": drafts.first_slots,
+                "fill_accept_out_cache_loc_func": drafts.accepted_slots,
+            },
+        }
+    )
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    MHATokenToKVPool._init_kv_copy_and_warmup = _move_natively
+
+
+def _move_natively(pool: Any) -> None:
+    pool._kv_copy_config = None
+    pool.use_native_move_kv_cache = True
 
 
 # Memory and devices -------------------------------------------------------------------

@@ -53,15 +53,15 @@ class TorchNativeCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     def get_speculative_worker_cls(self, algorithm: str) -> type | None:
         # SGLang's own. It asks right before it makes one, which is when its kernels are
         # replaced.
-        from . import speculation
+        from . import cpu_backends
 
-        speculation.use_pytorch()
+        cpu_backends.verify_drafts()
         return None
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., Any]:
-        from . import speculation
+        from sgl_kernel_ext import draft_verification
 
-        return speculation.assigned_slots
+        return draft_verification.assigned_slots
 
     def init_backend(self) -> None:
         # Imported where a model is: it imports torch.

@@ -10,54 +10,10 @@ token, and the children of a node are its first child and that one's siblings.
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
-
-# SGLang's module of this name loads compiled operators when it is imported.
-_TREE_MODULE = "sglang.kernels.ops.speculative.reconstruct_tree"
-
-
-def use_pytorch() -> None:
-    """Have SGLang's n-gram worker use this module. Later calls do nothing."""
-    links = ModuleType(_TREE_MODULE)
-    vars(links)["reconstruct_indices_from_tree_mask_func"] = tree_links
-    sys.modules.setdefault(_TREE_MODULE, links)
-    for module, functions in _places().items():
-        vars(importlib.import_module(module)).update(functions)
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    MHATokenToKVPool._init_kv_copy_and_warmup = _move_natively
-
-
-def _places() -> dict[str, dict[str, Any]]:
-    """The modules that name kernels, and what takes their places."""
-    return {
-        "sglang.srt.mem_cache.allocation": {
-            "assign_req_to_token_pool_func": assign_slots,
-        },
-        "sglang.srt.speculative.eagle_utils": {
-            "verify_tree_greedy_func": verify_greedy,
-            "tree_speculative_sampling_target_only": verify_sampling,
-            "top_k_renorm_prob": keep_top_k,
-            "top_p_renorm_prob": keep_top_p,
-        },
-        "sglang.srt.speculative.spec_utils": {
-            "fill_front_out_cache_loc_func": first_slots,
-            "fill_accept_out_cache_loc_func": accepted_slots,
-        },
-    }
-
-
-def _move_natively(pool: Any) -> None:
-    pool._kv_copy_config = None
-    pool.use_native_move_kv_cache = True
-
 
 # The tree -----------------------------------------------------------------------------
 

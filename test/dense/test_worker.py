@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_runs import generated, greedy, prioritized, prompts
+from dense_runs import generated, greedy, prioritized, prompts, runs_nothing
 from tiny_models import tiny_model
 
 from sglang_batch.dense.decode_loop import DecodeLoop
@@ -103,14 +103,6 @@ def in_threads(calls: Sequence[Any]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-
-
-def runs_nothing(worker: DenseWorker) -> bool:
-    """Whether it soon runs nothing: the last answer comes before it says so."""
-    deadline = time.monotonic() + 10
-    while worker.running() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return worker.running() == {}
 
 
 @pytest.fixture

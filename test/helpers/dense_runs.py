@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from sglang_batch.dense.row_request import (
     Stopping,
 )
 from sglang_batch.dense.rows import Rows, SlabRows
+from sglang_batch.dense.worker import DenseWorker
 
 
 def prompts(
@@ -45,6 +47,14 @@ def prioritized(
     return lambda request: (
         replace(request, priority=priority) if matches(request.rid) else request
     )
+
+
+def runs_nothing(worker: DenseWorker) -> bool:
+    """Whether it soon runs nothing: the last answer comes before it says so."""
+    deadline = time.monotonic() + 10
+    while worker.running() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return worker.running() == {}
 
 
 def generated(model: LoadedModel, ids: Sequence[int], count: int) -> list[int]:

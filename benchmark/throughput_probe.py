@@ -164,8 +164,8 @@ class Probe:
         The measurement adds a tenth to the measured time.
         """
         self._wrapped_ours = True
+        from sglang_batch.srt.scheduler.engine_jobs import RequestRegistry
         from sglang_batch.srt.scheduler.plan_scheduler import PlanScheduler
-        from sglang_batch.srt.scheduler.request_registry import RequestRegistry
 
         def timed(method: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:

@@ -79,7 +79,7 @@ class PrefillScheduler(Apart, OfflineScheduler):
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> PrefillPlan:
         if self.waiting_queue:  # what has room on the decode server by now
             self.waiting_queue = [
-                req for req in self.waiting_queue if not self.registry.enqueue(req)
+                req for req in self.waiting_queue if not self.jobs.registry.enqueue(req)
             ]
         return super().get_new_batch_prefill(running_batch)
 
@@ -98,7 +98,8 @@ class PrefillScheduler(Apart, OfflineScheduler):
         if not look:
             return
         waiting: list[Any] = [
-            request.req for _, request in self.registry.not_running("", everything=True)
+            request.req
+            for _, request in self.jobs.registry.not_running("", everything=True)
         ]
         polls = poll_and_all_reduce_attn_cp_tp_group(
             [req.disagg_kv_sender for req in waiting],

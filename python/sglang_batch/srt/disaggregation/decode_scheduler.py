@@ -29,6 +29,9 @@ from ..compat.scheduler_types import (
     Req,
     ScheduleBatch,
 )
+from ..scheduler.engine_jobs import EngineJobs
+from ..scheduler.kv.kv_manager import KvManager
+from ..scheduler.online_queue import OnlineQueue
 from ..scheduler.plan_scheduler import PlanScheduler
 from ..scheduler.scheduler import OfflineScheduler
 from .apart_schedulers import Apart
@@ -44,8 +47,15 @@ class DecodePlanScheduler(PlanScheduler):
         reception: the requests whose KV has come.
     """
 
-    def __init__(self, *args: Any, reception: Reception, **parts: Any) -> None:
-        super().__init__(*args, **parts)
+    def __init__(
+        self,
+        scheduler: Any,
+        jobs: EngineJobs,
+        kv_manager: KvManager,
+        online: OnlineQueue,
+        reception: Reception,
+    ) -> None:
+        super().__init__(scheduler, jobs, kv_manager, online)
         self._reception = reception
 
     def _not_running(
@@ -115,19 +125,17 @@ class DecodeScheduler(Apart, OfflineScheduler):
     def init_load_inquirer(self) -> None:
         super().init_load_inquirer()
         manager = self.disagg_decode_prealloc_queue.kv_manager
-        assert self.offloader is not None  # Reception was made with it
-        pages = PageBuffers.of_views(self.offloader.pool.host_layers())
+        offloader = self.jobs.offloader
+        assert offloader is not None  # Reception was made with it
+        pages = PageBuffers.of_views(offloader.pool.host_layers())
         assert pages.row_lengths == manager.kv.row_lengths
         manager.destinations.receive_on_host(pages)
 
-    def _make_plan_scheduler(self, **parts: object) -> DecodePlanScheduler:
-        self.reception = Reception(
-            offloader=self.offloader,
-            kv_manager=self.kv_manager,
-            registry=self.registry,
-            page_size=int(self.page_size),
+    def _make_plan_scheduler(self, online: OnlineQueue) -> DecodePlanScheduler:
+        self.reception = Reception(self.jobs, self.kv_manager)
+        return DecodePlanScheduler(
+            self, self.jobs, self.kv_manager, online, self.reception
         )
-        return DecodePlanScheduler(self, reception=self.reception, **parts)
 
     # Requests come --------------------------------------------------------------------
 
@@ -221,14 +229,14 @@ class DecodeScheduler(Apart, OfflineScheduler):
 
     def _drop(self, req: Req) -> None:
         """A request that waits on the host is over."""
-        known = self.registry.known(req)
+        known = self.jobs.registry.known(req)
         if known is None or known[0] is None:
             self.reception.drop_online(req)
             self.waiting_queue = [each for each in self.waiting_queue if each != req]
             return
         self.kv_manager.drop(known[1])
         known[0].take(known[1])
-        self.registry.skip(known[0], known[1])
+        self.jobs.registry.skip(known[0], known[1])
 
     def abort_request(self, recv_req: AbortRequest) -> None:
         def named(req: Req) -> bool:

@@ -21,30 +21,21 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from ...errors import EngineError
 from ..compat.scheduler_types import ReceivedReq, Req
+from ..scheduler.engine_jobs import EngineJobs
 from ..scheduler.kv.kv_manager import KvManager
-from ..scheduler.kv.offloading import KvOffloader, OffloadedRequest
-from ..scheduler.request_registry import RequestRegistry
+from ..scheduler.kv.offloading import OffloadedRequest
 from .tcp.tcp_manager import Indices
 
 
 class Reception:
     """Requests whose prompts other servers compute, until they join.
 
-    Args:
-        offloader: the pool. None where KV cannot be moved to the host.
-
     Raises:
-        EngineError: there is no pool.
+        EngineError: there is no pool of host memory.
     """
 
-    def __init__(
-        self,
-        *,
-        offloader: KvOffloader | None,
-        kv_manager: KvManager,
-        registry: RequestRegistry,
-        page_size: int,
-    ) -> None:
+    def __init__(self, jobs: EngineJobs, kv_manager: KvManager) -> None:
+        offloader = jobs.offloader
         if offloader is None or not offloader.room.num_pages:
             raise EngineError(
                 "A decode server that follows plans receives KV into host memory, and "
@@ -53,8 +44,8 @@ class Reception:
             )
         self._offloader = offloader
         self._kv_manager = kv_manager
-        self._registry = registry
-        self._page_size = page_size
+        self._registry = jobs.registry
+        self._page_size = jobs.page_size
         self._online: dict[str, OffloadedRequest] = {}
 
     @property
@@ -157,7 +148,7 @@ class HostPreallocQueue(DecodePreallocQueue):  # type: ignore[misc]
                 continue
             if self.req_to_metadata_buffer_idx_allocator.available_size() <= 0:
                 break
-            of_job = self.scheduler.registry.of_job(each.req)
+            of_job = self.scheduler.jobs.registry.of_job(each.req)
             if of_job and jobs_wait:
                 continue
             tokens = self._rebootstrap_prefill_len(each.req)

@@ -6,14 +6,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...scheduling.job_state import JobState
-from ...scheduling.kv_accounting import KvAccounting
-from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
-from .kv.host_prefixes import HostPrefixes
+from .engine_jobs import EngineJobs
 from .kv.offloading import KvOffloader, OffloadedRequest
 from .kv.prefetch import HostKv
-from .shared_prefixes import SharedPrefixes
-from .step_recorder import HostUse, StepRecorder
+from .step_recorder import HostUse
 
 
 class OnHost(NamedTuple):
@@ -33,8 +30,6 @@ class HostRequests:
     """Requests of jobs on the host.
 
     Args:
-        offloader: None where KV cannot be moved to the host.
-        host: prefixes that are there, too.
         most_ahead: most tokens of KV of prompts that were computed ahead.
 
     Attributes:
@@ -44,25 +39,14 @@ class HostRequests:
             prefix was evicted.
     """
 
-    def __init__(
-        self,
-        *,
-        offloader: KvOffloader | None,
-        host: HostPrefixes | None,
-        jobs: OpenJobs,
-        kv_accounting: KvAccounting,
-        prefixes: SharedPrefixes,
-        recorder: StepRecorder,
-        page_size: int,
-        most_ahead: int,
-    ) -> None:
-        self._offloader = offloader
-        self._host = host
-        self._jobs = jobs
-        self._kv_accounting = kv_accounting
-        self._prefixes = prefixes
-        self._recorder = recorder
-        self._page_size = page_size
+    def __init__(self, jobs: EngineJobs, most_ahead: int) -> None:
+        self._offloader = jobs.offloader
+        self._host = jobs.host
+        self._jobs = jobs.open
+        self._kv_accounting = jobs.kv_accounting
+        self._prefixes = jobs.prefixes
+        self._recorder = jobs.recorder
+        self._page_size = jobs.page_size
         self._most_ahead = most_ahead
         self.first: dict[str, OnHost] = {}
         self.waiting: dict[str, OnHost] = {}

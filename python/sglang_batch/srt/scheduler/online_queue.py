@@ -3,54 +3,35 @@
 from __future__ import annotations
 
 from ...planner.requests import ONLINE
-from ...scheduling.adapter_slots import AdapterSlots
 from ...scheduling.job_state import DEFAULT_EST_DECODE_STEPS, UNPLANNED_POSITION
-from ...scheduling.kv_accounting import KvAccounting
-from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req, ScheduleBatch, WaitingRequests
+from .engine_jobs import EngineJobs
 from .kv.kv_manager import KvManager
 from .kv.offloading import drain_results
-from .kv.planned_cache import PinnedPrefixes
 from .mixed_batch import num_rows
-from .request_registry import RequestRegistry
 
 # Decode steps of an online request for which requests of jobs make room.
 _HEADROOM_STEPS = 16
 
 
 class OnlineQueue:
-    """SGLang's waiting queue, which holds online requests only.
-
-    Args:
-        step_tokens: most tokens in a step.
-        on_host: whether the requests' KV is on the host: that of all tokens but the last.
-    """
+    """SGLang's waiting queue, which holds online requests only."""
 
     def __init__(
-        self,
-        scheduler: WaitingRequests,
-        *,
-        jobs: OpenJobs,
-        registry: RequestRegistry,
-        kv_accounting: KvAccounting,
-        kv_manager: KvManager,
-        pinned: PinnedPrefixes,
-        adapters: AdapterSlots | None,
-        step_tokens: int,
-        page_size: int,
-        on_host: bool = False,
+        self, scheduler: WaitingRequests, jobs: EngineJobs, kv_manager: KvManager
     ) -> None:
-        self._on_host = on_host
+        # Whether the KV of all tokens but the last of each request is on the host.
+        self._on_host = jobs.decode_only
         self._scheduler = scheduler
-        self._jobs = jobs
-        self._registry = registry
-        self._kv_accounting = kv_accounting
+        self._jobs = jobs.open
+        self._registry = jobs.registry
+        self._kv_accounting = jobs.kv_accounting
         self._kv_manager = kv_manager
-        self._pinned = pinned
-        self._adapters = adapters
-        self._step_tokens = step_tokens
-        self._page_size = page_size
+        self._pinned = jobs.pinned
+        self._adapters = jobs.adapters
+        self._step_tokens = jobs.step_tokens
+        self._page_size = jobs.page_size
         self._drained = False
         # A request that did not fit although room was made, and the number of online
         # requests that ran then.

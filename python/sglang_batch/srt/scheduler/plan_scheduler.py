@@ -26,12 +26,8 @@ from sglang.srt.managers.scheduler import TEST_RETRACT, NextBatchPlan
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from ...planner.admission_rules.followers import WORTH_A_STATE
-from ...scheduling.adapter_slots import AdapterSlots
-from ...scheduling.decode_clock import MicroBatches, TokenClock
 from ...scheduling.job_state import JobState
-from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.next_step import choose, put_back
-from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
 from ...scheduling.step_filling import Choice, EngineNow, always
 from ..compat.scheduler_types import (
@@ -42,14 +38,11 @@ from ..compat.scheduler_types import (
     StepScheduler,
 )
 from ..engine.media_tokens import num_placeholders
+from .engine_jobs import EngineJobs
 from .kv.kv_manager import KvManager
-from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .kv.token_counts import count_retracted
 from .mixed_batch import FastMembership, StepsApart, can_mix, has_decodes, num_rows
 from .online_queue import OnlineQueue
-from .request_registry import RequestRegistry
-from .shared_prefixes import SharedPrefixes
-from .step_recorder import StepRecorder
 
 
 @dataclass(slots=True)
@@ -82,48 +75,31 @@ class _Step:
 
 
 class PlanScheduler:
-    """Carries out the plans of one scheduler process.
-
-    Args:
-        tokens: with speculation, counts what a step yields.
-        step_tokens: most tokens in a step, of prompts and decodes together.
-    """
+    """Carries out the plans of one scheduler process."""
 
     def __init__(
         self,
         scheduler: StepScheduler,
-        *,
-        jobs: OpenJobs,
-        registry: RequestRegistry,
-        kv_accounting: KvAccounting,
+        jobs: EngineJobs,
         kv_manager: KvManager,
         online: OnlineQueue,
-        cache: PlannedRadixCache,
-        pinned: PinnedPrefixes,
-        prefixes: SharedPrefixes,
-        recorder: StepRecorder,
-        adapters: AdapterSlots | None,
-        micro_batches: MicroBatches,
-        tokens: TokenClock | None,
-        step_tokens: int,
-        page_size: int,
     ) -> None:
         self._scheduler = scheduler
-        self._jobs = jobs
-        self._registry = registry
-        self._kv_accounting = kv_accounting
+        self._jobs = jobs.open
+        self._registry = jobs.registry
+        self._kv_accounting = jobs.kv_accounting
         self._kv_manager = kv_manager
         self._online = online
-        self._cache = cache
-        self._pinned = pinned
-        self._prefixes = prefixes
-        self._recorder = recorder
-        self._apart = StepsApart(scheduler, jobs, kv_accounting)
-        self._adapters = adapters
-        self._micro_batches = micro_batches
-        self._tokens = tokens
-        self._step_tokens = step_tokens
-        self._page_size = page_size
+        self._cache = jobs.cache
+        self._pinned = jobs.pinned
+        self._prefixes = jobs.prefixes
+        self._recorder = jobs.recorder
+        self._apart = StepsApart(scheduler, jobs.open, jobs.kv_accounting)
+        self._adapters = jobs.adapters
+        self._micro_batches = jobs.micro_batches
+        self._tokens = jobs.tokens
+        self._step_tokens = jobs.step_tokens
+        self._page_size = jobs.page_size
         self._computed_ahead: list[ScheduledRequest] = []
 
     def abort(self, rid: str, *, everything: bool) -> list[Req]:

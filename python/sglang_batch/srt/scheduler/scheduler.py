@@ -13,7 +13,6 @@ import logging
 from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from sglang.srt.arg_groups.model_override_base import resolved_view
@@ -33,11 +32,9 @@ from ...job.engine import KvUse
 from ...planner.admission_rules import kv_forecast
 from ...planner.admission_rules.dual_scanner import ScanState, budgets, next_pace
 from ...scheduling.adapter_slots import AdapterSlots
-from ...scheduling.decode_clock import MicroBatches, TokenClock
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.job_state import Joined
-from ...scheduling.kv_accounting import KvAccounting
-from ...scheduling.open_jobs import CommonPrefixes, OpenJobs, WaitingView
+from ...scheduling.open_jobs import WaitingView
 from ...scheduling.running_tree import running_tree
 from ...scheduling.step_record import StepSamples
 from ..attention.attention_choice import share_by_default
@@ -66,25 +63,20 @@ from ..compat.scheduler_types import (
 from ..compat.support import found_limits
 from ..compat.tiers import ModelTier, Tier, model_tier
 from ..overlap.overlap_choice import overlap_by_default
-from .host_requests import HostRequests
-from .kv.host_prefixes import HostPrefixes, Prompt
+from .engine_jobs import EngineJobs, draft_slots, leave_room_for_drafts
 from .kv.kv_manager import KvManager
-from .kv.offloading import copies_kv, make_offloader, why_unsupported
-from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
-from .kv.second_pool import draft_slots, leave_room_for_drafts, second_pool
+from .kv.offloading import KvOffloader, copies_kv, make_offloader, why_unsupported
 from .marked_scheduler import MarkedScheduler
 from .mixed_batch import with_decodes
 from .online_queue import OnlineQueue
 from .plan_scheduler import PlanScheduler
-from .request_registry import RequestRegistry
 from .sglang_parts import (
     OfflineOutputStreamer,
     OfflinePrefillAdder,
     OfflineResultProcessor,
     OfflineSchedulePolicy,
 )
-from .shared_prefixes import SharedPrefixes
-from .step_recorder import StepRecorder, step_metrics
+from .step_recorder import StepReports, step_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +99,7 @@ class OfflineScheduler(MarkedScheduler):
     """The scheduler of an offline server, in place of SGLang's.
 
     Attributes:
-        jobs, registry, kv_accounting, offloader, kv_manager, prefixes, recorder,
-        plan_scheduler: made by ``init_load_inquirer`` and passed to each other there.
+        jobs, kv_manager, plan_scheduler: made by ``init_load_inquirer``.
     """
 
     # Whether other servers compute all prompts.
@@ -152,7 +143,7 @@ class OfflineScheduler(MarkedScheduler):
 
     def init_batch_result_processor(self) -> None:
         super().init_batch_result_processor()
-        self.output_streamer.is_online = self.registry.is_online
+        self.output_streamer.is_online = self.jobs.registry.is_online
         stock = self.batch_result_processor
         self.batch_result_processor = OfflineResultProcessor.like(stock)
 
@@ -166,130 +157,44 @@ class OfflineScheduler(MarkedScheduler):
         cache, memory pools and grammar manager are ready."""
         super().init_load_inquirer()
         compile_planner()
-        cache: PlannedRadixCache = self.tree_cache
-        page_size = int(self.page_size)
-        step_tokens = self.chunked_prefill_size or self.max_prefill_tokens
-        self.jobs = OpenJobs()
-        self.kv_accounting = KvAccounting(
-            int(self.max_total_num_tokens),
-            page_size,
-            mixed=bool(self.is_mixed_chunk),
-            second=second_pool(cache, self.token_to_kv_pool_allocator, step_tokens),
-            draft_slots=draft_slots(),
+        self.tier, offloader = self._find_tier()
+        self.jobs = EngineJobs(
+            self, offloader, self._step_reports(), decode_only=self.is_decode_only
         )
-        tokens = TokenClock(self.kv_accounting) if draft_slots() else None
-        self.recorder = self._make_recorder(cache)
-        self.tier = self._find_tier()
-        offloader = None  # SGLang then retracts requests
-        if self.tier.tier is Tier.FULL:
-            offloader = make_offloader(self)
-            if not copies_kv():  # requests that make room are computed again
-                self.tier = self.tier.without_offloading("of pipeline parallelism")
-        self.offloader = offloader
-        host = HostPrefixes(cache, offloader) if offloader is not None else None
-        pinned = PinnedPrefixes(
-            cache,
-            self.jobs,
-            host,
-            saves_all=self.server_args.enable_hierarchical_cache,
-        )
-        self.prefixes = SharedPrefixes(cache, pinned)
-        self.registry = RequestRegistry(
-            jobs=self.jobs,
-            common=CommonPrefixes(
-                self.jobs, lambda req, ends: Prompt.of(req).digests(ends)
-            ),
-            prefixes=self.prefixes,
-            pinned=pinned,
-            kv_accounting=self.kv_accounting,
-            recorder=self.recorder,
-            tokens=tokens,
-            page_size=page_size,
-            share=not cache.disable,
-            both_ends=not self.is_decode_only,
-        )
-        ends = self.registry.leading_ends
-        if cache.supports_mamba():
-            ends = self.registry.stops
-        cache.attach(pinned, self.registry.released, ends)
-        parallel = get_parallel()
-        micro_batches = MicroBatches(
-            parallel.pp_size + parallel.pp_async_batch_depth
-            if parallel.pp_size > 1
-            else 1
-        )
-        self.kv_manager = KvManager(
-            self,
-            jobs=self.jobs,
-            registry=self.registry,
-            kv_accounting=self.kv_accounting,
-            cache=cache,
-            pinned=pinned,
-            prefixes=self.prefixes,
-            offloader=offloader,
-            recorder=self.recorder,
-            page_size=page_size,
-            micro_batches=micro_batches,
-            on_host=HostRequests(
-                offloader=offloader,
-                host=host,
-                jobs=self.jobs,
-                kv_accounting=self.kv_accounting,
-                prefixes=self.prefixes,
-                recorder=self.recorder,
-                page_size=page_size,
-                most_ahead=self.server_args.offline_config.prefill_ahead_tokens,
-            ),
-        )
-        adapters = self._make_adapter_slots()
-        online = OnlineQueue(
-            self,
-            jobs=self.jobs,
-            registry=self.registry,
-            kv_accounting=self.kv_accounting,
-            kv_manager=self.kv_manager,
-            pinned=pinned,
-            adapters=adapters,
-            step_tokens=step_tokens,
-            page_size=page_size,
-            on_host=self.is_decode_only,
-        )
+        config = self.server_args.offline_config
+        self.kv_manager = KvManager(self, self.jobs, config.prefill_ahead_tokens)
+        self.jobs.adapters = self._make_adapter_slots()
         self.plan_scheduler = self._make_plan_scheduler(
-            jobs=self.jobs,
-            registry=self.registry,
-            kv_accounting=self.kv_accounting,
-            kv_manager=self.kv_manager,
-            online=online,
-            cache=cache,
-            pinned=pinned,
-            prefixes=self.prefixes,
-            recorder=self.recorder,
-            adapters=adapters,
-            micro_batches=micro_batches,
-            tokens=tokens,
-            step_tokens=step_tokens,
-            page_size=page_size,
+            OnlineQueue(self, self.jobs, self.kv_manager)
         )
-        self.sharing = Sharing(self.tp_worker.model_runner, self.registry)
+        self.sharing = Sharing(self.tp_worker.model_runner, self.jobs.registry)
         self.overlap = overlap_by_default(self)
         if self.overlap is not None:
             self.overlap.on_whole = self.sharing.show_nothing
         self.load_inquirer = dataclasses.replace(
             self.load_inquirer,
             get_waiting_queue=lambda: WaitingView(
-                self.waiting_queue, self.jobs, len(self.kv_manager.on_host.first)
+                self.waiting_queue, self.jobs.open, len(self.kv_manager.on_host.first)
             ),
         )
 
-    def _find_tier(self) -> ModelTier:
+    def _find_tier(self) -> tuple[ModelTier, KvOffloader | None]:
+        """How much of the plan the model allows, and the mover of KV to the host."""
         limits = found_limits(resolved_view(self.server_args))
         found = model_tier(self.model_config).without_offloading(*limits)
         # Something that neither table names.
         obstacle = why_unsupported(self) if found.tier is Tier.FULL else None
-        return found.without_offloading(f"of {obstacle}") if obstacle else found
+        if obstacle:
+            found = found.without_offloading(f"of {obstacle}")
+        if found.tier is not Tier.FULL:
+            return found, None  # SGLang retracts requests
+        offloader = make_offloader(self)
+        if not copies_kv():  # requests that make room are computed again
+            found = found.without_offloading("of pipeline parallelism")
+        return found, offloader
 
-    def _make_plan_scheduler(self, **parts: Any) -> PlanScheduler:
-        return PlanScheduler(self, **parts)
+    def _make_plan_scheduler(self, online: OnlineQueue) -> PlanScheduler:
+        return PlanScheduler(self, self.jobs, self.kv_manager, online)
 
     def _make_adapter_slots(self) -> AdapterSlots | None:
         """None for a server without adapters."""
@@ -297,17 +202,17 @@ class OfflineScheduler(MarkedScheduler):
             return None
         manager = self.tp_worker.model_runner.lora_manager
         return AdapterSlots(
-            self.jobs,
+            self.jobs.open,
             manager.validate_lora_batch,
             lambda: [
-                *self.kv_accounting.requests,
+                *self.jobs.kv_accounting.requests,
                 *(one.request for one in self.kv_manager.on_host.first.values()),
             ],
             partial(unload_others, manager),
         )
 
-    def _make_recorder(self, cache: PlannedRadixCache) -> StepRecorder:
-        """Only the first rank of each replica publishes what it counts."""
+    def _step_reports(self) -> StepReports:
+        """Only the first rank of each replica publishes its records."""
         log, metrics = None, None
         if _is_first_rank():
             replica = _replica()
@@ -315,14 +220,12 @@ class OfflineScheduler(MarkedScheduler):
             log = Path(path) if path else None
             if log is not None and replica:
                 log = log.with_name(f"{log.name}.dp{replica}")
-            # The KV manager is made after the recorder.
+            # The KV manager is made later.
             metrics = step_metrics(self, lambda: self.kv_manager.on_host.use)
-        return StepRecorder(
-            self.jobs, self.kv_accounting, cache, log, metrics, self._make_samples()
-        )
+        return StepReports(log, metrics, self._make_samples())
 
     def _count_cut(self, rule: str) -> None:
-        self.recorder.cut(rule)
+        self.jobs.recorder.cut(rule)
 
     def _make_samples(self) -> StepSamples | None:
         """None where a step's time is not that of its tokens: micro-batches alternate, and
@@ -333,23 +236,23 @@ class OfflineScheduler(MarkedScheduler):
         return StepSamples(late=bool(self.enable_overlap) and self.device != "cpu")
 
     def _timed_steps(self, message: StepsQuery) -> StepsQueryOutput:
-        samples = self.recorder.samples
+        samples = self.jobs.recorder.samples
         found = [] if samples is None else samples.take()
         return StepsQueryOutput(samples=[x for sample in found for x in sample])
 
     def _offline_state(self) -> dict[str, object]:
         """The settings, the current state and the totals, for ``/server_info``."""
-        second = self.kv_accounting.second
+        second = self.jobs.kv_accounting.second
         state = super()._offline_state() | {
             "tier": str(self.tier),
-            "jobs": len(self.jobs),
+            "jobs": len(self.jobs.open),
             "waiting": self._num_waiting,
             **self.kv_manager.on_host.state,
-            "kv_use": dataclasses.asdict(_kv_use(self.kv_accounting, self.jobs)),
+            "kv_use": dataclasses.asdict(_kv_use(self.jobs)),
             "shares_prefixes": bool(self.sharing.backends),
             "overlapped": bool(self.enable_overlap),
             "second_pool": None if second is None else [*second.shares],
-            **self.recorder.totals,
+            **self.jobs.recorder.totals,
             **self.sharing.totals,
             **(self.overlap.totals if self.overlap is not None else {}),
         }
@@ -358,34 +261,34 @@ class OfflineScheduler(MarkedScheduler):
     @property
     def _num_waiting(self) -> int:
         """Requests of jobs that do not run, including offloaded ones."""
-        return self.jobs.num_waiting + len(self.kv_manager.on_host.first)
+        return self.jobs.open.num_waiting + len(self.kv_manager.on_host.first)
 
     def _control(self, message: JobControl) -> JobControlOutput:
         if message.action == CLOSE:
-            left = self.registry.close(message.job_id)
+            left = self.jobs.registry.close(message.job_id)
         elif message.action == PRIORITY:
-            left = self.registry.set_priority(message.job_id, message.priority)
+            left = self.jobs.registry.set_priority(message.job_id, message.priority)
         else:
             plans = message.plans
             data = plans[min(_replica(), len(plans) - 1)]
             if message.action == CHANGE:
-                plan = self.registry.announced(message.job_id).changed(data)
+                plan = self.jobs.registry.announced(message.job_id).changed(data)
             else:
                 plan = JobPlan.from_bytes(data)
-            left = self.registry.open(
+            left = self.jobs.registry.open(
                 message.job_id, plan, message.names, message.first
             )
-            job = self.jobs.get(message.job_id)
+            job = self.jobs.open.get(message.job_id)
             if job is not None and job.joined is None and message.reports:
                 job.joined = Joined(message.http_worker_ipc, [])
         return JobControlOutput(job_id=message.job_id, num_requests=left)
 
     def _reqs(self) -> Iterable[Req]:
-        return self.registry.reqs
+        return self.jobs.registry.reqs
 
     def _report_joined(self) -> None:
         """Tell the sender of a job's plans which of its requests joined this step."""
-        for job in self.jobs.each:
+        for job in self.jobs.open.each:
             if job.joined is not None and job.joined.numbers:
                 numbers = np.array(job.joined.numbers, np.int32)
                 report = JobJoined(job_id=job.job_id, numbers=numbers.tobytes())
@@ -394,7 +297,7 @@ class OfflineScheduler(MarkedScheduler):
                 job.joined.numbers.clear()
 
     def _tree(self, message: TreeQuery) -> TreeQueryOutput:
-        tree = running_tree(self.jobs, message.limit)
+        tree = running_tree(self.jobs.open, message.limit)
         return TreeQueryOutput(dp_rank=_replica(), tree=json.dumps(tree).encode())
 
     # Steps ----------------------------------------------------------------------------
@@ -415,7 +318,7 @@ class OfflineScheduler(MarkedScheduler):
         return with_decodes(self, super().get_new_batch_prefill(running_batch))
 
     def _reqs_finishing_inflight(self, batch: ScheduleBatch) -> list[Req]:
-        if not self.kv_accounting.num_complete:
+        if not self.jobs.kv_accounting.num_complete:
             return []
         finishing: list[Req] = super()._reqs_finishing_inflight(batch)
         return finishing
@@ -437,17 +340,17 @@ class OfflineScheduler(MarkedScheduler):
             return super().run_batch(batch, *args, **kwargs)
         self.sharing.show(batch, apart)
         result = super().run_batch(batch, *args, **kwargs)
-        self.recorder.kv_saved_bytes = self.sharing.saved_bytes
+        self.jobs.recorder.kv_saved_bytes = self.sharing.saved_bytes
         return result
 
     def on_idle(self) -> None:
-        self.recorder.flush()
+        self.jobs.recorder.flush()
         super().on_idle()
 
     # The waiting queue ----------------------------------------------------------------
 
     def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
-        if not self.registry.enqueue(req):
+        if not self.jobs.registry.enqueue(req):
             super()._add_request_to_queue(req, is_retracted)
             return
         if not is_retracted:
@@ -490,7 +393,7 @@ class OfflineScheduler(MarkedScheduler):
         old_version = get_serving().weight_version
         super().record_weight_version_change(new_version)
         if get_serving().weight_version != old_version:
-            waiting = self.registry.not_running("", everything=True)
+            waiting = self.jobs.registry.not_running("", everything=True)
             reqs = [request.req for _, request in waiting]
             record_weight_version_events(reqs, old_version=old_version)
 
@@ -509,14 +412,15 @@ _OLD_STATE_KEYS = {
 }
 
 
-def _kv_use(kv_accounting: KvAccounting, jobs: OpenJobs) -> KvUse:
+def _kv_use(jobs: EngineJobs) -> KvUse:
+    kv_accounting = jobs.kv_accounting
     left, right, online = kv_accounting.kv
     return KvUse(
         running=kv_accounting.num_running,
         left=left,
         right=right,
         online=online,
-        shared=int(jobs.locked_tokens),
+        shared=int(jobs.open.locked_tokens),
         capacity=kv_accounting.capacity,
     )
 

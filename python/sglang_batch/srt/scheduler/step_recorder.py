@@ -37,12 +37,21 @@ _TOTALS = (
 )  # fmt: skip
 
 
+class StepReports(NamedTuple):
+    """Where the record of each step goes. Each is None if it is not wanted.
+
+    log: the CSV file.
+    metrics: of Prometheus.
+    samples: the last steps with their seconds.
+    """
+
+    log: Path | None = None
+    metrics: StepMetrics | None = None
+    samples: StepSamples | None = None
+
+
 class StepRecorder:
     """Counts one step at a time.
-
-    Args:
-        log: the CSV file, if any.
-        samples: steps with their seconds, if they are to be kept.
 
     Attributes:
         offloaded, resumed, prefetched, retracted: requests, in the current step.
@@ -57,16 +66,14 @@ class StepRecorder:
         jobs: OpenJobs,
         kv_accounting: KvAccounting,
         cache: PlannedRadixCache,
-        log: Path | None,
-        metrics: StepMetrics | None,
-        samples: StepSamples | None = None,
+        reports: StepReports,
     ) -> None:
         self._jobs = jobs
         self._kv_accounting = kv_accounting
         self._cache = cache
-        self._log = StepLog(log) if log is not None else None
-        self._metrics = metrics
-        self.samples = samples
+        self._log = StepLog(reports.log) if reports.log is not None else None
+        self._metrics = reports.metrics
+        self.samples = reports.samples
         self.kv_saved_bytes = self._saved_before = 0
         self.totals = dict.fromkeys(_TOTALS, 0)
         self.changes = 0

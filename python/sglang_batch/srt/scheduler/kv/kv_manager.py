@@ -6,20 +6,14 @@ from collections.abc import Sequence
 
 from sglang.srt.mem_cache.common import release_kv_cache
 
-from ....scheduling.decode_clock import MicroBatches
 from ....scheduling.job_state import JobState
-from ....scheduling.kv_accounting import KvAccounting
 from ....scheduling.next_step import put_back
-from ....scheduling.open_jobs import OpenJobs
 from ....scheduling.scheduled_request import ScheduledRequest
 from ...compat.scheduler_types import Req, ScheduleBatch, SchedulerRows
+from ..engine_jobs import EngineJobs
 from ..host_requests import HostRequests, OnHost
-from ..request_registry import RequestRegistry
-from ..shared_prefixes import SharedPrefixes
-from ..step_recorder import StepRecorder
 from .host_pool import recompute_time_s
 from .offloading import KvOffloader, OffloadedRequest, can_offload, drain_results
-from .planned_cache import PinnedPrefixes, PlannedRadixCache
 
 # Decode steps for which offloading frees KV at a time.
 _STEPS_FREED = 8
@@ -36,8 +30,7 @@ class KvManager:
     """Moves requests between the device's KV and the host.
 
     Args:
-        offloader: None where KV cannot be moved to the host. SGLang then retracts
-            requests.
+        most_ahead: most tokens of KV of prompts that were computed ahead.
 
     Attributes:
         on_host: the requests that are on the host.
@@ -46,33 +39,20 @@ class KvManager:
     """
 
     def __init__(
-        self,
-        scheduler: SchedulerRows,
-        *,
-        jobs: OpenJobs,
-        registry: RequestRegistry,
-        kv_accounting: KvAccounting,
-        cache: PlannedRadixCache,
-        pinned: PinnedPrefixes,
-        prefixes: SharedPrefixes,
-        offloader: KvOffloader | None,
-        recorder: StepRecorder,
-        page_size: int,
-        on_host: HostRequests,
-        micro_batches: MicroBatches,
+        self, scheduler: SchedulerRows, jobs: EngineJobs, most_ahead: int = 0
     ) -> None:
         self._scheduler = scheduler
-        self._jobs = jobs
-        self._registry = registry
-        self._kv_accounting = kv_accounting
-        self._cache = cache
-        self._pinned = pinned
-        self._prefixes = prefixes
-        self._offloader = offloader
-        self._recorder = recorder
-        self._page_size = page_size
-        self.on_host = on_host
-        self._alone = micro_batches.number == 1
+        self._jobs = jobs.open
+        self._registry = jobs.registry
+        self._kv_accounting = jobs.kv_accounting
+        self._cache = jobs.cache
+        self._pinned = jobs.pinned
+        self._prefixes = jobs.prefixes
+        self._offloader = jobs.offloader
+        self._recorder = jobs.recorder
+        self._page_size = jobs.page_size
+        self.on_host = HostRequests(jobs, most_ahead)
+        self._alone = jobs.micro_batches.number == 1
         self._just_offloaded = False
         self.decodes_fit = False
         self._steps_that_fit = 0

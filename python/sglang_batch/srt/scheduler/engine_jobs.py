@@ -1,60 +1,131 @@
-"""Finds the job of each request, from the request's arrival to its end."""
+"""The jobs of one scheduler in its engine.
+
+:class:`EngineJobs` has everything that the parts of a scheduler share: its open jobs, the KV
+that their requests hold, the pins of their prefixes, the record of the step, and the
+registry that finds the job of each request from its arrival to its end.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+from sglang.srt.runtime_context import get_parallel, get_spec
+
+from ...planner.machine_model import of_states, of_windows
 from ...request import parse_request_id
-from ...scheduling.decode_clock import TokenClock
+from ...scheduling.adapter_slots import AdapterSlots
+from ...scheduling.decode_clock import MicroBatches, TokenClock
 from ...scheduling.job_plan import JobPlan
 from ...scheduling.job_state import JobState
-from ...scheduling.kv_accounting import KvAccounting
+from ...scheduling.kv_accounting import BoundedPool, KvAccounting
 from ...scheduling.open_jobs import CommonPrefixes, OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
 from ..compat.scheduler_types import Req
-from .kv.planned_cache import PinnedPrefixes
+from .kv.host_prefixes import HostPrefixes, Prompt
+from .kv.offloading import KvOffloader
+from .kv.planned_cache import PinnedPrefixes, PlannedRadixCache
 from .mixed_batch import num_rows
 from .shared_prefixes import SharedPrefixes
-from .step_recorder import StepRecorder
+from .step_recorder import StepRecorder, StepReports
 
 Known = tuple[JobState | None, ScheduledRequest]
 """A request and its job, which is None for an online request."""
 
 
-class RequestRegistry:
-    """Opens and closes jobs, and records the arrival and end of each request.
+class EngineJobs:
+    """The jobs of one scheduler, and what its parts know of them.
 
     Args:
-        common: the prefixes that several jobs have in common.
-        tokens: with speculation, counts what a step yields.
-        share: whether requests share prefixes in the cache.
-        both_ends: whether orders are taken from both ends where the plan has it.
+        scheduler: SGLang's, once its cache and memory pools are ready.
+        offloader: None where KV cannot be moved to the host. SGLang then retracts
+            requests.
+        reports: where the record of each step goes.
+        decode_only: whether other servers compute all prompts.
+
+    Attributes:
+        open: the open jobs, and the order in which their requests join.
+        kv_accounting: the KV that running requests hold and will need.
+        micro_batches, tokens: the decode clock with pipeline parallelism, and with
+            speculation. ``tokens`` is None without speculation.
+        cache, host: the prefixes on the device, and those on the host. ``host`` is None
+            without an offloader.
+        pinned: the prefixes that are kept for later requests.
+        prefixes: the prefixes that leaders compute for followers.
+        adapters: None for a server without adapters.
+        registry: finds the job of each request.
+        page_size: tokens of a page of KV.
+        step_tokens: most tokens in a step, of prompts and decodes together.
     """
 
     def __init__(
         self,
+        scheduler: Any,
+        offloader: KvOffloader | None,
+        reports: StepReports,
         *,
-        jobs: OpenJobs,
-        common: CommonPrefixes,
-        prefixes: SharedPrefixes,
-        pinned: PinnedPrefixes,
-        kv_accounting: KvAccounting,
-        recorder: StepRecorder,
-        tokens: TokenClock | None,
-        page_size: int,
-        share: bool,
-        both_ends: bool,
+        decode_only: bool = False,
     ) -> None:
-        self._jobs = jobs
-        self._common = common
-        self._prefixes = prefixes
-        self._pinned = pinned
-        self._kv_accounting = kv_accounting
-        self._recorder = recorder
-        self._tokens = tokens
-        self._page_size = page_size
-        self._share = share
-        self._both_ends = both_ends
+        cache: PlannedRadixCache = scheduler.tree_cache
+        parallel = get_parallel()
+        self.page_size = int(scheduler.page_size)
+        self.step_tokens = int(
+            scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
+        )
+        self.decode_only = decode_only
+        self.open = OpenJobs()
+        self.kv_accounting = KvAccounting(
+            int(scheduler.max_total_num_tokens),
+            self.page_size,
+            mixed=bool(scheduler.is_mixed_chunk),
+            second=_second_pool(
+                cache, scheduler.token_to_kv_pool_allocator, self.step_tokens
+            ),
+            draft_slots=draft_slots(),
+        )
+        self.tokens = TokenClock(self.kv_accounting) if draft_slots() else None
+        self.micro_batches = MicroBatches(
+            parallel.pp_size + parallel.pp_async_batch_depth
+            if parallel.pp_size > 1
+            else 1
+        )
+        self.cache = cache
+        self.offloader = offloader
+        self.host = HostPrefixes(cache, offloader) if offloader is not None else None
+        self.pinned = PinnedPrefixes(
+            cache,
+            self.open,
+            self.host,
+            saves_all=scheduler.server_args.enable_hierarchical_cache,
+        )
+        self.prefixes = SharedPrefixes(cache, self.pinned)
+        self.recorder = StepRecorder(self.open, self.kv_accounting, cache, reports)
+        self.adapters: AdapterSlots | None = None
+        self.registry = RequestRegistry(self)
+        ends = self.registry.leading_ends
+        if cache.supports_mamba():
+            ends = self.registry.stops
+        cache.attach(self.pinned, self.registry.released, ends)
+
+
+class RequestRegistry:
+    """Opens and closes jobs, and records the arrival and end of each request."""
+
+    def __init__(self, jobs: EngineJobs) -> None:
+        self._jobs = jobs.open
+        self._common = CommonPrefixes(
+            jobs.open, lambda req, ends: Prompt.of(req).digests(ends)
+        )
+        self._prefixes = jobs.prefixes
+        self._pinned = jobs.pinned
+        self._kv_accounting = jobs.kv_accounting
+        self._recorder = jobs.recorder
+        self._tokens = jobs.tokens
+        self._page_size = jobs.page_size
+        self._share = not jobs.cache.disable
+        self._both_ends = not jobs.decode_only
         self._closed: set[str] = set()
         self._announced: dict[str, JobPlan] = {}
         self._num_retired = 0
@@ -339,3 +410,44 @@ def _cached_len(request: ScheduledRequest) -> int:
     """Tokens of a running request's prompt that the cache holds for others."""
     req: Req = request.req
     return request.input_len if request.decoding else int(req.prefix_len)
+
+
+def draft_slots() -> int:
+    """Tokens of KV that SGLang allocates to each decoding request for its drafts. 0
+    without speculation."""
+    if get_spec().speculative_algorithm is None:
+        return 0
+    return int(get_alloc_reserve_per_decode())
+
+
+def leave_room_for_drafts(scheduler: Any) -> None:
+    """Have an answer end before its request and its drafts have no room left, even alone.
+
+    SGLang counts no drafts there, and would end the request with an error.
+    """
+    if not draft_slots():
+        return
+    page = int(scheduler.page_size)
+    longest = int(scheduler.max_total_num_tokens) // page * page - draft_slots()
+    prompt = scheduler.max_req_len - scheduler.max_req_input_len
+    scheduler.max_req_len = min(scheduler.max_req_len, longest)
+    longest = scheduler.max_req_len - prompt
+    scheduler.max_req_input_len = min(scheduler.max_req_input_len, longest)
+
+
+def _second_pool(
+    cache: PlannedRadixCache, allocator: Any, step_tokens: int
+) -> BoundedPool | None:
+    """The pool of sliding-window layers or recurrent states. None if the model has neither."""
+    if cache.supports_mamba():
+        states = int(cache.req_to_token_pool.mamba_allocator.size)
+        return BoundedPool(of_states(states))
+    if not cache.supports_swa():
+        return None
+    page = int(allocator.page_size)
+    window = -(-int(cache.swa_retain_window) // page) * page + page
+    late = max(1, envs.SGLANG_SWA_EVICTION_INTERVAL.get())
+    capacity = int(allocator.size_swa)
+    shares = of_windows(capacity, window, page, step_tokens, late)
+    drafts = -(-draft_slots() // page) * page
+    return BoundedPool(shares._replace(row_units=shares.row_units + drafts))

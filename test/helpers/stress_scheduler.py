@@ -55,7 +55,7 @@ class StressScheduler(offline.OfflineScheduler):
         super().__init__(*args, **kwargs)
 
     def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
-        for job in list(self.jobs):
+        for job in list(self.jobs.open):
             found = ABORT_IN.search(job.job_id)
             if found and job.job_id not in self.aborted:
                 self.abort_one(job, found[1])
@@ -73,8 +73,8 @@ class StressScheduler(offline.OfflineScheduler):
 
     def init_load_inquirer(self) -> None:
         super().init_load_inquirer()
-        self.open = self.registry.open
-        self.registry.open = self.open_distorted
+        self.open = self.jobs.registry.open
+        self.jobs.registry.open = self.open_distorted
 
     def open_distorted(self, job_id: str, plan: JobPlan, *names: Any) -> int:
         """Open a job, estimated wrong or with a part of its plan if its id says so."""
@@ -89,7 +89,7 @@ class StressScheduler(offline.OfflineScheduler):
             growing = self.growing[job_id] = GrowingPlan(plan, self.number)
             plan = growing.some()
         left = self.open(job_id, plan, *names)
-        self.registry._announced[job_id] = announced
+        self.jobs.registry._announced[job_id] = announced
         return int(left)
 
     def grow(self, job: Any) -> None:
@@ -97,13 +97,13 @@ class StressScheduler(offline.OfflineScheduler):
         growing = self.growing.get(job.job_id)
         if growing is None or self.number < growing.next_at:
             return
-        if job.job_id in self.registry._closed:
+        if job.job_id in self.jobs.registry._closed:
             return
         here = {request.number for request in job._requests.values()}
         plan = growing.next(self.number, here)
-        announced = self.registry.announced(job.job_id)
+        announced = self.jobs.registry.announced(job.job_id)
         self.open(job.job_id, plan)
-        self.registry._announced[job.job_id] = announced
+        self.jobs.registry._announced[job.job_id] = announced
         self.counts["grown"] += 1
         if plan is growing.whole:
             del self.growing[job.job_id]
@@ -122,12 +122,14 @@ class StressScheduler(offline.OfflineScheduler):
             ]
         else:
             found = [
-                request for request in self.kv_accounting.requests if request.running
+                request
+                for request in self.jobs.kv_accounting.requests
+                if request.running
             ]
             if state == "leader":
                 found = [x for x in found if x.req is self.chunked_req and x.leading]
             else:
-                clock = self.kv_accounting.clock
+                clock = self.jobs.kv_accounting.clock
                 found = [request for request in found if request.takes_steps(clock)]
         found = [request for request in found if request.req.rid.startswith(job.job_id)]
         if found:
@@ -136,7 +138,7 @@ class StressScheduler(offline.OfflineScheduler):
             self.abort_request(AbortReq(rid=found[0].req.rid))
 
     def check_books(self, plan: Any) -> None:
-        kv_accounting = self.kv_accounting
+        kv_accounting = self.jobs.kv_accounting
         requests = kv_accounting.requests
         assert kv_accounting.num_running == len(requests)
         assert all(request.req.kv.holds_kv for request in requests)
@@ -171,7 +173,7 @@ class StressScheduler(offline.OfflineScheduler):
         for req in [*running, *batch]:
             if not req.finished():
                 assert id(req) in known, f"{req.rid} runs and nobody counts it"
-        for job in self.jobs:
+        for job in self.jobs.open:
             self.check_prefixes(job)
             self.check_work(job, requests)
         self.check_host()
@@ -179,7 +181,7 @@ class StressScheduler(offline.OfflineScheduler):
     def check_work(self, job: Any, requests: list[Any]) -> None:
         """Sums of the job's work. Without requests, it was charged for all that was done."""
         own = [request for request in requests if request.work is job.done]
-        clock = self.kv_accounting.clock
+        clock = self.jobs.kv_accounting.clock
         rows = [request for request in own if request.takes_steps(clock)]
         assert job.done.decoding == len(rows)
         reads = sum(x.read_len + x.steps_done(clock) + 1 for x in rows)
@@ -202,7 +204,9 @@ class StressScheduler(offline.OfflineScheduler):
         offloaded = [kv for _, _, kv in self.kv_manager.on_host.first.values()]
         prefixes = self.kv_manager._pinned.host
         saved = [*prefixes._saved.values()]
-        assert {id(each.owner) for each in saved} <= {id(j) for j in self.jobs.each}
+        assert {id(each.owner) for each in saved} <= {
+            id(j) for j in self.jobs.open.each
+        }
         assert {id(each) for each in prefixes._found_by.values()} <= set(map(id, saved))
         assert not any(each.end <= each.begin for each in saved)
         pages = [
@@ -235,7 +239,7 @@ class StressScheduler(offline.OfflineScheduler):
                 assert node in request.leading
                 continue
             # It belongs to another job, and computes the prefix there.
-            known, _ = self.registry.known(request.req)
+            known, _ = self.jobs.registry.known(request.req)
             assert known is not None and known.done is request.work
             elsewhere = [known.elsewhere(each) for each in request.leading]
             assert (job, node) in [place for places in elsewhere for place in places]
@@ -302,15 +306,17 @@ class StressScheduler(offline.OfflineScheduler):
 
     def left(self) -> dict[str, int]:
         """Resources in use, all 0 when the engine is idle."""
-        kv_accounting = self.kv_accounting
+        kv_accounting = self.jobs.kv_accounting
         rows = self.req_to_token_pool
         return {
-            "jobs": len(self.jobs),
-            "closed": len(self.registry._closed),
-            "known": len(self.registry._known),
-            "leaders": sum(request.running for _, request in self.prefixes._leaders),
+            "jobs": len(self.jobs.open),
+            "closed": len(self.jobs.registry._closed),
+            "known": len(self.jobs.registry._known),
+            "leaders": sum(
+                request.running for _, request in self.jobs.prefixes._leaders
+            ),
             "waiting": self._num_waiting + len(self.waiting_queue),
-            "tokens": self.jobs.waiting_tokens,
+            "tokens": self.jobs.open.waiting_tokens,
             "running": kv_accounting.num_running,
             "decoding": sum(kv_accounting.decoding),
             "kv": sum(kv_accounting.kv),

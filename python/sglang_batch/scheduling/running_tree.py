@@ -7,7 +7,7 @@ milliseconds for a hundred thousand, and the answer has a bounded number of node
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -68,10 +68,18 @@ class JobNow(TypedDict):
 
 
 class TreeNow(TypedDict):
-    """The trees of one replica. The nodes are in depth-first order."""
+    """The trees of one replica.
+
+    nodes: in depth-first order.
+    admission: why the next request in line did not join the last step, as the name of an
+        :class:`~.step_record.Admission` in small letters.
+    admissions: steps so far by that reason.
+    """
 
     jobs: list[JobNow]
     nodes: list[NodeNow]
+    admission: NotRequired[str]
+    admissions: NotRequired[dict[str, int]]
 
 
 def running_tree(jobs: Iterable[JobState], limit: int) -> TreeNow:

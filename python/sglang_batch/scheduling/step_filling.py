@@ -12,6 +12,7 @@ from .job_state import JobState
 from .kv_accounting import KvAccounting
 from .prefix_uses import PrefixUses
 from .scheduled_request import ScheduledRequest
+from .step_record import Admission
 
 # Most requests that others pass in one step because they wait for siblings.
 _MOST_HELD = 256
@@ -123,6 +124,7 @@ class Choice:
     page_tokens: tokens in the pages of these prompts, which is what SGLang counts.
     room_needed: tokens of KV that they and the decodes take in this step.
     rows: rows of the running batch that they take.
+    admission: why the next request in line did not join as well.
     """
 
     requests: list[ScheduledRequest] = field(default_factory=list)
@@ -133,6 +135,7 @@ class Choice:
     page_tokens: int = 0
     room_needed: int = 0
     rows: int = 0
+    admission: Admission = Admission.NONE_WAITS
 
     def add(self, other: Choice) -> None:
         self.requests += other.requests
@@ -143,6 +146,7 @@ class Choice:
         self.page_tokens += other.page_tokens
         self.room_needed += other.room_needed
         self.rows += other.rows
+        self.admission = other.admission
 
 
 class Filling:
@@ -166,6 +170,7 @@ class Filling:
         self._is_cut = False
         self.whole_tokens = 0
         self._num_new_followers = 0
+        self._did_not_fit = False
         self._held: list[tuple[JobState, ScheduledRequest]] = []
 
     def release_held(self) -> None:
@@ -252,29 +257,43 @@ class Filling:
         Returns:
             Whether that side had to stop because a request did not fit.
         """
-        while self.choice.tokens < tokens:
+        choice = self.choice
+        while choice.tokens < tokens:
             found = self._next(side, behind)
             if found is None:
+                if choice.admission is Admission.JOINED:
+                    choice.admission = Admission.NONE_WAITS
                 break
             job, request = found
             if not self.now.has_adapter(request):
+                choice.admission = Admission.AWAITS_ADAPTER
                 job.await_adapter(request)
                 continue
             node = job.uses.blocked_by(request.node)
             if node:
+                choice.admission = Admission.AWAITS_LEADER
                 self._num_new_followers += 1
                 if self._num_new_followers > MOST_FOLLOWERS:
                     break
                 job.follow(request, node)
             elif self._overtakes(job, request):
+                choice.admission = Admission.AWAITS_FOLLOWERS
                 break
             elif len(self._held) < _MOST_HELD and self._waits_for_siblings(
-                job, request, tokens - self.choice.tokens
+                job, request, tokens - choice.tokens
             ):
+                choice.admission = Admission.AWAITS_SIBLINGS
                 job.backlog.remove(request)
                 self._held.append((job, request))
-            elif not self._admit(job, request, side, tokens, reserved):
-                return True
+            else:
+                answer = self._admit(job, request, side, tokens, reserved)
+                choice.admission = answer
+                if answer is not Admission.JOINED:
+                    self._did_not_fit = True
+                    return True
+        else:
+            if not self._did_not_fit:
+                choice.admission = Admission.STEP_FULL
         return False
 
     def take_ahead(self, tokens: int) -> None:
@@ -293,7 +312,8 @@ class Filling:
                 if not self.now.has_adapter(request):
                     break
                 request.prefills_ahead = True
-                if not self._admit(job, request, LEFT, tokens, 0):
+                answer = self._admit(job, request, LEFT, tokens, 0)
+                if answer is not Admission.JOINED:
                     request.prefills_ahead = False
                     break
                 left -= request.input_len
@@ -358,30 +378,31 @@ class Filling:
         side: int,
         tokens: int,
         reserved: int,
-    ) -> bool:
+    ) -> Admission:
+        """Have a request join if it fits. Otherwise nothing changes."""
         uses, kv_accounting = job.uses, self.kv_accounting
         free_rows = self.now.rows - self.choice.rows
         if free_rows < request.rows and (free_rows <= 0 or kv_accounting.num_running):
-            return False
+            return Admission.NO_ROW
         if request.on_host and self.now.decode_rows and not self.now.is_near(request):
-            return False
+            return Admission.ON_HOST
         kept = uses.kept_depth(request.node)
         extend = max(1, request.input_len + request.steps - kept)
         some = min(extend, self._room_of(tokens))
         if request.on_host:  # all of it is loaded, and nothing computed
             some = extend = kv_accounting.in_pages(request.own + request.steps)
         if self._is_cut and (some < extend or uses.leads(request, kept)):
-            return False
+            return Admission.PROMPT_CUT
         idle = uses.idle_tokens if self.now.idle_frees else 0
         room = self.now.room + idle - self.choice.room_needed
         if kv_accounting.num_running > 0:
             if some + uses.newly_kept(request.node) + self.now.page_size > room:
-                return False
+                return Admission.NO_KV
             window_room = self.now.window_room - self.choice.room_needed
             if some + self.now.page_size > window_room:
-                return False
+                return Admission.NO_WINDOW
             if not self._fits(uses, request, reserved):
-                return False
+                return Admission.NO_KV
             needed = some
         else:
             # The cache may hold a part of the prompt of which the plan does not know.
@@ -395,22 +416,27 @@ class Filling:
         request.backlog = job.backlog
         request.side = side
         self.choice.rows += request.rows
+        self.choice.room_needed += needed + self.now.page_size
+        self._joins(job, request, PromptPart(some, kept))
+        return Admission.JOINED
+
+    def _joins(
+        self, job: JobState, request: ScheduledRequest, part: PromptPart
+    ) -> None:
+        """Count a request that fits as running from this step on."""
+        kv_accounting = self.kv_accounting
+        kept = -1 if request.on_host else part.kept
+        job.done.start(request, kept, kv_accounting.usual_steps)
+        kv_accounting.admit(request)
         if request.on_host:
-            job.done.start(request, -1, kv_accounting.usual_steps)
-            kv_accounting.admit(request)
             if request.leaf >= 0:
                 job.start(request, request.input_len)
             self.choice.from_host.append(request)
-            self.choice.room_needed += needed + self.now.page_size
-            return True
-        job.done.start(request, kept, kv_accounting.usual_steps)
-        kv_accounting.admit(request)
+            return
         if request.leaf >= 0:
-            job.start(request, kept)
-            some = self._cut(request, kept, some)
+            job.start(request, part.kept)
+            part = part._replace(tokens=self._cut(request, part.kept, part.tokens))
         self.choice.requests.append(request)
-        self.choice.parts.append(PromptPart(some, kept))
-        self.choice.tokens += some
-        self.choice.page_tokens += kv_accounting.in_pages(some)
-        self.choice.room_needed += needed + self.now.page_size
-        return True
+        self.choice.parts.append(part)
+        self.choice.tokens += part.tokens
+        self.choice.page_tokens += kv_accounting.in_pages(part.tokens)

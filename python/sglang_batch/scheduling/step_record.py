@@ -14,6 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -27,6 +28,44 @@ from ..planner.requests import SIDES
 logger = logging.getLogger(__name__)
 
 Steps = dict[str, NDArray[Any]]
+
+
+class Admission(IntEnum):
+    """Whether a waiting request joins a step, or the reason why it does not.
+
+    JOINED: it joins.
+    NONE_WAITS: no request waits.
+    STEP_FULL: the step has all the prompt tokens that it takes.
+    NO_ROW: the running batch has no row left.
+    NO_KV: there is no KV for its prompt now, or for all answers as they grow.
+    NO_WINDOW: the pool of sliding windows has no room.
+    PROMPT_CUT: another prompt ends in this step before it is complete, and SGLang keeps
+        only one such prompt.
+    ON_HOST: its KV is still on its way from the host.
+    OFFLOADED_FIRST: requests on the host resume before any new one joins.
+    ONLINE_FIRST: an online request needs the room.
+    DECODES_FIRST: the last step computed prompts alone, so this one decodes.
+    AWAITS_LEADER: another request is computing a prefix that it needs.
+    AWAITS_FOLLOWERS: requests that wait for such a prefix need the KV.
+    AWAITS_ADAPTER: its LoRA adapter has no slot.
+    AWAITS_SIBLINGS: it would evict a prefix whose further requests are still to come.
+    """
+
+    JOINED = 0
+    NONE_WAITS = 1
+    STEP_FULL = 2
+    NO_ROW = 3
+    NO_KV = 4
+    NO_WINDOW = 5
+    PROMPT_CUT = 6
+    ON_HOST = 7
+    OFFLOADED_FIRST = 8
+    ONLINE_FIRST = 9
+    DECODES_FIRST = 10
+    AWAITS_LEADER = 11
+    AWAITS_FOLLOWERS = 12
+    AWAITS_ADAPTER = 13
+    AWAITS_SIBLINGS = 14
 
 
 class StepRecord(NamedTuple):
@@ -44,6 +83,8 @@ class StepRecord(NamedTuple):
     offloaded, resumed, retracted: requests, in this step.
     prefetched: of those that resumed, the ones whose KV was on the device already.
     kv_waits: copies of KV from the host that this step waited for.
+    admission: why the next request in line did not join, as the number of an
+        :class:`Admission`.
     waiting: requests in the backlog.
     kv_saved_bytes: bytes of KV, in all layers, that the step before read once for
         several requests and not again; 0 with SGLang's own attention.
@@ -68,6 +109,7 @@ class StepRecord(NamedTuple):
     resumed: int
     prefetched: int
     kv_waits: int
+    admission: int
     retracted: int
     waiting: int
     kv_saved_bytes: int
@@ -78,9 +120,9 @@ class StepRecord(NamedTuple):
 COLUMNS = StepRecord._fields
 SECONDS = ("compute_s", "memory_s")
 _HEADER = ",".join(COLUMNS) + "\n"
-# Logs of the last release have another name for a column and lack two others; they can
-# be read for one release.
-_OLD_NAME, _NEW_NAME, _ADDED = "parked", "offloaded", "prefetched,kv_waits"
+# Logs of the last release have another name for a column and lack three others; they
+# can be read for one release.
+_OLD_NAME, _NEW_NAME, _ADDED = "parked", "offloaded", "prefetched,kv_waits,admission"
 _OLD_HEADER = _HEADER.replace(_NEW_NAME, _OLD_NAME).replace(f"{_ADDED},", "")
 
 
@@ -234,7 +276,7 @@ def _rows(path: Path, file: TextIO) -> Iterator[tuple[int, list[int | float]]]:
             return
         fields = line.split(",")
         if header == _OLD_HEADER:
-            fields[added:added] = ["0", "0"]
+            fields[added:added] = ["0"] * 3
         if len(fields) != len(COLUMNS):
             raise InputError(
                 f"{path}, line {number}: {len(fields)} values instead of "
@@ -266,6 +308,7 @@ class StepSummary:
     max_kv_tokens: most KV that running requests held at once, with shared prefixes
         counted once.
     ratio_spread: see :func:`summarize`.
+    admissions: steps by the reason for which the next request in line did not join.
     """
 
     num_steps: int
@@ -280,6 +323,7 @@ class StepSummary:
     compute_s: float
     memory_s: float
     ratio_spread: float
+    admissions: dict[str, int]
 
 
 def summarize(steps: Steps) -> StepSummary:
@@ -309,7 +353,16 @@ def summarize(steps: Steps) -> StepSummary:
         compute_s=float(steps["compute_s"].sum()),
         memory_s=float(steps["memory_s"].sum()),
         ratio_spread=_ratio_spread(steps["compute_s"], steps["memory_s"]),
+        admissions=_counted(steps["admission"]),
     )
+
+
+def _counted(admission: NDArray[np.int64]) -> dict[str, int]:
+    return {
+        reason.name.lower(): count
+        for reason in Admission
+        if (count := int(np.count_nonzero(admission == reason)))
+    }
 
 
 def _ratio_spread(compute: NDArray[np.float64], memory: NDArray[np.float64]) -> float:

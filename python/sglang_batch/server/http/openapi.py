@@ -288,9 +288,15 @@ class TreeNode(BaseModel):
 
 
 class ReplicaTree(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     replica: int
     jobs: list[TreeJob]
     nodes: list[TreeNode]
+    admission: str | None = None
+    """Why the next request in line did not join the last step, such as ``no_kv``."""
+    admissions: dict[str, int] | None = None
+    """Steps so far by that reason."""
 
 
 class RunningTree(BaseModel):

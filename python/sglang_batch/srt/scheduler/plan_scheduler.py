@@ -30,6 +30,7 @@ from ...scheduling.job_state import JobState
 from ...scheduling.next_step import choose, put_back
 from ...scheduling.scheduled_request import ScheduledRequest
 from ...scheduling.step_filling import Choice, EngineNow, always
+from ...scheduling.step_record import Admission
 from ..compat.scheduler_types import (
     BuildPrefill,
     PrefillPlan,
@@ -159,6 +160,8 @@ class PlanScheduler:
         running_batch = self._kv_manager.resume(running_batch)
         self._kv_manager.park(running_batch)
         now_decodes = self._apart.decodes_now(running_batch)
+        if now_decodes:
+            self._recorder.admission = Admission.DECODES_FIRST
         step = None if now_decodes else self._choose(running_batch)
         if step is not None and step.choice.from_host:
             running_batch = self._kv_manager.join(running_batch, step.choice.from_host)
@@ -234,6 +237,7 @@ class PlanScheduler:
         if self._nobody_can_join(running_batch):
             return None
         if not self._online.make_room_for_chunk(running_batch):
+            self._recorder.admission = Admission.ONLINE_FIRST
             return None
         online, waiting = self._online.ready(running_batch)
         choice = self._choose_from_jobs(running_batch, online)
@@ -253,6 +257,7 @@ class PlanScheduler:
             return False
         # SGLang's mark that no row is left, which it removes when a request leaves.
         if running_batch.batch_is_full and running_batch.reqs:
+            self._recorder.admission = Admission.NO_ROW
             return True
         if not any(job.backlog.count for job in self._jobs.each):
             return True
@@ -260,6 +265,8 @@ class PlanScheduler:
             len(running_batch.reqs), running_batch=running_batch
         )
         running_batch.batch_is_full = rows <= 0
+        if rows <= 0:
+            self._recorder.admission = Admission.NO_ROW
         return rows <= 0
 
     def _choose_from_jobs(
@@ -299,6 +306,9 @@ class PlanScheduler:
                 break
             now = now.after(choice)
         total.add(joined)
+        if not may_join:
+            total.admission = Admission.OFFLOADED_FIRST
+        self._recorder.admission = total.admission
         if not may_join and now.chunk_left:
             some = min(now.chunk_left, now.prompt_tokens)
             some = some or (0 if now.decode_rows else self._page_size)

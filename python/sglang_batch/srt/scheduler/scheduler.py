@@ -252,6 +252,7 @@ class OfflineScheduler(MarkedScheduler):
             "shares_prefixes": bool(self.sharing.backends),
             "overlapped": bool(self.enable_overlap),
             "second_pool": None if second is None else [*second.shares],
+            "admissions": self.jobs.recorder.admissions,
             **self.jobs.recorder.totals,
             **self.sharing.totals,
             **(self.overlap.totals if self.overlap is not None else {}),
@@ -298,6 +299,9 @@ class OfflineScheduler(MarkedScheduler):
 
     def _tree(self, message: TreeQuery) -> TreeQueryOutput:
         tree = running_tree(self.jobs.open, message.limit)
+        recorder = self.jobs.recorder
+        tree["admission"] = recorder.last_admission.name.lower()
+        tree["admissions"] = recorder.admissions
         return TreeQueryOutput(dp_rank=_replica(), tree=json.dumps(tree).encode())
 
     # Steps ----------------------------------------------------------------------------

@@ -20,7 +20,13 @@ from ...scheduling.job_plan import StepCost
 from ...scheduling.kv_accounting import KvAccounting
 from ...scheduling.open_jobs import OpenJobs
 from ...scheduling.scheduled_request import ScheduledRequest
-from ...scheduling.step_record import COLUMNS, StepLog, StepRecord, StepSamples
+from ...scheduling.step_record import (
+    COLUMNS,
+    Admission,
+    StepLog,
+    StepRecord,
+    StepSamples,
+)
 from ..compat.scheduler_types import MeteredScheduler
 from .kv.planned_cache import PlannedRadixCache
 
@@ -56,6 +62,8 @@ class StepRecorder:
     Attributes:
         offloaded, resumed, prefetched, retracted: requests, in the current step.
         kv_waits: copies from the host that the current step waits for.
+        admission: why the next request in line does not join the current step.
+        last_admission: the same for the last step.
         changes: requests that arrived, and that ended, since the last step began.
         totals: sums over all steps, for ``/server_info``.
         kv_saved_bytes: KV that attention did not read twice, up to the last step.
@@ -77,6 +85,8 @@ class StepRecorder:
         self.kv_saved_bytes = self._saved_before = 0
         self.totals = dict.fromkeys(_TOTALS, 0)
         self.changes = 0
+        self.last_admission = Admission.NONE_WAITS
+        self._admissions = [0] * len(Admission)
         self._after_prompts = False
         self._reset()
 
@@ -90,6 +100,7 @@ class StepRecorder:
         self._cached = 0
         self.offloaded = self.resumed = self.retracted = 0
         self.prefetched = self.kv_waits = 0
+        self.admission = Admission.NONE_WAITS
 
     def admitted(
         self, request: ScheduledRequest, cached: int, extend: int, media: int
@@ -132,6 +143,11 @@ class StepRecorder:
             idle += job.uses.idle_tokens
             waiting += job.backlog.count + job.num_followers
         cost = cost or _NO_COST
+        admission = self.admission
+        if waiting and admission is Admission.NONE_WAITS:  # all of them are followers
+            admission = Admission.AWAITS_LEADER
+        self.last_admission = admission
+        self._admissions[admission] += 1
         decode = kv_accounting.decoding if decodes else _NOTHING
         prefill_tokens, decode_tokens = sum(self._prefill), sum(decode)
         tokens = prefill_tokens + decode_tokens
@@ -153,6 +169,7 @@ class StepRecorder:
             self.resumed,
             self.prefetched,
             self.kv_waits,
+            admission,
             self.retracted,
             waiting,
             self.kv_saved_bytes - self._saved_before,
@@ -201,6 +218,12 @@ class StepRecorder:
         self.samples.begin(time.perf_counter(), step, self.changes / 2)
         self.changes = 0
         self._after_prompts = self._prompts > 0
+
+    @property
+    def admissions(self) -> dict[str, int]:
+        """Steps so far by the reason for which the next request in line did not join."""
+        counts = zip(Admission, self._admissions, strict=True)
+        return {reason.name.lower(): count for reason, count in counts if count}
 
     def idle(self) -> None:
         """Nothing runs in this step."""

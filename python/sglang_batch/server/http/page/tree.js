@@ -28,6 +28,23 @@ function stateText({ state, running, pinned }) {
   return `kept, ${reasons.join(" and ")}`;
 }
 
+// Why the next request in line did not join the last step.
+const WHY_NOT = {
+  step_full: "Requests are joining: the last step took as many prompt tokens as it may",
+  no_row: "Nothing joins: as many requests run as may run at once",
+  no_kv: "Nothing joins: the KV cache has no room for another request and its answer",
+  no_window: "Nothing joins: the pool of sliding windows is full",
+  prompt_cut: "The next request waits until the rest of another prompt is computed",
+  on_host: "The next request waits for its KV from host memory",
+  offloaded_first: "Nothing joins: requests in host memory resume first",
+  online_first: "Nothing joins: an online request goes first",
+  decodes_first: "Nothing joined the last step: it only decoded, by the cost model",
+  awaits_leader: "Nothing joins: another request is computing a prefix that the next ones share",
+  awaits_followers: "Nothing joins: requests that share a prefix need the room",
+  awaits_adapter: "Nothing joins: no LoRA adapter of the waiting requests has a slot",
+  awaits_siblings: "The next request waits, so that it does not evict a prefix still in use",
+};
+
 function nextUseText({ next_use: requests }) {
   if (requests === null) return "never";
   return requests ? `after ${whole.format(requests)} requests` : "next";
@@ -39,8 +56,11 @@ export async function showTree(element, options) {
   if (!answer.ok) return;
   const { replicas } = await answer.json();
   const shown = make("div", {});
-  for (const { replica, jobs, nodes } of replicas) {
+  for (const { replica, jobs, nodes, admission } of replicas) {
     const where = replicas.length > 1 ? `Replica ${replica}, ` : "";
+    if (jobs.length && admission in WHY_NOT) {
+      shown.append(make("p", { class: "small" }, `${where}${WHY_NOT[admission]}.`));
+    }
     for (const job of jobs) {
       const own = nodes.filter((node) => node.job === job.job);
       shown.append(headOf(job, where, own.length), own.length ? tableOf(own, job.job) : "");

@@ -67,7 +67,7 @@ def test_hours_of_other_digits_are_refused(hours: str) -> None:
 
 
 def test_overlap_is_one_of_its_three_values() -> None:
-    assert OfflineBatchConfig().overlap == "auto"
+    assert OfflineBatchConfig().overlap == "off"
     for value in ("auto", "on", "off"):
         assert OfflineBatchConfig(overlap=value).overlap == value
     with pytest.raises(ConfigError, match="overlap=True is not known; choose one of"):

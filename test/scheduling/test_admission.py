@@ -22,6 +22,7 @@ from sglang_batch.scheduling.next_step import choose, put_back
 from sglang_batch.scheduling.open_jobs import ScanPace
 from sglang_batch.scheduling.scheduled_request import ScheduledRequest
 from sglang_batch.scheduling.step_filling import Choice, EngineNow
+from sglang_batch.scheduling.step_record import Admission
 
 
 def check_limits(engine: ToyEngine, now: EngineNow, idle: int, choice: Choice) -> None:
@@ -203,6 +204,7 @@ def test_siblings_follow_the_one_that_computes_their_prefix() -> None:
     choice = choose_from(job, kv_accounting, now_of())
     assert choice.requests == requests[1:4]
     assert choice.tokens == 3
+    assert choice.admission is Admission.NONE_WAITS
 
 
 def test_no_prefix_is_begun_in_room_that_followers_need() -> None:
@@ -217,6 +219,8 @@ def test_no_prefix_is_begun_in_room_that_followers_need() -> None:
         kv_accounting.extend_forecast(8)
         choice = choose_from(job, kv_accounting, now_of())
         assert choice.requests == [requests[number] for number in joins]
+        waits = len(joins) == 1
+        assert (choice.admission is Admission.AWAITS_FOLLOWERS) == waits
         job.release_followers(job.uses.computed(requests[0], 51))
         assert requests[1] in choose_from(job, kv_accounting, now_of()).requests
 
@@ -229,7 +233,8 @@ def test_each_beam_takes_a_row() -> None:
     kv_accounting = KvAccounting(10_000)
     choice = choose_from(job, kv_accounting, now_of(rows=8))
     assert (choice.requests, choice.rows) == (requests[:2], 6)
-    assert choose_from(job, kv_accounting, now_of(rows=2)).requests == []
+    choice = choose_from(job, kv_accounting, now_of(rows=2))
+    assert (choice.requests, choice.admission) == ([], Admission.NO_ROW)
     # Alone it is left to SGLang, which knows whether it can ever run.
     job, kv_accounting = job_of(plan_of([(1,) * 9])), KvAccounting(10_000)
     requests = arrive_all(job)
@@ -357,7 +362,8 @@ def test_who_finds_no_room_waits() -> None:
     kv_accounting = KvAccounting(10_000)
     # The first always joins, since nothing else runs.
     assert choose_from(job, kv_accounting, now_of(room=5)).requests == [requests[0]]
-    assert choose_from(job, kv_accounting, now_of(room=50)).requests == []
+    choice = choose_from(job, kv_accounting, now_of(room=50))
+    assert (choice.requests, choice.admission) == ([], Admission.NO_KV)
     assert choose_from(job, kv_accounting, now_of(room=51)).requests == [requests[1]]
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sglang_batch.errors import InputError
 from sglang_batch.scheduling.step_record import (
     COLUMNS,
+    Admission,
     StepLog,
     StepRecord,
     read_steps,
@@ -216,6 +217,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 def test_the_summary_adds_up(tmp_path: Path) -> None:
     first = StepRecord(1, *range(2, 23), compute_s=0.5, memory_s=0.25)
+    first = first._replace(admission=Admission.NO_KV)
     second = record(2, kv_shared=500, offloaded=1, compute_s=0.5)
     found = summarize(read_steps(write(tmp_path / "steps.csv", first, second)))
     assert found.num_steps == 2
@@ -223,8 +225,9 @@ def test_the_summary_adds_up(tmp_path: Path) -> None:
     assert found.decode_tokens == 5 + 6 + 7
     assert found.max_kv_tokens == 500
     assert (found.cached_tokens, found.evicted_tokens) == (13, 14)
-    assert (found.offloaded, found.resumed, found.retracted) == (16, 16, 19)
+    assert (found.offloaded, found.resumed, found.retracted) == (16, 16, 20)
     assert (found.compute_s, found.memory_s) == (1.0, 0.25)
+    assert found.admissions == {"no_kv": 1, "joined": 1}
     assert found.ratio_spread == 0  # only the first has both times
 
 

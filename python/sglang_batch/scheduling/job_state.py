@@ -13,9 +13,9 @@ from ..planner.kv_lengths.length_groups import BatchLaw, parking_pays
 from .backlog import Backlog
 from .job_plan import JobPlan, LeafNumbers
 from .job_work import JobWork, LengthBias, WorkLeft, subtrees
+from .length_backlog import LengthBacklog, LengthPlace
 from .prefix_uses import PrefixUses
 from .scheduled_request import ScheduledRequest
-from .waiting.length_backlog import LengthBacklog, LengthPlace
 
 # Position of unplanned requests: after all others, in the order of arrival.
 UNPLANNED_POSITION = 1 << 40

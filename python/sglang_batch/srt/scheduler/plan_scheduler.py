@@ -260,6 +260,10 @@ class PlanScheduler:
             self._recorder.admission = Admission.NO_ROW
             return True
         if not any(job.backlog.count for job in self._jobs.each):
+            if self._adapters is not None and any(
+                job.num_without_adapter for job in self._jobs.each
+            ):
+                self._recorder.admission = Admission.AWAITS_ADAPTER
             return True
         rows = scheduler.get_num_allocatable_reqs(
             len(running_batch.reqs), running_batch=running_batch

@@ -144,8 +144,11 @@ class StepRecorder:
             waiting += job.backlog.count + job.num_followers
         cost = cost or _NO_COST
         admission = self.admission
-        if waiting and admission is Admission.NONE_WAITS:  # all of them are followers
-            admission = Admission.AWAITS_LEADER
+        if waiting and admission is Admission.NONE_WAITS:
+            followers = waiting > num_offloaded
+            admission = (
+                Admission.AWAITS_LEADER if followers else Admission.OFFLOADED_FIRST
+            )
         self.last_admission = admission
         self._admissions[admission] += 1
         decode = kv_accounting.decoding if decodes else _NOTHING
@@ -183,21 +186,25 @@ class StepRecorder:
         self._saved_before = self.kv_saved_bytes
         totals["prefill_tokens"] += prefill_tokens
         totals["decode_tokens"] += decode_tokens
-        totals["cached_tokens"] += self._cached
-        totals["evicted_tokens"] += evicted
-        totals["offloaded"] += self.offloaded
-        totals["resumed"] += self.resumed
-        totals["prefetched"] += self.prefetched
-        totals["kv_waits"] += self.kv_waits
-        totals["retracted"] += self.retracted
-        if self._log is not None:
-            self._log.append(record)
-        if self._metrics is not None:
-            self._metrics.observe(record)
+        self._publish(record)
         if self.samples is not None:
             self._time(prefill_tokens, decode_tokens, reads)
         self._reset()
         return record
+
+    def _publish(self, record: StepRecord) -> None:
+        totals = self.totals
+        totals["cached_tokens"] += record.cached_tokens
+        totals["evicted_tokens"] += record.evicted_tokens
+        totals["offloaded"] += record.offloaded
+        totals["resumed"] += record.resumed
+        totals["prefetched"] += record.prefetched
+        totals["kv_waits"] += record.kv_waits
+        totals["retracted"] += record.retracted
+        if self._log is not None:
+            self._log.append(record)
+        if self._metrics is not None:
+            self._metrics.observe(record)
 
     def _time(self, prefill_tokens: int, decode_tokens: int, reads: int) -> None:
         """Time the step, unless copies to and from the host or an encoder are part of it."""

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...planner.kv_lengths import batch_state, batch_switch
-from ...planner.kv_lengths.batch_state import LengthBatches, RunningRows, make_batches
-from ...planner.kv_lengths.length_groups import BatchLaw
-from ...planner.kv_lengths.length_tree import NONE
-from ..backlog import Backlog
-from ..scheduled_request import ScheduledRequest
+from ..planner.kv_lengths import batch_state, batch_switch
+from ..planner.kv_lengths.batch_state import LengthBatches, RunningRows, make_batches
+from ..planner.kv_lengths.length_groups import BatchLaw
+from ..planner.kv_lengths.length_tree import NONE
+from .backlog import Backlog
+from .scheduled_request import ScheduledRequest
 
 _FIRST_SLOTS = 256
 # Requests among which the next one to be computed ahead is looked for.

@@ -1,4 +1,11 @@
-"""A step that is being filled with requests, and what is known of the engine before it."""
+"""A step that is being filled with requests, and what is known of the engine before it.
+
+The simulator fills its steps by the same rule (``planner.simulator.step_admission``). Its
+requests are rows of arrays and its code is compiled, while here they are objects of a running
+engine, with rows, pages, chunks and adapters that it has none of. So the two share the
+parts that are numbers: ``planner.admission_rules`` has the forecast of KV, the dual scanner
+and how many followers are looked past.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Admission to a step of the simulator, and the prompt tokens computed in it."""
+"""Admission to a step of the simulator, and the prompt tokens computed in it.
+
+The rule is that of ``scheduling.step_filling``, for compiled rows of arrays in place of
+objects. Both share the parts that are numbers: ``planner.admission_rules`` has the
+forecast of KV, the dual scanner and how many followers are looked past.
+"""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Progress:
 async def run_job(engine: Any, name: str, count: int, stop_s: float | None) -> Progress:
     """Run a job of this many lines. ``stop_s``: end so long after the first answer."""
     from sglang_batch.config import OfflineBatchConfig
-    from sglang_batch.job.job import Job
+    from sglang_batch.job.job import Job, JobOptions
 
     progress, stop = Progress(count), asyncio.Event()
     job = Job(
@@ -111,7 +111,7 @@ async def run_job(engine: Any, name: str, count: int, stop_s: float | None) -> P
         engine,
         OfflineBatchConfig(),
         progress.on_answer,
-        on_rendered=progress.on_rendered,
+        JobOptions(on_rendered=progress.on_rendered),
     )
     work = asyncio.ensure_future(job.run(stop))
     while stop_s is not None and not work.done():

@@ -28,7 +28,7 @@ from stress_scheduler import STATE, run_stress_scheduler_process
 from transformers import AutoModelForCausalLM
 
 from sglang_batch.config import OfflineBatchConfig
-from sglang_batch.job.job import Job
+from sglang_batch.job.job import Job, JobOptions
 from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
 from sglang_batch.srt.compat.support import STATE_KEY
 from sglang_batch.srt.engine import in_process
@@ -117,7 +117,7 @@ class Stress:
             self.engine,
             OfflineBatchConfig(policy=policy, **config),
             sink,
-            priority=priority,
+            JobOptions(priority=priority),
         )
         return RunningJob(job_id, cases, job, answers, asyncio.Event())
 

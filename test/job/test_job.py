@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sglang_batch.batch_api.lines import result_line
 from sglang_batch.config import POLICIES, OfflineBatchConfig
 from sglang_batch.job import rendering
-from sglang_batch.job.job import Job
+from sglang_batch.job.job import Job, JobOptions
 from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
 
 TEXTS = ["b x", "a 1", "b", "", "a 1", "a", "c", "b y"]
@@ -130,7 +130,7 @@ def test_every_request_rendered_for_the_plan_is_reported() -> None:
         FakeEngine(rejected=["r2"]),
         OfflineBatchConfig(),
         Answers(),
-        on_rendered=lambda: rendered.append(1),
+        JobOptions(on_rendered=lambda: rendered.append(1)),
     )
     run(job.run())
     assert len(rendered) == 5

@@ -44,7 +44,7 @@ from .messages import (
     Session,
 )
 from .places import Loss, Place, WorkerLost, WorkerUnusable
-from .worker_link import Superseded, WorkerLink
+from .worker_link import Superseded, WorkerLink, cancel_all
 
 logger = logging.getLogger(__name__)
 
@@ -336,12 +336,7 @@ class FleetWorkers:
                 )  # which ends by itself if the worker is lost, or unusable
             return await running
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            for task in tasks:
-                if not task.cancelled():
-                    task.exception()  # has been seen
+            await cancel_all(tasks)
 
     async def _join(self, worker: FleetWorker, link: WorkerLink) -> None:
         about = link.about

@@ -159,38 +159,8 @@ def _check_plan(plan: JobPlan) -> None:
         InputError: names what does not.
     """
     n, m = plan.num_requests, len(plan.parent)
-    sizes = (
-        dict.fromkeys(("number", "node", "input_len", "read_len"), n)
-        | dict.fromkeys(("est_decode_steps", "est_decode_steps_sq"), n)
-        | dict.fromkeys(("position", "density", "length_key", "family"), n)
-        | dict.fromkeys(("parent", "depth", "leaf_begin", "leaf_end"), m)
-    )
-    for name, size in sizes.items():
-        array = getattr(plan, name)
-        if array is not None and array.shape != (size,):
-            raise InputError(
-                f"A plan's {name} has the shape {array.shape}, not {(size,)}."
-            )
-    ranges = {
-        "number": (0, MAX_NUMBER),
-        "position": (0, n),
-        "node": (0, m),
-        "input_len": (0, None),
-        "read_len": (0, None),
-        "parent": (-1, m),
-        "depth": (0, None),
-        "leaf_begin": (0, n + 1),
-        "leaf_end": (0, n + 1),
-    }
-    for name, (least, end) in ranges.items():
-        array = getattr(plan, name)
-        if len(array) and (
-            array.min() < least or (end is not None and array.max() >= end)
-        ):
-            raise InputError(
-                f"A plan's {name} has numbers from {array.min()} to {array.max()}, "
-                f"outside of {least} to {end}."
-            )
+    _check_sizes(plan, n, m)
+    _check_ranges(plan, n, m)
     if (plan.leaf_begin > plan.leaf_end).any():
         raise InputError("A plan's nodes end before they begin.")
     for name in ("est_decode_steps", "est_decode_steps_sq"):
@@ -215,6 +185,44 @@ def _check_plan(plan: JobPlan) -> None:
         raise InputError("A plan's nodes are no tree.")
     if not 0 <= plan.num_left <= n:
         raise InputError(f"A plan of {n} requests has num_left={plan.num_left}.")
+
+
+def _check_sizes(plan: JobPlan, n: int, m: int) -> None:
+    sizes = (
+        dict.fromkeys(("number", "node", "input_len", "read_len"), n)
+        | dict.fromkeys(("est_decode_steps", "est_decode_steps_sq"), n)
+        | dict.fromkeys(("position", "density", "length_key", "family"), n)
+        | dict.fromkeys(("parent", "depth", "leaf_begin", "leaf_end"), m)
+    )
+    for name, size in sizes.items():
+        array = getattr(plan, name)
+        if array is not None and array.shape != (size,):
+            raise InputError(
+                f"A plan's {name} has the shape {array.shape}, not {(size,)}."
+            )
+
+
+def _check_ranges(plan: JobPlan, n: int, m: int) -> None:
+    ranges = {
+        "number": (0, MAX_NUMBER),
+        "position": (0, n),
+        "node": (0, m),
+        "input_len": (0, None),
+        "read_len": (0, None),
+        "parent": (-1, m),
+        "depth": (0, None),
+        "leaf_begin": (0, n + 1),
+        "leaf_end": (0, n + 1),
+    }
+    for name, (least, end) in ranges.items():
+        array = getattr(plan, name)
+        if len(array) and (
+            array.min() < least or (end is not None and array.max() >= end)
+        ):
+            raise InputError(
+                f"A plan's {name} has numbers from {array.min()} to {array.max()}, "
+                f"outside of {least} to {end}."
+            )
 
 
 def _check_cost(cost: StepCost) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 from .messages import About, Command, Event, Exchange, Session, SessionRefused
 from .places import Loss, WorkerLost, WorkerPort
@@ -95,12 +96,7 @@ class WorkerLink:
         except WorkerLost as lost:
             return lost.loss
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            for task in tasks:
-                if not task.cancelled():
-                    task.exception()  # has been seen
+            await cancel_all(tasks)
 
     async def _listen(self) -> None:
         """Always have a call with the worker, which waits for its next event."""
@@ -153,3 +149,13 @@ def _reason(error: BaseException) -> str:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+async def cancel_all(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait for their end. Their errors count as seen."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()

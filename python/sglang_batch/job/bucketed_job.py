@@ -31,7 +31,7 @@ from ..planner.prefixes.bucket_splitters import (
 from ..planner.requests import Int32s, Int64s
 from ..request import BatchRequestInput, RequestOutput, Requests, Sink
 from .engine import Engine
-from .job import Job, sharing_ratio
+from .job import Job, JobOptions, sharing_ratio
 from .occupancy import Tail
 from .rendering import Indices
 
@@ -158,14 +158,14 @@ class BucketedJob:
         if not self.in_one_piece and config.max_inflight is not None:
             share = max(1, config.max_inflight // OPEN_BUCKETS)
             config = dataclasses.replace(config, max_inflight=share)
-        return Job(
-            job_id, requests, todo, self._engine, config, sink,
+        options = JobOptions(
             on_rendered=self._on_rendered,
             directory=self._directory,
             priority=priority,
             # Of several buckets, the next one needs all replicas.
             releases=self.in_one_piece,
-        )  # fmt: skip
+        )
+        return Job(job_id, requests, todo, self._engine, config, sink, options)
 
 
 class _Members(Sequence[BatchRequestInput]):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,31 @@ from .rendering import Indices, JobRenderer, Rendered
 from .retrying_engine import retrying
 
 
+def _ignore() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """How a job runs, besides its engine and settings.
+
+    on_rendered: called once per request rendered for planning.
+    limit: how many requests may be in the engine, for jobs that are throttled while they run.
+    directory: where rendered requests are kept until they are sent. The system's temporary
+        directory by default.
+    priority: jobs of the highest priority are admitted first.
+    hints: what is known of the job, for its plan.
+    releases: whether replicas may end once nothing is left for them, as no other job follows.
+    """
+
+    on_rendered: Callable[[], None] = _ignore
+    limit: InflightLimit | None = None
+    directory: Path | None = None
+    priority: int = 0
+    hints: PlanHints = field(default_factory=PlanHints)
+    releases: bool = False
+
+
 class Job:
     """Runs the requests ``todo`` of ``requests`` and passes each answer to ``sink``.
 
@@ -34,15 +60,6 @@ class Job:
         job_id: prefix of the engine's request ids, unique among running jobs.
         todo: numbers of the requests to run, each once. All others are left alone.
         sink: called once per request, from the event loop.
-        on_rendered: called once per request rendered for planning.
-        limit: how many requests may be in the engine, for jobs that are throttled
-            while they run.
-        directory: where rendered requests are kept until they are sent. The system's
-            temporary directory by default.
-        priority: jobs of the highest priority are admitted first.
-        hints: what is known of the job, for its plan.
-        releases: whether replicas may end once nothing is left for them, as no other job
-            follows.
 
     Attributes:
         prefix_sharing_ratio: share of the prompt tokens that a perfect prefix cache
@@ -60,24 +77,19 @@ class Job:
         engine: Engine,
         config: OfflineBatchConfig,
         sink: Sink,
-        *,
-        on_rendered: Callable[[], None] = lambda: None,
-        limit: InflightLimit | None = None,
-        directory: Path | None = None,
-        priority: int = 0,
-        hints: PlanHints | None = None,
-        releases: bool = False,
+        options: JobOptions | None = None,
     ) -> None:
+        options = options or JobOptions()
         self._job_id = job_id
         self._todo = todo
         engine = retrying(engine, config)
         self._engine = engine
         self._config = config
         self._sink = sink
-        self._on_rendered = on_rendered
-        self._directory = directory
-        self._priority = priority
-        hints = hints or PlanHints()
+        self._on_rendered = options.on_rendered
+        self._directory = options.directory
+        self._priority = options.priority
+        hints = options.hints
         self._renderer = JobRenderer(
             job_id,
             requests,
@@ -91,8 +103,8 @@ class Job:
             len(requests),
             self._renderer.render,
             sink,
-            limit,
-            releases=releases,
+            options.limit,
+            releases=options.releases,
             job_id=job_id,
         )
         self._plan = LivePlan(

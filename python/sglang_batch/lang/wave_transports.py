@@ -23,7 +23,7 @@ from ..batch_api.protocol import INTERACTIVE_PRIORITY
 from ..config import OfflineBatchConfig
 from ..errors import ApiError, ConfigError, EngineError, InputError
 from ..job.engine import GENERATE_URL, MAX_INFLIGHT, WAVE_PATH
-from ..job.job import Job
+from ..job.job import Job, JobOptions
 from ..request import BatchRequestInput, LineSplitter
 from .waves import OnAnswer, WaveCall, WaveLane, WaveTransport
 
@@ -302,7 +302,7 @@ class EngineTransport:
                     request.index, output.status_code, output.body
                 )
             ),
-            priority=self._priority,
+            JobOptions(priority=self._priority),
         ).run()
 
 

@@ -20,7 +20,6 @@ import shutil
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..batch_api import protocol as api
 from ..batch_api.equal_requests import find_equal
@@ -33,7 +32,7 @@ from ..job.answer_cache import CachedAnswers, ModelAnswers, answer_known
 from ..job.early_stop import num_enough
 from ..job.engine import Engine
 from ..job.inflight_limit import InflightLimit
-from ..job.job import Job
+from ..job.job import Job, JobOptions
 from ..job.retrying_engine import RetryingEngine, engine_died
 from ..request import (
     BatchRequestInput,
@@ -69,15 +68,31 @@ class Stop:
             self.event.set()
 
 
+# A block during which the engine has no lines of other batches.
+AloneInEngine = Callable[[], AbstractAsyncContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerHooks:
+    """The runner's side of a batch that it runs.
+
+    alone: entered while the batch has to be alone in the engine.
+    on_valid: called when the input was found valid.
+    settle: writes the costs of batches that have ended, as the work of this one is known.
+    count_every_s: how often the batch's counts are written.
+    """
+
+    alone: AloneInEngine
+    on_valid: Callable[[], None]
+    settle: Callable[[], Awaitable[None]]
+    count_every_s: float
+
+
 class BatchRun:
     """A batch while a server works on it.
 
     Args:
-        alone: see :data:`~.answering.AloneInEngine`.
-        count_every_s: how often the batch's counts are written.
-        on_valid: called when the input was found valid.
-        bill: what it pays of the engine's seconds.
-        settle: has what the batches that have ended pay written, as its own work is known.
+        bill: its share of the engine's seconds.
         answers: those of earlier batches, if they are kept.
 
     Attributes:
@@ -93,11 +108,8 @@ class BatchRun:
         store: BatchStore,
         config: OfflineBatchConfig,
         engine: Engine,
-        alone: AloneInEngine,
-        count_every_s: float,
-        on_valid: Callable[[], None],
         bill: Bill,
-        settle: Callable[[], Awaitable[None]],
+        hooks: RunnerHooks,
         answers: ModelAnswers | None = None,
     ) -> None:
         self.batch_id = batch_id
@@ -105,11 +117,8 @@ class BatchRun:
         self._config = config
         self.engine = RetryingEngine(engine, config, bill.account)
         self._bill = bill
-        self._settle = settle
-        self._alone = alone
+        self._hooks = hooks
         self._answers = answers
-        self._count_every_s = count_every_s
-        self._on_valid = on_valid
         self.may_run = asyncio.Event()
         self.stop = Stop(asyncio.Event())
         self.limit = InflightLimit()
@@ -129,7 +138,7 @@ class BatchRun:
         """
         if not await self._validate():
             return
-        self._on_valid()
+        self._hooks.on_valid()
         await self._wait_until_allowed()
         row = self.row()
         if row["status"] not in api.ACTIVE_STATUSES:
@@ -293,25 +302,23 @@ class BatchRun:
                     saver,
                     self._suspects,
                     self.engine,
-                    self._alone,
                     self._config_of(row),
-                    cached=None
-                    if self._answers is None
-                    else self._answers.of(row["owner"]),
+                    JobOptions(
+                        limit=self.limit, directory=directory, priority=self._priority
+                    ),
+                    self._hooks,
                     on_answer=lambda: self._stop_if_enough(row["enough"], log),
-                    limit=self.limit,
-                    directory=directory,
-                    priority=self._priority,
-                    count_every_s=self._count_every_s,
                 )
-                await self._answering.run(stop.event)
+                kept = self._answers
+                cached = None if kept is None else kept.of(row["owner"])
+                await self._answering.run(stop.event, cached)
             if stop.event.is_set() and stop.end is None:
                 return
             end = stop.end or api.COMPLETED
             if not len(log.unfinished()):
                 # Every line was answered before the batch could be stopped.
                 end = api.CANCELLED if end == api.CANCELLED else api.COMPLETED
-            await self._settle()
+            await self._hooks.settle()
             await finish(saver, requests, end, self._config.file_days)
         finally:
             log.close()
@@ -345,10 +352,6 @@ class BatchRun:
         return await in_thread(opened)
 
 
-# A block during which the engine has no lines of other batches.
-AloneInEngine = Callable[[], AbstractAsyncContextManager[None]]
-
-
 class Answering:
     """One batch's way through the engine.
 
@@ -356,13 +359,8 @@ class Answering:
         requests: all lines of the batch.
         saver: stores each result, and has those of earlier servers.
         suspects: lines that may have taken the engine down.
-        alone: entered for the suspects.
-        cached: answers of earlier batches of the owner. None if there are none.
+        options: those of its jobs.
         on_answer: called after each result.
-        limit: how many lines may be in the engine.
-        directory: holds temporary files.
-        priority: higher goes first among the batches that run.
-        count_every_s: how often the batch's counts are written.
     """
 
     def __init__(
@@ -371,29 +369,20 @@ class Answering:
         saver: ResultSaver,
         suspects: Suspects,
         engine: RetryingEngine,
-        alone: AloneInEngine,
         config: OfflineBatchConfig,
-        *,
-        cached: CachedAnswers | None,
+        options: JobOptions,
+        hooks: RunnerHooks,
         on_answer: Callable[[], None],
-        limit: InflightLimit,
-        directory: Path,
-        priority: int,
-        count_every_s: float,
     ) -> None:
         self._requests = with_stop_rules(requests, config.stop_rules)
         self._saver = saver
         self._suspects = suspects
         self._engine = engine
-        self._alone = alone
         self._config = config
-        self._cached = cached
+        self._options = options
+        self._hooks = hooks
         self._on_answer = on_answer
         self._sink: Sink = self._store
-        self._limit = limit
-        self._directory = directory
-        self._priority = priority
-        self._count_every_s = count_every_s
         self._job: Job | None = None
         self._equal = find_equal(self._requests, (), config.dedupe)
 
@@ -401,10 +390,13 @@ class Answering:
         """Change the priority of the lines that are sent from now on."""
         if self._job is not None:
             await self._job.set_priority(priority)
-        self._priority = priority
+        self._options = dataclasses.replace(self._options, priority=priority)
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: asyncio.Event, cached: CachedAnswers | None) -> None:
         """Answer the lines without a result, until ``stop`` is set.
+
+        Args:
+            cached: answers of earlier batches of the owner, if they are kept.
 
         Returns only when every answer is on disk, or ``stop`` is set.
         """
@@ -422,7 +414,7 @@ class Answering:
             )
             self._reject_deadly()
             left, self._sink = await answer_known(
-                self._cached,
+                cached,
                 self._requests,
                 self._equal.todo,
                 self._equal.sharing(self._store),
@@ -434,7 +426,7 @@ class Answering:
             unfinished = set(self._unfinished()) & suspects & set(computed)
             for group in groups:
                 if todo := [index for index in group if index in unfinished]:
-                    async with self._alone():
+                    async with self._hooks.alone():
                         await self._run_job(todo, stop)
             await self._saver.all_saved(stop)
         finally:
@@ -464,9 +456,7 @@ class Answering:
             self._engine,
             self._config,
             self._sink,
-            limit=self._limit,
-            directory=self._directory,
-            priority=self._priority,
+            self._options,
         )
         try:
             await self._job.run(stop)
@@ -485,5 +475,5 @@ class Answering:
 
     async def _count_regularly(self) -> None:
         while True:
-            await asyncio.sleep(self._count_every_s)
+            await asyncio.sleep(self._hooks.count_every_s)
             await self._saver.save_counts()

@@ -12,7 +12,7 @@ from ..config import OfflineBatchConfig
 from ..job.early_stop import num_enough
 from ..job.engine import SAMPLE_URL, Engine
 from ..job.inflight_limit import InflightLimit
-from ..job.job import Job
+from ..job.job import Job, JobOptions
 from ..job.live_plan import PlanHints
 from ..planner.requests import UNKNOWN
 from ..request import BatchRequestInput, RequestOutput, engine_request_id
@@ -78,9 +78,7 @@ class RolloutRun:
             self._engine,
             config,
             self._answered,
-            limit=limit,
-            priority=priority,
-            hints=hints,
+            JobOptions(limit=limit, priority=priority, hints=hints),
         )
         work = asyncio.ensure_future(job.run())
         work.add_done_callback(lambda _: self._over.put_nowait(None))

@@ -29,7 +29,7 @@ from ..store.batch_store import BatchStore, Row, now
 from ..store.files import FileLock
 from .access.usage import tokens_used_up
 from .batch_log import ProgressLog
-from .batch_run import BatchRun
+from .batch_run import BatchRun, RunnerHooks
 from .bills import Bills
 from .history import Rate
 from .result_saver import is_write_error
@@ -210,11 +210,13 @@ class BatchRunner:
             self.store,
             self._config,
             self._engine,
-            partial(self._isolation.alone, batch_id),
-            POLL_S,
-            self.wake,
             self._bills.open(batch_id),
-            partial(self._bills.settle, at_once=True),
+            RunnerHooks(
+                partial(self._isolation.alone, batch_id),
+                self.wake,
+                partial(self._bills.settle, at_once=True),
+                POLL_S,
+            ),
             self._answers,
         )
         self._isolation.admit(run)

@@ -26,7 +26,7 @@ from ..errors import StoreError
 from ..fleet.worker_host import WorkerHost
 from ..job.answer_cache import ModelAnswers
 from ..job.engine import Engine
-from ..job.job import Job
+from ..job.job import Job, JobOptions
 from ..request import BatchRequestInput, RequestOutput
 from ..rollout.rollout_call import GroupResult, RolloutCall
 from ..scheduling.running_tree import TreeNow
@@ -313,8 +313,7 @@ class BatchService:
                 self._engine,
                 self.config,
                 equal.sharing(lambda *answer: answers.put_nowait(answer)),
-                limit=limit,
-                priority=priority,
+                JobOptions(limit=limit, priority=priority),
             )
             work = asyncio.ensure_future(job.run())
             work.add_done_callback(lambda _: answers.put_nowait(None))

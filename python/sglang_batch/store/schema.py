@@ -80,6 +80,23 @@ def m003_service(db: sqlite3.Connection) -> None:
     ):
         db.execute(f"ALTER TABLE batches ADD COLUMN {column}")
     db.execute("ALTER TABLE files ADD COLUMN owner TEXT NOT NULL DEFAULT ''")
+    _create_uploads(db)
+    db.execute(
+        """
+        CREATE TABLE idempotent_answers (
+            owner TEXT NOT NULL,
+            key TEXT NOT NULL,
+            request_sha256 TEXT NOT NULL,
+            status_code INTEGER NOT NULL,
+            body BLOB NOT NULL,
+            created_at INTEGER NOT NULL,
+            PRIMARY KEY (owner, key)
+        )
+        """
+    )
+
+
+def _create_uploads(db: sqlite3.Connection) -> None:
     db.execute(
         """
         CREATE TABLE uploads (
@@ -106,19 +123,6 @@ def m003_service(db: sqlite3.Connection) -> None:
             upload_id TEXT NOT NULL,
             bytes INTEGER NOT NULL,
             created_at INTEGER NOT NULL
-        )
-        """
-    )
-    db.execute(
-        """
-        CREATE TABLE idempotent_answers (
-            owner TEXT NOT NULL,
-            key TEXT NOT NULL,
-            request_sha256 TEXT NOT NULL,
-            status_code INTEGER NOT NULL,
-            body BLOB NOT NULL,
-            created_at INTEGER NOT NULL,
-            PRIMARY KEY (owner, key)
         )
         """
     )

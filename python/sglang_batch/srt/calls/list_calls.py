@@ -22,7 +22,7 @@ from sglang.srt.utils import get_bool_env_var
 
 from ...batch_api.protocol import INTERACTIVE_PRIORITY
 from ...job.engine import GENERATE_URL, ForwardingEngine, PreparedRequest
-from ...job.job import Job
+from ...job.job import Job, JobOptions
 from ...request import (
     BatchRequestInput,
     RequestOutput,
@@ -209,7 +209,7 @@ async def _run(manager: Any, job_id: str, items: Sequence[CallItem]) -> None:
                 engine,
                 config,
                 _ignore_answer,
-                priority=INTERACTIVE_PRIORITY,
+                JobOptions(priority=INTERACTIVE_PRIORITY),
             )
             return await job.run()
     except Exception:

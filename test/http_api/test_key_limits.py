@@ -22,7 +22,7 @@ from sglang_batch.job.engine import WAVE_PATH
 from sglang_batch.server.access import access_control, usage
 from sglang_batch.server.access.keys import Allowance
 from sglang_batch.server.access.model_names import model_refusal
-from sglang_batch.server.http.key_check import KeyMiddleware
+from sglang_batch.server.http.authorization import KeyMiddleware
 from sglang_batch.store.batch_store import BatchStore
 
 # Limits -------------------------------------------------------------------------

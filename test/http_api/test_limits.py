@@ -18,11 +18,7 @@ from prometheus_client import CollectorRegistry, make_asgi_app
 from route_server import Server, error_of, serving
 from starlette.routing import Mount
 
-from sglang_batch.server.http import (
-    message_batch_routes,
-    multipart_form,
-    received_bodies,
-)
+from sglang_batch.server.http import message_batch_routes, multipart_form, parameters
 from sglang_batch.store import incoming
 
 MB = 1 << 20
@@ -254,7 +250,7 @@ def test_json_bodies_have_a_limit(server: Server, path: str, announced: bool) ->
     answer = server.http.post(path, content=content)
     assert answer.status_code == (405 if "/files" in path else 413)
     if "/files" not in path:
-        assert str(received_bodies.MAX_JSON_BYTES) in error_of(answer)["message"]
+        assert str(parameters.MAX_JSON_BYTES) in error_of(answer)["message"]
 
 
 def test_waves_and_message_batches_have_limits_of_their_own(
@@ -331,7 +327,7 @@ def test_errors_quote_little_of_a_long_value(server: Server, where: str) -> None
 def test_a_client_sends_a_limited_number_of_bodies_at_a_time(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(received_bodies, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(parameters, "PATIENCE_S", 0.1)
     chunked = FORM | {"transfer-encoding": "chunked"}
 
     async def call() -> list[Call]:
@@ -358,7 +354,7 @@ def test_a_client_sends_a_limited_number_of_bodies_at_a_time(
 def test_bodies_at_once_wait_for_their_turn(
     server: Server, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr(received_bodies, "MAX_WAITING", most)
+    monkeypatch.setattr(parameters, "MAX_WAITING", most)
 
     async def call() -> list[Call]:
         calls = [Call(server, "/v1/files", FORM) for _ in range(300)]

@@ -27,7 +27,7 @@ from sglang_batch.server.access.key_table import change_allowance
 from sglang_batch.server.access.keys import ANYBODY, Role, caller_of, digest
 from sglang_batch.server.access.usage import add_usage
 from sglang_batch.server.http.all_routes import install
-from sglang_batch.server.http.key_check import KeyMiddleware
+from sglang_batch.server.http.authorization import KeyMiddleware
 from sglang_batch.server.service import BatchService
 
 CHROMIUM = find_chromium()

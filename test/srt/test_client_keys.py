@@ -20,9 +20,9 @@ from sglang_batch.errors import ConfigError
 from sglang_batch.server.access.key_table import add_key
 from sglang_batch.server.access.keys import Role
 from sglang_batch.server.http.all_routes import make_router
+from sglang_batch.server.http.authorization import ADMIN as ADMIN_ROUTES
+from sglang_batch.server.http.authorization import CLIENT, METRICS, OPEN, role_of
 from sglang_batch.server.http.calls import known_routes
-from sglang_batch.server.http.key_check import ADMIN as ADMIN_ROUTES
-from sglang_batch.server.http.key_check import CLIENT, METRICS, OPEN, role_of
 from sglang_batch.srt.plugin import client_keys
 from sglang_batch.srt.plugin.client_keys import ServerKeys, check_client_keys
 from sglang_batch.srt.plugin.offline_server_args import OfflineServerArgs

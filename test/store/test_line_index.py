@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_batch.store import line_index as module
-from sglang_batch.store.line_index import EVERY, LineIndex
+from sglang_batch.store import result_log as module
+from sglang_batch.store.result_log import EVERY, LineIndex
 
 
 def check(index: LineIndex, path: Path, line: int) -> None:

@@ -26,8 +26,11 @@ from .fleet_renderer import FleetRenderer
 from .fleet_worker import (
     FleetWorker,
     SentLine,
+    Superseded,
+    WorkerLink,
     WorkerState,
     WorkerStatus,
+    cancel_all,
     differ,
     speeds_of,
 )
@@ -44,7 +47,6 @@ from .messages import (
     Session,
 )
 from .places import Loss, Place, WorkerLost, WorkerUnusable
-from .worker_link import Superseded, WorkerLink, cancel_all
 
 logger = logging.getLogger(__name__)
 

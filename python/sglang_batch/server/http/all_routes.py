@@ -19,7 +19,6 @@ from . import (
     key_routes,
     message_batch_routes,
     page_routes,
-    upload_routes,
     worker_routes,
 )
 from .error_responses import answer_unknown
@@ -27,7 +26,7 @@ from .middleware import AnswerHeaders, BodyPace, CrossOrigin, KnownMethods
 
 ROUTERS = (
     file_routes.router,
-    upload_routes.router,
+    file_routes.upload_router,
     batch_routes.router,
     message_batch_routes.router,
     job_routes.router,

@@ -13,7 +13,7 @@ from ...batch_api.objects import batch_object, list_object
 from ...errors import ApiError
 from ...store.batch_store import Row, now
 from ..access.usage import cost_object, costs_by_label
-from .callers import caller_of, owner_field, owner_seen
+from .authorization import caller_of, owner_field, owner_seen
 from .error_responses import OpenAIRoute
 from .idempotency import BODY_KEY, REPEATED_WITHIN_S, Keep, answer_once, is_repeated
 from .openapi import (
@@ -39,9 +39,9 @@ from .parameters import (
     check_priority,
     check_string,
     invalid,
+    json_object,
     service_of,
 )
-from .received_bodies import json_object
 from .result_responses import JSONL, batch_results
 
 API = "openai"

@@ -1,4 +1,4 @@
-"""``/v1/files``: files that clients upload, and the results of batches."""
+"""``/v1/files`` and ``/v1/uploads``: files, sent in one body or in parts."""
 
 from __future__ import annotations
 
@@ -9,30 +9,43 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from openai.types import FileDeleted
+from openai.types.uploads import UploadPart
 
-from ...batch_api.objects import file_object, list_object
+from ...batch_api.objects import file_object, list_object, part_object, upload_object
+from ...batch_api.protocol import MAX_MIME_TYPE_LEN, MAX_UPLOAD_BYTES
 from ...errors import ApiError
-from ...store.batch_store import Row
-from .callers import owner_field, owner_of, owner_seen
+from ...store.batch_store import OnMade, Row, now
+from ...store.incoming import CANCELLED, COMPLETED, PENDING, UploadStore
+from ..service import BatchService, new_id
+from .authorization import owner_field, owner_of, owner_seen
 from .error_responses import OpenAIRoute
 from .idempotency import BODY_KEY, Keep, answer_once
-from .multipart_form import received_form
+from .multipart_form import received_form, too_large
 from .openapi import (
     OPENAI_ERRORS,
+    CompletedUpload,
     FileObject,
     FilePage,
     NewFile,
+    NewPart,
+    NewUpload,
+    UploadObject,
     answers,
     one_of,
     takes_form,
+    takes_json,
     whole_number,
 )
 from .parameters import (
+    check_expires_after,
     check_filename,
+    check_length,
     check_limit,
     check_purpose,
+    check_string,
     form_expires_after,
     invalid,
+    json_object,
     service_of,
 )
 from .result_responses import BYTES, JSONL, file_response, results_so_far
@@ -152,3 +165,238 @@ def _shown(request: Request, row: Row) -> dict[str, Any]:
 
 def no_such_file(file_id: str, param: str = "id") -> ApiError:
     return ApiError(404, f"No such File object: {file_id}", param=param)
+
+
+MAX_PART_BYTES = 64 << 20
+MAX_PARTS = 10_000
+
+upload_router = APIRouter(
+    route_class=OpenAIRoute, responses=OPENAI_ERRORS, tags=["Uploads"]
+)
+
+
+@upload_router.post(
+    "/v1/uploads", response_model=UploadObject, openapi_extra=takes_json(NewUpload)
+)
+async def create_upload(request: Request) -> Response:
+    """Begin an upload. It accepts parts for an hour."""
+    service = service_of(request)
+    body, content = await json_object(request)
+    row = await asyncio.to_thread(_checked_fields, service, body)
+
+    async def make(keep: Keep) -> JSONResponse:
+        upload_id = new_id("upload_")
+        new = {"id": upload_id, "owner": owner_of(request), "created_at": now(), **row}
+
+        def add() -> dict[str, Any]:
+            with service.store.atomic():
+                UploadStore(service.store).add(new)
+                shown = upload_object(_upload_row(request, upload_id))
+                keep(shown)
+            return shown
+
+        return JSONResponse(await asyncio.to_thread(add))
+
+    return await answer_once(request, content, make, body.get(BODY_KEY))
+
+
+def _checked_fields(service: BatchService, body: dict[str, Any]) -> Row:
+    """Check the body of a new upload and return the columns of its row."""
+    for key in ("filename", "purpose", "mime_type"):
+        check_string(body, key)
+    check_length(body, "mime_type", MAX_MIME_TYPE_LEN)
+    check_purpose(body["purpose"])
+    check_filename(body["filename"], body["purpose"])
+    num_bytes = body.get("bytes")
+    if type(num_bytes) is not int or num_bytes < 0:
+        raise invalid("bytes", num_bytes, "Expected the size of the file in bytes.")
+    limit = min(MAX_UPLOAD_BYTES, service.config.max_file_bytes or MAX_UPLOAD_BYTES)
+    if num_bytes > limit:
+        raise too_large(limit)
+    service.room.check(num_bytes)
+    row = {key: body[key] for key in ("filename", "purpose", "mime_type", "bytes")}
+    return row | {"file_expires_after": check_expires_after(body.get("expires_after"))}
+
+
+@upload_router.post(
+    "/v1/uploads/{upload_id}/parts",
+    response_model=UploadPart,
+    openapi_extra=takes_form(NewPart),
+)
+async def add_part(request: Request, upload_id: str) -> Response:
+    """Add a part. Parts may be sent in any order."""
+    service = service_of(request)
+    _check_pending(_upload_row(request, upload_id))
+    # OpenAI's documentation shows a part sent as a text field.
+    async with received_form(request, "data", MAX_PART_BYTES, may_be_text=True) as form:
+        data = form.file
+        if data is None:
+            raise ApiError(400, "Missing required parameter: 'data'.", param="data")
+
+        async def make(keep: Keep) -> JSONResponse:
+            num_bytes = data.path.stat().st_size
+            uploads = UploadStore(service.store)
+            row = await asyncio.to_thread(
+                uploads.add_part,
+                upload_id,
+                new_id("part_"),
+                data.path,
+                lambda: _check_parts(service, upload_id, num_bytes),
+                lambda row: keep(part_object(row)),
+            )
+            if row is None:
+                raise _not_pending(_upload_row(request, upload_id))
+            return JSONResponse(part_object(row))
+
+        content, key = data.sha256.encode(), form.fields.get(BODY_KEY)
+        return await answer_once(request, content, make, key)
+
+
+def _check_parts(service: BatchService, upload_id: str, num_bytes: int) -> None:
+    """Check that an upload may have another part of this size.
+
+    Raises:
+        ApiError: 413, the parts would be too large, or too many.
+    """
+    parts = UploadStore(service.store).parts(upload_id).values()
+    # More than the announced size is fine: a part may be sent twice and used once.
+    if sum(part["bytes"] for part in parts) + num_bytes > MAX_UPLOAD_BYTES:
+        raise too_large(MAX_UPLOAD_BYTES)
+    if len(parts) >= MAX_PARTS:
+        message = f"An upload has at most {MAX_PARTS} parts."
+        raise ApiError(413, message, code="too_many_parts", retry=False)
+
+
+@upload_router.post(
+    "/v1/uploads/{upload_id}/complete",
+    response_model=UploadObject,
+    openapi_extra=takes_json(CompletedUpload),
+)
+async def complete_upload(request: Request, upload_id: str) -> Response:
+    """Join the parts into one file, in the order of ``part_ids``.
+
+    A repeated call has the same answer.
+    """
+    body, content = await json_object(request)
+    row = _upload_row(request, upload_id)
+
+    def shown(file: Row) -> dict[str, Any]:
+        return upload_object(_upload_row(request, upload_id), file)
+
+    async def make(keep: Keep) -> JSONResponse:
+        service = service_of(request)
+        file = await asyncio.to_thread(
+            _complete, service, row, body, lambda file: keep(shown(file))
+        )
+        return JSONResponse(shown(file))
+
+    return await answer_once(request, content, make, body.get(BODY_KEY))
+
+
+def _complete(
+    service: BatchService, row: Row, body: dict[str, Any], on_made: OnMade
+) -> Row:
+    """Check the parts, join them and record the file."""
+    uploads = UploadStore(service.store)
+    completed_with = json.dumps([body.get("part_ids"), body.get("md5")])
+
+    def completed_before() -> Row | None:
+        """The file, if another call with the same parts has completed the upload."""
+        now = uploads.get(row["id"]) or row
+        if now["status"] != COMPLETED or now["completed_with"] != completed_with:
+            return None
+        file = service.store.get_file(now["file_id"])
+        if file is not None:
+            on_made(file)
+        return file
+
+    parts = uploads.parts(row["id"])
+    if (file := completed_before()) is not None:
+        return file
+    # After the parts were read: an upload that ended before has lost some of them.
+    _check_pending(uploads.get(row["id"]) or row)
+    part_ids = _checked_part_ids(row, body, parts)
+    file_id = new_id("file-")
+    kept_s = row["file_expires_after"]
+    if kept_s is None:
+        kept_s = service.default_lifetime(row["purpose"])
+    try:
+        with service.room.receive(row["bytes"]) as whole:
+            md5 = uploads.assemble(row["id"], part_ids, whole)
+            _check_md5(body.get("md5"), md5)
+            uploads.complete(
+                row["id"], whole.path, file_id, kept_s, completed_with, on_made
+            )
+    except FileNotFoundError:  # another call ended the upload and removed its parts
+        pass
+    except BaseException:
+        service.store.file_path(file_id).unlink(missing_ok=True)
+        raise
+    file = service.store.get_file(file_id) or completed_before()
+    if file is None:
+        raise _not_pending(uploads.get(row["id"]) or row)
+    return file
+
+
+def _checked_part_ids(
+    row: Row, body: dict[str, Any], parts: dict[str, Row]
+) -> list[str]:
+    part_ids = body.get("part_ids")
+    if not isinstance(part_ids, list) or not all(isinstance(p, str) for p in part_ids):
+        raise ApiError(400, "'part_ids' must be a list of strings.", param="part_ids")
+    seen: set[str] = set()
+    for part_id in part_ids:
+        if part_id not in parts:
+            hint = f"Upload {row['id']} has no such part."
+            raise invalid("part_ids", part_id, hint)
+        if part_id in seen:
+            raise invalid("part_ids", part_id, "It is named twice.")
+        seen.add(part_id)
+    num_bytes = sum(parts[part_id]["bytes"] for part_id in part_ids)
+    if num_bytes != row["bytes"]:
+        raise ApiError(
+            400,
+            f"The parts have {num_bytes} bytes in total, but the upload was created for "
+            f"{row['bytes']} bytes.",
+            param="part_ids",
+            code="invalid_value",
+        )
+    return part_ids
+
+
+def _check_md5(wanted: Any, md5: str) -> None:
+    if wanted is not None and (not isinstance(wanted, str) or wanted.lower() != md5):
+        raise invalid("md5", wanted, f"The MD5 of the parts in this order is {md5}.")
+
+
+@upload_router.post("/v1/uploads/{upload_id}/cancel", response_model=UploadObject)
+def cancel_upload(request: Request, upload_id: str) -> JSONResponse:
+    """Cancel an upload and drop its parts. A repeated call has the same answer."""
+    _upload_row(request, upload_id)
+    UploadStore(service_of(request).store).cancel(upload_id)
+    row = _upload_row(request, upload_id)
+    if row["status"] != CANCELLED:
+        raise _not_pending(row)
+    return JSONResponse(upload_object(row))
+
+
+def _upload_row(request: Request, upload_id: str) -> Row:
+    uploads = UploadStore(service_of(request).store)
+    row = uploads.get(upload_id, owner_seen(request))
+    if row is None:
+        raise ApiError(404, f"No such Upload object: {upload_id}", param="id")
+    return row
+
+
+def _check_pending(row: Row) -> None:
+    if row["status"] != PENDING:
+        raise _not_pending(row)
+
+
+def _not_pending(row: Row) -> ApiError:
+    return ApiError(
+        409,
+        f"Upload {row['id']} is {row['status']}; only a pending one takes parts and can "
+        "be completed or cancelled.",
+        retry=False,
+    )

@@ -27,7 +27,7 @@ from fastapi.responses import JSONResponse, Response
 from ...errors import ApiError
 from ...store.answers import Answer, find_answer, keep_answer, key_lock
 from ...store.batch_store import BatchStore
-from .callers import owner_of
+from .authorization import owner_of
 from .parameters import service_of
 
 MAX_KEY_LEN = 255

@@ -20,11 +20,10 @@ from ...request import BatchRequestInput, json_line
 from ...rollout.rollout_call import ID_HEADER, ROLLOUTS_PATH, RolloutCall, parse_call
 from ..access.model_names import body_refusal, native_refusal
 from ..service import new_id
-from .callers import caller_of, owner_of, owner_seen
+from .authorization import caller_of, owner_of, owner_seen
 from .error_responses import OpenAIRoute
 from .openapi import OPENAI_ERRORS, NewWave, answers, takes_json
-from .parameters import check_priority, service_of
-from .received_bodies import json_object, large_body
+from .parameters import check_priority, json_object, large_body, service_of
 from .result_responses import JSONL
 
 MAX_WAVE_BYTES = 128 << 20

@@ -16,7 +16,7 @@ from ..access import key_table
 from ..access.keys import KEY_ROLES, SGLANG_ADMIN, Allowance, check_name
 from ..access.usage import day_of, usage_object, usage_since
 from ..service import BatchService
-from .callers import access_of, caller_of, check_admin_key
+from .authorization import access_of, caller_of, check_admin_key
 from .error_responses import OpenAIRoute
 from .openapi import (
     OPENAI_ERRORS,
@@ -34,9 +34,9 @@ from .parameters import (
     check_string,
     check_whole_number,
     invalid,
+    json_object,
     service_of,
 )
-from .received_bodies import json_object
 
 MAX_DAYS = 366
 MAX_LIMIT = 1 << 53

@@ -35,7 +35,7 @@ from ...store.incoming import AHEAD_BYTES, IncomingFile
 from ..access.keys import Caller
 from ..batch_input import model_check
 from ..service import BatchService
-from .callers import caller_of, owner_field, owner_seen
+from .authorization import caller_of, owner_field, owner_seen
 from .error_responses import storage_error
 from .idempotency import REPEATED_WITHIN_S, Keep, answer_once, is_repeated
 from .middleware import request_id_of
@@ -49,8 +49,14 @@ from .openapi import (
     takes_json,
     whole_number,
 )
-from .parameters import base_url, check_limit, service_of
-from .received_bodies import content_length, large_body, pieces_of
+from .parameters import (
+    base_url,
+    check_limit,
+    content_length,
+    large_body,
+    pieces_of,
+    service_of,
+)
 from .result_responses import in_blocks
 
 MAX_RECENT = 100

@@ -15,8 +15,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from ...errors import ApiError
 from ...store.incoming import AHEAD_BYTES, IncomingFile, Room
-from .parameters import service_of
-from .received_bodies import content_length, large_body
+from .parameters import content_length, large_body, service_of
 
 # Total size of all that is not the file: fields, names, headers, boundaries.
 MAX_FIELD_BYTES = 256 << 10

@@ -31,7 +31,7 @@ from ..access.key_table import find_allowance
 from ..access.keys import Caller, Role
 from ..access.usage import COUNTS, day_of, usage_object, usage_since
 from ..history import Rate
-from .callers import caller_of
+from .authorization import caller_of
 from .error_responses import OpenAIRoute
 from .openapi import OPENAI_ERRORS, EngineTable, RunningTree, whole_number
 from .parameters import invalid, service_of

@@ -19,8 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...batch_api import protocol as api
 from ...store.batch_store import BatchStore, Row
-from ...store.line_index import line_index
-from ...store.result_log import finished_lines
+from ...store.result_log import finished_lines, line_index
 
 JSONL, BYTES = "application/jsonl", "application/octet-stream"
 _RESULT_ID = re.compile(r"file-(output|error)-([0-9a-f]{32})")

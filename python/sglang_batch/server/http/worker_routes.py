@@ -16,8 +16,7 @@ from ...fleet import messages
 from ...fleet.worker_host import WorkerHost
 from ...job.engine import WORKER_PATH
 from .error_responses import OpenAIRoute
-from .parameters import service_of
-from .received_bodies import pieces_of
+from .parameters import pieces_of, service_of
 
 MSGPACK = "application/msgpack"
 # A call has up to a thousand lines.
@@ -49,7 +48,7 @@ async def render(request: Request) -> Response:
 
 @router.post("/query")
 async def query(request: Request) -> Response:
-    """LineAnswer a question about the running engine."""
+    """Answer a question about the running engine."""
     asked = await _message(request, messages.decode_query)
     return _answer(await _host(request).query(asked))
 

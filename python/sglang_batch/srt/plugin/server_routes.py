@@ -20,7 +20,7 @@ from ...job.answer_cache import ModelAnswers
 from ...job.job_planner import compile_planner
 from ...server.access.access_control import AccessControl
 from ...server.http.all_routes import install
-from ...server.http.key_check import KeyMiddleware
+from ...server.http.authorization import KeyMiddleware
 from ...server.metrics import published
 from ...server.service import BatchService
 from ...store.batch_store import BatchStore

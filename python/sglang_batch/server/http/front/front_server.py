@@ -30,7 +30,7 @@ from ...access.keys import Caller, FixedKeys, given_keys
 from ...metrics import published
 from ...service import BatchService
 from ..all_routes import install
-from ..key_check import METRICS, KeyMiddleware
+from ..authorization import METRICS, KeyMiddleware
 from .online_calls import OnlineCalls
 
 logger = logging.getLogger(__name__)

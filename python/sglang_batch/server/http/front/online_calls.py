@@ -24,9 +24,8 @@ from starlette.types import Receive, Scope, Send
 from ....errors import ApiError
 from ....fleet.fleet_engine import FleetEngine
 from ....job.engine import GENERATE_URL
-from ..callers import access_of, caller_of
+from ..authorization import ONLINE, access_of, caller_of
 from ..error_responses import OpenAIRoute
-from ..key_check import ONLINE
 
 logger = logging.getLogger(__name__)
 

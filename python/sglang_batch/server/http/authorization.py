@@ -1,4 +1,4 @@
-"""Refuses calls that their key does not open: by the role of the route and the key's models.
+"""Who sends a call, and whether its key opens the route and the model.
 
 Clients' routes are listed by their template. Everything else, and so every route that a
 later SGLang adds, is closed to clients.
@@ -9,18 +9,70 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections.abc import Sequence
+from typing import Any
 
+from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import ApiError
 from ...job.engine import WAVE_PATH, WORKER_PATH
 from ...rollout.rollout_call import ROLLOUTS_PATH
 from ..access.access_control import AccessControl, current_caller
-from ..access.keys import Caller, Role
+from ..access.keys import ANYBODY, SGLANG_ADMIN, Caller, Role
 from ..access.model_names import body_refusal
-from .callers import CALLER, no_admin
 from .calls import KnownRoute, RouteFinder, config_of, path_of
 from .error_responses import error_at
+
+CALLER = "offline_batch_caller"
+
+
+def caller_of(request: Request) -> Caller:
+    """Who makes a call. On a server without keys, anybody."""
+    caller: Caller = getattr(request.state, CALLER, ANYBODY)
+    return caller
+
+
+def owner_of(request: Request) -> str:
+    """The owner of new objects: the name of the caller's key, empty without one."""
+    return caller_of(request).name
+
+
+def owner_seen(request: Request) -> str | None:
+    """The owner whose objects a call sees, or None if it sees those of all owners."""
+    return caller_of(request).sees
+
+
+def access_of(request: Request) -> AccessControl:
+    """The keys of the server."""
+    access: AccessControl = request.app.state.offline_batch_access
+    return access
+
+
+def owner_field(request: Request, row: dict[str, Any]) -> dict[str, str]:
+    """The field that tells an admin whose object it sees. Others see none."""
+    return {"owner": row["owner"]} if caller_of(request).sees_all else {}
+
+
+def check_admin_key(request: Request) -> Caller:
+    """Check that a call carries an admin's key, which open servers lack too.
+
+    Raises:
+        ApiError: 403.
+    """
+    caller = caller_of(request)
+    if caller.role is not Role.ADMIN or not caller.sees_all:
+        raise ApiError(403, no_admin(), code="insufficient_permissions", retry=False)
+    return caller
+
+
+def no_admin() -> str:
+    """How to get an admin on a server that has none."""
+    return (
+        "This call needs the key of an admin, and this server has none. Start it with "
+        f"{SGLANG_ADMIN}, or with a line 'NAME KEY admin' in the file of the setting "
+        "api_keys."
+    )
+
 
 # Open without a key, for probes, as in SGLang.
 OPEN = frozenset({"/health", "/health_generate", "/ready"})

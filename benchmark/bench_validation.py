@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from report import RESULTS, Figure, finish, print_figures
 
 from sglang_batch.batch_api.jsonl import BatchFile, validate
-from sglang_batch.batch_api.line_checks import LineRules
+from sglang_batch.batch_api.lines import LineRules
 from sglang_batch.srt.engine.checks.body_checks import body_errors
 
 MODEL = "demo"

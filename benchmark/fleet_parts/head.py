@@ -25,8 +25,7 @@ import uvloop
 from report import Figure, print_table
 
 from sglang_batch.batch_api.jsonl import BatchFile, FileErrors, validate
-from sglang_batch.batch_api.line_checks import LineRules
-from sglang_batch.batch_api.lines import result_line
+from sglang_batch.batch_api.lines import LineRules, result_line
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.fleet import messages
 from sglang_batch.fleet.fleet_engine import FleetEngine

@@ -14,7 +14,7 @@
 
 A bad *line* of a batch raises no exception, but becomes data: see
 :class:`sglang_batch.request.RequestOutput` and
-:class:`sglang_batch.batch_api.line_checks.LineError`.
+:class:`sglang_batch.batch_api.lines.LineError`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 from builders import CHAT, MODEL
 
 from sglang_batch.batch_api.jsonl import BatchFile, validate
-from sglang_batch.batch_api.line_checks import LineError, LineRules
+from sglang_batch.batch_api.lines import LineError, LineRules
 
 RULES = LineRules(endpoint=CHAT, models=(MODEL,))
 

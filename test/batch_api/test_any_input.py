@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from jsonl_files import RULES
 
 from sglang_batch.batch_api.jsonl import BatchFile, validate
-from sglang_batch.batch_api.line_checks import LineRules
-from sglang_batch.batch_api.lines import invalid_line, unrun_line
+from sglang_batch.batch_api.lines import LineRules, invalid_line, unrun_line
 
 
 def assert_answered(path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from builders import CHAT, MODEL, make_body, make_file, make_line
 from jsonl_files import RULES, custom_ids_of, errors_of
 
-from sglang_batch.batch_api.line_checks import LineError
+from sglang_batch.batch_api.lines import LineError
 
 MISSING = "Missing required parameter: '{}'."
 CUSTOM_ID = "'custom_id' must be a string of 1 to 512 characters that UTF-8 can hold."

@@ -14,7 +14,7 @@ from jsonl_files import RULES, custom_ids_of, errors_of
 
 from sglang_batch.batch_api import jsonl
 from sglang_batch.batch_api.jsonl import BatchFile, FileErrors, count_lines, validate
-from sglang_batch.batch_api.line_checks import LineError, LineRules
+from sglang_batch.batch_api.lines import LineError, LineRules
 
 # Rules --------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import pytest
 from builders import make_line
 
 from sglang_batch.batch_api import protocol
-from sglang_batch.batch_api.line_checks import LineError
+from sglang_batch.batch_api.lines import LineError
 from sglang_batch.batch_api.message_batches import (
     message_batch_object,
     rejected_line,

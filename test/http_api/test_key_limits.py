@@ -20,8 +20,7 @@ from route_server import Server, error_of, serving
 from sglang_batch.errors import ApiError
 from sglang_batch.job.engine import WAVE_PATH
 from sglang_batch.server.access import access_control, usage
-from sglang_batch.server.access.keys import Allowance
-from sglang_batch.server.access.model_names import model_refusal
+from sglang_batch.server.access.keys import Allowance, model_refusal
 from sglang_batch.server.http.authorization import KeyMiddleware
 from sglang_batch.store.batch_store import BatchStore
 

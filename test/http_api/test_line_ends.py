@@ -17,8 +17,7 @@ import pytest
 from builders import make_line, make_request
 from route_server import AppTransport, Server
 
-from sglang_batch.batch_api.line_checks import LineError
-from sglang_batch.batch_api.lines import invalid_line, unrun_line
+from sglang_batch.batch_api.lines import LineError, invalid_line, unrun_line
 from sglang_batch.batch_api.message_batches import (
     MessageBatchRequest,
     input_lines,

@@ -14,9 +14,9 @@ import pytest
 from builders import make_body, make_file, make_line
 from input_files import batch_lines, ids_of_lines, packed, staged
 
-from sglang_batch.batch_api import jsonl, line_checks
+from sglang_batch.batch_api import jsonl, lines
 from sglang_batch.batch_api.jsonl import BatchFile, validate
-from sglang_batch.batch_api.line_checks import LineRules
+from sglang_batch.batch_api.lines import LineRules
 from sglang_batch.errors import ConfigError, InputError
 from sglang_batch.inputs import job_input as sources
 from sglang_batch.inputs import local_input
@@ -76,7 +76,7 @@ def test_a_number_of_too_many_digits_is_described(tmp_path: Path) -> None:
 
     def parsed(_: str, body: bytes) -> list[tuple[str, str | None]]:
         try:
-            line_checks.loads_lenient(body)
+            lines.loads_lenient(body)
         except ValueError as error:
             return [(str(error), "body")]
         return []
@@ -94,7 +94,7 @@ def test_a_line_that_is_too_long_is_never_held_whole(
     just = make_line("just", text="x" * (2000 - len(make_line("just", text=""))))
     assert len(just) == 2000
     monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 2000)
-    monkeypatch.setattr(line_checks, "MAX_LINE_BYTES", 2000)
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 2000)
     for module in (jsonl, sources, local_input):
         monkeypatch.setattr(
             module, "_BLOCK_BYTES" if module is jsonl else "_PIECE_BYTES", 64

@@ -14,7 +14,7 @@ import pytest
 from builders import make_file, make_line
 from input_files import QUESTION, batch_lines, ids_of_lines, packed, staged
 
-from sglang_batch.batch_api.line_checks import LineRules
+from sglang_batch.batch_api.lines import LineRules
 from sglang_batch.errors import ConfigError, InputError
 from sglang_batch.inputs import staging
 from sglang_batch.inputs.job_input import (

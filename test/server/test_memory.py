@@ -16,7 +16,7 @@ import asyncio, json, sys, threading, time
 from pathlib import Path
 from fake_engine import FakeEngine
 from sglang_batch.batch_api.jsonl import BatchFile, validate
-from sglang_batch.batch_api.line_checks import LineRules
+from sglang_batch.batch_api.lines import LineRules
 from sglang_batch.batch_api.lines import result_line
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job.job import Job

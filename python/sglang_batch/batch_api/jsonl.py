@@ -24,8 +24,15 @@ from typing import BinaryIO
 import numpy as np
 
 from ..request import BatchRequestInput
-from .line_checks import LineError, LineRules, check_line, is_custom_id, model_of
-from .lines import InvalidLine, decode_envelope
+from .lines import (
+    InvalidLine,
+    LineError,
+    LineRules,
+    check_line,
+    decode_envelope,
+    is_custom_id,
+    model_of,
+)
 from .protocol import MAX_LINE_BYTES, canonical_url
 
 _BOM = b"\xef\xbb\xbf"

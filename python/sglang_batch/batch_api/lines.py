@@ -1,15 +1,25 @@
-"""The shapes of a batch's lines: request in, result or error out."""
+"""The lines of a batch: requests, results and errors, and the rules for a line of its input."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from ..request import BatchRequestInput, RequestOutput, engine_request_id, json_line
-from .protocol import error_body
+from .protocol import (
+    ENDPOINTS,
+    MAX_CUSTOM_ID_LEN,
+    MAX_LINE_BYTES,
+    Endpoint,
+    canonical_url,
+    error_body,
+)
 
 
 class InvalidLine(ValueError):
@@ -174,3 +184,206 @@ def _encode(
     line_id = f"batch_req_{engine_request_id(job_id, index).removeprefix('batch_')}"
     line = ResultLine(line_id, custom_id, response, error, merged_with, from_cache)
     return json_line(line).removesuffix(b"\n")
+
+
+# JSON can escape a lone surrogate, but no result line could be written with it.
+_SURROGATE = re.compile("[\ud800-\udfff]")
+# Besides the JSON value true, what SGLang's request classes take for true.
+_TRUE_WORDS = {"true", "1", "on", "t", "yes", "y"}
+
+BodyCheck = Callable[[str, bytes], Sequence[tuple[str, str | None]]]
+"""A further check of (url, body): the (message, param) of each error."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineError:
+    """Why a batch's input cannot run. ``line`` is from 1, or None for the file."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.line is None else f"line {self.line}: "
+        what = f" ({self.param})" if self.param else ""
+        return f"{where}{self.message}{what} [{self.code}]"
+
+
+@dataclass(frozen=True, slots=True)
+class LineRules:
+    """The rules that each line is checked against.
+
+    endpoint: the endpoint that all lines must name. None allows any known one.
+    models: names of the models served. None accepts every name.
+    require_model: whether a body must name its model.
+    check_body: a further check of bodies that have all required keys.
+    max_errors: the most errors that are listed. All are counted.
+    line_name: the name of another line in messages, from its number.
+    """
+
+    endpoint: str | None = None
+    models: tuple[str, ...] | None = None
+    require_model: bool = True
+    check_body: BodyCheck | None = None
+    max_errors: int = 100
+    line_name: Callable[[int], str] = "line {}".format
+
+
+def check_line(
+    number: int, line: bytes, rules: LineRules, errors: list[LineError]
+) -> dict[str, Any]:
+    """Append the errors of a line, and return its known keys."""
+
+    def bad(code: str, message: str, param: str | None = None) -> None:
+        errors.append(LineError(code, message, number, param))
+
+    if len(line) > MAX_LINE_BYTES:
+        bad("invalid_request", f"This line has more than {MAX_LINE_BYTES:,} bytes.")
+        return {}
+    try:
+        line.decode()  # the JSON decoder skips the body without checking its bytes
+        found = decode_envelope(line)
+    except ValueError:
+        bad("invalid_json_line", "This line is not parseable as valid JSON.")
+        return {}
+    for key in REQUIRED_KEYS:
+        if key not in found:
+            bad(
+                "missing_required_parameter",
+                f"Missing required parameter: '{key}'.",
+                key,
+            )
+    if "custom_id" in found and not is_custom_id(found["custom_id"]):
+        bad(
+            "invalid_request",
+            f"'custom_id' must be a string of 1 to {MAX_CUSTOM_ID_LEN} characters "
+            "that UTF-8 can hold.",
+            "custom_id",
+        )
+    if found.get("method", "POST") != "POST":
+        bad("invalid_method", "The method of a batch request must be POST.", "method")
+    if "url" in found:
+        _check_url(found, rules, bad)
+    return found
+
+
+def is_custom_id(value: object) -> bool:
+    """Whether a line's ``custom_id`` can be used."""
+    return (
+        isinstance(value, str)
+        and 0 < len(value) <= MAX_CUSTOM_ID_LEN
+        and _SURROGATE.search(value) is None
+    )
+
+
+def _check_url(
+    found: dict[str, Any], rules: LineRules, bad: Callable[..., None]
+) -> None:
+    url = canonical_url(found["url"]) if isinstance(found["url"], str) else ""
+    if url not in ENDPOINTS or rules.endpoint not in (None, url):
+        expected = rules.endpoint or "one of " + ", ".join(ENDPOINTS)
+        bad(
+            "invalid_url",
+            "The URL provided for this request does not match the batch endpoint. "
+            f"It is {_quoted(found['url'])}, expected {expected}.",
+            "url",
+        )
+    elif "body" in found:
+        _check_body(url, found["body"], rules, bad)
+
+
+def _check_body(
+    url: str, body: bytes, rules: LineRules, bad: Callable[..., None]
+) -> None:
+    endpoint = ENDPOINTS[url]
+    try:
+        fields = _decode_body(url, body)
+    except ValueError:
+        bad("invalid_request", "The body of a request must be a JSON object.", "body")
+        return
+    _check_model(fields.model, rules, bad)
+    missing = [
+        key for key in endpoint.required if getattr(fields, key) is msgspec.UNSET
+    ]
+    for key in missing:
+        message = f"{key.capitalize()} parameter is required."
+        bad("invalid_request", message, f"body.{key}")
+    if _is_true(fields.stream):
+        bad(
+            "streaming_unsupported",
+            f"{endpoint.title}: Streaming is not supported in the Batch API.",
+            "body.stream",
+        )
+    if rules.check_body is not None and not missing:
+        for message, param in rules.check_body(url, body):
+            bad("invalid_request", message, param)
+
+
+def _check_model(model: object, rules: LineRules, bad: Callable[..., None]) -> None:
+    if model is msgspec.UNSET or model is None:
+        if rules.require_model:
+            bad("invalid_request", "Model parameter is required.", "body.model")
+    elif rules.models is not None and not _model_served(model, rules.models):
+        bad(
+            "model_not_found",
+            f"The provided model {_quoted(model)} is not supported by the Batch API. "
+            f"This server serves {', '.join(rules.models)}.",
+            "body.model",
+        )
+
+
+def _model_served(model: object, served: tuple[str, ...]) -> bool:
+    # "base:adapter" names a LoRA adapter of a served model.
+    return isinstance(model, str) and (
+        model in served or any(model.startswith(f"{name}:") for name in served)
+    )
+
+
+def _is_true(value: object) -> bool:
+    return value in (True, 1) or (
+        isinstance(value, str) and value.lower() in _TRUE_WORDS
+    )
+
+
+def _quoted(value: object) -> str:
+    """A client's value for a message: short, and safe to print."""
+    return repr(value[:200]) if isinstance(value, str) else f"<{type(value).__name__}>"
+
+
+class _CheckedBody(msgspec.Struct):
+    model: Any = msgspec.UNSET
+    stream: Any = False
+
+
+def _body_decoder(endpoint: Endpoint) -> msgspec.json.Decoder[Any]:
+    """Decodes the checked keys of an endpoint's body and skips the rest.
+
+    The required keys are attributes too, :data:`msgspec.UNSET` if they are missing.
+    """
+    kind = msgspec.Raw | msgspec.UnsetType
+    keys = [(key, kind, msgspec.UNSET) for key in endpoint.required]
+    return msgspec.json.Decoder(msgspec.defstruct("_Body", keys, bases=(_CheckedBody,)))
+
+
+_body_decoders = {url: _body_decoder(endpoint) for url, endpoint in ENDPOINTS.items()}
+
+
+def model_of(url: str, body: bytes) -> object:
+    """The model that a body names, or :data:`msgspec.UNSET`."""
+    return _decode_body(url, body).model
+
+
+def _decode_body(url: str, body: bytes) -> Any:
+    decoder = _body_decoders[url]
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _lenient_body(decoder.type, body)
+
+
+def _lenient_body(kind: type[Any], body: bytes) -> Any:
+    value = loads_lenient(body)
+    if not isinstance(value, dict):
+        raise InvalidLine
+    return kind(**{key: value[key] for key in kind.__struct_fields__ if key in value})

@@ -19,8 +19,7 @@ import msgspec
 from ..errors import ApiError
 from ..request import as_one_line, json_line
 from . import protocol as api
-from .line_checks import LineError
-from .lines import ResultLine, ResultResponse, decode_envelope
+from .lines import LineError, ResultLine, ResultResponse, decode_envelope
 from .objects import Row
 
 # Clients of this API cannot set the metadata of a batch, so its row keeps values there

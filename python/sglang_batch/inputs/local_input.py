@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ..batch_api.jsonl import BatchFile, FileErrors, validate
-from ..batch_api.line_checks import LineError, LineRules
+from ..batch_api.lines import LineError, LineRules
 from ..errors import InputError
 from ..store.files import atomic_write
 from .field_sample import FieldSaving

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ..batch_api.line_checks import is_custom_id
-from ..batch_api.lines import loads_lenient
+from ..batch_api.lines import is_custom_id, loads_lenient
 from ..batch_api.protocol import ENDPOINTS, MAX_CUSTOM_ID_LEN, canonical_url, error_body
 from ..errors import ConfigError, InputError
 from ..inputs.template import NotJson, Template, json_value, text_of

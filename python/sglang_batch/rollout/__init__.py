@@ -7,7 +7,6 @@ See ``docs/python.md``.
 
 from __future__ import annotations
 
-from .length_history import LengthHistory
 from .rollout_call import (
     GroupResult,
     RolloutCall,
@@ -16,7 +15,7 @@ from .rollout_call import (
     SampleResult,
     VersionSpan,
 )
-from .rollout_client import RolloutClient
+from .rollout_client import LengthHistory, RolloutClient
 
 __all__ = [
     "GroupResult",

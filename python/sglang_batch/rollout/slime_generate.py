@@ -24,9 +24,8 @@ from typing import Any, Protocol
 import httpx
 
 from ..errors import ServerError
-from .length_history import LengthHistory
 from .rollout_call import RolloutGroup, RolloutSample, SampleResult
-from .rollout_client import RolloutClient
+from .rollout_client import LengthHistory, RolloutClient
 
 
 class SlimeSample(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..batch_api.jsonl import BatchFile
-from ..batch_api.line_checks import LineRules
+from ..batch_api.lines import LineRules
 from ..inputs.local_input import LocalInput
 
 _WAY_OUT = "--skip-invalid answers bad lines with an error and runs the others."

@@ -8,12 +8,12 @@ import shutil
 from pathlib import Path
 
 from ..batch_api.jsonl import BatchFile, FileErrors, validate
-from ..batch_api.line_checks import BodyCheck, LineRules
+from ..batch_api.lines import BodyCheck, LineRules
 from ..errors import StoreError
 from ..store.batch_store import BatchStore, Row
 from ..store.files import atomic_write
 from .access.key_table import find_allowance
-from .access.model_names import body_refusal
+from .access.keys import body_refusal
 
 
 def check_input(

@@ -17,8 +17,7 @@ from typing import Any, BinaryIO, cast
 
 from ...batch_api import protocol as api
 from ...batch_api.jsonl import read_lines
-from ...batch_api.line_checks import LineRules
-from ...batch_api.lines import InvalidLine, decode_envelope
+from ...batch_api.lines import InvalidLine, LineRules, decode_envelope
 from ...batch_api.protocol import ENDPOINTS, canonical_url
 from ...errors import ConfigError, ExitStatus, InputError, ServerError, StoreError
 from ...inputs.compression import plain_name

@@ -18,8 +18,7 @@ from ...errors import ApiError
 from ...job.engine import WAVE_PATH, WORKER_PATH
 from ...rollout.rollout_call import ROLLOUTS_PATH
 from ..access.access_control import AccessControl, current_caller
-from ..access.keys import ANYBODY, SGLANG_ADMIN, Caller, Role
-from ..access.model_names import body_refusal
+from ..access.keys import ANYBODY, SGLANG_ADMIN, Caller, Role, body_refusal
 from .calls import KnownRoute, RouteFinder, config_of, path_of
 from .error_responses import error_at
 

@@ -12,13 +12,13 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from ...batch_api.line_checks import LineError, LineRules, check_line
+from ...batch_api.lines import LineError, LineRules, check_line
 from ...batch_api.protocol import INTERACTIVE_PRIORITY, canonical_url, error_body
 from ...errors import ApiError, InputError
 from ...job.engine import GENERATE_URL, MAX_INFLIGHT, WAVE_PATH
 from ...request import BatchRequestInput, json_line
 from ...rollout.rollout_call import ID_HEADER, ROLLOUTS_PATH, RolloutCall, parse_call
-from ..access.model_names import body_refusal, native_refusal
+from ..access.keys import body_refusal, native_refusal
 from ..service import new_id
 from .authorization import caller_of, owner_of, owner_seen
 from .error_responses import OpenAIRoute

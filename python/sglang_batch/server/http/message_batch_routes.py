@@ -27,7 +27,7 @@ from ...batch_api import message_batches
 from ...batch_api import message_batches as messages
 from ...batch_api import protocol as api
 from ...batch_api.jsonl import FileErrors, validate
-from ...batch_api.line_checks import BodyCheck, LineError, LineRules
+from ...batch_api.lines import BodyCheck, LineError, LineRules
 from ...batch_api.message_batches import MessageBatchRequest, error_body
 from ...errors import ApiError
 from ...store.batch_store import BatchStore, OnMade, Row, now

@@ -1,4 +1,4 @@
-"""Write ``docs/results.md``: every measured table, from the documents in ``results/``.
+"""Write ``benchmark/results/README.md``: every measured table, from the documents in ``results/``.
 
     python benchmark/results_page.py            write the page
     python benchmark/results_page.py --check    exit with 1 if the page differs
@@ -24,7 +24,7 @@ from results_views import Document, Table
 RESULTS = Path(__file__).parent / "results"
 # By document: remarks on its tables, such as figures of runs that were not saved.
 NOTES = RESULTS / "notes.json"
-PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+PAGE = Path(__file__).parent / "results" / "README.md"
 
 PREAMBLE = """\
 # Results
@@ -47,7 +47,7 @@ answers` and `simulated` compare tokens and simulated steps with the engine. `py
 
 
 def page() -> str:
-    """The text of ``docs/results.md``."""
+    """The text of ``benchmark/results/README.md``."""
     documents = {
         name: json.loads((RESULTS / f"{name}.json").read_text())
         for section in SECTIONS

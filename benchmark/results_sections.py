@@ -1,4 +1,4 @@
-"""Sections of ``docs/results.md``: which tables are shown, in which order, and their set-up."""
+"""Sections of ``benchmark/results/README.md``: which tables are shown, in which order, and their set-up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of ``docs/results.md`` from a document of ``results/``: chosen columns, or figures."""
+"""Tables of ``benchmark/results/README.md`` from a document of ``results/``: chosen columns, or figures."""
 
 from __future__ import annotations
 

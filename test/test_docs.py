@@ -9,7 +9,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "examples").glob("*.md"),
+        *(ROOT / "benchmark").rglob("*.md"),
+    ]
 )
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#([\w-]+))?\)")
 # Files of the repository in `code`, from its root or from the package's.
@@ -84,3 +89,8 @@ def test_the_front_page_comes_to_the_point() -> None:
     assert len(text.split()) <= 600
     before, found, _ = text.partition("sglang-batch run -i")
     assert found and len(before.split()) <= 90
+
+
+def test_the_documentation_is_short() -> None:
+    pages = (ROOT / "docs").glob("*.md")
+    assert sum(len(page.read_text().split()) for page in pages) <= 30_000

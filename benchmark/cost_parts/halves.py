@@ -21,7 +21,7 @@ from sglang_batch.planner.costs.step_costs import StepSeconds, StepWork, step_se
 from sglang_batch.prediction.models import MODELS
 
 MIX = RequestMix(1000, 1000)
-# Of BlendServe's grid (docs/results.md).
+# Of BlendServe's grid (benchmark/results/README.md).
 INTERFERENCE = 1.47
 CASES = (
     ("llama-3.1-70b", "h100", 8, None),

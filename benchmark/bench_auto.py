@@ -148,14 +148,11 @@ def seconds(shape: Shape, order: Order, estimates: OutputEstimates) -> float:
         build_prefix_tree(requests.tokens, requests.offsets),
         shape.machine.cost,
         shape.machine.limits,
-        order=order.requests,
+        order=order,
         output_len=shape.true_output_len,
         est_output_len=estimates.est_output_len,
         est_output_len_sq=estimates.est_output_len_sq,
         max_new_tokens=requests.max_new_tokens,
-        density=order.density,
-        num_left=order.num_left,
-        lengths=order.lengths,
     )
     return run.seconds
 

@@ -159,13 +159,11 @@ class Job:
             self.tree,
             cost or self.cost,
             limits,
-            order=order.requests,
+            order=order,
             output_len=self.output_len if output_len is None else output_len,
             est_output_len=self.estimates.est_output_len,
             est_output_len_sq=self.estimates.est_output_len_sq,
             max_new_tokens=self.workload.requests.max_new_tokens,
-            density=order.density,
-            num_left=order.num_left,
         )
 
 

@@ -15,6 +15,7 @@ from report import finish, print_table
 
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits
+from sglang_batch.planner.ordering.order import Order
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.planner.simulator.simulator import Simulation, simulate
 
@@ -51,7 +52,7 @@ def run(lengths: NDArray[np.int32], reserve: float) -> Simulation:
             interference_exponent=1.0,
         ),
         EngineLimits(KV_TOKENS, as_sglang=True),
-        order=np.arange(NUM_REQUESTS),
+        order=Order(np.arange(NUM_REQUESTS)),
         output_len=lengths,
         est_output_len=np.full(NUM_REQUESTS, reserve),
         max_new_tokens=np.full(NUM_REQUESTS, MOST, np.int32),

@@ -126,13 +126,11 @@ def _run(job: _Job) -> tuple[Simulation, float]:
         job.tree,
         A100,
         EngineLimits(KV_CAPACITY_TOKENS, step_tokens=8192),
-        order=order.requests,
+        order=order,
         output_len=job.output_len,
         est_output_len=mean,
         est_output_len_sq=mean_sq,
         max_new_tokens=job.requests.max_new_tokens,
-        density=order.density,
-        num_left=order.num_left,
     )
     return done, time.perf_counter() - start
 

@@ -167,8 +167,7 @@ def simulated(
     runs = {
         name: simulate(
             job.tree, cost, limits,
-            order=order.requests, output_len=job.output_len,
-            density=order.density, num_left=order.num_left, lengths=order.lengths,
+            order=order, output_len=job.output_len,
         )
         for name, order in orders.items()
     }  # fmt: skip

@@ -30,7 +30,7 @@ from sglang_batch.planner.fields.field_table import (
     prefix_weight,
     text_table,
 )
-from sglang_batch.planner.fields.value_splits import least_weight
+from sglang_batch.planner.fields.value_splits import best_costs
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 
 from .field_tables import Rows, tables
@@ -195,7 +195,7 @@ def _small_tables() -> list[Figure]:
             table = random_table(
                 rng, num, int(rng.integers(2, 7)), [*range(1, num + 1)]
             )
-            least = least_weight(table.edges.edge, table.edges.lens)
+            least = int(best_costs(table.edges.edge, table.edges.lens)[0][-1])
             found = field_orders(table, exact_rows=exact, merged_rows=merged)
             over.append(found.weight / least - 1)
             greedy.append(prefix_weight(table, greedy_orders(table)) / least - 1)

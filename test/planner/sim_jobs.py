@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.machine_model import EngineLimits
+from sglang_batch.planner.ordering.order import Order
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.simulator.simulator import Simulation, simulate
 
@@ -84,12 +85,14 @@ class Job:
             self.tree,
             self.cost,
             self.limits,
-            order=np.array(self.order, dtype=np.int64),
+            order=Order(
+                np.array(self.order, dtype=np.int64),
+                floats(self.density),
+                self.num_left,
+            ),
             output_len=self.lengths,
             est_output_len=floats(self.est_output_len),
             max_new_tokens=None if limit is None else np.array(limit, dtype=np.int32),
-            density=floats(self.density),
-            num_left=self.num_left,
         )
 
 

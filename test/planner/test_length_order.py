@@ -16,7 +16,6 @@ from sglang_batch.planner.admission_rules.kv_forecast import (
     add_row,
     make_padded_forecast,
     peak_cells_with,
-    remove_row,
 )
 from sglang_batch.planner.costs.cost_model import CostModel
 from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE
@@ -118,8 +117,7 @@ def simulated(
 ) -> Simulation:  # fmt: skip
     return simulate(
         tree_of(prompts), cost, limits,
-        order=order.requests, output_len=np.array(output_len, np.int32),
-        lengths=order.lengths,
+        order=order, output_len=np.array(output_len, np.int32),
     )  # fmt: skip
 
 
@@ -191,11 +189,9 @@ def test_rows_of_one_length_have_no_padding() -> None:
 def test_the_forecast_of_cells_is_that_of_the_dense_engine(
     pairs: list[tuple[int, int]],
 ) -> None:
-    forecast = make_padded_forecast(len(pairs) + 2)
-    add_row(forecast, 7, 9)
+    forecast = make_padded_forecast(len(pairs) + 1)
     for length, left in pairs[1:]:
         add_row(forecast, length, left)
-    remove_row(forecast, 7, 9)
     rows = [Row(length, left, 0, i) for i, (length, left) in enumerate(pairs)]
     length, left = pairs[0]
     assert peak_cells_with(forecast, 0, length, left) == peak_cells(rows)

@@ -24,6 +24,7 @@ from sglang_batch.planner.costs.hardware import Parallelism, hardware
 from sglang_batch.planner.costs.model_spec import ModelSpec
 from sglang_batch.planner.costs.step_costs import step_costs
 from sglang_batch.planner.machine_model import EngineLimits
+from sglang_batch.planner.ordering.order import Order
 from sglang_batch.planner.simulator.simulator import Simulation, simulate
 from sglang_batch.prediction.models import MODELS
 
@@ -89,7 +90,7 @@ def test_a_simulated_step_takes_the_smaller_of_both() -> None:
             build([(i, 2, 3, 4, 5, 6) for i in range(12)]),
             replace(LLAMA, extras=extras),
             EngineLimits(60, step_tokens=12, as_sglang=True),
-            order=np.arange(12),
+            order=Order(np.arange(12)),
             output_len=np.full(12, 6, np.int32),
         )
 
@@ -116,7 +117,7 @@ def test_a_simulated_prompt_is_computed_to_its_end_before_rows_decode_again() ->
             build([(1, 2, 3, 4), tuple(range(10, 50))]),
             costs(OTHER, (1.0, 1.0), extras=StepExtras(mixed_decode_s=extra_s)),
             EngineLimits(1000, step_tokens=10, as_sglang=True),
-            order=np.arange(2),
+            order=Order(np.arange(2)),
             output_len=np.array([12, 3], np.int32),
         ).seconds
 
@@ -140,10 +141,8 @@ def test_simulated_prompts_that_decodes_wait_for_are_computed_whole() -> None:
                 extras=StepExtras(mixed_decode_s=extra_s),
             ),
             EngineLimits(400, step_tokens=200, as_sglang=True),
-            order=np.arange(40),
+            order=Order(np.arange(40), np.array([20.0] * 10 + [0.5] * 30), 10),
             output_len=np.array([2] * 10 + [40] * 30, np.int32),
-            density=np.array([20.0] * 10 + [0.5] * 30),
-            num_left=10,
         ).num_steps
 
     mixed, apart = num_steps(0.0), num_steps(1e3)

@@ -237,7 +237,8 @@ def test_matrices_are_nearly_all_parameters(name: str) -> None:
     # Norms, biases and what convolutions have.
     assert 0.999 < (inside + tables) / spec.num_params < 1.0005
     active = sum(
-        matrix.active_params for matrix in (*shape.mixers, *shape.feed_forward)
+        matrix.params * (matrix.chosen / matrix.experts if matrix.experts else 1)
+        for matrix in (*shape.mixers, *shape.feed_forward)
     )
     assert 0.99 < (active + tables) / spec.num_active_params < 1.0005
 

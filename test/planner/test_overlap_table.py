@@ -17,6 +17,7 @@ from sglang_batch.planner.costs.hardware import Parallelism, hardware
 from sglang_batch.planner.costs.model_spec import ModelSpec
 from sglang_batch.planner.costs.step_costs import step_costs
 from sglang_batch.planner.machine_model import EngineLimits
+from sglang_batch.planner.ordering.order import Order
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.planner.simulator.simulator import simulate
 from sglang_batch.prediction.models import MODELS
@@ -165,7 +166,9 @@ def test_a_simulated_engine_splits_the_steps_that_gain() -> None:
 
     def seconds(cost: CostModel) -> float:
         limits = EngineLimits(200_000, step_tokens=2048, as_sglang=True)
-        run = simulate(tree, cost, limits, order=np.arange(n), output_len=output_len)
+        run = simulate(
+            tree, cost, limits, order=Order(np.arange(n)), output_len=output_len
+        )
         bounds = lower_bounds(tree, cost, output_len, 200_000)
         assert run.seconds >= bounds.tightest_s
         return run.seconds

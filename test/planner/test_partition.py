@@ -23,7 +23,7 @@ from sglang_batch.planner.sharding.partition import (
     partition,
     shared_within_shards,
 )
-from sglang_batch.planner.sharding.shard import shard_job, shard_jobs
+from sglang_batch.planner.sharding.shard import shard_jobs
 from sglang_batch.planner.sharding.speeds import ShardSpeeds
 
 Prompt = tuple[int, ...]
@@ -216,7 +216,7 @@ def test_a_shards_job_is_what_its_own_prompts_would_give(
     tree, work = planned(prompts, outputs_of(len(prompts), seed))
     found = partition(tree, COST, work, num_shards)
     for s in range(num_shards):
-        part = shard_job(tree, requests, found.requests_of(s))
+        part = shard_jobs(tree, requests, [found.requests_of(s)])[0]
         index = found.requests_of(s)
         np.testing.assert_array_equal(part.index, index)
         expected = job([prompts[i] for i in index])
@@ -443,7 +443,7 @@ def test_several_shards_are_made_as_each_alone() -> None:
     found = partition(tree, COST, work, 3)
     parts = [found.requests_of(s) for s in range(3)]
     for part, together in zip(parts, shard_jobs(tree, requests, parts), strict=True):
-        alone = shard_job(tree, requests, part)
+        alone = shard_jobs(tree, requests, [part])[0]
         np.testing.assert_array_equal(together.index, part)
         np.testing.assert_array_equal(together.tree.order, alone.tree.order)
         np.testing.assert_array_equal(together.requests.tokens, alone.requests.tokens)

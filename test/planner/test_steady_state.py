@@ -19,6 +19,7 @@ from sglang_batch.planner.costs.hardware import (
 from sglang_batch.planner.costs.model_spec import ModelSpec
 from sglang_batch.planner.costs.step_costs import StepWork, step_costs, step_seconds
 from sglang_batch.planner.machine_model import EngineLimits
+from sglang_batch.planner.ordering.order import Order
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.planner.simulator.simulator import simulate
 from sglang_batch.prediction.models import MODELS
@@ -89,7 +90,7 @@ def test_the_simulator_agrees(parallel: Parallelism) -> None:
         tree,
         step_costs(LLAMA, device, parallel),
         EngineLimits(capacity, step_tokens=8192, max_running=rows),
-        order=np.arange(n),
+        order=Order(np.arange(n)),
         output_len=output_len,
     )
     assert n / found.seconds == pytest.approx(expected.requests_per_s, rel=0.04)

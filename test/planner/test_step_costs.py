@@ -22,6 +22,7 @@ from sglang_batch.planner.costs.hardware import Parallelism, hardware
 from sglang_batch.planner.costs.model_spec import ModelSpec
 from sglang_batch.planner.costs.step_costs import StepWork, step_costs, step_seconds
 from sglang_batch.planner.machine_model import EngineLimits
+from sglang_batch.planner.ordering.order import Order
 from sglang_batch.planner.simulator.simulator import Simulation, simulate
 from sglang_batch.prediction.models import MODELS
 
@@ -68,7 +69,7 @@ def run(cost: CostModel, output: int = 4) -> Simulation:
         tree,
         cost,
         EngineLimits(1000, step_tokens=100),
-        order=np.arange(3),
+        order=Order(np.arange(3)),
         output_len=np.full(3, output, np.int32),
     )
 

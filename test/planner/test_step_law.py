@@ -14,6 +14,7 @@ from sglang_batch.planner.costs.model_spec import ModelSpec
 from sglang_batch.planner.costs.step_costs import step_costs
 from sglang_batch.planner.costs.step_law import MIN_SAMPLES, StepLaw, fit_step_law
 from sglang_batch.planner.machine_model import EngineLimits
+from sglang_batch.planner.ordering.order import Order
 from sglang_batch.planner.requests import Floats
 from sglang_batch.planner.simulator.simulator import simulate
 from sglang_batch.prediction.models import MODELS
@@ -172,7 +173,7 @@ def test_a_job_is_simulated_by_its_machines_law() -> None:
             build([(1, 2, 3), (1, 4, 5)]),
             law.applied(NOMINAL),
             EngineLimits(1000),
-            order=np.arange(2),
+            order=Order(np.arange(2)),
             output_len=np.full(2, 20, np.int32),
         ).seconds
 

@@ -13,7 +13,7 @@ from sglang_batch.errors import ConfigError
 from sglang_batch.job.job_planner import JobPlanner
 from sglang_batch.planner.kv_lengths.batch_state import GROUPS, TREE, RunningRows
 from sglang_batch.planner.machine_model import EngineLimits
-from sglang_batch.planner.ordering.order import LengthKeys, OrderSettings
+from sglang_batch.planner.ordering.order import LengthKeys, Order, OrderSettings
 from sglang_batch.planner.prefixes.prefix_tree import build_prefix_tree
 from sglang_batch.planner.requests import PlanRequests
 from sglang_batch.planner.simulator.simulator import simulate
@@ -83,9 +83,10 @@ def test_the_simulator_has_it_too(rule: int) -> None:
             tree,
             MACHINE.cost,
             limits,
-            order=np.roll(np.arange(201), 1),
+            order=Order(
+                np.roll(np.arange(201), 1), lengths=LengthKeys(rule, key, none, limit)
+            ),
             output_len=requests.known_output_len,
-            lengths=LengthKeys(rule, key, none, limit),
         )
         return int(np.flatnonzero(done.admission_order == 200)[0])
 

@@ -305,14 +305,11 @@ class JobPlanner:
             shard.tree,
             self._machine.cost,
             self._machine.limits,
-            order=order.requests,
+            order=order,
             output_len=output_len.astype(np.int32),
             est_output_len=own.est_output_len,
             est_output_len_sq=own.est_output_len_sq,
             max_new_tokens=shard.requests.max_new_tokens,
-            density=order.density,
-            num_left=order.num_left,
-            lengths=order.lengths,
         )
 
 

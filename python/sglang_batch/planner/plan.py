@@ -166,14 +166,11 @@ class Candidates:
                 self.tree,
                 self.machine.cost,
                 self.machine.limits,
-                order=order.requests,
+                order=order,
                 output_len=self.output_len,
                 est_output_len=self.estimates.est_output_len,
                 est_output_len_sq=self.estimates.est_output_len_sq,
                 max_new_tokens=self.requests.max_new_tokens,
-                density=order.density,
-                num_left=order.num_left,
-                lengths=order.lengths,
             )
             self._runs[policy] = PolicyRun(order, simulation)
         return self._runs[policy]

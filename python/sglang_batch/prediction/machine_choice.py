@@ -8,7 +8,7 @@ import logging
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tqdm import tqdm
@@ -97,9 +97,8 @@ def make_machine(
             shared_kv_read_once=options.shared_prefix_attention,
             interference_exponent=options.overlap,
             fp8=model.in_8_bits and device.fp8_flops is not None,
-            row_share=options.row_share or 0.0,
-            padded=options.padded_attention,
         )
+        row_share = options.row_share or 0.0
     else:
         cost = step_costs(
             model,
@@ -107,9 +106,9 @@ def make_machine(
             Parallelism(tp=options.tp),
             shared_kv_read_once=options.shared_prefix_attention,
             interference_exponent=options.overlap,
-            row_share=_row_share(options, model, device),
-            padded=options.padded_attention,
         )
+        row_share = _row_share(options, model, device)
+    cost = replace(cost, row_share=float(row_share), padded=options.padded_attention)
     step_tokens = options.chunked_prefill_size
     pool, max_running = second_pool(model, capacity, step_tokens, options.tp)
     return Machine(

@@ -228,18 +228,6 @@ def add_row(forecast: PaddedForecast, base: int, end: int) -> None:
 
 
 @jit_in_place
-def remove_row(forecast: PaddedForecast, base: int, end: int) -> None:
-    """Remove a row that was added with the same numbers."""
-    ends, bases = forecast.ends, forecast.bases
-    at, number = 0, forecast.number[0]
-    while at < number and not (ends[at] == end and bases[at] == base):
-        at += 1
-    for i in range(at, number - 1):
-        ends[i], bases[i] = ends[i + 1], bases[i + 1]
-    forecast.number[0] -= 1
-
-
-@jit_in_place
 def peak_cells_with(forecast: PaddedForecast, now: int, base: int, end: int) -> int:
     """The most cells from now on if a row joins and nobody else does."""
     ends, bases = forecast.ends, forecast.bases

@@ -80,7 +80,7 @@ class SimulatedWay:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What was found for one box.
+    """The findings for one box.
 
     simulated: fastest first.
     outlooks: the best of each spread and precision by the closed form, fastest first, and
@@ -100,7 +100,7 @@ class Choices:
 
     @property
     def base(self) -> SimulatedWay | None:
-        """What all ways are compared with: the choice, or the fastest without one."""
+        """The way with which all are compared: the choice, or the fastest without one."""
         return self.chosen or next(iter(self.simulated), None)
 
 
@@ -318,7 +318,7 @@ _ANY_MACHINE = Machine(
 
 
 def time_by_limit(outlook: Outlook) -> dict[str, float]:
-    """Device seconds of a request in the closed form, by what limits its steps."""
+    """Device seconds of a request in the closed form, by the limits of its steps."""
     steady, parallel = outlook.steady, outlook.way.parallel
     assert steady is not None, "an impossible way takes no time"
     device_s = parallel.devices / steady.requests_per_s / float(steady.step.total_s)

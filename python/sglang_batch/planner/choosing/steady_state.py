@@ -22,8 +22,8 @@ from ..costs.weights import Matrix, Split
 def device_weight_bytes(model: ModelSpec, parallel: Parallelism) -> float:
     """Bytes of weights on a device.
 
-    Attention ranks each have a copy of the attention's matrices. What is in no matrix (norms,
-    the embedding) is divided like one.
+    Attention ranks each have a copy of the attention's matrices. Parameters in no matrix (norms,
+    the embedding) are divided like one.
     """
     shape = model.shape
     if shape is None:

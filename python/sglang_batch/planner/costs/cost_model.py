@@ -219,8 +219,6 @@ class CostModel:
         shared_kv_read_once: bool = False,
         interference_exponent: float = 1.47,
         fp8: bool = False,
-        row_share: float = 0.0,
-        padded: bool = False,
     ) -> CostModel:
         """The model on ``tp`` of these devices.
 
@@ -253,8 +251,6 @@ class CostModel:
             weight_read_time_s=weights if weight_reads else 0.0,
             shared_kv_read_once=shared_kv_read_once,
             interference_exponent=float(interference_exponent),
-            row_share=float(row_share),
-            padded=padded,
             state_reads=2 * model.state_bytes / kv_bytes,
             window=model.window,
             window_reads=model.window_kv_bytes_per_token
@@ -466,7 +462,7 @@ _POWERS = 16
 
 
 class MixingCost(NamedTuple):
-    """What mixing costs and saves on a machine, in seconds.
+    """The costs and savings of mixing on a machine, in seconds.
 
     decode_s, kv_token_s, kv_square_s: a, b and c, of a row that decodes, a token of KV that it
         reads, and the square of these.

@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What engines reach of a datasheet's figures: four numbers for each device.
+    """The shares of a datasheet's figures that engines reach: four numbers for each device.
 
     matrix_share: of the matrix rate, in large products whose tiles fill the device.
     read_share: of the memory bandwidth.
@@ -41,8 +41,8 @@ class HardwareSpec:
     fp4_flops: the same for fp4.
     num_cores: multiprocessors (SMs, CUs), each of which computes a tile of a product at a
         time. None: products are not divided into tiles.
-    link_bytes_per_s: what a device sends to the others of its server, in one direction.
-    efficiency: what engines reach of these figures.
+    link_bytes_per_s: rate at which a device sends to the others of its server.
+    efficiency: the shares of these figures that engines reach.
 
     Raises:
         ConfigError: a figure is not a positive finite number.

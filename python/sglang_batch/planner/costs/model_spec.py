@@ -373,62 +373,69 @@ class ModelSpec:
         encoder_flops = encoder_flops_per_token(config)
         config = _text_config(config)
         _refuse_uncounted(config)
-        num_layers = integer(config, "num_hidden_layers")
-        kinds = layer_kinds(config, num_layers)
         stored = dtype_bits(
             config.get("torch_dtype") or config.get("dtype") or "bfloat16"
         )
         bits = weight_bits(config, weight_dtype, min(stored, 16), quantization)
-        recurrent = RecurrentLayer.of(config) if RECURRENT in kinds else _NO_STATES
-        num_recurrent, num_windows = kinds.count(RECURRENT), kinds.count(WINDOW)
-        num_attention = num_layers - num_recurrent
-        attention = AttentionMatrices.of(config, num_attention, bits)
-        window = integer(config, "sliding_window") if num_windows else 0
-        feed_forward = FeedForward.of(config, num_layers, bits)
-        hidden, vocab = integer(config, "hidden_size"), integer(config, "vocab_size")
-        embedding = vocab * hidden
-        if not _tied(config):
-            embedding *= 2
-        norms = _layer_norms(config) * num_layers + hidden
-        mixers = attention.params * num_attention + recurrent.params * num_recurrent
-        num_params = embedding + norms + mixers + feed_forward.params
-
         kv_bits = bits.plain if kv_dtype in (None, "auto") else dtype_bits(kv_dtype)
-        stored_bits = (
-            (embedding + norms) * bits.plain
-            + mixers * bits.attention
-            + feed_forward.params * bits.feed_forward
-        )
-        family = str(config.get("model_type", ""))
-        return cls(
-            num_params=num_params,
-            num_active_params=num_params - feed_forward.idle_params,
-            num_layers=kinds.count(FULL),
-            hidden=attention.width,
-            kv_bytes_per_token=attention.kv_values * num_attention * kv_bits / 8,
-            weight_bytes=math.ceil(stored_bits / 8),
-            kv_shards=attention.kv_shards,
-            in_8_bits=bits.in_8_bits,
-            state_bytes=recurrent.state_bytes * num_recurrent,
-            window=window,
-            window_kv_bytes_per_token=attention.kv_values * num_windows * kv_bits / 8,
-            own_window_pool=bool(num_windows) and family.startswith(_OWN_WINDOW_POOL),
-            other_flops_per_token=recurrent.flops_per_token * num_recurrent
-            + 4 * window * attention.width * num_windows,
-            encoder_flops_per_token=encoder_flops,
-            shape=ModelShape(
-                mixers=(
-                    *attention.matrices,
-                    *_recurrent_matrices(recurrent, num_recurrent, hidden, bits),
-                ),
-                feed_forward=feed_forward.matrices,
-                head=Matrix(hidden, vocab, 1, Split.COLUMNS, bits.plain),
-                residual=hidden,
-                num_layers=num_layers,
-                expert_layers=feed_forward.expert_layers,
-                decode_flops_per_kv_token=attention.decode_flops * kinds.count(FULL),
-            ),
-        )
+        return _count(config, bits, kv_bits, encoder_flops)
+
+
+def _count(
+    config: Config, bits: WeightBits, kv_bits: float, encoder_flops: float
+) -> ModelSpec:
+    """Count a language model by its part of a ``config.json``."""
+    num_layers = integer(config, "num_hidden_layers")
+    kinds = layer_kinds(config, num_layers)
+    recurrent = RecurrentLayer.of(config) if RECURRENT in kinds else _NO_STATES
+    num_recurrent, num_windows = kinds.count(RECURRENT), kinds.count(WINDOW)
+    num_attention = num_layers - num_recurrent
+    attention = AttentionMatrices.of(config, num_attention, bits)
+    window = integer(config, "sliding_window") if num_windows else 0
+    feed_forward = FeedForward.of(config, num_layers, bits)
+    hidden, vocab = integer(config, "hidden_size"), integer(config, "vocab_size")
+    embedding = vocab * hidden
+    if not _tied(config):
+        embedding *= 2
+    norms = _layer_norms(config) * num_layers + hidden
+    mixers = attention.params * num_attention + recurrent.params * num_recurrent
+    num_params = embedding + norms + mixers + feed_forward.params
+    stored_bits = (
+        (embedding + norms) * bits.plain
+        + mixers * bits.attention
+        + feed_forward.params * bits.feed_forward
+    )
+    shape = ModelShape(
+        mixers=(
+            *attention.matrices,
+            *_recurrent_matrices(recurrent, num_recurrent, hidden, bits),
+        ),
+        feed_forward=feed_forward.matrices,
+        head=Matrix(hidden, vocab, 1, Split.COLUMNS, bits.plain),
+        residual=hidden,
+        num_layers=num_layers,
+        expert_layers=feed_forward.expert_layers,
+        decode_flops_per_kv_token=attention.decode_flops * kinds.count(FULL),
+    )
+    family = str(config.get("model_type", ""))
+    return ModelSpec(
+        num_params=num_params,
+        num_active_params=num_params - feed_forward.idle_params,
+        num_layers=kinds.count(FULL),
+        hidden=attention.width,
+        kv_bytes_per_token=attention.kv_values * num_attention * kv_bits / 8,
+        weight_bytes=math.ceil(stored_bits / 8),
+        kv_shards=attention.kv_shards,
+        in_8_bits=bits.in_8_bits,
+        state_bytes=recurrent.state_bytes * num_recurrent,
+        window=window,
+        window_kv_bytes_per_token=attention.kv_values * num_windows * kv_bits / 8,
+        own_window_pool=bool(num_windows) and family.startswith(_OWN_WINDOW_POOL),
+        other_flops_per_token=recurrent.flops_per_token * num_recurrent
+        + 4 * window * attention.width * num_windows,
+        encoder_flops_per_token=encoder_flops,
+        shape=shape,
+    )
 
 
 _NO_STATES = RecurrentLayer(0, 0, 0)

@@ -96,7 +96,7 @@ _LINK_BYTES_PER_S = 32e9
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step computes. All float64, of one shape, one element for each step.
+    """The work of a step. All float64, of one shape, one element for each step.
 
     With attention ranks, the work of one of them.
 
@@ -152,7 +152,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """Seconds of a step by what limits its operators, each of the shape of the work.
+    """Seconds of a step by the limits of its operators, each of the shape of the work.
 
     compute_s: operators whose arithmetic takes longer than their reads.
     memory_s: operators whose reads take longer.
@@ -381,7 +381,7 @@ def _attention(
 def _reductions(
     shape: ModelShape, device: _Device, parallel: Parallelism, residual_bytes: Floats
 ) -> Iterator[Operator]:
-    """What devices send each other."""
+    """The reductions over devices, and the sends between stages."""
     nothing = np.zeros_like(residual_bytes)
 
     def reduce_s(sent: Floats, devices: int) -> Floats:
@@ -403,8 +403,7 @@ def _reductions(
 
 # Tokens of a step at which products are timed: each number at first, as experts are read one
 # by one there, and then at this distance, as tiles are. With so many a step reads nearly all
-# weights, and computes little. Beyond, waves are too
-# many to be seen.
+# weights, and computes little. Beyond, waves are too many to be seen.
 _EACH, _DISTANCE, _MOST, _LAST = 64, 64, 16384, 65536
 # Requests, tokens of KV and pairs that are counted for the time of one.
 _MANY = 1e6
@@ -417,8 +416,6 @@ def step_costs(
     *,
     shared_kv_read_once: bool = False,
     interference_exponent: float = 1.0,
-    row_share: float = 0.0,
-    padded: bool = False,
 ) -> CostModel:
     """Costs of one attention rank's requests, the other ranks' steps being like its own.
 
@@ -426,8 +423,7 @@ def step_costs(
     them.
 
     Args:
-        shared_kv_read_once, interference_exponent, row_share, padded: as of
-            :class:`~..costs.cost_model.CostModel`.
+        shared_kv_read_once, interference_exponent: as of :class:`~.cost_model.CostModel`.
 
     Raises:
         ConfigError: the model's operators are not known, or a setting is out of range.
@@ -441,15 +437,7 @@ def step_costs(
         return step_seconds(model, hardware, parallel, work)
 
     layers, with_head = timed(StepWork.of(batch, 0.0)), timed(StepWork.of(batch, batch))
-    table = np.zeros((6, len(tokens)))
-    table[TOKENS] = tokens
-    table[COMPUTE], table[MEMORY], table[OTHER] = (
-        layers.compute_s,
-        layers.memory_s,
-        layers.other_s,
-    )
-    table[HEAD_COMPUTE] = with_head.compute_s - layers.compute_s
-    table[HEAD_MEMORY] = with_head.memory_s - layers.memory_s
+    table = _step_table(tokens, layers, with_head)
 
     def of_one(**work: float) -> float:
         """Seconds of one of these, less those of a step without any."""
@@ -466,8 +454,6 @@ def step_costs(
         weight_read_time_s=float((layers.memory_s + layers.other_s)[_EACH]),
         shared_kv_read_once=shared_kv_read_once,
         interference_exponent=float(interference_exponent),
-        row_share=float(row_share),
-        padded=padded,
         state_reads=of_one(decodes=1.0) / kv_read_s,
         window=model.window,
         window_reads=of_one(window_kv_tokens=1.0) / kv_read_s,
@@ -479,6 +465,18 @@ def step_costs(
         ),
         table=table,
     )
+
+
+def _step_table(tokens: Floats, layers: StepSeconds, with_head: StepSeconds) -> Floats:
+    """``CostModel.table``, float64 ``[6, t]``, from steps of ``tokens``, ``[t]``."""
+    table = np.zeros((6, len(tokens)))
+    table[TOKENS] = tokens
+    table[COMPUTE] = layers.compute_s
+    table[MEMORY] = layers.memory_s
+    table[OTHER] = layers.other_s
+    table[HEAD_COMPUTE] = with_head.compute_s - layers.compute_s
+    table[HEAD_MEMORY] = with_head.memory_s - layers.memory_s
+    return table
 
 
 def least_token_s(table: Floats, exponent: float) -> float:

@@ -46,7 +46,7 @@ MIN_SAMPLES = 40
 # must save.
 EXPONENTS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 3.0)
 _BETTER = 0.05
-# What factors of which the steps say nothing are drawn to all operators' factor with.
+# Strength with which factors of which the steps say nothing are drawn to that of all operators.
 _PRIOR = 0.03
 _OUTLIER = 2.0
 _ROUNDS = 8

@@ -254,12 +254,6 @@ class Matrix:
         """Weights in all layers."""
         return self.inputs * self.outputs * self.count * max(1, self.experts)
 
-    @property
-    def active_params(self) -> int:
-        """Weights that one token uses."""
-        used = self.chosen if self.experts else 1
-        return self.inputs * self.outputs * self.count * used
-
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -432,7 +426,7 @@ class FeedForward:
 
 
 def _shared_experts(config: Config, width: int) -> tuple[int, int]:
-    """Width of what every token uses in addition to its experts, and whether it has a
+    """Width of the part that every token uses in addition to its experts, and whether it has a
     gate."""
     family = str(config.get("model_type", ""))
     if own_width := first_number(config, "shared_expert_intermediate_size"):

@@ -5,13 +5,21 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from ..compiled import jit
 from ..requests import Bools, Int32s, Int64s
 from . import value_splits
-from .field_table import FieldTable, Int16s, common_len, own_orders, prefix_weight
+from .field_table import (
+    Edges,
+    FieldTable,
+    Int16s,
+    common_len,
+    own_orders,
+    prefix_weight,
+)
 from .value_splits import (
     BY_FIELD,
     WAYS,
@@ -89,7 +97,7 @@ def field_orders(
 class _Search:
     """Tries the ways to choose groups, for the whole tree and then for its parts.
 
-    A way is tried by ordering all rows below with it. What is tried is limited by the
+    A way is tried by ordering all rows below with it. Trials are limited by the
     values that are looked at, not by time, so the result is the same on any machine.
     """
 
@@ -107,7 +115,7 @@ class _Search:
         self.orders[:] = np.arange(table.num_fields)
         self._ways = ways
         self._limits = exact_rows, merged_rows
-        self._edges = self.edge, edges.lens, edges.common, edges.blocks, edges.floors
+        self._edges = edges._replace(edge=self.edge)
         self._work = scratch(len(kinds), len(edges.lens))
 
     def improve(self, parts: list[tuple[Int32s, int]]) -> None:
@@ -117,7 +125,7 @@ class _Search:
             parts: the rows of each, and the fields that they list already.
         """
         left = _TRIED * self.edge.size
-        # The largest first: what is found for many rows is worth most.
+        # The largest first: an order for many rows is worth most.
         waiting = [
             (-len(rows), number, depth, rows)
             for number, (rows, depth) in enumerate(parts)
@@ -150,14 +158,15 @@ class _Search:
         return best
 
     def _order(self, rows: Int32s, depth: int, way: int) -> int:
+        splitting = Splitting(way, *self._limits)
         return order_rows(
-            *self._edges, self._work, rows.copy(), depth, *self._limits, way, self.orders
-        )  # fmt: skip
+            self._edges, self._work, rows.copy(), depth, splitting, self.orders
+        )
 
     def _split(self, rows: Int32s, depth: int, way: int) -> list[tuple[Int32s, int]]:
         """The parts into which a way splits rows first, and the fields that they list."""
         depth, group = first_groups(
-            *self._edges[:2], self._work, rows, depth, *self._limits, way, self.orders
+            self._edges, self._work, rows, depth, Splitting(way, *self._limits), self.orders
         )  # fmt: skip
         if not len(group):
             return []
@@ -166,47 +175,50 @@ class _Search:
         return [(rows[part], depth) for part in np.split(order, cuts)]
 
 
+class Splitting(NamedTuple):
+    """How groups of rows are split.
+
+    way: one of ``WAYS``.
+    exact_rows, merged_rows: as of :func:`field_orders`.
+    """
+
+    way: int
+    exact_rows: int
+    merged_rows: int
+
+
 @jit
 def first_groups(
-    edge: Int32s,
-    lens: Int32s,
+    edges: Edges,
     work: Scratch,
     rows: Int32s,
     depth: int,
-    exact_rows: int,
-    merged_rows: int,
-    way: int,
+    splitting: Splitting,
     orders: Int16s,
 ) -> tuple[int, Int32s]:
-    """How to split rows that list the same ``depth`` fields, after what they agree in.
+    """How to split rows that list the same ``depth`` fields, after the fields in which they agree.
 
     Returns:
         The fields that they list with these, and the group of each row; -1: in none. No
         groups if the rows agree in no other value.
     """
-    used = np.zeros(edge.shape[1], np.bool_)
+    used = np.zeros(edges.edge.shape[1], np.bool_)
     for k in range(depth):
         used[orders[rows[0], k]] = True
-    depth = _list_common(edge, rows, depth, used, orders)
-    active = _repeating(edge, rows, used, work)
+    depth = _list_common(edges.edge, rows, depth, used, orders)
+    active = _repeating(edges.edge, rows, used, work)
     if len(active) == 0:
         return depth, np.zeros(0, np.int32)
-    return depth, _groups(edge, lens, rows, active, exact_rows, merged_rows, way, work)
+    return depth, _groups(edges, rows, active, splitting, work)
 
 
 @jit
 def order_rows(
-    edge: Int32s,
-    lens: Int32s,
-    common: Int32s,
-    blocks: Int32s,
-    floors: Int32s,
+    edges: Edges,
     work: Scratch,
     rows: Int32s,
     depth: int,
-    exact_rows: int,
-    merged_rows: int,
-    way: int,
+    splitting: Splitting,
     orders: Int16s,
 ) -> int:
     """Order the fields of rows that list the same ``depth`` fields, from there on down.
@@ -219,15 +231,16 @@ def order_rows(
         The length that their tree saves over listing everything for each row.
     """
     saved = 0
+    edge = edges.edge
     used = np.zeros(edge.shape[1], np.bool_)
     waiting = [(0, len(rows), depth)]
     while waiting:
         start, end, before = waiting.pop()
         depth, group = first_groups(
-            edge, lens, work, rows[start:end], before, exact_rows, merged_rows, way, orders
-        )  # fmt: skip
+            edges, work, rows[start:end], before, splitting, orders
+        )
         for k in range(before, depth):
-            shared = lens[edge[rows[start], orders[rows[start], k]]]
+            shared = edges.lens[edge[rows[start], orders[rows[start], k]]]
             saved += (end - start - 1) * shared
         groups = -1
         for g in group:
@@ -237,7 +250,7 @@ def order_rows(
             used[:] = False
             for k in range(depth):
                 used[orders[rows[start], k]] = True
-            field = _alike(edge, common, blocks, floors, rows[start:end], used)
+            field = _alike(edges, rows[start:end], used)
             _list_rest(rows[start:end], depth, used, field, orders)
             continue
         # The rows of each group together, and at the end those in none.
@@ -299,23 +312,17 @@ def _repeating(edge: Int32s, rows: Int32s, used: Bools, work: Scratch) -> Int32s
 
 @jit
 def _groups(
-    edge: Int32s,
-    lens: Int32s,
-    rows: Int32s,
-    active: Int32s,
-    exact_rows: int,
-    merged_rows: int,
-    way: int,
-    work: Scratch,
+    edges: Edges, rows: Int32s, active: Int32s, splitting: Splitting, work: Scratch
 ) -> Int32s:
     """How to split rows: the group of each from 0, int32 ``[n]``; -1 for none."""
+    edge, lens = edges.edge, edges.lens
     n, m = len(rows), len(active)
-    if n <= merged_rows:
+    if n <= splitting.merged_rows:
         few = np.empty((n, m), np.int32)
         for i in range(n):
             for k in range(m):
                 few[i, k] = edge[rows[i], active[k]]
-        if n <= exact_rows:
+        if n <= splitting.exact_rows:
             return best_groups(few, lens)
         by_merging, merged = merged_groups(few, lens)
     else:
@@ -324,28 +331,24 @@ def _groups(
     for k in range(m):
         for i in range(n):
             columns[k, i] = edge[rows[i], active[k]]
-    by_value, grouped = value_groups(columns, lens, way, work)
+    by_value, grouped = value_groups(columns, lens, splitting.way, work)
     return merged if by_merging > by_value else grouped
 
 
 @jit
-def _alike(
-    edge: Int32s,
-    common: Int32s,
-    blocks: Int32s,
-    floors: Int32s,
-    rows: Int32s,
-    used: Bools,
-) -> int:
+def _alike(edges: Edges, rows: Int32s, used: Bools) -> int:
     """The field whose texts begin most alike in rows that agree in none. -1: none left."""
     most, found = -1, -1
-    for c in range(edge.shape[1]):
+    common, blocks = edges.common, edges.blocks
+    for c in range(edges.edge.shape[1]):
         if used[c]:
             continue
-        listed = np.sort(edge[rows, c])
+        listed = np.sort(edges.edge[rows, c])
         total = 0
         for i in range(1, len(listed)):
-            total += common_len(common, blocks, floors[c], listed[i - 1], listed[i])
+            total += common_len(
+                common, blocks, edges.floors[c], listed[i - 1], listed[i]
+            )
         if total > most:
             most, found = total, c
     return found

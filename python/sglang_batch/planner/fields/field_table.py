@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,15 +101,14 @@ class FieldTable:
         return first[in_order].astype(np.int64), rank[kind.reshape(-1)]
 
 
-@dataclass(frozen=True)
-class Edges:
+class Edges(NamedTuple):
     """The values of all fields in one numbering: edges of the prefix tree.
 
     edge: int32 ``[rows, fields]``.
     lens: int32 ``[edges]``, as in :class:`FieldTable`.
     common: int32 ``[edges]``, with the edge before; 0 for a field's first.
     blocks: int32, the least ``common`` of each 64 edges.
-    floors: int32 ``[fields]``, what all values of a field have in common: its label.
+    floors: int32 ``[fields]``, length that all values of a field have in common: its label.
     """
 
     edge: Int32s
@@ -193,7 +193,7 @@ Int16s = NDArray[np.int16]
 
 
 def prefix_weight(table: FieldTable, orders: Int16s) -> int:
-    """The weight of the prefix tree: what is computed if each prefix is computed once.
+    """The weight of the prefix tree: the length to compute if each prefix is computed once.
 
     Args:
         orders: int16 ``[rows, fields]``, the fields of each row in its order.

@@ -24,7 +24,6 @@ import heapq
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..compiled import jit
 from ..requests import Bools, Floats, Int32s, Int64s
@@ -128,15 +127,60 @@ def value_groups(
         The length that is saved at least, and the group of each row from 0, int32
         ``[n]``; -1: the row is in none.
     """
-    m, n = edge.shape
     candidates = _candidates(edge, lens, work)
+    by_edge, saves, shares, size, first, chains, links, total = _savings(
+        edge, lens, candidates, work
+    )
+    if way != BY_FIELD:
+        worth = shares if way == BY_SHARED else saves
+        taken = _choose(by_edge, worth, size, first, way == PER_ROW, -1)
+        saved_in_all = _saved_by(
+            edge, lens, candidates, by_edge, taken, chains, links, work
+        )
+        return saved_in_all, _numbered(edge, candidates, taken, work)
+    most = -1
+    chosen = np.full(edge.shape[1], -1, np.int32)
+    for k in np.argsort(-total, kind="mergesort")[:_WHOLE_FIELDS]:
+        taken = _choose(by_edge, saves, size, first, False, k)
+        length = _saved_by(edge, lens, candidates, by_edge, taken, chains, links, work)
+        if length > most:
+            most = length
+            chosen = taken
+    return most, _numbered(edge, candidates, chosen, work)
+
+
+class Savings(NamedTuple):
+    """The savings of groups by each of ``c`` candidate fields.
+
+    by_edge: int32 ``[c, n]``, rows sorted by their edge.
+    saves, shares: float64 ``[c, n]``, length that the group of a row saves in all, and by the
+        values that all of it share.
+    size, first: int32 ``[c, n]``, rows of the group of a row, and where it begins in ``by_edge``.
+    chains, links: int32 ``[c, fields]`` and int64 ``[c]``, fields that its groups list, and
+        their number.
+    total: int64 ``[c]``, length that all groups save.
+    """
+
+    by_edge: Int32s
+    saves: Floats
+    shares: Floats
+    size: Int32s
+    first: Int32s
+    chains: Int32s
+    links: Int64s
+    total: Int64s
+
+
+@jit
+def _savings(edge: Int32s, lens: Int32s, candidates: Int32s, work: Scratch) -> Savings:
+    """Try out the groups of each candidate."""
+    m, n = edge.shape
     num = len(candidates)
-    by_edge = np.empty((num, n), np.int32)  # rows of each candidate, sorted by its edge
-    # What the group of a row saves in all, and by the values that all of it share.
+    by_edge = np.empty((num, n), np.int32)
     saves = np.zeros((num, n))
     shares = np.zeros((num, n))
-    size = np.zeros((num, n), np.int32)  # rows of the group of a row
-    first = np.zeros((num, n), np.int32)  # where the group begins in by_edge
+    size = np.zeros((num, n), np.int32)
+    first = np.zeros((num, n), np.int32)
     chains = np.zeros((num, m), np.int32)
     links = np.zeros(num, np.int64)
     ends = np.empty(n + 1, np.int32)
@@ -161,22 +205,7 @@ def value_groups(
                 shares[k, i] = shared * (end - start - 1)
             total[k] += saved[g]
             start = end
-    if way != BY_FIELD:
-        worth = shares if way == BY_SHARED else saves
-        taken = _choose(by_edge, worth, size, first, way == PER_ROW, -1)
-        saved_in_all = _saved_by(
-            edge, lens, candidates, by_edge, taken, chains, links, work
-        )
-        return saved_in_all, _numbered(edge, candidates, taken, work)
-    most = -1
-    chosen = np.full(n, -1, np.int32)
-    for k in np.argsort(-total, kind="mergesort")[:_WHOLE_FIELDS]:
-        taken = _choose(by_edge, saves, size, first, False, k)
-        length = _saved_by(edge, lens, candidates, by_edge, taken, chains, links, work)
-        if length > most:
-            most = length
-            chosen = taken
-    return most, _numbered(edge, candidates, chosen, work)
+    return Savings(by_edge, saves, shares, size, first, chains, links, total)
 
 
 @jit
@@ -229,7 +258,7 @@ def _add_below(
     could: Floats,
     work: Scratch,
 ) -> None:
-    """Add to what fields save what others save within their groups, at most."""
+    """Add the most that other fields save within its groups to the savings of each field."""
     m, n = edge.shape
     ends = np.empty(n + 1, np.int32)
     rows = np.empty(n, np.int32)
@@ -304,7 +333,7 @@ def _chain_saves(
     ends: Int32s,
     work: Scratch,
 ) -> Int64s:
-    """What each group saves if its rows list the fields of a chain, int64 ``[groups]``.
+    """The savings of each group if its rows list the fields of a chain, int64 ``[groups]``.
 
     Args:
         rows: sorted by the first field of the chain. Changed.
@@ -404,7 +433,7 @@ def _choose(
 
 @jit
 def _score(saves: float, size: int, left: int, per_row: bool) -> float:
-    """What a group saves with the rows that are left, as if all of it were common."""
+    """The savings of a group with the rows that are left, as if all of it were common."""
     score = saves * (left - 1.0) / (size - 1.0)
     return score / left if per_row else score
 
@@ -438,7 +467,7 @@ def _saved_by(
     links: Int64s,
     work: Scratch,
 ) -> int:
-    """What the groups save if each lists the fields of its candidate's chain."""
+    """The savings of the groups if each lists the fields of its candidate's chain."""
     num, n = by_edge.shape
     total = 0
     rows = np.empty(n, np.int32)
@@ -484,7 +513,7 @@ def _numbered(edge: Int32s, candidates: Int32s, taken: Int32s, work: Scratch) ->
 
 # The lightest prefix tree of a few rows, exactly.
 #
-# What all rows of a set have in common is best listed first. So a set costs the values in
+# Values that all rows of a set have in common are best listed first. So a set costs the values in
 # common plus the best way to split it, and a split into several groups is a row of splits
 # in two:
 #
@@ -573,12 +602,6 @@ def best_groups(edge: Int32s, lens: Int32s) -> Int32s:
         waiting[left + 1] = rows ^ part[rows]
         left += 2
     return group
-
-
-def least_weight(edge: NDArray[np.int32], lens: Int32s) -> int:
-    """The least weight of the prefix tree of up to about 14 rows, whatever their orders."""
-    cost, _, _ = best_costs(edge, lens)
-    return int(cost[-1])
 
 
 # Groups of up to some hundred rows, merged from the bottom up.

@@ -278,7 +278,7 @@ def _by_tree(batches: LengthBatches, law: BatchLaw, now: RunningRows) -> int:
         return NONE
     if now.rows > 0 and not _is_small(law, now):
         return NONE
-    may_mix = now.rows == 0 or not law.parks or not _has_mixed_enough(batches)
+    may_mix = now.rows == 0 or not law.parks or not _mixed_share_reached(batches)
     if state.num_next == 0:
         chosen = density_first_search(tree, _budget(law), MIN_ROWS)
         if may_mix or chosen.rows > _GAIN * now.rows:
@@ -303,7 +303,7 @@ def _is_small(law: BatchLaw, now: RunningRows) -> bool:
 
 
 @jit_in_place
-def _has_mixed_enough(batches: LengthBatches) -> bool:
+def _mixed_share_reached(batches: LengthBatches) -> bool:
     state = batches.state[0]
     return bool(state.mixed_ticks >= MAX_MIXED * state.clock)
 
@@ -392,7 +392,7 @@ def wants_switch(batches: LengthBatches, law: BatchLaw, now: RunningRows) -> boo
             state.cuts = 0
             return bool(batches.tree.nodes[0, COUNT] + state.num_next > 0)
         mixed = state.rows_old > 0 and state.rows_new > 0
-        return bool(mixed and _has_mixed_enough(batches))
+        return bool(mixed and _mixed_share_reached(batches))
     if not law.padded or batches.tree.nodes[0, COUNT] == 0:
         return False
     if state.clock % CHECK_TICKS:

@@ -33,7 +33,7 @@ PARKS_FROM = 8.0
 
 
 class BatchLaw(NamedTuple):
-    """What a decode step costs, and how large a batch may be.
+    """The cost of a decode step, and the largest batch.
 
     weight_s: seconds of a step without rows.
     read_s: seconds to read a token's KV.
@@ -76,7 +76,7 @@ BUCKETS = 96
 
 
 class LengthGroups(NamedTuple):
-    """The rows of a job in buckets, rising in length, and what they cost.
+    """The rows of a job in buckets, rising in length, and their costs.
 
     bound: int64 ``[BUCKETS]``, longest length that a bucket may have.
     longest: int64 ``[BUCKETS]``, longest that it has.
@@ -122,7 +122,7 @@ def first_group(
 
     A group of ``rows`` is ``rows / n`` full batches of its :func:`usual_rows` ``n``, or one
     batch. A step of a batch reads ``weights + rows x longest``, both in tokens. The lengths
-    are parted so that the sum over all groups is least.
+    are divided so that the sum over all groups is least.
 
     Args:
         groups: scratch.

@@ -114,7 +114,7 @@ def _beginning(
     """The shortest beginning of the depth-first order that is as large and so cheap."""
     first = int(np.searchsorted(np.cumsum(unknown), least)) + 1
     ends = np.arange(first, tree.num_requests // 4 + 1)
-    # A leaf and the one before it share what would be computed twice.
+    # A leaf and the one before it share the tokens that would be computed twice.
     cheap = ends[tree.lcp[ends] - _common_tokens(tree) <= most_repeated]
     end = int(cheap[0]) if least and len(cheap) else 0
     return tree.order[:end][unknown[:end]]
@@ -146,7 +146,7 @@ def _spaced(size: Int64s, taken: Int64s, in_a_row: int, start: float) -> Int64s:
 def _repeated_tokens(tree: PrefixTree, leaves: Int64s) -> int:
     """Tokens of the prefixes that some leaves share with others, each once.
 
-    What all prompts begin with stays in the cache.
+    A beginning of all prompts stays in the cache.
     """
     chosen = np.zeros(tree.num_requests)
     chosen[leaves] = 1.0

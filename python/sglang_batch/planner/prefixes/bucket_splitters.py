@@ -46,7 +46,7 @@ def cut_order(
 
     A piece has ``fewest`` to ``most`` requests and ends where the price is lowest among
     the places where a cut is allowed, of equal ones in the middle. If there is none, it
-    goes on to the next place where one is. What is left at the end, if it is at most
+    goes on to the next place where one is. The rest at the end, if it is at most
     ``most``, is one piece.
 
     A cut is allowed if its price is at most ``max_repeated`` times the work of either

@@ -141,7 +141,7 @@ def _cut(
     k = slow.shape[1]
     if k <= _MOST_AT_ONCE:
         return _cut_at_once(tree, cost, work, slow, settings)
-    # What each of several cuts loses adds up.
+    # The losses of several cuts add up.
     cuts = int(np.ceil(np.log(k) / np.log(_PARTS)))
     each = _Settings(
         settings.granularity,
@@ -222,7 +222,7 @@ def _cut_at_once(
 
 
 class _Loads(NamedTuple):
-    """What :class:`Partition` has of its shards."""
+    """The part of :class:`Partition` that depends on the shards."""
 
     compute_s: Floats
     memory_s: Floats
@@ -337,7 +337,7 @@ def _dealt(
     largest_first = np.argsort(-np.maximum(compute, memory), kind="stable")
     against_fastest = slow / slow.min(axis=1, keepdims=True)
     unit_shard = deal(largest_first, compute, memory, against_fastest, _MAX_PASSES)
-    ease_slowest(
+    relieve_slowest(
         unit_shard, compute * shares.compute_s, memory * shares.memory_s, slow,
         cost.interference_exponent,
     )  # fmt: skip
@@ -396,7 +396,7 @@ def shared_within_shards(lcp: Int32s, leaf_shard: Int32s, k: int) -> Int32s:
     shared = np.zeros(len(lcp), np.int32)
     last = np.full(k, -1, np.int64)
     # Leaves that share less with the one before them than all later ones do. The first
-    # of them after a leaf tells what that leaf and the present one share.
+    # of them after a leaf tells how much that leaf and the present one share.
     least = np.empty(len(lcp) + 1, np.int64)
     count = 0
     for leaf in range(len(lcp)):
@@ -471,7 +471,7 @@ def deal(
 
 @jit
 def _harm(c: float, m: float, loads: Floats, slow: Floats, s: int) -> float:
-    """Half of what a unit adds to the sum of squares in a shard.
+    """Half of the squares that a unit adds to the sum in a shard.
 
     Without the half of its own squares, which it adds to the fastest shard, too. So among
     engines of the same speed only the loads count.
@@ -482,7 +482,7 @@ def _harm(c: float, m: float, loads: Floats, slow: Floats, s: int) -> float:
 
 
 @jit
-def ease_slowest(
+def relieve_slowest(
     shard: Int32s, compute: Floats, memory: Floats, slow: Floats, exponent: float
 ) -> None:
     """Move units away from the slowest shard, in place.

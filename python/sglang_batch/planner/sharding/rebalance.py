@@ -1,6 +1,6 @@
 """Requests of a running job that move between shards, so that all shards end together.
 
-The slowest shard gives requests to the fastest, one family after another: a family has
+The slowest shard can_give requests to the fastest, one family after another: a family has
 the requests that lack the same prefix in the other shard. First go those that can go as a
 whole, and of these, those that come last in the order. As much of a family moves as makes
 both shards end earliest, where each second of computing its prefix again must save one. So
@@ -8,8 +8,8 @@ a family stays together, or stays where it is, if its prefix is long, and is div
 own work is longer.
 
 The replicas of one server, few and of the same speed, even out in pairs. Among many
-engines, or engines of different speed, the slowest gives until it ends with the mean, not
-with the fastest, so that a few gifts of each suffice, and one that has nothing to give does
+engines, or engines of different speed, the slowest can_give until it ends with the mean, not
+with the fastest, so that a few moves of each suffice, and one that has nothing to give does
 not keep the others from it. An engine that is not there first leaves all that was not sent
 to the one that then ends first.
 """
@@ -31,8 +31,8 @@ from .speeds import ShardSpeeds, speeds_for
 
 # Shards whose ends differ by less than this share are equal.
 _EQUAL = 1e-3
-# Most gifts of one shard to another, for each shard. Two or three suffice.
-_MAX_GIFTS = 8
+# Most moves from one shard to another, for each shard. Two or three suffice.
+_MAX_MOVES = 8
 # Most shards that even out in pairs.
 _MOST_IN_PAIRS = 64
 
@@ -84,7 +84,7 @@ def rebalance(
         )
     shards = _Shards(tree, cost, work, state, speeds)
     if speeds.there.any():
-        shards.leave_missing()
+        shards.empty_missing()
         shards.even_out()
     return shards.shard
 
@@ -123,7 +123,7 @@ class _Shards:
         # Ascending leaves of each shard.
         ends = np.cumsum(np.bincount(self.shard, minlength=len(speeds)))
         self._members = np.split(np.argsort(self.shard, kind="stable"), ends[:-1])
-        # Requests of a giver and a taker below each node. Zeros between gifts.
+        # Requests of a giver and a taker below each node. Zeros between moves.
         self._pending = np.zeros((2, tree.num_nodes), np.int32)
         self._begun = np.zeros((2, tree.num_nodes), np.int32)
         # Compute and memory seconds. Nobody counts those of missing engines.
@@ -142,7 +142,7 @@ class _Shards:
         """Seconds that engines take for compute and memory seconds of ``[2, shards]``."""
         return self._cost.step_time_s(*(loads * self._slow[:, shards]))
 
-    def leave_missing(self) -> None:
+    def empty_missing(self) -> None:
         """Take all that may move away from engines that are not there.
 
         It goes as a whole to the shard that then ends first, which may give it on.
@@ -152,12 +152,12 @@ class _Shards:
             left = members[self._times.may_move[members]]
             if len(left):
                 loads = self._loads[:, self._there].T + self._load(left)
-                heir = self._there[np.argmin(self._ends(loads.T, self._there))]
-                self._hand_over(left, missing, heir)
-                self._loads[:, heir] = self._load(self._members[heir])
+                receiver = self._there[np.argmin(self._ends(loads.T, self._there))]
+                self._reassign(left, missing, receiver)
+                self._loads[:, receiver] = self._load(self._members[receiver])
 
     def even_out(self) -> None:
-        """Let the slowest shard give to the fastest until they end together."""
+        """Move requests from the slowest shard to the fastest until they end together."""
         there = self._there
         seconds = self._ends(self._loads[:, there], there)
         if not seconds.any():
@@ -165,57 +165,63 @@ class _Shards:
         in_pairs = len(there) <= _MOST_IN_PAIRS and np.all(self._slow[:, there] == 1.0)
         # How much of the job each engine can do in the same time.
         pace = 1.0 / self._ends(self._loads.sum(axis=1, keepdims=True), there)
-        gives = np.ones(len(there), np.bool_)
-        for _ in range(_MAX_GIFTS * len(there)):
-            giver = int(np.argmax(np.where(gives, seconds, -1.0)))
+        can_give = np.ones(len(there), np.bool_)
+        for _ in range(_MAX_MOVES * len(there)):
+            giver = int(np.argmax(np.where(can_give, seconds, -1.0)))
             if in_pairs:
-                enough_s, taker = 0.0, int(np.argmin(seconds))
+                target_s, taker = 0.0, int(np.argmin(seconds))
                 difference = seconds[giver] - seconds[taker]
             else:
-                enough_s = float(np.average(seconds[gives], weights=pace[gives]))
-                taker = int(np.argmax((enough_s - seconds) * pace))
-                difference = seconds[giver] - enough_s
+                target_s = float(np.average(seconds[can_give], weights=pace[can_give]))
+                taker = int(np.argmax((target_s - seconds) * pace))
+                difference = seconds[giver] - target_s
             if difference <= _EQUAL * seconds[giver]:
                 break
             pair = there[[giver, taker]]
-            if self._give(pair, enough_s):
+            if self._move_between(pair, target_s):
                 seconds[[giver, taker]] = self._ends(self._loads[:, pair], pair)
                 continue
-            gives[giver] = False
-            if in_pairs or not gives.any():
+            can_give[giver] = False
+            if in_pairs or not can_give.any():
                 break
 
-    def _give(self, pair: Int64s, enough_s: float) -> bool:
-        """Let a giver give to a taker. Returns whether it did.
+    def _move_between(self, pair: Int64s, target_s: float) -> bool:
+        """Move requests from a giver to a taker. Returns whether any moved.
 
         Args:
-            enough_s: the giver need not end earlier.
+            target_s: the giver need not end earlier.
         """
         giver, taker = pair
         times = self._times
         for row, shard in enumerate(pair):
-            count(self._members[shard], times, self._pending[row], self._begun[row])
+            count_requests(
+                self._members[shard], times, self._pending[row], self._begun[row]
+            )
         members = self._members[giver]
         offered = members[times.may_move[members]]
         family = families(offered, times, self._pending[TAKER])
-        order = in_order(
+        order = move_order(
             family, times.leaf_parent[offered], self._far[offered], self._pending[GIVER]
         )
-        loads = self._loads[:, pair]
+        loads = PairLoads(
+            self._loads[:, pair],
+            self._slow[:, pair],
+            target_s,
+            float(self._cost.interference_exponent),
+        )
         offered = offered[order]
-        moves = give(
-            offered, family[order], times, self._pending, self._begun, loads,
-            self._slow[:, pair], enough_s, float(self._cost.interference_exponent),
-        )  # fmt: skip
+        moves = move_families(
+            offered, family[order], times, self._pending, self._begun, loads
+        )
         for shard in pair:
-            forget(self._members[shard], times, self._pending, self._begun)
-        self._loads[:, pair] = loads
+            reset_counts(self._members[shard], times, self._pending, self._begun)
+        self._loads[:, pair] = loads.loads
         if not moves.any():
             return False
-        self._hand_over(np.sort(offered[moves]), giver, taker)
+        self._reassign(np.sort(offered[moves]), giver, taker)
         return True
 
-    def _hand_over(self, leaves: Int64s, giver: int, taker: int) -> None:
+    def _reassign(self, leaves: Int64s, giver: int, taker: int) -> None:
         """Note that ascending leaves have another shard."""
         self.shard[leaves] = taker
         members = self._members
@@ -230,7 +236,7 @@ Counts = NDArray[np.int32]
 
 
 class LeafTimes(NamedTuple):
-    """What is left of a job, by the nodes of its tree and by leaf. Times are in seconds of
+    """The work that is left of a job, by the nodes of its tree and by leaf. Times are in seconds of
     the cost model.
 
     parent, leaf_parent: as of the tree.
@@ -259,7 +265,7 @@ def prefixes_s(
         members: int64, leaves of the shard.
         pending, begun: int32 ``[m]`` of zeros, as they are again afterwards.
     """
-    count(members, times, pending, begun)
+    count_requests(members, times, pending, begun)
     total = 0.0
     for leaf in members:
         node = times.leaf_parent[leaf]
@@ -272,7 +278,9 @@ def prefixes_s(
 
 
 @jit
-def count(members: Int64s, times: LeafTimes, pending: Counts, begun: Counts) -> None:
+def count_requests(
+    members: Int64s, times: LeafTimes, pending: Counts, begun: Counts
+) -> None:
     """Add a shard's requests to the nodes above them, int32 ``[m]`` each: those that have
     not ended, and those that have begun, so that the prefix is computed."""
     for leaf in members:
@@ -284,8 +292,10 @@ def count(members: Int64s, times: LeafTimes, pending: Counts, begun: Counts) -> 
 
 
 @jit
-def forget(members: Int64s, times: LeafTimes, pending: Counts, begun: Counts) -> None:
-    """Set the nodes above a shard's requests to 0 again, for both shards of a gift."""
+def reset_counts(
+    members: Int64s, times: LeafTimes, pending: Counts, begun: Counts
+) -> None:
+    """Set the nodes above a shard's requests to 0 again, for both shards of a move."""
     for leaf in members:
         node = times.leaf_parent[leaf]
         while node >= 0:
@@ -311,7 +321,7 @@ def families(offered: Int64s, times: LeafTimes, pending: Counts) -> Int64s:
     return family
 
 
-def in_order(family: Int64s, node: Int32s, far: Floats, pending: Counts) -> Int64s:
+def move_order(family: Int64s, node: Int32s, far: Floats, pending: Counts) -> Int64s:
     """The order in which leaves are given away, int64.
 
     Args:
@@ -334,10 +344,26 @@ def in_order(family: Int64s, node: Int32s, far: Floats, pending: Counts) -> Int6
     return order
 
 
+class PairLoads(NamedTuple):
+    """The loads of a giver and a taker while requests move between them.
+
+    loads: float64 ``[2, 2]``, compute and memory seconds of both, which moves change.
+    slow: float64 ``[2, 2]``, seconds that the engines of both take for one of those.
+    target_s: seconds below which an end is as good as any other. 0: all families are
+        offered.
+    exponent: k of :func:`~..costs.cost_model.overlapped`.
+    """
+
+    loads: Floats
+    slow: Floats
+    target_s: float
+    exponent: float
+
+
 @jit
-def give(
+def move_families(
     offered: Int64s, family: Int64s, times: LeafTimes, pending: Counts, begun: Counts,
-    loads: Floats, slow: Floats, enough_s: float, exponent: float,
+    pair: PairLoads,
 ) -> Bools:  # fmt: skip
     """Move some of the offered leaves, family by family. Returns which, bool.
 
@@ -346,35 +372,30 @@ def give(
             their families.
         pending, begun: int32 ``[2, m]``, requests of the giver and the taker below each
             node, which are changed.
-        loads: float64 ``[2, 2]``, compute and memory seconds of the giver and the taker,
-            which are changed.
-        slow: float64 ``[2, 2]``, seconds that the engines of both take for one of those.
-        enough_s: seconds below which an end is as good as any other. 0: all families are
-            offered.
-        exponent: k of :func:`~..costs.cost_model.overlapped`.
     """
+    slow, target_s = pair.slow, pair.target_s
     # As if both engines had the mean of their speeds.
     mean = 2.0 / (1.0 / slow[:, GIVER] + 1.0 / slow[:, TAKER])
     moved = np.zeros(len(offered), np.bool_)
     begin = 0
     while begin < len(offered):
-        if enough_s > 0.0 and _seconds_of(
-            loads, slow[:, GIVER], GIVER, exponent
-        ) <= max(enough_s, _seconds_of(loads, slow[:, TAKER], TAKER, exponent)):
+        if target_s > 0.0 and _seconds_of(pair, slow[:, GIVER], GIVER) <= max(
+            target_s, _seconds_of(pair, slow[:, TAKER], TAKER)
+        ):
             break
         end = begin + 1
         while end < len(offered) and family[end] == family[begin]:
             end += 1
-        least, best, at = _cost(loads, slow, mean, enough_s, exponent), begin, begin
+        least, best, at = _cost(pair, mean), begin, begin
         while at < end:
-            _move(offered[at], TAKER, times, pending, begun, loads)
+            _move(offered[at], TAKER, times, pending, begun, pair.loads)
             at += 1
-            now = _cost(loads, slow, mean, enough_s, exponent)
+            now = _cost(pair, mean)
             # By more than rounding errors.
             if now < least * (1.0 - 1e-9):
                 least, best = now, at
         for i in range(best, at):
-            _move(offered[i], GIVER, times, pending, begun, loads)
+            _move(offered[i], GIVER, times, pending, begun, pair.loads)
         moved[begin:best] = True
         if begin < best < end:
             break  # both end together
@@ -404,22 +425,21 @@ def _move(
 
 
 @jit
-def _cost(
-    loads: Floats, slow: Floats, mean: Floats, enough_s: float, exponent: float
-) -> float:
-    """What moves have to lower: the later end, and the work of both together."""
-    given = _seconds_of(loads, slow[:, GIVER], GIVER, exponent)
-    taken = _seconds_of(loads, slow[:, TAKER], TAKER, exponent)
-    later = max(given, taken, enough_s)
+def _cost(pair: PairLoads, mean: Floats) -> float:
+    """The cost that moves have to lower: the later end, and the work of both together."""
+    slow = pair.slow
+    given = _seconds_of(pair, slow[:, GIVER], GIVER)
+    taken = _seconds_of(pair, slow[:, TAKER], TAKER)
+    later = max(given, taken, pair.target_s)
     if slow[0, GIVER] != slow[0, TAKER] or slow[1, GIVER] != slow[1, TAKER]:
-        given = _seconds_of(loads, mean, GIVER, exponent)
-        taken = _seconds_of(loads, mean, TAKER, exponent)
+        given = _seconds_of(pair, mean, GIVER)
+        taken = _seconds_of(pair, mean, TAKER)
     return later + given + taken
 
 
 @jit
-def _seconds_of(loads: Floats, slow: Floats, shard: int, exponent: float) -> float:
+def _seconds_of(pair: PairLoads, slow: Floats, shard: int) -> float:
     """Seconds that an engine as slow, ``[2]``, takes for the loads of a shard."""
-    compute, memory = max(loads[0, shard], 0.0), max(loads[1, shard], 0.0)
-    seconds: float = overlapped(compute * slow[0], memory * slow[1], exponent)
+    compute, memory = max(pair.loads[0, shard], 0.0), max(pair.loads[1, shard], 0.0)
+    seconds: float = overlapped(compute * slow[0], memory * slow[1], pair.exponent)
     return seconds

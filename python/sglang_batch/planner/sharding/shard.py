@@ -28,19 +28,14 @@ class ShardJob:
     requests: PlanRequests
 
 
-def shard_job(tree: PrefixTree, requests: PlanRequests, index: Int64s) -> ShardJob:
-    """Some requests as a job that can be planned alone. Prompts are copied.
-
-    Args:
-        index: int64, the numbers of the requests in ascending order.
-    """
-    return shard_jobs(tree, requests, [index])[0]
-
-
 def shard_jobs(
     tree: PrefixTree, requests: PlanRequests, indices: Sequence[Int64s]
 ) -> list[ShardJob]:
-    """The same for several shards of a job."""
+    """Shards as jobs that can be planned alone. Prompts are copied.
+
+    Args:
+        indices: int64 arrays, the numbers of each shard's requests in ascending order.
+    """
     position = np.empty_like(tree.order)
     position[tree.order] = np.arange(tree.num_requests)
     return [

@@ -328,8 +328,8 @@ def in_pages(sim: Sim, tokens: int) -> int:
 
 # Notes of changes to rows, for those who keep rows by their lengths.
 #
-# They are taken in one place, ``batch_admission.take_notes``, before each step: what keeps rows by
-# length is not given to all functions of the simulator.
+# They are taken in one place, ``batch_admission.take_notes``, before each step, so that the heap,
+# the forecast and the batches of rows by length are not passed to all functions of the simulator.
 
 DECODES, LEAVES, WAITS, COMES_BACK = 0, 1, 2, 3
 

@@ -3,7 +3,7 @@
 Every step decodes all running requests by one token and computes prompt tokens in the
 same batch (continuous batching, chunked prefill, mixed batches). KV is counted in pages,
 shared prefixes once. A step takes the overlap of its compute and its memory time
-(:func:`~..costs.cost_model.overlapped`), and what neither takes. True output lengths are
+(:func:`~..costs.cost_model.overlapped`), and the seconds that are neither. True output lengths are
 hidden from admission, which uses estimates and learns a length when the request ends.
 """
 
@@ -19,10 +19,10 @@ from ...errors import ConfigError
 from ..admission_rules.kv_forecast import make_forecast, make_padded_forecast
 from ..costs.cost_model import ALWAYS_MIXED, CostModel, MixingCost
 from ..costs.tree_work import decode_step_moments, planned_work, read_len
-from ..kv_lengths.batch_state import LengthBatches, make_batches
+from ..kv_lengths.batch_state import make_batches
 from ..kv_lengths.length_groups import BatchLaw, parking_pays
 from ..machine_model import EngineLimits
-from ..ordering.order import LengthKeys
+from ..ordering.order import LengthKeys, Order
 from ..prefixes.prefix_tree import PrefixTree
 from ..requests import Floats, Int32s, Int64s
 from .engine_state import (
@@ -114,91 +114,59 @@ def simulate(
     cost: CostModel,
     limits: EngineLimits,
     *,
-    order: Int64s,
+    order: Order,
     output_len: Int32s,
     est_output_len: Floats | None = None,
     est_output_len_sq: Floats | None = None,
     max_new_tokens: Int32s | None = None,
-    density: Floats | None = None,
-    num_left: int = 0,
-    lengths: LengthKeys | None = None,
 ) -> Simulation:
     """Run a job in a given order.
 
     Args:
-        order: int64 ``[n]``, requests by position.
         output_len: int32 ``[n]`` by request, the true lengths.
         est_output_len, est_output_len_sq: float64 ``[n]`` by request, first and second
             moment of the output length, for admission. None: the true lengths.
         max_new_tokens: int32 ``[n]`` by request, which estimates do not exceed.
-        density: float64 ``[n]`` by position in ``order``. With it, the dual scanner
-            takes the order from both ends. None: requests are taken in order.
-        num_left: requests of ``order`` that are on the left side.
-        lengths: with it, requests join in batches of similar KV length, and ``order``
-            says in which order the engine learns of them.
 
     Raises:
         ConfigError: a request needs more KV than the engine has.
     """
     check_capacity(tree, output_len, limits)
-    output_tokens = int(np.maximum(output_len, 1).sum(dtype=np.int64))
     if est_output_len is None:
         est_output_len = output_len.astype(np.float64)
     if est_output_len_sq is None:
         est_output_len_sq = est_output_len**2
-    if max_new_tokens is None:
-        max_new_tokens = np.full(len(order), np.iinfo(np.int32).max, dtype=np.int32)
-    state = make_state(len(order))
+    n = tree.num_requests
+    state = make_state(n)
     state["compute_planned"], state["kv_read_planned"] = planned_work(
         tree, cost, est_output_len, est_output_len_sq, as_sglang=limits.as_sglang
     )
+    requests = _requests(tree, cost, limits, output_len, max_new_tokens)
+    requests["key"], requests["family"] = _batch_keys(tree, order.lengths)
     # In the textbook engine, each output token takes a decode step.
-    est_decode_steps, est_decode_steps_sq = est_output_len, est_output_len_sq
+    steps, steps_sq = est_output_len, est_output_len_sq
     if limits.as_sglang:
-        est_decode_steps, est_decode_steps_sq = decode_step_moments(
-            est_output_len, est_output_len_sq
-        )
-    requests = _requests(tree, output_len, max_new_tokens, limits.page_size)
-    if limits.as_sglang:
-        _count_decode_steps(requests, overlapped=limits.overlapped)
-    requests["read_len"] = read_len(tree, cost)
-    requests["more_reads"] = cost.more_reads(tree.input_len)
-    if tree.media is not None:
-        requests["media"] = tree.media.input_len
-    requests["est_decode_steps_mean"] = est_decode_steps[tree.order]
-    requests["est_decode_steps_sq"] = est_decode_steps_sq[tree.order]
-    requests["family"] = NONE
-    if lengths is not None:
-        requests["key"] = lengths.key[tree.order]
-        requests["family"] = lengths.family[tree.order]
-    engine = _engine(cost, limits, lengths)
-    n = tree.num_requests
+        steps, steps_sq = decode_step_moments(steps, steps_sq)
+    requests["est_decode_steps_mean"] = steps[tree.order]
+    requests["est_decode_steps_sq"] = steps_sq[tree.order]
+    eviction = PLANNED if limits.plan_aware_eviction else LRU
     sim = Sim(
-        engine=engine,
-        queue=_queue(tree, order, density, num_left, lengths),
+        engine=_engine(cost, limits),
+        queue=_queue(tree, order),
         requests=requests,
         growing=np.zeros((2, limits.page_size), np.int64),
         state=state,
         sides=make_sides(),
-        lists=make_lists(len(order), int(requests["decode_steps"].max(initial=1))),
+        lists=make_lists(n, int(requests["decode_steps"].max(initial=1))),
         cache=make_cache(
-            tree,
-            PLANNED if limits.plan_aware_eviction else LRU,
-            limits.page_size,
-            keeps_states=limits.keeps_states,
+            tree, eviction, limits.page_size, keeps_states=limits.keeps_states
         ),
-        forecast=make_forecast(
-            int(est_decode_steps.max(initial=1.0)), limits.page_size
-        ),
+        forecast=make_forecast(int(steps.max(initial=1.0)), limits.page_size),
     )
-    row_lengths = RowLengths(
-        heap=_heap(3 * n + 1),
-        cells=make_padded_forecast(n + 1 if limits.dense else 0),
-        batches=_batches(n, lengths),
-        law=_law(engine, prefetches=limits.prefetches),
-    )
+    row_lengths = _row_lengths(sim.engine, limits, order.lengths, n)
     samples = np.zeros((6, NUM_SAMPLES))
     stride = run_steps(sim, row_lengths, samples)
+    output_tokens = int(np.maximum(output_len, 1).sum(dtype=np.int64))
     return _result(tree, limits, sim, row_lengths, samples, stride, output_tokens)
 
 
@@ -218,18 +186,39 @@ def check_capacity(tree: PrefixTree, output_len: Int32s, limits: EngineLimits) -
 
 
 def _requests(
-    tree: PrefixTree, output_len: Int32s, max_new_tokens: Int32s, page_size: int
+    tree: PrefixTree,
+    cost: CostModel,
+    limits: EngineLimits,
+    output_len: Int32s,
+    max_new_tokens: Int32s | None,
 ) -> NDArray[Any]:
-    """``REQUEST [n]`` by leaf, with one decode step for each output token."""
+    """``REQUEST [n]`` by leaf, without their estimates and lengths in batches."""
     requests = np.zeros(tree.num_requests, REQUEST)
     requests["input_len"] = tree.input_len
-    shared = tree.depth[tree.leaf_parent] // page_size * page_size
+    requests["read_len"] = read_len(tree, cost)
+    requests["more_reads"] = cost.more_reads(tree.input_len)
+    if tree.media is not None:
+        requests["media"] = tree.media.input_len
+    shared = tree.depth[tree.leaf_parent] // limits.page_size * limits.page_size
     requests["own"] = tree.input_len - shared
     requests["node"] = tree.leaf_parent
     requests["decode_steps"] = np.maximum(output_len[tree.order], 1)
-    requests["max_decode_steps"] = max_new_tokens[tree.order]
+    requests["max_decode_steps"] = np.iinfo(np.int32).max
+    if max_new_tokens is not None:
+        requests["max_decode_steps"] = max_new_tokens[tree.order]
+    if limits.as_sglang:
+        _count_decode_steps(requests, overlapped=limits.overlapped)
     requests["event"] = NONE
     return requests
+
+
+def _batch_keys(
+    tree: PrefixTree, lengths: LengthKeys | None
+) -> tuple[Int32s | int, Int32s | int]:
+    """The length and the family by which each leaf joins a batch."""
+    if lengths is None:
+        return 0, NONE
+    return lengths.key[tree.order], lengths.family[tree.order]
 
 
 def _count_decode_steps(requests: NDArray[Any], *, overlapped: bool) -> None:
@@ -248,17 +237,11 @@ def _count_decode_steps(requests: NDArray[Any], *, overlapped: bool) -> None:
         requests["decode_steps"] -= 1
 
 
-def _queue(
-    tree: PrefixTree,
-    order: Int64s,
-    density: Floats | None,
-    num_left: int,
-    lengths: LengthKeys | None,
-) -> Queue:
-    n = len(order)
+def _queue(tree: PrefixTree, order: Order) -> Queue:
+    n, density = len(order.requests), order.density
     leaf_of = np.empty(n, dtype=np.int64)
     leaf_of[tree.order] = np.arange(n)
-    by_position = leaf_of[order]
+    by_position = leaf_of[order.requests]
     rank = np.empty(n, dtype=np.int64)
     position = np.empty(n, dtype=np.int64)
     positions = np.arange(n)
@@ -272,23 +255,18 @@ def _queue(
         rank=rank,
         density=np.zeros(n) if density is None else density,
         dual=density is not None,
-        num_left=num_left,
-        rule=0 if lengths is None else lengths.rule,
+        num_left=order.num_left,
+        rule=0 if order.lengths is None else order.lengths.rule,
     )
 
 
-def _heap(size: int) -> RowHeap:
-    return RowHeap(np.zeros(size, np.int64), np.zeros(size, np.int64))
-
-
-def _batches(num_requests: int, lengths: LengthKeys | None) -> LengthBatches:
-    if lengths is None:
-        return _NO_BATCHES
-    return make_batches(num_requests, lengths.rule, lengths.max_wait_steps)
-
-
-def _law(engine: SimEngine, *, prefetches: bool) -> BatchLaw:
-    return BatchLaw(
+def _row_lengths(
+    engine: SimEngine, limits: EngineLimits, keys: LengthKeys | None, num_requests: int
+) -> RowLengths:
+    batches, heap_size = _NO_BATCHES, 3 * num_requests + 1
+    if keys is not None:
+        batches = make_batches(num_requests, keys.rule, keys.max_wait_steps)
+    law = BatchLaw(
         weight_s=engine.weight_read_time_s,
         read_s=engine.kv_read_time_s,
         row_share=engine.row_share,
@@ -296,13 +274,17 @@ def _law(engine: SimEngine, *, prefetches: bool) -> BatchLaw:
         capacity=float(engine.kv_capacity),
         max_rows=engine.max_running,
         parks=not engine.as_sglang
-        or (prefetches and parking_pays(engine.row_share, padded=engine.padded)),
+        or (limits.prefetches and parking_pays(engine.row_share, padded=engine.padded)),
+    )
+    return RowLengths(
+        heap=RowHeap(np.zeros(heap_size, np.int64), np.zeros(heap_size, np.int64)),
+        cells=make_padded_forecast(num_requests + 1 if limits.dense else 0),
+        batches=batches,
+        law=law,
     )
 
 
-def _engine(
-    cost: CostModel, limits: EngineLimits, lengths: LengthKeys | None
-) -> SimEngine:
+def _engine(cost: CostModel, limits: EngineLimits) -> SimEngine:
     return SimEngine(
         kv_capacity=limits.kv_capacity_tokens // limits.page_size * limits.page_size,
         page_size=limits.page_size,

@@ -76,11 +76,11 @@ def _grow(sim: Sim, lengths: RowLengths) -> None:
 
 
 @jit_in_place
-def _sample(
-    samples: Floats, stride: int, step: int, seconds: float, compute: float,
-    memory: float, rows: int, tokens: int, longest: int,
-) -> int:  # fmt: skip
+def _sample(samples: Floats, stride: int, step: int, values: tuple[float, ...]) -> int:
     """Add a step to its column. When all columns are full, join them in pairs.
+
+    Args:
+        values: one for each row of ``samples``.
 
     Returns:
         Steps per column.
@@ -94,12 +94,8 @@ def _sample(
                 samples[row, j] = 0.0
         stride *= 2
     column = step // stride
-    samples[0, column] += seconds
-    samples[1, column] += compute
-    samples[2, column] += memory
-    samples[3, column] += rows
-    samples[4, column] += tokens
-    samples[5, column] += longest
+    for row in range(len(samples)):
+        samples[row, column] += values[row]
     return stride
 
 
@@ -189,6 +185,47 @@ def _split_seconds(sim: Sim, tokens: int, attention: float, reads: float) -> flo
     return float(overlapped(prompts, decodes, sim.engine.split_exponent))
 
 
+@jit_inlined
+def _charge(
+    sim: Sim, tokens: int, attention: float, alone: bool, ended: int
+) -> tuple[float, float, float]:
+    """Add the time of a step to the totals.
+
+    Args:
+        tokens: of prompts.
+        attention: seconds of attention over them.
+        alone: whether rows do not decode in it.
+        ended: requests that ended in the step before.
+
+    Returns:
+        Seconds of the step, and its compute and memory time.
+    """
+    engine, state = sim.engine, sim.state[0]
+    multiple = engine.batch_multiple
+    decoding = 0 if alone else state.decoding
+    charged = -(-(tokens + decoding) // multiple) * multiple
+    attention += state.media * engine.encoder_token_time_s
+    reads = 0.0 if alone else kv_reads(sim)
+    compute, memory, other = _step_seconds(sim, charged, decoding, attention, reads)
+    other += ended * engine.extras.request_s
+    seconds = overlapped(compute, memory, engine.interference_exponent) + other
+    if engine.split_exponent > 1.0 and state.prompts > 0 and decoding > 0:
+        split = _split_seconds(sim, charged, attention, reads) + other
+        if seconds >= (1.0 + MIN_SPLIT_GAIN) * split:
+            seconds = split
+    state.work += charged * engine.token_time_s + attention
+    state.compute += compute
+    state.memory += memory
+    state.kv_read += reads * engine.kv_read_time_s
+    state.seconds += seconds
+    state.media = 0
+    state.prompts = 0
+    state.context = state.squares = 0.0
+    if alone:
+        state.apart += 1
+    return seconds, compute, memory
+
+
 @jit_in_place
 def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
     """Simulate steps until the job has ended.
@@ -203,7 +240,6 @@ def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
     """
     engine = sim.engine
     state = sim.state[0]
-    multiple = engine.batch_multiple
     stride = 1
     target = 1.0
     counted = 0
@@ -221,35 +257,18 @@ def run_steps(sim: Sim, lengths: RowLengths, samples: Floats) -> int:
             end_of_step(sim)
             state.step += 1
             continue
-        decoding = 0 if alone else state.decoding
-        charged = -(-(tokens + decoding) // multiple) * multiple
-        attention += state.media * engine.encoder_token_time_s
-        reads = 0.0 if alone else kv_reads(sim)
-        kv_read = reads * engine.kv_read_time_s
-        compute, memory, other = _step_seconds(sim, charged, decoding, attention, reads)
-        other += (state.done - counted) * engine.extras.request_s
+        seconds, compute, memory = _charge(
+            sim, tokens, attention, alone, state.done - counted
+        )
         counted = state.done
-        seconds = overlapped(compute, memory, engine.interference_exponent) + other
-        if engine.split_exponent > 1.0 and state.prompts > 0 and decoding > 0:
-            split = _split_seconds(sim, charged, attention, reads) + other
-            if seconds >= (1.0 + MIN_SPLIT_GAIN) * split:
-                seconds = split
-        state.work += charged * engine.token_time_s + attention
-        state.compute += compute
-        state.memory += memory
-        state.kv_read += kv_read
-        state.seconds += seconds
-        state.media = 0
-        state.prompts = 0
-        state.context = state.squares = 0.0
-        if alone:
-            state.apart += 1
         step = state.step - 1 - state.idle
-        held = 0 if alone else state.read_base + decoding * state.step
+        rows = held = longest = 0.0
+        if not alone:
+            rows, longest = float(state.decoding), float(state.longest)
+            held = float(state.read_base + state.decoding * state.step)
         stride = _sample(
-            samples, stride, step, seconds, compute, memory,
-            decoding, held, 0 if alone else state.longest,
-        )  # fmt: skip
+            samples, stride, step, (seconds, compute, memory, rows, held, longest)
+        )
         if alone:
             continue
         if sim.queue.rule > 0 and state.decoding > 0:

@@ -226,8 +226,8 @@ def dense_machine(loaded: LoadedModel, settings: DenseSettings) -> Machine:
         attention_flops=True,
         weight_reads=True,
         interference_exponent=NO_OVERLAP,
-        padded=True,
     )
+    cost = replace(cost, padded=True)
     step_tokens = settings.prefill_tokens
     return Machine(
         cost,

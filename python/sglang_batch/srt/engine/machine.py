@@ -110,11 +110,13 @@ def datasheet_cost(
         parallelism(tokenizer_manager, state),
         shared_kv_read_once=bool(ours.get("shares_prefixes")),
         interference_exponent=NO_OVERLAP,
-        row_share=measured_row_share(row_share_key(tokenizer_manager, state, spec)),
     )
+    row_share = measured_row_share(row_share_key(tokenizer_manager, state, spec))
     # From the trial at start, on a GPU.
     split_exponent: Any = ours.get("split_exponent", NO_OVERLAP)
-    return replace(cost, split_exponent=float(split_exponent))
+    return replace(
+        cost, row_share=float(row_share), split_exponent=float(split_exponent)
+    )
 
 
 def _spec(tokenizer_manager: TokenizerManager, state: SchedulerState) -> ModelSpec:

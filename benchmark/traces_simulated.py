@@ -21,7 +21,7 @@ from sglang_batch.planner.output_lengths.sample import choose_sample
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree, build_prefix_tree
 from sglang_batch.planner.requests import Int32s, Int64s, PlanRequests
 from sglang_batch.planner.sharding.partition import partition
-from sglang_batch.planner.sharding.shard import shard_job
+from sglang_batch.planner.sharding.shard import shard_jobs
 from sglang_batch.planner.simulator.simulator import Simulation, simulate
 from sglang_batch.prediction.workloads.mix import TRACES, Workload, blend
 
@@ -141,7 +141,7 @@ def _split(job: _Job, whole_s: float, num_shards: int) -> SplitFigures:
     cut = partition(job.tree, A100, work, num_shards)
     shards = []
     for number in range(num_shards):
-        part = shard_job(job.tree, job.requests, cut.requests_of(number))
+        (part,) = shard_jobs(job.tree, job.requests, [cut.requests_of(number)])
         index = part.index
         estimates = OutputEstimates(mean[index], mean_sq[index])
         sample = np.flatnonzero(np.isin(index, job.sample))

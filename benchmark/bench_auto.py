@@ -21,6 +21,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from report import RESULTS, Figure, finish, print_figures, print_table
@@ -157,7 +158,7 @@ def seconds(shape: Shape, order: Order, estimates: OutputEstimates) -> float:
     return run.seconds
 
 
-def print_worst(rows: list, show: int) -> None:
+def print_worst(rows: list[tuple[Any, ...]], show: int) -> None:
     worst = sorted(rows, key=lambda row: -row[0])[:show]
     print_table(
         f"the worst {len(worst)}",
@@ -248,7 +249,8 @@ def lengths(random: Generator, group: np.ndarray, limit: int) -> Int32s:
         mean = np.exp(random.normal(np.log(mean[0]), 0.9, group.max() + 1))[group]
     spread = 1.3 if kind == "tail" else 0.3
     drawn = np.exp(random.normal(np.log(mean) - spread**2 / 2, spread))
-    return np.clip(drawn, 1, limit).astype(np.int32)
+    clipped: Int32s = np.clip(drawn, 1, limit).astype(np.int32)
+    return clipped
 
 
 def text(random: Generator, size: float) -> np.ndarray:
@@ -288,7 +290,7 @@ def chats(random: Generator, n: int) -> tuple[Prompts, np.ndarray]:
     """A system prompt, and conversations whose turns are a request each."""
     system = text(random, between(random, 50, 1500))
     prompts: Prompts = []
-    group = []
+    group: list[int] = []
     while len(prompts) < n:
         talk, number = system, len(group)
         for _ in range(int(random.integers(1, 8))):

@@ -211,7 +211,7 @@ class CachedAnswers:
     """The answers of one scope in a cache.
 
     Args:
-        scope: of :func:`~.answer_scope.answer_scope`.
+        scope: of :func:`answer_scope`.
     """
 
     def __init__(self, cache: AnswerCache, scope: bytes) -> None:
@@ -270,7 +270,7 @@ class ModelAnswers:
     """The cache of a model, which is the same for all its jobs.
 
     Args:
-        model, options: see :func:`~.answer_scope.answer_scope`.
+        model, options: see :func:`answer_scope`.
 
     Raises:
         ConfigError: the directory of ``config.answer_cache`` cannot be used.

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +44,27 @@ class RootTokens:
         )
 
 
-class TokenSpool:
+class _Spool:
+    """A file that is deleted at the end of its context."""
+
+    def __init__(self, path: Path, *, buffering: int = -1) -> None:
+        self._path = path
+        self._file = open(path, "w+b", buffering=buffering)  # noqa: SIM115 - see __exit__
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+class TokenSpool(_Spool):
     """Append prompts in order, then read them all as two arrays.
 
     Half a million long prompts do not fit in memory. The file is mapped, so only the
@@ -56,8 +77,7 @@ class TokenSpool:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = open(path, "w+b")  # noqa: SIM115 - closed with the spool
+        super().__init__(path)
         self._offsets = array("q", [0])
         self._replaced = array("i")  # the token in whose place another is, or -1
         self._first = array("i")  # the first token, or -1 where it is as it was
@@ -110,28 +130,15 @@ class TokenSpool:
             return np.empty(0, dtype=np.int32), offsets
         return np.memmap(self._path, dtype=np.int32, mode="r"), offsets
 
-    def __enter__(self) -> TokenSpool:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._file.close()
-        self._path.unlink(missing_ok=True)
-
-
-class RecordSpool:
+class RecordSpool(_Spool):
     """Append a record of bytes for each request, and read any of them again.
 
     The file is deleted when the spool is closed.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = open(path, "w+b", buffering=0)  # noqa: SIM115 - closed with the spool
+        super().__init__(path, buffering=0)
         self._offsets = array("q", [0])
 
     def append(self, record: bytes) -> None:
@@ -143,15 +150,3 @@ class RecordSpool:
         """A record by its place in the order of :meth:`append`."""
         begin, end = self._offsets[index], self._offsets[index + 1]
         return os.pread(self._file.fileno(), end - begin, begin)
-
-    def __enter__(self) -> RecordSpool:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._file.close()
-        self._path.unlink(missing_ok=True)

@@ -242,7 +242,7 @@ class KeyMiddleware:
     """Finds out who calls, and refuses calls that this caller may not make.
 
     The keys are in ``app.state.offline_batch_access``, which is set once the app has
-    started. Until then every call is refused. :func:`.callers.caller_of` returns the
+    started. Until then every call is refused. :func:`caller_of` returns the
     caller that was found.
     """
 

@@ -47,7 +47,7 @@ class FrontOptions:
 
     urls, workers_key: of the servers that have engines, and the key of their admin.
     directory: of the batches.
-    api_key, admin_key: see :func:`.given_keys`.
+    api_key, admin_key: see :func:`~.access.keys.given_keys`.
     metrics: whether ``/metrics`` is there.
     ssl: uvicorn's ``ssl_keyfile``, ``ssl_certfile`` and the like.
     """

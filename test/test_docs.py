@@ -94,3 +94,8 @@ def test_the_front_page_comes_to_the_point() -> None:
 def test_the_documentation_is_short() -> None:
     pages = (ROOT / "docs").glob("*.md")
     assert sum(len(page.read_text().split()) for page in pages) <= 30_000
+
+
+def test_the_pages_together_are_short() -> None:
+    pages = (ROOT / "docs").glob("*.md")
+    assert sum(len(page.read_text().split()) for page in pages) <= 30_000

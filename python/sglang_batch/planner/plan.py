@@ -8,7 +8,7 @@
 any policy. Plans and predictions are both made from it.
 
 ``auto`` simulates every order with random lengths from the estimates' distribution and
-takes the fastest. Of equally fast ones it takes the first in ``policies.ORDERS``. The
+takes the fastest. Of equally fast ones it takes the first in ``config.ORDERS``. The
 admissions of an order that is taken from both ends depend on the engine, so an engine
 that can only follow an order is sent the admission order of the simulated run.
 """

@@ -110,11 +110,11 @@ def test_parameters_are_names_and_stars() -> None:
             "sglang.srt.managers.scheduler:Scheduler",
         ),
         (
-            "scheduler.prefill_adder.OfflinePrefillAdder",
+            "scheduler.sglang_parts.OfflinePrefillAdder",
             "sglang.srt.managers.schedule_policy:PrefillAdder",
         ),
         (
-            "scheduler.prefill_adder.OfflineSchedulePolicy",
+            "scheduler.sglang_parts.OfflineSchedulePolicy",
             "sglang.srt.managers.schedule_policy:SchedulePolicy",
         ),
         (
@@ -122,12 +122,12 @@ def test_parameters_are_names_and_stars() -> None:
             "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache",
         ),
         (
-            "scheduler.step_results.OfflineOutputStreamer",
+            "scheduler.sglang_parts.OfflineOutputStreamer",
             "sglang.srt.managers.scheduler_components.output_streamer:"
             "SchedulerOutputStreamer",
         ),
         (
-            "scheduler.step_results.OfflineResultProcessor",
+            "scheduler.sglang_parts.OfflineResultProcessor",
             "sglang.srt.managers.scheduler_components.batch_result_processor:"
             "SchedulerBatchResultProcessor",
         ),

@@ -31,7 +31,7 @@ from sglang_batch.srt.compat.support import (
     config_in_mode,
 )
 from sglang_batch.srt.disaggregation import pairing
-from sglang_batch.srt.disaggregation.pairing import Pairing
+from sglang_batch.srt.disaggregation.pairing import STICKY, Pairing
 from sglang_batch.srt.disaggregation.prefill_calls import (
     CALL_PATH,
     JOBS_PATH,
@@ -325,12 +325,12 @@ async def _spread() -> None:
 
         for fake in fakes:
             fake.answer = hold
-        for i in range(4 * pairing.STICKY):
+        for i in range(4 * STICKY):
             pairing.pair(message(f"batch_1-{i:08d}"))
             await asyncio.sleep(0)
-        await until(lambda: sum(len(f.calls) for f in fakes) == 4 * pairing.STICKY)
+        await until(lambda: sum(len(f.calls) for f in fakes) == 4 * STICKY)
         counts = sorted(len(fake.calls) for fake in fakes)
-        assert counts[0] >= pairing.STICKY
+        assert counts[0] >= STICKY
         runs = [int(call.rid[-8:]) for call in fakes[0].calls]
         assert np.sum(np.diff(sorted(runs)) != 1) <= 4  # long runs of neighbours
         forever.set()

@@ -72,3 +72,12 @@ def test_overlap_is_one_of_its_three_values() -> None:
         assert OfflineBatchConfig(overlap=value).overlap == value
     with pytest.raises(ConfigError, match="overlap=True is not known; choose one of"):
         OfflineBatchConfig.from_json('{"overlap": true}')
+
+
+def test_a_setting_has_a_description_and_a_misspelt_one_a_suggestion() -> None:
+    for field in dataclasses.fields(OfflineBatchConfig):
+        assert field.metadata["description"] and field.metadata["section"]
+    with pytest.raises(ConfigError, match=r"no setting 'polcy'.*Did you mean 'policy'"):
+        OfflineBatchConfig.from_json('{"polcy": "dfs"}')
+    with pytest.raises(TypeError, match="Did you mean 'policy'"):
+        OfflineBatchConfig(polcy="dfs")  # type: ignore[call-arg]

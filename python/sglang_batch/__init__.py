@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from .lang.streamer import AnswerColumns, Streamer, stream
 
 __version__ = "0.1.0"
+# Modules that were moved are found under their earlier names, too.
+__path__.append(f"{__path__[0]}/run/earlier")
 __all__ = [
     "AnswerColumns",
     "StreamAnswer",

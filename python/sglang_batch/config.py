@@ -7,11 +7,12 @@ become one :class:`OfflineBatchConfig`.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_network
 from typing import Any, TypeVar
@@ -125,14 +126,6 @@ DEDUPES = ("auto", "off")
 # Earlier names of settings, which work for one release.
 RENAMED_SETTINGS = {"max_line_tries": "max_line_attempts"}
 
-_CHOICES = {
-    "policy": POLICIES,
-    "scheduler": SCHEDULERS,
-    "attention": ATTENTIONS,
-    "overlap": OVERLAPS,
-    "dedupe": DEDUPES,
-}
-
 
 def _hours(value: object) -> tuple[int, int] | None:
     found = re.fullmatch(r"([0-9]{2}):([0-9]{2})-([0-9]{2}):([0-9]{2})", str(value))
@@ -206,101 +199,46 @@ def _rules_text(value: object) -> str | None:
 
 
 _DEVICE = re.compile(r"[a-z]+(:[0-9]+)?")
-_Fits = Callable[[Any], bool]
-_FROM_0: tuple[_Fits, str] = (lambda v: _whole(v, 0), "a whole number of 0 or more")
-_FROM_1: tuple[_Fits, str] = (lambda v: _whole(v, 1), "a whole number of 1 or more")
-_PATH: tuple[_Fits, str] = (lambda v: isinstance(v, str), "the path of a file")
-# The check of each setting and its wording. Those in _OPTIONAL may also be None.
-_FITS: dict[str, tuple[_Fits, str]] = {
-    "seed": _FROM_0,
-    "max_inflight": _FROM_1,
-    "render_lookahead": _FROM_1,
-    "bucket_requests": _FROM_1,
-    "answer_cache": (
-        lambda v: isinstance(v, str) and v != "",
-        "the path of a directory",
-    ),
-    "answer_cache_bytes": _FROM_1,
-    "answer_cache_days": (lambda v: _number(v) and v > 0, "a number of days above 0"),
-    "stop_rules": (lambda v: isinstance(v, str), "an object of rules"),
-    "mixed_chunk": (lambda v: isinstance(v, bool), "true or false"),
-    "step_log": _PATH,
-    "learn_costs": (lambda v: isinstance(v, bool), "true or false"),
-    "offload_bytes": _FROM_0,
-    "max_wait_steps": _FROM_1,
-    "prefill_ahead_tokens": _FROM_0,
-    "prefetch_bytes": _FROM_0,
-    "prefetch_device": (
-        lambda v: isinstance(v, str) and _DEVICE.fullmatch(v) is not None,
-        "a device such as 'cuda:1'",
-    ),
-    "sleep_on_idle": (lambda v: isinstance(v, bool), "true or false"),
-    "dollars_per_hour": (lambda v: _number(v) and v > 0, "a number of dollars above 0"),
-    "max_line_attempts": _FROM_1,
-    "line_timeout_s": (lambda v: _number(v) and v > 0, "a number of seconds above 0"),
-    "max_batches": _FROM_1,
-    "gather_s": (
-        lambda v: _number(v) and 0 <= v <= 10,
-        "a number of seconds from 0 to 10",
-    ),
-    "batch_hours": (
-        lambda v: _hours(v) is not None,
-        "a time of day from and to, such as '22:00-06:00'",
-    ),
-    "batch_share": (
-        lambda v: _number(v) and 0 < v <= 1,
-        "a number above 0 and at most 1",
-    ),
-    "max_batch_requests": _FROM_1,
-    "max_file_bytes": _FROM_1,
-    "storage_bytes": _FROM_1,
-    "file_days": _FROM_1,
-    "min_free_bytes": _FROM_0,
-    "max_uploads": _FROM_1,
-    "upload_timeout_s": (lambda v: _number(v) and v > 0, "a number of seconds above 0"),
-    "allowed_origins": (
-        lambda v: isinstance(v, tuple) and all(map(is_origin, v)),
-        "a list of origins such as 'https://app.example.com', or ['*']",
-    ),
-    "public_url": (
-        lambda v: isinstance(v, str) and _URL.fullmatch(v) is not None,
-        "the http or https URL of the server, such as 'https://batches.example.com'",
-    ),
-    "trusted_proxies": (
-        lambda v: isinstance(v, tuple) and all(map(_is_network, v)),
-        "a list of addresses and networks such as '10.0.0.7' or '10.0.0.0/8'",
-    ),
-    "api_keys": _PATH,
-    "prefill_servers": (
-        lambda v: isinstance(v, tuple) and all(map(_is_server, v)),
-        "a list of URLs such as 'http://10.0.0.7:30000'",
-    ),
-    "media_sources": (
-        lambda v: isinstance(v, tuple) and all(map(_is_place, v)),
-        "a list of URLs, absolute paths and networks, such as "
-        "'https://images.example.com/', '/data/images/' or '10.0.0.0/8'",
-    ),
-    "open_metrics": (lambda v: isinstance(v, bool), "true or false"),
-}
-_OPTIONAL = {
-    "gather_s",
-    "stop_rules",
-    "max_inflight",
-    "step_log",
-    "max_wait_steps",
-    "offload_bytes",
-    "answer_cache",
-    "prefetch_device",
-    "mixed_chunk",
-    "line_timeout_s",
-    "dollars_per_hour",
-    "batch_hours",
-    "max_batch_requests",
-    "max_file_bytes",
-    "storage_bytes",
-    "public_url",
-    "api_keys",
-}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What a setting may be: a test, and its wording after the value in a message."""
+
+    fits: Callable[[Any], bool]
+    wanted: str
+
+
+_FROM_0 = Check(lambda v: _whole(v, 0), "must be a whole number of 0 or more")
+_FROM_1 = Check(lambda v: _whole(v, 1), "must be a whole number of 1 or more")
+_PATH = Check(lambda v: isinstance(v, str), "must be the path of a file")
+_BOOL = Check(lambda v: isinstance(v, bool), "must be true or false")
+
+
+def _one_of(choices: tuple[str, ...]) -> Check:
+    return Check(
+        lambda v: v in choices, f"is not known; choose one of {', '.join(choices)}"
+    )
+
+
+def _setting(default: Any, section: str, check: Check, description: str) -> Any:
+    return dataclasses.field(
+        default=default,
+        metadata={"section": section, "check": check, "description": description},
+    )
+
+
+def setting_help(name: str) -> str:
+    """The description of a setting, for ``--help`` (argparse formats ``%``)."""
+    fields = {field.name: field for field in dataclasses.fields(OfflineBatchConfig)}
+    text: str = fields[name].metadata["description"]
+    return text.replace("``", "").replace("%", "%%").removesuffix(".")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence that names the closest known name, empty if none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 _T = TypeVar("_T")
@@ -336,7 +274,14 @@ def _accept_earlier_names(cls: type[_T]) -> type[_T]:
 
     @functools.wraps(construct)
     def __init__(self: _T, *args: Any, **values: Any) -> None:
-        construct(self, *args, **_current_names(values))
+        values = _current_names(values)
+        known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for name in values:
+            if name not in known:
+                raise TypeError(
+                    f"{cls.__name__} has no setting {name!r}.{did_you_mean(name, known)}"
+                )
+        construct(self, *args, **values)
 
     setattr(cls, "__init__", __init__)  # noqa: B010 - mypy refuses the assignment
     return cls
@@ -347,154 +292,354 @@ def _accept_earlier_names(cls: type[_T]) -> type[_T]:
 class OfflineBatchConfig:
     """How jobs are planned and sent to the engine, and the limits of a server.
 
-    policy: order in which requests are sent to the engine, one of ``POLICIES``.
-        ``dfs`` sorts by prompt tokens, so that requests with a common prefix follow
-        one another. ``fcfs`` keeps the order of the input and plans nothing. ``auto``
-        simulates all orders and takes the fastest.
-    seed: for everything random in planning.
-    max_inflight: most requests in the engine at a time. None lets the engine choose:
-        enough to keep it full, few enough to keep its queue short.
-    render_lookahead: requests rendered (template and tokenizer) ahead of being sent,
-        in threads.
-    dedupe: one of ``DEDUPES``. ``auto`` computes requests of a job that must have equal answers
-        once: greedy ones, those with a seed, and those for embeddings and scores. ``off``
-        computes each.
-    stop_rules: JSON of the rules that end the answers of lines which have no ``stop_rules``
-        themselves. May be given as an object, too. None is none.
-    bucket_requests: a job of more requests than this is planned in buckets of about so many
-        whose prompts begin alike. It bounds the memory of ``sglang-batch run``: 0.5 kB
-        for each request of two buckets.
-    answer_cache: a directory that keeps the answers of such requests for later jobs with the same
-        model and options, of the same owner. None keeps none.
-    answer_cache_bytes: most bytes of answers in it: the least recently used make room.
-    answer_cache_days: days after which an answer in it is too old.
-    scheduler: one of ``SCHEDULERS``. ``offline`` replaces SGLang's scheduler and
-        prefix cache with versions that follow the plan. ``stock`` keeps SGLang's own,
-        and the plan is only the order in which requests are sent.
-    mixed_chunk: whether a step computes prompts and decodes together, as with SGLang's
-        ``--enable-mixed-chunk``. None turns it on where there is an accelerator, or with
-        ``overlap`` "on": SGLang's attention for machines without one is far slower at
-        it, unless its steps are split.
-    attention: one of ``ATTENTIONS``, the kernel for decodes that share a prefix: our
-        Triton kernel, FlashInfer's cascade (without CUDA graphs) or PyTorch, used
-        together with the backend that SGLang chooses. ``stock`` leaves all attention
-        to SGLang. ``auto`` uses Triton on GPUs that its kernel has settings for, if no
-        attention backend is named, the model is supported and a trial run succeeds.
-    overlap: one of ``OVERLAPS``. Whether a step with prompts and decodes runs as two
-        forwards at the same time, decodes and prompts. ``auto`` tries it out when a
-        server with a GPU starts, and splits the steps that this makes faster by 5 % or
-        more. ``on`` splits all steps that can be split. Off unless asked for: no GPU has
-        shown a gain yet.
-    sleep_on_idle: whether an engine without work waits for messages, as with SGLang's
-        ``--sleep-on-idle``, instead of using a CPU core to look for them.
-    offload_bytes: host memory of each TP rank for KV that makes room for other KV: of
-        running requests, and of prefixes of gathered calls. None is four
-        times as much as the device has for KV, but at most a quarter of the free memory
-        for all ranks. What finds no room is computed again.
-    max_wait_steps: with ``length-aligned`` and ``length-tree``, decode steps after which a
-        waiting request joins before all others. None: never with paged KV, after 65,536
-        in dense batches.
-    prefill_ahead_tokens: most tokens of prompts that are computed before there is room for
-        their answers, with ``length-aligned`` and ``length-tree``. Their KV waits on the
-        host, in at most half of that memory. 0 is none.
-    prefetch_bytes: memory on the device for KV that is on the host and resumes soon. It is
-        copied there ahead, while steps run, in addition to the device's KV. 0 is none.
-    prefetch_device: the device that has this memory, such as ``cuda:1``, which the GPU can
-        read directly. With several TP ranks it is that of the first rank, and the
-        devices behind it are those of the others. None is the GPU itself.
-    learn_costs: whether schedulers time their steps, so that later jobs on this machine
-        are planned with measured costs.
-    step_log: CSV file to which the offline scheduler appends a line for each step,
-        for ``sglang-batch plan --steps``.
+    Each setting is a field with its default, section, check and description. A setting
+    whose default is None may also be given as None.
 
-    max_line_attempts: most attempts at a line that is answered with a server error
-        (HTTP 408, 425, 429, 500, 502, 503 or 504), with growing pauses in between.
-    line_timeout_s: seconds after its first step in the engine when a line without an
-        answer is an error. None waits forever.
-
-    dollars_per_hour: what an engine costs, for the costs of batches. None tells seconds alone.
-
-    max_batches: batches that a server runs at a time. Batches of a higher priority
-        start in addition to them.
-    gather_s: seconds that a single call waits for others, to be planned with them. None
-        sends it at once, ahead of all jobs.
-    batch_hours: local time of day in which batches run, such as ``22:00-06:00``. None
-        is all day. Outside these hours running lines finish and no more are sent.
-    batch_share: largest share of the engine's running requests that may be lines of
-        batches, above 0 and at most 1.
-
-    max_batch_requests: most lines of a batch. None is any number.
-    max_file_bytes: largest file that a server takes. None is any size.
-    storage_bytes: largest total size of a server's files. None is any size.
-    min_free_bytes: bytes of the disk that uploads leave free, for the results of
-        batches. 0 is none.
-    max_uploads: bodies of files, parts, message batches and waves that a server
-        receives at a time from one client.
-    upload_timeout_s: seconds without a byte after which a body that is being received
-        is given up.
-    file_days: days for which an uploaded file of purpose ``batch`` and the results of
-        a batch are kept, unless the client sets an expiry.
-    allowed_origins: origins whose web pages may call the routes of batches and files,
-        such as ``https://app.example.com``. ``*`` is any page.
-    public_url: URL of the server as its clients know it. Links in answers start with
-        it. None: with the host that the call itself named.
-    trusted_proxies: addresses and networks of proxies, such as ``10.0.0.0/8``, whose
-        ``X-Forwarded-Host`` and ``X-Forwarded-Proto`` are read in place of the host.
-    api_keys: path of a file with a line ``NAME KEY`` or ``NAME KEY admin`` for each
-        key. Every call must then carry a key. A client sees only objects made under
-        its name.
-    open_metrics: whether ``/metrics`` needs no key on a server with keys. It needs that
-        of an admin otherwise.
-    media_sources: URLs and paths of the files and folders from which images and other
-        media of a job's lines may be read, besides data: URLs, and the private networks
-        in which hosts of these URLs may be.
-    prefill_servers: on a decode server (``--disaggregation-mode decode``), URLs of the
-        offline servers that compute its prompts, such as ``http://10.0.0.7:30000``.
+    Raises:
+        ConfigError: a value is out of range.
     """
 
-    policy: str = "dfs"
-    seed: int = 0
-    max_inflight: int | None = None
-    render_lookahead: int = 8
-    dedupe: str = "auto"
-    stop_rules: str | None = None
-    bucket_requests: int = 4_000_000
-    answer_cache: str | None = None
-    answer_cache_bytes: int = 10 << 30
-    answer_cache_days: float = 30.0
-    scheduler: str = "offline"
-    learn_costs: bool = True
-    step_log: str | None = None
-    offload_bytes: int | None = None
-    max_wait_steps: int | None = None
-    prefill_ahead_tokens: int = 0
-    prefetch_bytes: int = 0
-    prefetch_device: str | None = None
-    mixed_chunk: bool | None = None
-    attention: str = "auto"
-    overlap: str = "off"
-    sleep_on_idle: bool = True
-    max_line_attempts: int = 3
-    line_timeout_s: float | None = None
-    dollars_per_hour: float | None = None
-    max_batches: int = 4
-    gather_s: float | None = None
-    batch_hours: str | None = None
-    batch_share: float = 1.0
-    max_batch_requests: int | None = None
-    max_file_bytes: int | None = None
-    storage_bytes: int | None = None
-    file_days: int = 30
-    min_free_bytes: int = 1 << 30
-    max_uploads: int = 64
-    upload_timeout_s: float = 60.0
-    allowed_origins: tuple[str, ...] = ()
-    public_url: str | None = None
-    trusted_proxies: tuple[str, ...] = ()
-    api_keys: str | None = None
-    open_metrics: bool = False
-    prefill_servers: tuple[str, ...] = ()
-    media_sources: tuple[str, ...] = ()
+    # planning
+    policy: str = _setting(
+        "dfs",
+        "planning",
+        _one_of(POLICIES),
+        "order in which requests are sent to the engine, one of ``POLICIES``. ``dfs`` "
+        "sorts by prompt tokens, so that requests with a common prefix follow one "
+        "another. ``fcfs`` keeps the order of the input and plans nothing. ``auto`` "
+        "simulates all orders and takes the fastest.",
+    )
+    seed: int = _setting(0, "planning", _FROM_0, "for everything random in planning.")
+    max_inflight: int | None = _setting(
+        None,
+        "planning",
+        _FROM_1,
+        "most requests in the engine at a time. By default the engine chooses: enough to "
+        "keep it full, few enough to keep its queue short.",
+    )
+    render_lookahead: int = _setting(
+        8,
+        "planning",
+        _FROM_1,
+        "requests rendered (template and tokenizer) ahead of being sent, in threads.",
+    )
+    dedupe: str = _setting(
+        "auto",
+        "planning",
+        _one_of(DEDUPES),
+        "one of ``DEDUPES``. ``auto`` computes requests of a job that must have equal "
+        "answers once: greedy ones, those with a seed, and those for embeddings and "
+        "scores. ``off`` computes each.",
+    )
+    stop_rules: str | None = _setting(
+        None,
+        "planning",
+        Check(lambda v: isinstance(v, str), "must be an object of rules"),
+        "JSON of the rules that end the answers of lines which have no ``stop_rules`` "
+        "themselves. May be given as an object, too. None is none.",
+    )
+    bucket_requests: int = _setting(
+        4_000_000,
+        "planning",
+        _FROM_1,
+        "a job of more requests than this is planned in buckets of about so many whose "
+        "prompts begin alike. It bounds the memory of ``sglang-batch run``: 0.5 kB for "
+        "each request of two buckets.",
+    )
+    answer_cache: str | None = _setting(
+        None,
+        "planning",
+        Check(
+            lambda v: isinstance(v, str) and v != "",
+            "must be the path of a directory",
+        ),
+        "a directory that keeps the answers of such requests for later jobs with the same "
+        "model and options, of the same owner. None keeps none.",
+    )
+    answer_cache_bytes: int = _setting(
+        10 << 30,
+        "planning",
+        _FROM_1,
+        "most bytes of answers in it: the least recently used make room.",
+    )
+    answer_cache_days: float = _setting(
+        30.0,
+        "planning",
+        Check(lambda v: _number(v) and v > 0, "must be a number of days above 0"),
+        "days after which an answer in it is too old.",
+    )
+    learn_costs: bool = _setting(
+        True,
+        "planning",
+        _BOOL,
+        "whether schedulers time their steps, so that later jobs on this machine are "
+        "planned with measured costs.",
+    )
+    dollars_per_hour: float | None = _setting(
+        None,
+        "planning",
+        Check(lambda v: _number(v) and v > 0, "must be a number of dollars above 0"),
+        "price of an hour of an engine in dollars, for the costs of batches.",
+    )
+
+    # scheduling
+    scheduler: str = _setting(
+        "offline",
+        "scheduling",
+        _one_of(SCHEDULERS),
+        "one of ``SCHEDULERS``. ``offline`` replaces SGLang's scheduler and prefix cache "
+        "with versions that follow the plan. ``stock`` keeps SGLang's own, and the plan "
+        "is only the order in which requests are sent.",
+    )
+    step_log: str | None = _setting(
+        None,
+        "scheduling",
+        _PATH,
+        "CSV file to which the offline scheduler appends a line for each step, for "
+        "``sglang-batch plan --steps``.",
+    )
+    offload_bytes: int | None = _setting(
+        None,
+        "scheduling",
+        _FROM_0,
+        "host memory of each TP rank for KV that makes room for other KV: of running "
+        "requests, and of prefixes of gathered calls. None is four times as much as the "
+        "device has for KV, but at most a quarter of the free memory for all ranks. What "
+        "finds no room is computed again.",
+    )
+    mixed_chunk: bool | None = _setting(
+        None,
+        "scheduling",
+        _BOOL,
+        "whether a step computes prompts and decodes together, as with SGLang's "
+        "``--enable-mixed-chunk``. None turns it on where there is an accelerator, or "
+        'with ``overlap`` "on": SGLang\'s attention for machines without one is far '
+        "slower at it, unless its steps are split.",
+    )
+    attention: str = _setting(
+        "auto",
+        "scheduling",
+        _one_of(ATTENTIONS),
+        "one of ``ATTENTIONS``, the kernel for decodes that share a prefix: our Triton "
+        "kernel, FlashInfer's cascade (without CUDA graphs) or PyTorch, used together "
+        "with the backend that SGLang chooses. ``stock`` leaves all attention to SGLang. "
+        "``auto`` uses Triton on GPUs that its kernel has settings for, if no attention "
+        "backend is named, the model is supported and a trial run succeeds.",
+    )
+    sleep_on_idle: bool = _setting(
+        True,
+        "scheduling",
+        _BOOL,
+        "whether an engine without work waits for messages, as with SGLang's ``--sleep- "
+        "on-idle``, instead of using a CPU core to look for them.",
+    )
+    max_line_attempts: int = _setting(
+        3,
+        "scheduling",
+        _FROM_1,
+        "most attempts at a line that is answered with a server error (HTTP 408, 425, "
+        "429, 500, 502, 503 or 504), with growing pauses in between.",
+    )
+    line_timeout_s: float | None = _setting(
+        None,
+        "scheduling",
+        Check(lambda v: _number(v) and v > 0, "must be a number of seconds above 0"),
+        "seconds after its first step in the engine when a line without an answer is an "
+        "error. None waits forever.",
+    )
+    max_batches: int = _setting(
+        4,
+        "scheduling",
+        _FROM_1,
+        "batches that a server runs at a time. Batches of a higher priority start in "
+        "addition to them.",
+    )
+    gather_s: float | None = _setting(
+        None,
+        "scheduling",
+        Check(
+            lambda v: _number(v) and 0 <= v <= 10,
+            "must be a number of seconds from 0 to 10",
+        ),
+        "seconds that a single call waits for others, to be planned with them. None sends "
+        "it at once, ahead of all jobs.",
+    )
+    batch_hours: str | None = _setting(
+        None,
+        "scheduling",
+        Check(
+            lambda v: _hours(v) is not None,
+            "must be a time of day from and to, such as '22:00-06:00'",
+        ),
+        "local time of day in which batches run, such as ``22:00-06:00``. None is all "
+        "day. Outside these hours running lines finish and no more are sent.",
+    )
+    batch_share: float = _setting(
+        1.0,
+        "scheduling",
+        Check(
+            lambda v: _number(v) and 0 < v <= 1,
+            "must be a number above 0 and at most 1",
+        ),
+        "largest share of the engine's running requests that may be lines of batches, "
+        "above 0 and at most 1.",
+    )
+    prefill_servers: tuple[str, ...] = _setting(
+        (),
+        "scheduling",
+        Check(
+            lambda v: isinstance(v, tuple) and all(map(_is_server, v)),
+            "must be a list of URLs such as 'http://10.0.0.7:30000'",
+        ),
+        "on a decode server (``--disaggregation-mode decode``), URLs of the offline "
+        "servers that compute its prompts, such as ``http://10.0.0.7:30000``.",
+    )
+
+    # limits
+    max_batch_requests: int | None = _setting(
+        None, "limits", _FROM_1, "most lines of a batch. None is any number."
+    )
+    max_file_bytes: int | None = _setting(
+        None, "limits", _FROM_1, "largest file that a server takes. None is any size."
+    )
+    storage_bytes: int | None = _setting(
+        None,
+        "limits",
+        _FROM_1,
+        "largest total size of a server's files. None is any size.",
+    )
+    file_days: int = _setting(
+        30,
+        "limits",
+        _FROM_1,
+        "days for which an uploaded file of purpose ``batch`` and the results of a batch "
+        "are kept, unless the client sets an expiry.",
+    )
+    min_free_bytes: int = _setting(
+        1 << 30,
+        "limits",
+        _FROM_0,
+        "bytes of the disk that uploads leave free, for the results of batches. 0 is "
+        "none.",
+    )
+    max_uploads: int = _setting(
+        64,
+        "limits",
+        _FROM_1,
+        "bodies of files, parts, message batches and waves that a server receives at a "
+        "time from one client.",
+    )
+    upload_timeout_s: float = _setting(
+        60.0,
+        "limits",
+        Check(lambda v: _number(v) and v > 0, "must be a number of seconds above 0"),
+        "seconds without a byte after which a body that is being received is given up.",
+    )
+
+    # security
+    allowed_origins: tuple[str, ...] = _setting(
+        (),
+        "security",
+        Check(
+            lambda v: isinstance(v, tuple) and all(map(is_origin, v)),
+            "must be a list of origins such as 'https://app.example.com', or ['*']",
+        ),
+        "origins whose web pages may call the routes of batches and files, such as "
+        "``https://app.example.com``. ``*`` is any page.",
+    )
+    public_url: str | None = _setting(
+        None,
+        "security",
+        Check(
+            lambda v: isinstance(v, str) and _URL.fullmatch(v) is not None,
+            "must be the http or https URL of the server, such as 'https://batches.example.com'",
+        ),
+        "URL of the server as its clients know it. Links in answers start with it. None: "
+        "with the host that the call itself named.",
+    )
+    trusted_proxies: tuple[str, ...] = _setting(
+        (),
+        "security",
+        Check(
+            lambda v: isinstance(v, tuple) and all(map(_is_network, v)),
+            "must be a list of addresses and networks such as '10.0.0.7' or '10.0.0.0/8'",
+        ),
+        "addresses and networks of proxies, such as ``10.0.0.0/8``, whose ``X-Forwarded- "
+        "Host`` and ``X-Forwarded-Proto`` are read in place of the host.",
+    )
+    api_keys: str | None = _setting(
+        None,
+        "security",
+        _PATH,
+        "path of a file with a line ``NAME KEY`` or ``NAME KEY admin`` for each key. "
+        "Every call must then carry a key. A client sees only objects made under its "
+        "name.",
+    )
+    open_metrics: bool = _setting(
+        False,
+        "security",
+        _BOOL,
+        "whether ``/metrics`` needs no key on a server with keys. It needs that of an "
+        "admin otherwise.",
+    )
+    media_sources: tuple[str, ...] = _setting(
+        (),
+        "security",
+        Check(
+            lambda v: isinstance(v, tuple) and all(map(_is_place, v)),
+            "must be a list of URLs, absolute paths and networks, such as "
+            "'https://images.example.com/', '/data/images/' or '10.0.0.0/8'",
+        ),
+        "URLs and paths of the files and folders from which images and other media of a "
+        "job's lines may be read, besides data: URLs, and the private networks in which "
+        "hosts of these URLs may be.",
+    )
+
+    # experimental
+    max_wait_steps: int | None = _setting(
+        None,
+        "experimental",
+        _FROM_1,
+        "with ``length-aligned`` and ``length-tree``, decode steps after which a waiting "
+        "request joins before all others. None: never with paged KV, after 65,536 in "
+        "dense batches.",
+    )
+    prefill_ahead_tokens: int = _setting(
+        0,
+        "experimental",
+        _FROM_0,
+        "most tokens of prompts that are computed before there is room for their answers, "
+        "with ``length-aligned`` and ``length-tree``. Their KV waits on the host, in at "
+        "most half of that memory. 0 is none.",
+    )
+    prefetch_bytes: int = _setting(
+        0,
+        "experimental",
+        _FROM_0,
+        "memory on the device for KV that is on the host and resumes soon. It is copied "
+        "there ahead, while steps run, in addition to the device's KV. 0 is none.",
+    )
+    prefetch_device: str | None = _setting(
+        None,
+        "experimental",
+        Check(
+            lambda v: isinstance(v, str) and _DEVICE.fullmatch(v) is not None,
+            "must be a device such as 'cuda:1'",
+        ),
+        "the device that has this memory, such as ``cuda:1``, which the GPU can read "
+        "directly. With several TP ranks it is that of the first rank, and the devices "
+        "behind it are those of the others. None is the GPU itself.",
+    )
+    overlap: str = _setting(
+        "off",
+        "experimental",
+        _one_of(OVERLAPS),
+        "one of ``OVERLAPS``. Whether a step with prompts and decodes runs as two "
+        "forwards at the same time, decodes and prompts. ``auto`` tries it out when a "
+        "server with a GPU starts, and splits the steps that this makes faster by 5 % or "
+        "more. ``on`` splits all steps that can be split. Off unless asked for: no GPU "
+        "has shown a gain yet.",
+    )
 
     def __post_init__(self) -> None:
         lists = (
@@ -508,18 +653,12 @@ class OfflineBatchConfig:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.stop_rules is not None:
             object.__setattr__(self, "stop_rules", _rules_text(self.stop_rules))
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ConfigError(
-                    f"{name}={value!r} is not known; choose one of {', '.join(choices)}."
-                )
-        for name, (fits, wanted) in _FITS.items():
-            value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
+        for setting in dataclasses.fields(self):
+            value, check = getattr(self, setting.name), setting.metadata["check"]
+            if value is None and setting.default is None:
                 continue
-            if not fits(value):
-                raise ConfigError(f"{name}={value!r} must be {wanted}.")
+            if not check.fits(value):
+                raise ConfigError(f"{setting.name}={value!r} {check.wanted}.")
 
     @property
     def hours(self) -> tuple[int, int] | None:
@@ -552,6 +691,6 @@ class OfflineBatchConfig:
             if key not in known:
                 raise ConfigError(
                     f"--offline-batch-config has no setting {key!r}; "
-                    f"the settings are {', '.join(known)}."
+                    f"the settings are {', '.join(known)}.{did_you_mean(key, known)}"
                 )
         return cls(**values)

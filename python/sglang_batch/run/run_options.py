@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..batch_api.protocol import ENDPOINTS
-from ..config import DEDUPES, POLICIES, POLICY_HELP
+from ..config import DEDUPES, POLICIES, POLICY_HELP, setting_help
 from ..errors import ConfigError
 from .backend_options import BACKENDS
 from .fleet_options import add_fleet
@@ -97,7 +97,7 @@ def add_run(commands: Any, run: Callable[..., int]) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--max-inflight", type=count, metavar="N",
-        help="most requests in the engine at a time (default: chosen by the engine)",
+        help=setting_help("max_inflight"),
     )  # fmt: skip
     parser.add_argument(
         "--answer-cache",
@@ -112,7 +112,7 @@ def add_run(commands: Any, run: Callable[..., int]) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--dollars-per-hour", type=positive, metavar="PRICE",
-        help="what an engine costs, for the cost in the summary",
+        help=setting_help("dollars_per_hour"),
     )  # fmt: skip
     parser.add_argument(
         "--stop-rules", metavar="JSON",

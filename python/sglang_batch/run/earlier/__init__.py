@@ -1,0 +1,1 @@
+"""Modules under their earlier names, for one release: on the path of the package."""

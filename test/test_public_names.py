@@ -1,0 +1,79 @@
+"""Names that users have written down keep working.
+
+``public_names.json`` holds the settings, the options of every command, the imports in
+documentation and examples, and the metrics of an earlier state. It is not generated
+again: a name leaves it when its release with a warning is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import sglang_batch
+from sglang_batch import cli
+from sglang_batch.config import RENAMED_SETTINGS, OfflineBatchConfig
+
+NAMES = json.loads((Path(__file__).parent / "public_names.json").read_text())
+FLAGS = {(command, flag) for command, all_ in NAMES["flags"].items() for flag in all_}
+
+
+def options_of(
+    parser: argparse.ArgumentParser, command: str = ""
+) -> Iterator[tuple[str, str]]:
+    """The commands of a parser with each of their options."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, each in action.choices.items():
+                yield from options_of(each, f"{command} {name}".strip())
+        for flag in action.option_strings:
+            yield command or "sglang-batch", flag
+
+
+def test_every_setting_is_known() -> None:
+    known = {field.name for field in dataclasses.fields(OfflineBatchConfig)}
+    assert set(NAMES["settings"]) <= known | set(RENAMED_SETTINGS)
+    assert set(RENAMED_SETTINGS.values()) <= known
+
+
+def test_every_command_has_its_options() -> None:
+    assert len(FLAGS) > 200
+    assert FLAGS - set(options_of(cli._parser())) == set()
+
+
+@pytest.mark.parametrize("name", NAMES["imports"])
+def test_an_import_works(name: str) -> None:
+    module, _, attribute = name.partition(":")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        found = importlib.import_module(module)
+    if attribute:
+        assert getattr(found, attribute) is not None
+
+
+def test_a_moved_module_warns() -> None:
+    import sys
+
+    sys.modules.pop("sglang_batch.demo_model", None)
+    with pytest.warns(DeprecationWarning, match=r"sglang_batch\.run\.demo_model"):
+        importlib.import_module("sglang_batch.demo_model")
+
+
+def test_every_metric_is_made() -> None:
+    """Names are put together from parts, so the part behind the prefix is looked for."""
+    source = "".join(
+        path.read_text() for path in Path(sglang_batch.__path__[0]).rglob("*.py")
+    )
+    parts = (
+        name.removeprefix("sglang_batch_").removeprefix("key_").removesuffix("_total")
+        for name in NAMES["metrics"]
+    )
+    assert len(NAMES["metrics"]) > 30
+    assert [part for part in parts if part not in source] == []

@@ -10,10 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..planner.machine_model import Machine
 from ..request import BatchRequestInput, RequestOutput
-from ..scheduling.job_plan import JobPlan
-from ..scheduling.running_tree import TreeNow
 
 if TYPE_CHECKING:
     from ..planner.machine_model import Machine

@@ -1,0 +1,153 @@
+"""Executes docs/quickstart.md in an empty folder.
+
+A block after ``<!-- file: NAME -->`` is saved under that name. A ``console`` block after
+``<!-- run -->`` has commands after ``$ ``, which must succeed, and the text that they
+print, in which ``...`` stands for anything. After ``<!-- run: status N -->`` the command
+ends with that status. After ``<!-- run: interrupt -->`` it gets Ctrl-C when it has its
+first result, and after ``<!-- run: server -->`` it runs until the section ends.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "quickstart.md"
+BLOCK = re.compile(r"^<!-- (file|run)(?:: (.+?))? -->\n```\w+\n(.*?)^```$", re.M | re.S)
+FILES = ["reviews.csv", "template.json", "column.py", "client.py", "generate.py"]
+RUNS = ["", "", "status 2", "interrupt", "", "", "server", "", ""]
+MOST_S = 600
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The reader's folder and terminal. Port 30000 of the page is a free one here."""
+
+    path: Path
+    port: int
+
+    def text(self, shown: str) -> str:
+        return shown.replace("30000", str(self.port))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        tools = Path(sys.executable).parent
+        own = {"PATH": f"{tools}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        return {**os.environ, **own, "XDG_DATA_HOME": str(self.path / "data")}
+
+    def start(self, command: str, output: Path) -> subprocess.Popen[bytes]:
+        with output.open("wb") as file:
+            return subprocess.Popen(
+                ["bash", "-c", self.text(command)],
+                cwd=self.path,
+                env=self.environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+
+def test_the_page_does_what_it_shows(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "folder", free_port())
+    folder.path.mkdir()
+    page = PAGE.read_text(encoding="utf-8")
+    assert [how for kind, how, _ in BLOCK.findall(page) if kind == "file"] == FILES
+    assert [how for kind, how, _ in BLOCK.findall(page) if kind == "run"] == RUNS
+    for section in re.split(r"^## ", page, flags=re.M):
+        follow(section, folder, tmp_path)
+
+
+def follow(section: str, folder: Folder, outputs: Path) -> None:
+    """Do what a section of the page tells its reader to do."""
+    output, server_output = outputs / "printed", outputs / "server"
+    with ExitStack() as servers:
+        for kind, how, text in BLOCK.findall(section):
+            if kind == "file":
+                (folder.path / how).write_text(folder.text(text))
+                continue
+            for command, shown in commands(text):
+                if how == "server":
+                    server = folder.start(command, server_output)
+                    servers.enter_context(ended(server))
+                    wait_until_ready(server, folder.port, server_output)
+                    continue
+                process = folder.start(command, output)
+                with ended(process):
+                    if how == "interrupt":
+                        wait_for_a_result(process, folder.path, output)
+                        os.killpg(process.pid, signal.SIGINT)
+                    status = process.wait(MOST_S)
+                printed = output.read_text(errors="replace")
+                assert status == status_of(how), f"$ {command}\n{printed[-4000:]}"
+                assert is_shown(printed, shown), f"$ {command}\n{printed[-4000:]}"
+
+
+def commands(text: str) -> Iterator[tuple[str, str]]:
+    """Each command of a console block, which may go on after a backslash, and its output."""
+    for step in re.split(r"^\$ ", text, flags=re.M)[1:]:
+        found = re.match(r"((?:[^\n]*\\\n)*[^\n]*\n)(.*)", step, re.S)
+        assert found
+        yield found[1], found[2]
+
+
+def status_of(how: str) -> int:
+    if how == "interrupt":
+        return 130
+    return int(how.removeprefix("status ")) if how.startswith("status ") else 0
+
+
+def is_shown(printed: str, shown: str) -> bool:
+    """Whether these lines were printed in this order, with anything before and after."""
+    wanted = re.sub(r"^(\.\.\.|\^C)\n", "...", shown, flags=re.M)
+    pattern = re.escape(wanted.rstrip("\n")).replace(re.escape("..."), ".*")
+    return re.search(pattern, printed, re.S) is not None
+
+
+def wait_for_a_result(
+    process: subprocess.Popen[bytes], folder: Path, output: Path
+) -> None:
+    results = folder / "answers.jsonl.job" / "results.jsonl"
+    while not (results.exists() and results.stat().st_size):
+        assert process.poll() is None, output.read_text(errors="replace")[-4000:]
+        time.sleep(0.01)
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], port: int, output: Path) -> None:
+    while True:
+        assert process.poll() is None, output.read_text(errors="replace")[-4000:]
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=10):
+                return
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.1)
+
+
+@contextmanager
+def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Afterwards, nothing of the process's group is left."""
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGINT)
+            process.wait(60)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

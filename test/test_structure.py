@@ -6,6 +6,7 @@ Each rule is one test, which lists every violation.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -447,6 +448,17 @@ def test_tests_and_benchmarks_import_modules_that_exist() -> None:
         if each.part and not {each.name, each.name.rpartition(".")[0]} & names
     ]
     assert not found, listing(found)
+
+
+def test_the_makefile_imports_what_exists() -> None:
+    """And so does the script that makes the environment: nothing else checks them."""
+    names = {each.name: each.path for each in PRODUCT}
+    text = (ROOT / "Makefile").read_text() + (ROOT / ".ci" / "make-env").read_text()
+    found = re.findall(r"from (sglang_batch[\w.]*) import (\w+)", text)
+    assert len(found) >= 4
+    for module, name in found:
+        assert module in names, module
+        assert re.search(rf"^(def|class) {name}\b", names[module].read_text(), re.M)
 
 
 def test_every_module_is_reached_from_an_entry_point() -> None:

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 # Modules that were moved are found under their earlier names, too.
-__path__.append(f"{__path__[0]}/run/earlier")
+_EARLIER = "sglang_batch.run.earlier"
+__path__.append(__path__[0] + _EARLIER.removeprefix(__name__).replace(".", "/"))
 __all__ = [
     "AnswerColumns",
     "StreamAnswer",

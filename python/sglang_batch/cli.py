@@ -10,7 +10,6 @@ from pathlib import Path
 
 from . import __version__
 from .errors import ConfigError, ExitStatus, InputError, SGLangBatchError
-from .prediction import options
 from .prediction import options as prediction_options
 from .run import run_options
 from .run.client import client_options
@@ -64,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     run_options.add_serve(commands, _serve)
     prediction_options.add_plan(commands, _plan)
     prediction_options.add_simulate(commands, _simulate)
-    options.add_calibrate(commands, _calibrate)
+    prediction_options.add_calibrate(commands, _calibrate)
     client_options.add(commands)
 
     module = commands.add_parser(

@@ -328,8 +328,8 @@ class OfflineBatchConfig:
         "planning",
         _one_of(DEDUPES),
         "one of ``DEDUPES``. ``auto`` computes requests of a job that must have equal "
-        "answers once: greedy ones, those with a seed, and those for embeddings and "
-        "scores. ``off`` computes each.",
+        "answers once: greedy ones, and those for embeddings and scores. ``off`` computes "
+        "each.",
     )
     stop_rules: str | None = _setting(
         None,

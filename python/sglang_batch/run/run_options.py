@@ -248,7 +248,7 @@ def add_inputs(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument(
         "--dedupe", choices=DEDUPES,
         help="auto (default) computes requests that must have equal answers once: greedy "
-        "ones, those with a seed, and those for embeddings and scores",
+        "ones, and those for embeddings and scores",
     )  # fmt: skip
 
 

@@ -113,17 +113,22 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Answers that each stop rule has ended."""
+    """Answers that each stop rule has ended.
+
+    length: those that ended at their limit of tokens, ``finish_reason`` ``length``.
+    """
 
     json: int = 0
     regex: int = 0
     repetition: int = 0
+    length: int = 0
 
     def __add__(self, other: Cuts) -> Cuts:
         return Cuts(
             self.json + other.json,
             self.regex + other.regex,
             self.repetition + other.repetition,
+            self.length + other.length,
         )
 
 

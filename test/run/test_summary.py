@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from sglang_batch.fleet.fleet_worker import WorkerState
 from sglang_batch.inputs.field_sample import FieldSaving
@@ -202,6 +203,23 @@ def test_answers_cut_by_stop_rules_are_counted(tmp_path: Path) -> None:
     assert (summary.cut_json, summary.cut_regex, summary.cut_repetition) == (3, 0, 1)
     assert summary.this_run is not None and summary.this_run.cut_json == 1
     assert "4 by stop rules: 3 by json, 1 by repetition" in summary.as_table()
+    log.close()
+
+
+@pytest.mark.parametrize(("answers", "advice"), [(10, True), (100, False)])
+def test_truncated_answers_are_counted(
+    tmp_path: Path, answers: int, advice: bool
+) -> None:
+    log = ResultLog(tmp_path / "results.jsonl", answers)
+    for index in range(answers):
+        cuts = Cuts(length=int(index < 2))
+        log.put(index, answer("a"), ok=True, usage=Usage(10, 0, 5), cuts=cuts)
+    log.close()
+    log = ResultLog(tmp_path / "results.jsonl", answers)
+    summary = Summary.of_log(log, Counts(), seconds=1.0)
+    assert json.loads(summary.as_json())["truncated"] == 2
+    assert "answers truncated    2 at their limit of tokens" in summary.as_table()
+    assert ("raise max_tokens" in summary.as_table()) == advice
     log.close()
 
 

@@ -287,7 +287,8 @@ COLUMNS = {
         "completed failed input_tokens cached_tokens output_tokens reasoning_tokens "
         "optimal_cached_share owner api priority expired_at output_expires_after "
         "paused_reason line_errors error_reasons dedupe enough merged "
-        "merged_input_tokens merged_cached_tokens merged_output_tokens engine_s"
+        "merged_input_tokens merged_cached_tokens merged_output_tokens engine_s "
+        "truncated"
     ),
     "uploads": (
         "seq id owner status purpose filename mime_type bytes created_at expires_at "

@@ -72,11 +72,13 @@ def computed_usage(row: Row) -> Usage:
 
 
 def _cost(row: Row, price: float | None) -> dict[str, Any]:
-    """What a batch cost, not OpenAI's: seconds of the engine, and lines that cost nothing."""
+    """Not OpenAI's: the engine's seconds, truncated answers, and lines that cost nothing."""
     engine_s = row.get("engine_s") or 0.0
     cost: dict[str, Any] = {"engine_seconds": round(engine_s, 3)}
     if price is not None:
         cost["dollars"] = dollars(engine_s, price)
+    if truncated := row.get("truncated"):
+        cost["truncated_answers"] = truncated
     if merged := row.get("merged"):
         cost["merged_requests"] = merged
         cost["merged_tokens"] = row["merged_input_tokens"] + row["merged_output_tokens"]

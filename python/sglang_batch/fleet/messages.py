@@ -129,7 +129,7 @@ class LineAnswer(msgspec.Struct, tag="answer", frozen=True):
     status_code: Annotated[int, Meta(ge=100, le=599)]
     body: bytes
     usage: tuple[_Count, _Count, _Count, _Count] = (0, 0, 0, 0)
-    cuts: tuple[_Count, _Count, _Count] = (0, 0, 0)
+    cuts: tuple[_Count, _Count, _Count, _Count] = (0, 0, 0, 0)
     work: tuple[_Count, _Count, _Count] | None = None
 
     @classmethod
@@ -145,7 +145,12 @@ class LineAnswer(msgspec.Struct, tag="answer", frozen=True):
                 usage.output_tokens,
                 usage.reasoning_tokens,
             ),
-            (output.cuts.json, output.cuts.regex, output.cuts.repetition),
+            (
+                output.cuts.json,
+                output.cuts.regex,
+                output.cuts.repetition,
+                output.cuts.length,
+            ),
             None if work is None else (work.tokens, work.attended, work.reads),
         )
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_REASONS_SHOWN = 8
 MAX_REASON_CHARS = 160
+# Share of the answers from which on the summary says what to do about truncated ones.
+MOST_TRUNCATED = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Counts:
     merged: requests that got the answer of an equal one. The tokens of these are among the
         others, as if they had been computed.
     cut_json, cut_regex, cut_repetition: answers that each stop rule has ended.
+    truncated: answers that ended at their limit of tokens.
     """
 
     completed: int = 0
@@ -45,6 +48,7 @@ class Counts:
     cut_json: int = 0
     cut_regex: int = 0
     cut_repetition: int = 0
+    truncated: int = 0
 
     @classmethod
     def of(cls, log: ResultLog) -> Counts:
@@ -61,6 +65,7 @@ class Counts:
             cut_json=log.cuts.json,
             cut_regex=log.cuts.regex,
             cut_repetition=log.cuts.repetition,
+            truncated=log.cuts.length,
         )
 
     @property
@@ -175,6 +180,7 @@ class Summary:
     merged: those that got the answer of an equal request, so nothing was computed for
         them, and their part of the tokens (``merged_prompt_tokens``, ...).
     cut_json, cut_regex, cut_repetition: answers that each stop rule has ended.
+    truncated: answers that ended at their limit of tokens, of sequences with ``n``.
     refused: those of ``failed`` that were no valid requests.
     seconds: wall time of this run of the job, from the first request rendered to
         the last answer stored. Excludes loading the model.
@@ -225,6 +231,7 @@ class Summary:
     cut_json: int = 0
     cut_regex: int = 0
     cut_repetition: int = 0
+    truncated: int = 0
     fields: dict[str, int] | None = None
 
     @classmethod
@@ -382,6 +389,8 @@ class Summary:
             rows.append(
                 ("answers cut", f"{sum(cuts.values()):,} by stop rules: {shown}")
             )
+        if self.truncated:
+            rows.append(("answers truncated", self._truncated()))
         if (run := self.this_run) is not None:
             done = f"{run.completed + run.failed:,} requests"
             rows.append(
@@ -408,6 +417,11 @@ class Summary:
                 where = "among the results" if among else str(outputs.errors)
                 rows.append(("errors", where))
         return "\n".join(f"{name:<20} {value}" for name, value in rows)
+
+    def _truncated(self) -> str:
+        share = self.truncated / max(self.completed, 1)
+        advice = "; raise max_tokens" if share > MOST_TRUNCATED else ""
+        return f"{self.truncated:,} at their limit of tokens{advice}"
 
     def _given_up_row(self) -> list[tuple[str, str]]:
         if not self.given_up:

@@ -195,6 +195,7 @@ class ResultSaver:
             "cached_tokens": log.usage.cached_tokens,
             "output_tokens": log.usage.output_tokens,
             "reasoning_tokens": log.usage.reasoning_tokens,
+            "truncated": log.cuts.length,
             "merged": log.num_merged,
             "merged_input_tokens": log.merged_usage.input_tokens,
             "merged_cached_tokens": log.merged_usage.cached_tokens,

@@ -40,7 +40,7 @@ class _Record(msgspec.Struct, array_like=True):
     line: msgspec.Raw
     # Absent in logs of earlier releases.
     merged: bool = False
-    cuts: tuple[int, int, int] = (0, 0, 0)
+    cuts: tuple[int, ...] = ()
 
 
 class _Response(msgspec.Struct):
@@ -95,7 +95,8 @@ class ResultLog:
         usage: tokens of all requests.
         num_merged, merged_usage: the requests that got the answer of an equal one, and their
             share of ``usage``: nothing was computed for them.
-        cuts: answers that stop rules have ended, those of merged requests included.
+        cuts: answers that stop rules or their limits have ended, those of merged requests
+            included.
     """
 
     def __init__(self, path: Path, num_requests: int) -> None:
@@ -153,7 +154,7 @@ class ResultLog:
             usage.output_tokens,
             usage.reasoning_tokens,
         )
-        cut = (cuts.json, cuts.regex, cuts.repetition)
+        cut = (cuts.json, cuts.regex, cuts.repetition, cuts.length)
         record = _Record(index, ok, counts, msgspec.Raw(line), merged, cut)
         offset = self._log.append(json_line(record))
         self._account(record, offset)

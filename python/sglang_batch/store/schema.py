@@ -234,6 +234,11 @@ def m007_deleted(db: sqlite3.Connection) -> None:
     db.execute("ALTER TABLE uploads ADD COLUMN completed_with TEXT")
 
 
+def m008_truncated(db: sqlite3.Connection) -> None:
+    """Answers of a batch that ended at their limit of tokens."""
+    db.execute("ALTER TABLE batches ADD COLUMN truncated INTEGER NOT NULL DEFAULT 0")
+
+
 MIGRATIONS = (
     m001_files_and_batches,
     m002_optimal_cached_share,
@@ -242,6 +247,7 @@ MIGRATIONS = (
     m005_keys,
     m006_costs,
     m007_deleted,
+    m008_truncated,
 )
 
 

@@ -31,6 +31,7 @@ OUR_KEYS = {
     "engine_seconds",
     "merged_requests",
     "merged_tokens",
+    "truncated_answers",
 }
 
 

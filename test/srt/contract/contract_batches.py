@@ -110,6 +110,9 @@ def _is_sum(batch: Batch, answers: list[dict[str, Any]]) -> None:
     assert usage.input_tokens == sum(u["prompt_tokens"] for u in usages) > 0
     assert usage.output_tokens == sum(u["completion_tokens"] for u in usages) > 0
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+    choices = [c for answer in answers for c in answer["response"]["body"]["choices"]]
+    truncated = sum(choice["finish_reason"] == "length" for choice in choices)
+    assert usage.model_dump().get("truncated_answers", 0) == truncated
 
 
 def results_are_files_of_their_own(calls: Calls) -> None:

@@ -389,6 +389,7 @@ def _tokens(batch: Batch) -> list[tuple[str, str]]:
         ("cached tokens", cached),
         ("output tokens", f"{usage['output_tokens']:,}"),
         ("of reasoning", f"{reasoning:,}" if reasoning else ""),
+        ("truncated answers", f"{usage.get('truncated_answers', 0):,}".lstrip("0")),
         ("merged requests", _merged(usage)),
         ("engine seconds", _engine_seconds(usage)),
     ]

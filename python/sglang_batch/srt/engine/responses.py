@@ -229,14 +229,18 @@ def _openai_usage(usage: UsageInfo) -> Usage:
 
 
 def _cuts(engine_answer: EngineAnswer) -> Cuts:
-    """How many sequences of an answer each stop rule has ended."""
+    """How many sequences of an answer each stop rule, or their limit, has ended."""
     if engine_answer is None:
         return Cuts()
     if isinstance(engine_answer, list):
         return sum((_cuts(item) for item in engine_answer), Cuts())
     reason = engine_answer["meta_info"].get("finish_reason")
-    rule = reason.get(REASON_KEY) if isinstance(reason, dict) else None
-    return Cuts() if rule is None else Cuts(**{rule: 1})
+    if not isinstance(reason, dict):
+        return Cuts()
+    rule = reason.get(REASON_KEY)
+    if rule is None:
+        return Cuts(length=int(reason.get("type") == "length"))
+    return Cuts(**{rule: 1})
 
 
 def _native_usage(engine_answer: EngineAnswer, num_prompts: int) -> Usage:

@@ -248,6 +248,8 @@ function tokensCell(batch) {
   const possible = details.optimal_cached_share ?? null;
   if (complete && possible !== null) lines.push([percent.format(possible), "at best"]);
   const { merged_requests: merged, engine_seconds: engine, dollars } = batch.usage;
+  const { truncated_answers: truncated } = batch.usage;
+  if (truncated) lines.push(counted(truncated, "truncated"));
   if (merged) lines.push(counted(merged, merged === 1 ? "line merged" : "lines merged"));
   if (engine) lines.push([tenths.format(engine), "engine seconds"]);
   if (dollars !== undefined) lines.push([money.format(dollars), "cost"]);

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from . import __version__
 from .errors import ConfigError, ExitStatus, InputError, SGLangBatchError
@@ -65,7 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     prediction_options.add_simulate(commands, _simulate)
     prediction_options.add_calibrate(commands, _calibrate)
     client_options.add(commands)
+    _add_exec(commands)
+    _add_demo_model(commands)
+    return parser
 
+
+def _add_exec(commands: Any) -> None:
     module = commands.add_parser(
         "exec",
         help="run one of SGLang's own tools with --offline-batch",
@@ -76,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     module.add_argument("arguments", nargs=argparse.REMAINDER, help="of the module")
     module.set_defaults(run=_exec)
 
+
+def _add_demo_model(commands: Any) -> None:
     demo = commands.add_parser(
         "demo-model",
         help="write a small model for trying out commands",
@@ -113,7 +121,6 @@ def _parser() -> argparse.ArgumentParser:
         help="most tokens of a prompt and its answer (default: 2048)",
     )
     demo.set_defaults(run=_demo_model)
-    return parser
 
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:

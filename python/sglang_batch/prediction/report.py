@@ -13,6 +13,7 @@ import numpy as np
 from ..batch_api.objects import dollars
 from ..errors import InputError
 from ..planner.costs.bounds import Bounds, lower_bounds
+from ..planner.costs.cost_model import CostModel
 from ..planner.costs.hardware import HardwareSpec
 from ..planner.costs.tree_work import LeafWork, leaf_densities, leaf_work, root_density
 from ..planner.machine_model import Machine
@@ -368,14 +369,15 @@ def forecast(
     if lengths.true is not None:
         est_output_len = job.output_len.astype(np.float64)
         est_output_len_sq = est_output_len**2
-    work = leaf_work(job.tree, machine.cost, est_output_len, est_output_len_sq)
 
-    def kv_read_s(shared: bool) -> float:
-        cost = replace(machine.cost, shared_kv_read_once=shared)
-        return float(
-            leaf_work(job.tree, cost, est_output_len, est_output_len_sq).memory_s.sum()
-        )
+    def work_of(cost: CostModel) -> LeafWork:
+        return leaf_work(job.tree, cost, est_output_len, est_output_len_sq)
 
+    work = work_of(machine.cost)
+    own, shared = (
+        float(work_of(replace(machine.cost, shared_kv_read_once=once)).memory_s.sum())
+        for once in (False, True)
+    )
     return Forecast(
         machine=machine,
         too_large=job.too_large,
@@ -385,8 +387,8 @@ def forecast(
         output_tokens=float(est_output_len.sum()),
         num_sampled=0 if observed is None else len(observed.requests),
         work=work,
-        kv_read_s=kv_read_s(False),
-        kv_read_shared_s=kv_read_s(True),
+        kv_read_s=own,
+        kv_read_shared_s=shared,
         densities=leaf_densities(job.tree, machine.cost, work),
         density=root_density(job.tree, machine.cost, work),
         bounds=lower_bounds(

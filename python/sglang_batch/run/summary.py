@@ -355,42 +355,7 @@ class Summary:
         Args:
             outputs: the files to name.
         """
-        possible = (
-            ""
-            if self.optimal_cached_share is None
-            else f" (possible: {self.optimal_cached_share:.1%})"
-        )
-        refused = f" ({self.refused:,} of them invalid)" if self.refused else ""
-        rows = [
-            ("requests completed", f"{self.completed:,}"),
-            ("requests failed", f"{self.failed:,}{refused}"),
-            *(("", shown) for shown in self._reasons()),
-            *self._given_up_row(),
-            ("prompt tokens", f"{self.prompt_tokens:,}"),
-            (
-                "cached tokens",
-                f"{self.cached_tokens - self.merged_cached_tokens:,} = "
-                f"{self.cached_share:.1%}{possible}",
-            ),
-            ("output tokens", f"{self.output_tokens:,}"),
-        ]
-        if self.fields is not None:
-            rows.append(("order of fields", str(FieldSaving(**self.fields))))
-        if self.merged:
-            rows.append(
-                ("merged requests",
-                 f"{self.merged:,}, equal to others or in the cache: "
-                 f"{self.merged_prompt_tokens:,} prompt and "
-                 f"{self.merged_output_tokens:,} output tokens were not computed")
-            )  # fmt: skip
-        cuts = {rule: cut for rule in RULES if (cut := getattr(self, f"cut_{rule}"))}
-        if cuts:
-            shown = ", ".join(f"{cut:,} by {rule}" for rule, cut in cuts.items())
-            rows.append(
-                ("answers cut", f"{sum(cuts.values()):,} by stop rules: {shown}")
-            )
-        if self.truncated:
-            rows.append(("answers truncated", self._truncated()))
+        rows = [*self._request_rows(), *self._token_rows()]
         if (run := self.this_run) is not None:
             done = f"{run.completed + run.failed:,} requests"
             rows.append(
@@ -417,6 +382,49 @@ class Summary:
                 where = "among the results" if among else str(outputs.errors)
                 rows.append(("errors", where))
         return "\n".join(f"{name:<20} {value}" for name, value in rows)
+
+    def _request_rows(self) -> list[tuple[str, str]]:
+        refused = f" ({self.refused:,} of them invalid)" if self.refused else ""
+        return [
+            ("requests completed", f"{self.completed:,}"),
+            ("requests failed", f"{self.failed:,}{refused}"),
+            *(("", shown) for shown in self._reasons()),
+            *self._given_up_row(),
+        ]
+
+    def _token_rows(self) -> list[tuple[str, str]]:
+        possible = (
+            ""
+            if self.optimal_cached_share is None
+            else f" (possible: {self.optimal_cached_share:.1%})"
+        )
+        rows = [
+            ("prompt tokens", f"{self.prompt_tokens:,}"),
+            (
+                "cached tokens",
+                f"{self.cached_tokens - self.merged_cached_tokens:,} = "
+                f"{self.cached_share:.1%}{possible}",
+            ),
+            ("output tokens", f"{self.output_tokens:,}"),
+        ]
+        if self.fields is not None:
+            rows.append(("order of fields", str(FieldSaving(**self.fields))))
+        if self.merged:
+            rows.append(
+                ("merged requests",
+                 f"{self.merged:,}, equal to others or in the cache: "
+                 f"{self.merged_prompt_tokens:,} prompt and "
+                 f"{self.merged_output_tokens:,} output tokens were not computed")
+            )  # fmt: skip
+        cuts = {rule: cut for rule in RULES if (cut := getattr(self, f"cut_{rule}"))}
+        if cuts:
+            shown = ", ".join(f"{cut:,} by {rule}" for rule, cut in cuts.items())
+            rows.append(
+                ("answers cut", f"{sum(cuts.values()):,} by stop rules: {shown}")
+            )
+        if self.truncated:
+            rows.append(("answers truncated", self._truncated()))
+        return rows
 
     def _truncated(self) -> str:
         share = self.truncated / max(self.completed, 1)

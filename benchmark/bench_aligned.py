@@ -1,8 +1,8 @@
-"""AlignedServe: batches of requests with KV of similar length, against what it promises.
+"""AlignedServe: batches of requests with KV of similar length, against its promises.
 
     python benchmark/bench_aligned.py                  all parts
     python benchmark/bench_aligned.py traces forming   some of them
-    python benchmark/bench_aligned.py --list           what each measures
+    python benchmark/bench_aligned.py --list           the parts, a line each
     TRACES=DIR python benchmark/bench_aligned.py traces
 
 Each part is a module of ``benchmark/aligned_parts``. ``TRACES`` names a folder with the open

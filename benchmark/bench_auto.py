@@ -5,7 +5,7 @@
     python benchmark/bench_auto.py --show 10           and the worst ten
 
 Llama-3-8B on an A100, simulated as SGLang with the offline scheduler. Each order runs with
-the sample that it begins with, and is made from the answers to it: what a job of that policy
+the sample that it begins with, and is made from the answers to it: as a job of that policy
 does. `auto` learns from its sample too; without one it follows `dfs` until as many answers are
 there as the scheduler waits for, and orders the rest. The true lengths are seen by no order.
 

@@ -1,8 +1,8 @@
-"""The cost model: predicted against published and measured times, and what it chooses.
+"""The cost model: predicted against published and measured times, and its choices.
 
     python benchmark/bench_costs.py                  all parts
     python benchmark/bench_costs.py published        some of them
-    python benchmark/bench_costs.py --list           what each measures
+    python benchmark/bench_costs.py --list           the parts, a line each
 
 Each part is a module of ``benchmark/cost_parts``. The last line is one JSON document. The exit
 status is 1 if a target is missed.

@@ -2,7 +2,7 @@
 
     python benchmark/bench_dense.py                  all parts
     python benchmark/bench_dense.py small memory     some of them
-    python benchmark/bench_dense.py --list           what each measures
+    python benchmark/bench_dense.py --list           the parts, a line each
 
 Each part is a module of ``benchmark/dense_parts``. Random models of up to 108 million
 parameters run on one CPU core, in float32, greedy, to lengths that are set. All ways of a

@@ -2,7 +2,7 @@
 
     python benchmark/bench_doors.py                     all parts
     python benchmark/bench_doors.py lists stream        some of them
-    python benchmark/bench_doors.py --list              what each measures
+    python benchmark/bench_doors.py --list              the parts, a line each
 
 Each part is a module of ``benchmark/doors``. Engines run on the CPU with the demo model,
 stock SGLang and ours, each in a process of its own. The last line is one JSON

@@ -2,7 +2,7 @@
 
     python benchmark/bench_models.py             all parts
     python benchmark/bench_models.py windows     some of them
-    python benchmark/bench_models.py --list      what each measures
+    python benchmark/bench_models.py --list      the parts, a line each
 
 Each part is a module of ``benchmark/model_parts``. Engines run on tiny random checkpoints, with
 little KV. The last line is one JSON document. The exit status is 1 if a target is missed.

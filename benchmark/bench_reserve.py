@@ -3,8 +3,8 @@
     python benchmark/bench_reserve.py
 
 Jobs of equal prompts whose answers differ only by chance. Admission takes each reserve as
-the estimate of every answer, and otherwise does what it always does. An offload costs
-nothing in the simulator: what one may cost is the time saved by each offload more.
+the estimate of every answer, and is otherwise unchanged. An offload costs
+nothing in the simulator: one may cost the time saved by each offload more.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import sys
 from parts_main import Parts, run_parts
 
 PARTS = Parts(
-    about="Tokens that need not be computed, and what they would have cost.",
+    about="Tokens that need not be computed, and their cost if they were.",
     package="savings_parts",
     names=(
         "equal",

@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def predict(task: dict[str, Any], machine: Machine) -> Simulation:
-    """The simulated job: its order by what the engine may know of the answers' lengths, its
+    """The simulated job: its order by the engine's knowledge of the answers' lengths, its
     steps by the true ones."""
     prompts = task["prompts"]
     output_len = np.array(task["output_lens"], np.int32)

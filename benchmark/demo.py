@@ -2,7 +2,7 @@
 
 Writes a small real model, launches ``python -m sglang.launch_server --offline-batch`` on
 it, submits lines of ``benchmark/data/demo_requests.jsonl`` with the official ``openai``
-client, follows the batch, prints some answers and what it came to. The last line is the
+client, follows the batch, prints some answers and the totals. The last line is the
 summary as JSON. The exit status is 0 only if every request was answered.
 
 Where the package with the real model is not installed, or with ``--random``, the model is

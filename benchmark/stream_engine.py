@@ -54,7 +54,7 @@ class Lines:
 
 
 class Counted:
-    """Counts where templates and tokenizers run, and what is sent to the scheduler."""
+    """Counts where templates and tokenizers run, and the messages to the scheduler."""
 
     def __init__(self, engine: Any) -> None:
         self.prepared = 0

@@ -112,7 +112,7 @@ class _Job:
             self._add(i, lengths[i])
 
     def _compile(self) -> None:
-        """Call once what is seldom called."""
+        """Call once the functions that are seldom called."""
         self._add(0, 1)
         join(self.batches, 0)
         is_parked(self.batches, 0)

@@ -2,7 +2,7 @@
 
 1,500 requests of each trace with paged KV, their prompts computed before. Rows are parked from
 ``PARKS_FROM`` on, and only where moves of KV are hidden by steps. Compared are the same
-engine without parking, and what is left if all moves over PCIe 5 take time of their own.
+engine without parking, and the gain that is left if all moves over PCIe 5 take time of their own.
 """
 
 from __future__ import annotations

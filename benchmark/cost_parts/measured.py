@@ -3,7 +3,7 @@
 ``sglang-batch calibrate`` times steps of random prompts for the demo model. Then each of the
 jobs of ``throughput_jobs.py`` is predicted with these costs alone, and run: prompts and decodes
 mixed where that pays, greedy, one thread. A prediction knows the answers' lengths, but for the
-order, which is made with what the engine may know. Each round calibrates anew, since the speed of
+order, which is made with the engine's knowledge. Each round calibrates anew, since the speed of
 a shared machine changes from one minute to the next.
 """
 

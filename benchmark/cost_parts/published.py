@@ -117,7 +117,7 @@ def points() -> list[Point]:
 
 
 def measure(quick: bool = False) -> list[Figure]:
-    """The figures of this part. ``quick`` leaves out what is fitted again."""
+    """The figures of this part. ``quick`` leaves out the fits."""
     by_device: dict[str, list[Point]] = {}
     for point in points():
         by_device.setdefault(point.row["device"], []).append(point)

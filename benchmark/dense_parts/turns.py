@@ -64,7 +64,7 @@ def differing(model: Any, tasks: Sequence[Task], one: Done, other: Done) -> int:
 
 
 def progress(line: str) -> None:
-    """Say on stderr what has been done."""
+    """Report progress on stderr."""
     print(line, file=sys.stderr, flush=True)
 
 

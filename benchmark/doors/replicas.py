@@ -3,7 +3,7 @@
 A whole job runs, with its planner and dispatcher, on replicas that are engines of
 counters (see ``fair``), so the figures are the same on every machine. Lengths are unknown.
 Those of the first replica's shard are ten times those of the others. What a replica tells
-or answers after a step is seen by the job at once, and what the job sends then joins after
+or answers after a step is seen by the job at once, and the requests sent then join after
 one more step, as with SGLang's overlap of steps.
 """
 
@@ -108,7 +108,7 @@ class Shape:
         return lengths
 
 
-# With what they were, by the first seed, when a replica was sent a whole window ahead and
+# With their earlier values, by the first seed, when a replica was sent a whole window ahead and
 # took unsent requests from others without a plan: the time between both ends, and the
 # cached share, in percent.
 SHAPES = (

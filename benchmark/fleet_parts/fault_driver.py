@@ -57,7 +57,7 @@ def make_places(model: str, num_engines: int) -> list[RayPlace]:
 async def run_job(
     engine: FleetEngine, requests: list[BatchRequestInput], log: ResultLog
 ) -> float | None:
-    """Run what has no result yet. Returns the share of tokens that can be cached."""
+    """Run the lines without a result. Returns the share of tokens that can be cached."""
 
     def sink(request: BatchRequestInput, output: RequestOutput) -> None:
         log.put(request.index, output.body, ok=output.ok, usage=output.usage)

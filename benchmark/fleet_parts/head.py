@@ -3,7 +3,7 @@
 ``commit``: answers as workers send them, in calls of a thousand, some twice, are decoded,
 matched with their lines, made into result lines, written to the log and synced as often as in
 a run. ``line``: a whole job over workers in this process that answer at once, so the time
-of the processor has all that head and workers do for a line but the engine's. ``memory``: what a head keeps for
+of the processor has all that head and workers do for a line but the engine's. ``memory``: the bytes that a head keeps for
 each line of a job from its files: places of lines, results, and the dispatcher's arrays; and
 what whole jobs take, in one piece and in buckets.
 """

@@ -9,7 +9,7 @@ Every prompt begins with the same 4 tokens. Behind them, a quarter of the reques
   questions of 6 to 21 tokens. Short answers;
 * others: 16 to 79 tokens, shared with nobody.
 
-A token is a hash of what it belongs to and of its place there. So a job is a function of its
+A token is a hash of its owner and of its place there. So a job is a function of its
 seed, and any part of it can be made alone.
 """
 

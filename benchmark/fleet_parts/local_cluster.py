@@ -13,7 +13,7 @@ import psutil  # type: ignore[import-untyped]
 
 # Raylets on a busy machine start slowly.
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
-# Ray lets what it starts wait for everything else.
+# Ray lets its children wait for everything else.
 os.environ.setdefault("RAY_worker_niceness", "0")
 _ACTOR, _SCHEDULER = "ray::RayWorker", "sglang::scheduler"
 # Known by their environment, where a parent is killed too. A process that changes its title would

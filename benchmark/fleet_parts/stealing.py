@@ -139,7 +139,7 @@ def _first_cut_s(job: _Job, engines: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """The requests, and what they come to with their true lengths.
+    """The requests, and their costs with their true lengths.
 
     position: int64 by request, its leaf.
     compute_s, memory_s: float64 by leaf, by the cost model, where a prefix is spread over the
@@ -425,7 +425,7 @@ class _Head:
         self._carry_out(self._planner.plans(progress, self._speeds()))
 
     def _speeds(self) -> ShardSpeeds:
-        """Of the engines, by what each has answered since the job began."""
+        """Of the engines, by their answers since the job began."""
         engines, job = self._engines, self._job
         k = len(engines.clock)
         answered = np.flatnonzero(engines.left == 0.0)

@@ -41,7 +41,7 @@ def run_jobs(
     """Run jobs one after another, each with an empty cache.
 
     Raises:
-        SystemExit: the engine has failed. Has the end of what it said.
+        SystemExit: the engine has failed. Has the end of its output.
     """
     with TemporaryDirectory() as folder:
         given, found = Path(folder, "jobs.json"), Path(folder, "answers.json")

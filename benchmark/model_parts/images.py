@@ -1,4 +1,4 @@
-"""300 questions on 20 images: how often an image is encoded, and what is shared.
+"""300 questions on 20 images: how often an image is encoded, and how much is shared.
 
 A tiny random Qwen2.5-VL on a CPU. Encoder runs are counted where the model's vision tower
 gets images. Beside it SGLang's own scheduler, with the lines in the order of the file.

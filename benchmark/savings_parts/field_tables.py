@@ -1,7 +1,7 @@
 """Tables with real dependencies, made of what Python and installed packages ship.
 
 Each is a list of rows with the same fields, which are in the order in which their source
-has them: what a row is about first, then what was looked up for it.
+has them: the subject of a row first, then the facts that were looked up for it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tables whose fields are listed in the best order for each row.
 
-Five tables of what is installed, as prompts with the fields in the template's order, in the
+Five tables of installed packages, as prompts with the fields in the template's order, in the
 order of ``--optimize-fields``, and in that of greedy group recursion, the published way.
 Prompt tokens computed are those of the planner's prefix tree: each prefix once. Tokens are
 bytes, as the demo model has them. Then small tables against the least that any orders

@@ -4,7 +4,7 @@
 
 URL is that of a :class:`request_recorder.RequestRecorder`, which tells the requests of each check by the
 first part of their path. Runs in an environment with LiteLLM alone. The last line of the output
-is JSON: what each check came to, ``null`` or the error.
+is JSON: the outcome of each check, ``null`` or the error.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Library:
         assert batch.cancelled_at >= batch.created_at, batch
 
     async def refuse(self) -> None:
-        """Calls for what is not there, and a batch of a file that is none."""
+        """Calls for missing objects, and a batch of a file that is none."""
         unknown = self._litellm.NotFoundError
         await self.fails(unknown, "retrieve_batch", batch_id="batch_none")
         await self.fails(unknown, "cancel_batch", batch_id="batch_none")

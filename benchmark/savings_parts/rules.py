@@ -1,4 +1,4 @@
-"""Answers cut by stop rules: tokens, seconds, and what is lost.
+"""Answers cut by stop rules: tokens, seconds, and losses.
 
 Grammars make the demo model, whose weights are random, write a JSON object and more text after it, or
 repeat a phrase, as models do that were not told when to stop. Each job runs with ``sglang-batch

@@ -181,7 +181,7 @@ class RequestOutput:
         computed.
     from_cache: whether an earlier job computed it.
     cuts: those of its answers, of which there are several with ``n``.
-    work: what was done for it, None where the engine does not tell.
+    work: of the engine for it, None where the engine does not tell.
     """
 
     status_code: int

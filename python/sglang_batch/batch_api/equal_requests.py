@@ -1,7 +1,7 @@
 """Requests of a job that must have equal answers: one of them is computed for all.
 
 Two requests are equal if endpoint and body are, whatever the order of the body's keys, and apart
-from what no answer depends on: ``rid``, and ``user`` unless the answer repeats it. Values are
+from fields on which no answer depends: ``rid``, and ``user`` unless the answer repeats it. Values are
 compared byte for byte: the order of keys in a tool or a schema is that of its text in the prompt.
 
 Their answers must be equal where nothing is drawn at random. Which fields say so depends on the

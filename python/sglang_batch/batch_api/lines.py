@@ -188,7 +188,7 @@ def _encode(
 
 # JSON can escape a lone surrogate, but no result line could be written with it.
 _SURROGATE = re.compile("[\ud800-\udfff]")
-# Besides the JSON value true, what SGLang's request classes take for true.
+# Besides the JSON value true, the values that SGLang's request classes take for true.
 _TRUE_WORDS = {"true", "1", "on", "t", "yes", "y"}
 
 BodyCheck = Callable[[str, bytes], Sequence[tuple[str, str | None]]]

@@ -192,7 +192,7 @@ class Admission:
         Rows leave if the next step would exceed ``max_cells``, or for a waiting row of
         higher priority. A row joins if the batch is not expected to exceed ``max_cells``
         later. If none runs, the first that can make a step joins without regard to
-        what is expected. At most ``max_passes`` + 1 rows are tried in vain.
+        expectations. At most ``max_passes`` + 1 rows are tried in vain.
         """
         change = self.begin(running)
         self._forget_except(waiting)

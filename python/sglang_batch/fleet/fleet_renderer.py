@@ -79,7 +79,7 @@ class FleetLine:
         """The command that runs the line.
 
         Args:
-            trusted: whether the worker may be sent what was pickled by another one.
+            trusted: whether the worker may be sent objects pickled by another one.
         """
         line = Line.of(self.request)
         rendering = self.rendering

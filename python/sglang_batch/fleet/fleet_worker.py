@@ -51,7 +51,7 @@ class WorkerMeter:
             self._begin(now)
 
     def idle(self) -> None:
-        """It has none: what was measured so far is cut short, and does not count."""
+        """It has none: the measurement so far is cut short, and does not count."""
         self._begun = None
 
     def answered(self, cost: CostModel, usage: Usage, now: float) -> bool:
@@ -129,7 +129,7 @@ class FleetWorker:
     num_losses: losses of any kind.
     lost_at: when it was lost, on the event loop's clock.
     reason: of the last loss.
-    is_unusable: whether it said what no worker of this version says.
+    is_unusable: whether it broke the protocol of this version.
     keeper: has a worker here as long as it runs.
     there_s: seconds in which earlier workers were attached here.
     attached_at: since when the present one is, on the event loop's clock.

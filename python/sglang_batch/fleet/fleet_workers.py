@@ -166,7 +166,7 @@ class FleetWorkers:
 
     @property
     def reference(self) -> FleetWorker:
-        """The live worker with the least KV, or what was known of one."""
+        """The live worker with the least KV, or the last description of one."""
         known = self.live or [w for w in self._all if w.machine is not None]
         if not known:
             raise EngineError("The fleet has no worker yet; await connect() first.")
@@ -278,7 +278,7 @@ class FleetWorkers:
         except WorkerUnusable:
             worker.is_unusable = True
             self._leave_out(worker)
-        except Exception:  # of us, or of what the worker says: others may not have it
+        except Exception:  # ours, or of the worker's messages: others may not have it
             logger.exception("%s", worker.name)
             self._leave_out(worker)
 

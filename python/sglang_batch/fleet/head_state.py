@@ -38,7 +38,7 @@ class HeadState:
         """The state of a new head that keeps it in ``directory``.
 
         Raises:
-            StoreError: what the last one left cannot be read.
+            StoreError: the state of the last one cannot be read.
         """
         crashes = CrashCounts(directory / CRASHES)
         return cls(job_id, epoch, crashes)

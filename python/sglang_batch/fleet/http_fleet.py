@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .fleet_engine import FleetEngine
 
 CONNECT_S = 5.0
-# Most bytes of an answer: of events and rendered lines, and of what a worker is and says.
+# Most bytes of an answer: of events and rendered lines, and of a worker's description.
 _MOST_LINES, _MOST_WORDS = 512 << 20, 32 << 20
 
 

@@ -26,7 +26,7 @@ class WorkerPort(Protocol):
 
     Each raises:
         WorkerLost: it will not answer this or any other call.
-        WorkerUnusable: it answers what no worker of this version does.
+        WorkerUnusable: its answer breaks the protocol of this version.
         OSError: the call failed. Another one may succeed.
 
     Attributes:
@@ -48,7 +48,7 @@ class WorkerPort(Protocol):
         ...
 
     async def query(self, query: EngineQuery) -> object:
-        """Ask about the running engine. Returns what the JSON answer says."""
+        """Ask about the running engine. Returns the JSON answer."""
         ...
 
 

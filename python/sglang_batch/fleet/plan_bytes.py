@@ -156,7 +156,7 @@ def _check_plan(plan: JobPlan) -> None:
     """Refuse a plan whose arrays do not fit each other.
 
     Raises:
-        InputError: names what does not.
+        InputError: names the part that does not.
     """
     n, m = plan.num_requests, len(plan.parent)
     _check_sizes(plan, n, m)
@@ -229,7 +229,7 @@ def _check_cost(cost: StepCost) -> None:
     """Refuse times by which a scheduler cannot compute.
 
     Raises:
-        InputError: names what is none.
+        InputError: names the value that is none.
     """
     for field in fields(cost):
         value = getattr(cost, field.name)

@@ -1,7 +1,7 @@
 """The two ends of a session: each command and each event arrives once, in order.
 
 Calls between a head and a worker may be lost, delayed, doubled and reordered. Each end
-numbers what it sends and repeats it until the other end has it, and passes on only the
+numbers its messages and repeats each until the other end has it, and passes on only the
 next number that it waits for. An end knows nothing of networks, and of clocks only the
 times that it is given.
 

@@ -80,7 +80,7 @@ class FieldSample:
         self._seen += 1
 
     def orders(self) -> tuple[OrderOfRow, FieldSaving]:
-        """What gives the order of a row, and what the orders save."""
+        """The orders of rows, and the tokens that they save."""
         from ..planner.fields.field_orders import OrderTree, field_orders
         from ..planner.fields.field_table import text_table
 

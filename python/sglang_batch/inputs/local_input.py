@@ -44,7 +44,7 @@ class LocalInput:
     title: the input in messages.
     parts: sources of a staged file, by line. Empty for the user's own file.
     staged_sha256: digest of a staged file, in hexadecimal. None for the user's own.
-    fields: what the order of fields saves, if it was optimized.
+    fields: the saving by the order of fields, if it was optimized.
     """
 
     path: Path
@@ -134,7 +134,7 @@ class LocalInput:
         return f"{where}{replace(error, line=None)}"
 
 
-# Guesses what a file is that should have had JSON lines.
+# Guesses the format of a file that should have had JSON lines.
 
 _HEAD_BYTES = 4096
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")

@@ -39,7 +39,7 @@ class Manifest(msgspec.Struct):
     sha256: digest of the staged file, in hexadecimal.
     size: of the staged file, in bytes.
     parts: its sources, in the order of the file.
-    fields: what the order of fields saves, if it was optimized.
+    fields: the saving by the order of fields, if it was optimized.
     """
 
     asked: dict[str, Any]
@@ -68,7 +68,7 @@ class Staging:
 
         Args:
             job_input: must have been checked.
-            afresh: ignore what an earlier run staged.
+            afresh: ignore files that an earlier run staged.
 
         Raises:
             InputError: an input cannot be read; the message names source and line.

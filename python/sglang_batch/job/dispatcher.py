@@ -344,7 +344,7 @@ class Dispatcher:
     # Taking back ----------------------------------------------------------------------
 
     def _recall_if_due(self, group: asyncio.TaskGroup) -> None:
-        """Take back what the engine has not begun, if the job is paused for long."""
+        """Take back the requests that the engine has not begun, if the job is paused for long."""
         if not self._limit.recalls:
             self._recalling = None
         elif self._recalling is None:

@@ -127,7 +127,7 @@ class ReplicaChanges(Protocol):
     def release_idle(self) -> None:
         """All requests are sent: replicas that have none may end, if others have some.
 
-        Only what is lost with another replica may be sent after this.
+        Only requests that are lost with another replica may be sent after this.
         """
         ...
 

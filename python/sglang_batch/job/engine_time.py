@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ..planner.costs.cost_model import CostModel
 from ..request import RequestOutput, Work
 
-# How long the seconds of a batch that has ended still change with what others do.
+# How long the seconds of a batch that has ended still change with the work of others.
 KEPT_S = 3600.0
 
 
@@ -93,7 +93,7 @@ class Account:
         """It goes.
 
         Args:
-            work: what was done for it. None: it never began.
+            work: of the engine for it. None: it never began.
         """
         self._engine.leave()
         if work is not None:

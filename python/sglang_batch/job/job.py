@@ -41,7 +41,7 @@ class JobOptions:
     directory: where rendered requests are kept until they are sent. The system's temporary
         directory by default.
     priority: jobs of the highest priority are admitted first.
-    hints: what is known of the job, for its plan.
+    hints: facts about the job, for its plan.
     releases: whether replicas may end once nothing is left for them, as no other job follows.
     """
 
@@ -179,7 +179,7 @@ class Job:
         await self._dispatcher.run()
 
     async def _run_planned(self) -> None:
-        """Render and plan, and run what is planned meanwhile."""
+        """Render and plan, and run the planned part meanwhile."""
         with self._renderer.spool(self._directory):
             try:
                 async with asyncio.TaskGroup() as group:

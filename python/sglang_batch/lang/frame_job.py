@@ -358,7 +358,7 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def _run(arguments: list[str]) -> None:
-    """Run ``sglang-batch run`` and pass on what it prints.
+    """Run ``sglang-batch run`` and pass on its output.
 
     It has a process of its own, so that the engine's memory is free afterwards, and its end
     is not that of the caller. Signals reach it through this one.

@@ -32,7 +32,7 @@ MAX_QUIET_TIMES = 20
 MAX_WINDOW_BYTES = 64 << 20
 
 _Found = StreamAnswer | BaseException | None
-"""An answer, what ended the stream early, or None for its end."""
+"""An answer, the error that ended the stream early, or None for its end."""
 
 
 class WindowTransport(WaveTransport, Protocol):
@@ -103,7 +103,7 @@ class StreamWindows:
         self._room.release()
 
     def close(self) -> None:
-        """Stop reading, abort what is unanswered, and close the transport."""
+        """Stop reading, abort unanswered rows, and close the transport."""
         if self._closed.is_set():
             return
         self._closed.set()

@@ -52,7 +52,7 @@ def of_windows(
     Args:
         capacity: tokens in it.
         window: tokens before the end of a prefix that make it usable, in whole pages.
-        late: decode steps after which the engine frees what has left a window. What a
+        late: decode steps after which the engine frees tokens that have left a window. What a
             prompt leaves behind is freed after the step that computes it.
     """
     return PoolShares(
@@ -89,7 +89,7 @@ def has_room(
     return bool(held + prefixes + units <= pool.capacity * (1.0 - margin))
 
 
-# SGLang runs one request for so many states, and frees what has left a window after so many
+# SGLang runs one request for so many states, and frees tokens that have left a window after so many
 # decode steps, by default.
 STATES_PER_ROW = 3
 WINDOW_EVICTION_STEPS = 128

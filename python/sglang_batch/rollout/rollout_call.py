@@ -159,7 +159,7 @@ class RolloutCall(_Checked):
                 f"max_new_tokens={most}"
             )
 
-    # What a group or sample has, after what it leaves out was looked up ----------------
+    # The fields of a group or sample, after those it leaves out were looked up ----------------
 
     def n_of(self, place: int) -> int:
         """Samples of a group."""

@@ -84,7 +84,7 @@ class RolloutClient:
     Args:
         url: of the server, such as ``http://127.0.0.1:30000``.
         api_key: None for a server without keys.
-        history: learns from all answers, and says what is expected of each prompt.
+        history: learns from all answers, and has the expected length of each prompt.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class LengthHistory:
         return max(1.0, float(mean.mean()))
 
     def expecting(self, groups: Iterable[RolloutGroup]) -> list[RolloutGroup]:
-        """The groups, with what is expected of those that do not say it themselves."""
+        """The groups, with expected lengths for those that have none."""
         return [
             group
             if group.expected_tokens is not None

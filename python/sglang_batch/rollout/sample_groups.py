@@ -183,7 +183,7 @@ def result_of(
     """A sample's result from SGLang's answer.
 
     Args:
-        sample: what the call said about it.
+        sample: its part of the call.
 
     Returns:
         The result, and the tokens of the prompt if SGLang tells them.

@@ -113,7 +113,7 @@ class EngineLog:
         """Why the engine failed.
 
         Args:
-            error: what SGLang raised, if it did.
+            error: the exception of SGLang, if there was one.
             started: whether the engine had started.
         """
         lines = self._lines(_TAIL_BYTES)

@@ -184,7 +184,7 @@ class JobDirectory:
             )
 
     def remember_input(self, local: LocalInput) -> None:
-        """Keep what a later run needs to name the lines of a changed input."""
+        """Keep the facts that a later run needs to name the lines of a changed input."""
         write_digests(self._digests_path, local)
 
     def begin(self, record: JobRecord, *, overwrite: bool) -> None:
@@ -265,7 +265,7 @@ class JobDirectory:
             self.shared.finish()
 
     def _remove(self, *, staged: bool) -> None:
-        """Remove what a job that did not begin wrote, and nobody else's files."""
+        """Remove the files of a job that did not begin, and nobody else's files."""
         names = [
             "lock",
             "engine.log",

@@ -132,7 +132,7 @@ def _front_options(argv: list[str]) -> argparse.Namespace:
 
 
 def check_server(known: argparse.Namespace) -> None:
-    """Check what is known of a server's options without SGLang.
+    """Check a server's options as far as possible without SGLang.
 
     Raises:
         ConfigError: an option or the model cannot be used.

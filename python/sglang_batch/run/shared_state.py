@@ -407,7 +407,7 @@ class SharedState:
         self._copied.clear()
 
     def share(self) -> None:
-        """Write what is new to the URL. The log must be committed.
+        """Write new results to the URL. The log must be committed.
 
         Raises:
             TakenOver: another head runs the job.

@@ -200,8 +200,8 @@ class Summary:
     dollars: for these, at the price that the run was given. None without one.
     tail: of this run.
     errors: failed requests by reason, most frequent first.
-    engines: what each engine did, if there are several.
-    fields: what the order of the fields saves, if it was optimized: a
+    engines: the work of each engine, if there are several.
+    fields: the saving by the order of the fields, if it was optimized: a
         :class:`~sglang_batch.inputs.field_sample.FieldSaving` as a dictionary.
     """
 

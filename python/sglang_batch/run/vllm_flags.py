@@ -1,7 +1,7 @@
 """Options of ``vllm run-batch`` (vLLM 0.33), as ``sglang-batch run`` takes them.
 
 Those that SGLang has by the same name are passed on like all its options. The table has the rest:
-what has another name, what has no effect here, and what means something else.
+those with another name, those without effect here, and those that mean something else.
 """
 
 from __future__ import annotations

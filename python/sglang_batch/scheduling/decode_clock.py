@@ -71,7 +71,7 @@ def taken(request: ScheduledRequest) -> int:
 
 
 class MicroBatches:
-    """Whose turn it is, and what has started in each.
+    """Whose turn it is, and the rows that have started in each.
 
     SGLang asks for the next batch of one micro-batch after the other. In each round a
     running request decodes once, in the step of its own micro-batch, whose last results

@@ -1,4 +1,4 @@
-"""The work of one job: what was done, what is left, and how far its estimates are off.
+"""The work of one job: done and left, and how far its estimates are off.
 
 :class:`JobWork` counts it in seconds by the cost model, for fair shares of the engine.
 ``done_s`` grows step by step, as prompt tokens are computed and KV is read. ``charged_s``
@@ -148,7 +148,7 @@ class JobWork:
             self.done_s += self._decode_s(request, counted, steps)
 
     def leave(self, request: ScheduledRequest, first: int, steps: int) -> None:
-        """A running request ended or gives its KV back: charge it for what it did.
+        """A running request ended or gives its KV back: charge it for its work.
 
         Args:
             first, steps: its decode steps when it joined, and now.

@@ -40,7 +40,7 @@ class LengthBacklog(Backlog):
         rule: TREE or GROUPS.
         place: of a waiting request.
         rows: the running rows of all jobs.
-        law: what a step costs, and how much KV there is.
+        law: the cost of a step, and the KV that there is.
         max_wait_steps: decode steps after which a waiting request joins before all others.
             None: never.
         host_room: KV that rows can move to the host, in tokens.

@@ -1,4 +1,4 @@
-"""The open jobs of one scheduler, the order in which their requests join, and what they share.
+"""The open jobs of one scheduler, the order in which their requests join, and their common prefixes.
 
 Every job has a prefix tree of its own. :class:`CommonPrefixes` finds the nodes of different
 jobs that begin with the same tokens. While a request of one job computes such a prefix,

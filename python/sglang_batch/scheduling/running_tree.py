@@ -1,4 +1,4 @@
-"""The prefix trees of the open jobs as they are now: what is in the cache, and why.
+"""The prefix trees of the open jobs as they are now: which prefixes are in the cache, and why.
 
 Computed only when somebody asks. The time grows with the requests of the open jobs, by
 milliseconds for a hundred thousand, and the answer has a bounded number of nodes.

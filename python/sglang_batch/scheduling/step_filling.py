@@ -1,4 +1,4 @@
-"""A step that is being filled with requests, and what is known of the engine before it.
+"""A step that is being filled with requests, and the state of the engine before it.
 
 The simulator fills its steps by the same rule (``planner.simulator.step_admission``). Its
 requests are rows of arrays and its code is compiled, while here they are objects of a running

@@ -428,7 +428,7 @@ class StepSamples:
 
         Args:
             now: a clock's seconds.
-            step: what it computes, its seconds 0. None for a step that is not like others,
+            step: its work, with 0 seconds. None for a step that is not like others,
                 and times around it are not kept.
             requests: half of those that arrived or ended in that time.
         """

@@ -178,7 +178,7 @@ class ResultSaver:
             before = self.store.get_batch(self.batch_id)
             self.store.update_batch(self.batch_id, **counts)
             if before is not None:
-                # The difference to what is written: a line counts once, whichever
+                # The difference to the written counts: a line counts once, whichever
                 # server it ends in.
                 more = {key: counts[key] - before[key] for key in COUNTED}
                 merged = more.pop("merged_input_tokens")

@@ -41,7 +41,7 @@ class Collected:
     uploads: expired uploads, with their parts.
     answers: answers for idempotency keys.
     orphans: files and directories that belong to no row.
-    deletions: what was known of files and batches that were deleted long ago.
+    deletions: tombstones of files and batches that were deleted long ago.
     """
 
     files: int = 0

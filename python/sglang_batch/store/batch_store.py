@@ -271,7 +271,7 @@ class BatchStore:
         """
         plain = ("b.id", "b.input_file_id", "b.output_file_id", "b.error_file_id",
                  "b.model", "b.endpoint", "f.filename")  # fmt: skip
-        # JSON has its own way to write what is not ASCII.
+        # JSON has its own way to write characters beyond ASCII.
         as_json = ("b.metadata", "b.errors", "b.error_reasons")
         found = " OR ".join(f"{name} LIKE ? ESCAPE '!'" for name in (*plain, *as_json))
         return self.rows(

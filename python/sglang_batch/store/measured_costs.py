@@ -38,7 +38,7 @@ def read_document(path: Path, kind: type[Document], lost: str) -> Document | Non
     """A file's contents, or None, with a warning if it is unusable.
 
     Args:
-        lost: what is not known without the file, and how to get it, for the warning.
+        lost: the facts that are missing without the file, and how to get them, for the warning.
     """
     try:
         data = path.read_bytes()
@@ -227,7 +227,7 @@ class KeptRowShare(msgspec.Struct, frozen=True, kw_only=True):
     noise: standard deviation of the relative residuals.
     measured_at: date and time in UTC, ISO 8601.
     versions: of the packages that ran, by name.
-    points: what was measured.
+    points: the measurements.
     """
 
     key: RowShareKey

@@ -134,7 +134,7 @@ def m004_error_reasons(db: sqlite3.Connection) -> None:
 
 
 def m005_keys(db: sqlite3.Connection) -> None:
-    """Keys, what their clients may use, and what they used each day.
+    """Keys, their clients' limits, and their usage of each day.
 
     clients.models: JSON list of names, NULL for all.
     clients.batches, lines, tokens: limits for a day, NULL for none.

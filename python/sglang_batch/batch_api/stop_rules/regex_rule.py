@@ -2,7 +2,7 @@
 
 The patterns are those of Rust's ``regex`` crate, matched by llguidance, one of SGLang's
 grammar engines: by derivatives, in time linear in the text, whatever the pattern. So none can
-keep a scheduler busy, and what a pattern may cost is counted in steps, not seconds: all ranks
+keep a scheduler busy, and the cost of a pattern is counted in steps, not seconds: all ranks
 of a model decide alike.
 """
 

@@ -447,7 +447,7 @@ def _floats(values: Values) -> Floats:
 
 # Whether a step should compute prompts and decode together, or one after the other.
 #
-# Together they pass the matrices once and share what a step costs besides. Engines compute the
+# Together they pass the matrices once and share the other costs of a step. Engines compute the
 # attention of such a step with the kernels of prompts, which may take longer for rows that decode.
 # By a machine's timed steps, the seconds that mixing loses are ::
 #

@@ -66,7 +66,7 @@ def rebalance(
     Args:
         work: estimated work of whole requests by leaf of ``tree``.
         speeds: of the shards' engines, by their numbers. Shards without an engine keep
-            only what may not move. None: all engines are as fast.
+            only requests that may not move. None: all engines are as fast.
 
     Returns:
         int32 ``[n]``. The same as before if no engine is there.

@@ -103,7 +103,7 @@ def _running_rows(sim: Sim) -> RunningRows:
 
 @jit_in_place
 def take_notes(sim: Sim, lengths: RowLengths) -> None:
-    """Do what the notes say, and find the longest row."""
+    """Carry out the notes, and find the longest row."""
     state = sim.state[0]
     for at in range(state.num_notes):
         i, kind = sim.lists.notes[at] // 4, sim.lists.notes[at] % 4

@@ -128,7 +128,7 @@ def cached_depth(cache: SimCache, node: int) -> int:
 
 @jit_in_place
 def kept_depth(cache: SimCache, node: int) -> int:
-    """The same without what a request still computes, or has lost its state unused."""
+    """The same without tokens that a request still computes, or has lost its state unused."""
     at = cache.nodes[node]
     while at.resident == 0 or at.leader != _NONE or at.has_state + at.refs == 0:
         at = cache.nodes[at.parent]

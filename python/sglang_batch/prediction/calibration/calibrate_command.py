@@ -151,7 +151,7 @@ def law_text(law: StepLaw | None) -> str:
 
 
 def as_table(found: Measurement, fitted: RowShare) -> str:
-    """The measured steps next to the fitted law, and what it says, for people."""
+    """The measured steps next to the fitted law and its figures, for people."""
     batches = shapes(found.sizes)
     lines = [
         f"{found.key}",

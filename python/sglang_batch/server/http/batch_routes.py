@@ -181,7 +181,7 @@ def list_costs(
     label: str,
     days: Annotated[int, whole_number(1, MAX_COST_DAYS)] = 30,
 ) -> JSONResponse:
-    """List what the batches of the last days cost, by a key of their metadata.
+    """List the costs of the batches of the last days, by a key of their metadata.
 
     ``label`` is the key, such as ``project``. Batches without it are those of null. A client sees
     the costs of its own batches, an admin those of all.

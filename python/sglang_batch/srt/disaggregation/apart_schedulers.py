@@ -77,7 +77,7 @@ class PrefillScheduler(Apart, OfflineScheduler):
         return plan
 
     def get_new_batch_prefill(self, running_batch: ScheduleBatch) -> PrefillPlan:
-        if self.waiting_queue:  # what has room on the decode server by now
+        if self.waiting_queue:  # requests with room on the decode server by now
             self.waiting_queue = [
                 req for req in self.waiting_queue if not self.jobs.registry.enqueue(req)
             ]

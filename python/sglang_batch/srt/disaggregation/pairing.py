@@ -395,7 +395,7 @@ class Pairing:
             line.calls.append(task)
 
     def _line_of(self, rid: str) -> _Line | None:
-        """The line of a message's id: its own, or what it begins with."""
+        """The line of a message's id: its own, or its beginning."""
         while rid:
             if rid in self._lines:
                 return self._lines[rid]

@@ -48,7 +48,7 @@ class DecodeServers:
         self._jobs: dict[str, set[str]] = {}
 
     async def handle(self, engine: SGLangEngine, call: JobCall) -> None:
-        """Do what a call asks for.
+        """Carry out a call.
 
         Raises:
             InputError: its plan cannot be read.

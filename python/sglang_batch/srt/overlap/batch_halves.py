@@ -3,7 +3,7 @@
 The rows of a mixed batch are those of prompts, in front, and those that decode. How many
 decode is passed along from the scheduler: a row with one new token may also be a prompt.
 On a CPU the halves run in two threads, on a GPU on two streams. The prompts have an attention
-backend of their own: each backend keeps what it prepared for a forward until the next one.
+backend of their own: each backend keeps its preparations for a forward until the next one.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class StepLanes(Protocol):
     """What a split step needs of a device."""
 
     def current(self, lane: Lane) -> AbstractContextManager[Any]:
-        """Launch what follows on a lane."""
+        """Launch the following work on a lane."""
         ...
 
     def record(self, lane: Lane) -> Any:
@@ -70,7 +70,7 @@ def run_in_lanes(
         The outputs of decodes and prompts.
 
     Raises:
-        Exception: that of a half. The step's lane then waits for what was launched.
+        Exception: that of a half. The step's lane then waits for the launched work.
     """
     begin = lanes.record(Lane.STEP)
     ends = []

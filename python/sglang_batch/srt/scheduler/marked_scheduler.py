@@ -1,4 +1,4 @@
-"""SGLang's own scheduler, marked, and with what each server of batches needs of one."""
+"""SGLang's own scheduler, marked, and with the parts that each server of batches needs."""
 
 from __future__ import annotations
 

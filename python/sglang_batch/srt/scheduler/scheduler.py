@@ -389,7 +389,7 @@ class OfflineScheduler(MarkedScheduler):
         super().send_abort_output(abort_req, req)
 
     def _release_waiting(self, req: Req) -> None:
-        """Free what an aborted request holds that waits or is offloaded."""
+        """Free the KV of an aborted request that waits or is offloaded."""
         self._release_aborted_request(req)
 
     def record_weight_version_change(self, new_version: str | None) -> None:

@@ -52,7 +52,7 @@ class Kind(IntEnum):
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """secret: what the decode rank sent to this prefill rank and to nobody else.
+    """secret: sent by the decode rank to this prefill rank and to nobody else.
     bootstrap_addr: the prefill server, by the address that the decode rank knows."""
 
     secret: str

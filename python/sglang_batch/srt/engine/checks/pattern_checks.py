@@ -163,7 +163,7 @@ def check_schema(grammar: str) -> str | None:
     try:
         schema = json.loads(grammar)
     except ValueError:
-        return None  # the compiler says what is wrong
+        return None  # the compiler names the fault
     if loop := _endless_reference(schema):
         return (
             f"{loop!r:.100} refers to itself and to nothing else, so no answer fits it"

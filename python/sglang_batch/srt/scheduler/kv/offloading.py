@@ -341,7 +341,7 @@ class KvOffloader:
         req.last_node = None
 
     def end_step(self) -> None:
-        """Let the next forward pass see what was moved. Call it before each one."""
+        """Let the next forward pass see moved KV. Call it before each one."""
         self.pool.end_step()
 
     def fetch(self, upcoming: Iterable[HostKv], seconds: float) -> None:

@@ -80,7 +80,7 @@ class PlannedRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self._ends = ends
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: object) -> None:
-        """Put what a request has computed into the tree.
+        """Put the computed tokens of a request into the tree.
 
         Of sliding-window layers the tree keeps only the window before the end. So a
         leader's tokens are put there in parts, each of which ends where others need it.
@@ -229,7 +229,7 @@ class PinnedPrefixes:
     # Eviction -------------------------------------------------------------------------
 
     def unpin_until_evictable(self, wanted: EvictParams) -> None:
-        """Unpin prefixes until the cache can evict what is wanted, or none is left."""
+        """Unpin prefixes until the cache can evict as many tokens as wanted, or none is left."""
         cache = self._cache
 
         def too_few_windows_or_states() -> bool:

@@ -40,8 +40,8 @@ def test_json_has_the_job_the_bounds_and_every_policy(
     assert sum(side["requests"] for side in sides) == 16
     assert sum(side["share_of_memory"] for side in sides) == pytest.approx(1)
     assert 0 < job["prefix_sharing_ratio"] < 1
-    # 12 of at most 16, one of exactly 7, 3 of at most 9.
-    assert job["expected_output_tokens"] == 12 * 16 + 7 + 3 * 9
+    # One of exactly 7. The others, of at most 16 or 9, have a third of the mean limit.
+    assert job["expected_output_tokens"] == 12 * 4 + 7 + 3 * 4
     assert {each["policy"] for each in found["policies"]} == set(PAGED_ORDERS)
     seconds = [each["seconds"] for each in found["policies"]]
     assert seconds == sorted(seconds)
@@ -83,7 +83,7 @@ def test_the_table_names_what_people_look_for(
     assert "long: The input" in said
     assert "KV capacity               700 tokens" in said
     assert "s with shared-prefix attention)\n" in said
-    assert "1 lengths are known; the others assumed: 256 on average" in said
+    assert "1 lengths are known; the others assumed: 4 on average" in said
     rows = [each for each in said.splitlines() if "%" in each and each[:2] in "*   "]
     assert {"dfs", "lpt", "fcfs"} <= {row.replace("*", "").split()[0] for row in rows}
     assert "prefix-groups" not in said

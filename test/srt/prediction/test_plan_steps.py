@@ -147,7 +147,7 @@ def test_a_job_and_its_steps_are_shown_together(
         (["--steps", "STEPS", "--tp-rank", "3"], "--tp-rank has no use without -i"),
         (["--steps", "STEPS", "--plot", "steps.pdf"], "must end in .png."),
         (["--steps", "none.csv"], "none.csv cannot be read: No such file"),
-        (["--steps", "BAD"], "bad.csv, line 2: 1 values instead of 23."),
+        (["--steps", "BAD"], "bad.csv, line 2: 1 values instead of 24."),
         (["--steps", "EMPTY"], "empty.csv has no step yet"),
     ],
 )

@@ -10,6 +10,7 @@ from sglang_batch.cli import main
 from sglang_batch.run import demo_model
 
 
+@pytest.mark.slow
 def test_the_real_model_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import sglang_batch
 
 PACKAGE = Path(sglang_batch.__file__).parent
@@ -265,6 +267,7 @@ def test_every_part_of_the_product_has_a_layer() -> None:
     assert KERNEL_MODULES
 
 
+@pytest.mark.slow
 def test_no_import_leads_upward() -> None:
     layer_of = {
         f"{package}.{part}": i
@@ -287,6 +290,7 @@ def test_no_import_leads_upward() -> None:
     assert not found, listing(found)
 
 
+@pytest.mark.slow
 def test_no_circle_of_imports() -> None:
     """Imports in functions and for types alone count, too."""
     graph = {module.name: set(imported_modules(module)) for module in PRODUCT}
@@ -405,6 +409,7 @@ def test_kernels_import_neither_sglang_nor_this_package() -> None:
     assert not found, listing(found)
 
 
+@pytest.mark.slow
 def test_importing_the_pure_packages_loads_no_engine() -> None:
     names = [module.name for module in PURE_MODULES]
     program = f"import sys, {', '.join(names)}\nprint(*sys.modules)"
@@ -416,6 +421,7 @@ def test_importing_the_pure_packages_loads_no_engine() -> None:
     assert not tops & {*HEAVY, "fastapi", "transformers"}
 
 
+@pytest.mark.slow
 def test_tests_that_import_an_engine_are_in_its_lane() -> None:
     """``make test-fast`` runs all but test/srt. A helper is in the lane of its users."""
     tests = Path(__file__).parent
@@ -437,6 +443,7 @@ def test_tests_that_import_an_engine_are_in_its_lane() -> None:
     assert not found, listing(found)
 
 
+@pytest.mark.slow
 def test_tests_and_benchmarks_import_modules_that_exist() -> None:
     """A helper that only an engine's process imports is checked by nothing else."""
     names = {each.name for each in PRODUCT}

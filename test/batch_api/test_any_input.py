@@ -93,6 +93,7 @@ def mutated_lines(draw: st.DrawFn) -> bytes:
     return bytes(line)
 
 
+@pytest.mark.slow
 @settings(
     deadline=None,
     max_examples=examples(300),
@@ -127,6 +128,7 @@ def test_no_depth_of_nesting_makes_validation_raise(
     assert_answered(make_file(tmp_path, [line.replace('"MODEL"', f'"{MODEL}"')]))
 
 
+@pytest.mark.slow
 def test_validation_holds_positions_not_lines(tmp_path: Path) -> None:
     num_lines = 100_000
     text = "x" * 400  # 50 MB in all

@@ -30,6 +30,7 @@ def quick_run(script: str, *arguments: str) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(330)
 def test_the_planners_figures() -> None:
     document = quick_run("bench_planner.py")
@@ -47,6 +48,7 @@ def test_the_planners_figures() -> None:
     assert {"tree", "densities", "split", "sort"} <= stages
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(330)
 def test_the_orders() -> None:
     document = quick_run("bench_order.py")
@@ -58,6 +60,7 @@ def test_the_orders() -> None:
     assert len(documents["rows"]) == 7 * 2 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(330)
 def test_jobs_that_share_an_engine() -> None:
     document = quick_run("bench_doors.py", "fair")
@@ -67,6 +70,7 @@ def test_jobs_that_share_an_engine() -> None:
     assert names["two equal jobs, off by"] <= 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(330)
 def test_the_dense_engine() -> None:
     parts = "steps", "small", "sharing", "memory", "packed", "models"
@@ -81,6 +85,7 @@ def test_the_dense_engine() -> None:
     assert titles == ["Target-1", "Target-2", "Processor seconds", layers, "Classes"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(330)
 def test_the_models_of_today() -> None:
     document = quick_run("bench_models.py", "families", "answers")
@@ -89,6 +94,7 @@ def test_the_models_of_today() -> None:
     assert all(row[1] > 0 for row in random_jobs["rows"])
 
 
+@pytest.mark.slow
 def test_parts_and_the_file_to_save(tmp_path: Path) -> None:
     saved = tmp_path / "dense.json"
     document = quick_run("bench_dense.py", "sharing", "--save", str(saved))

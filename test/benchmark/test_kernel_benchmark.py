@@ -24,6 +24,7 @@ def benchmark_path(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.syspath_prepend(str(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_the_quick_run() -> None:
     done = subprocess.run(

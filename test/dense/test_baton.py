@@ -316,6 +316,7 @@ class TestShortMemory:
         assert {answer.error for answer in answers.values()} == {None}
         assert run.tokens() == expected(gpt2, requests)
 
+    @pytest.mark.slow
     def test_a_step_without_memory_halves_the_rows_which_grow_again(
         self, gpt2: LoadedModel
     ) -> None:

@@ -52,6 +52,7 @@ def expected(model: LoadedModel, requests: list[DenseRequest]) -> dict[str, list
 
 
 class TestTokens:
+    @pytest.mark.slow
     @RULES
     def test_a_row_that_runs_waits_when_it_no_longer_fits_alone(
         self, model: LoadedModel, rule: int
@@ -89,6 +90,7 @@ class TestTokens:
         run.finish()
         assert run.tokens() == expected(model, requests)
 
+    @pytest.mark.slow
     def test_both_kinds_of_rows_run_side_by_side(self, model: LoadedModel) -> None:
         by_length, others = mixed(GROUPS), mixed(TREE)
         others = [
@@ -100,6 +102,7 @@ class TestTokens:
         run.finish()
         assert run.tokens() == expected(model, [*by_length, *others])
 
+    @pytest.mark.slow
     @RULES
     def test_memory_that_runs_out_loses_nobody(
         self, model: LoadedModel, rule: int
@@ -169,6 +172,7 @@ class TestChanges:
         assert answers[rid].reason == "abort"
         assert len(answers) == len(mixed(GROUPS))
 
+    @pytest.mark.slow
     @RULES
     def test_rows_of_a_higher_priority_take_their_places(
         self, model: LoadedModel, rule: int
@@ -197,6 +201,7 @@ class TestChanges:
         assert {*list(run.answers)[-len(first) :]} == first
         assert run.tokens() == expected(model, requests)
 
+    @pytest.mark.slow
     @RULES
     def test_rows_wait_for_a_higher_limit(self, model: LoadedModel, rule: int) -> None:
         requests = mixed(rule)

@@ -282,6 +282,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_bytes_that_expand_take_no_memory() -> None:
     found = subprocess.run(
         [sys.executable, "-c", _BOMBS], capture_output=True, text=True, check=False

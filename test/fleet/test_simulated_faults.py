@@ -21,6 +21,7 @@ def run(world: World, most_s: float = 3600.0) -> Outcome:
     return outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_dies_each_line_has_one_answer(seed: int) -> None:
     world = World(
@@ -51,6 +52,7 @@ def test_without_faults_nothing_is_computed_twice() -> None:
     assert outcome.losses == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_workers_end_when_nothing_is_left_for_them(seed: int) -> None:
     kept, released = (
@@ -65,6 +67,7 @@ def test_workers_end_when_nothing_is_left_for_them(seed: int) -> None:
     assert set(released.computed.values()) == {1} and released.losses == 0
 
 
+@pytest.mark.slow
 def test_between_buckets_all_workers_stay() -> None:
     world = World(
         0, faults=0, loss=0.0, num_workers=6, releases=True, bucket_requests=30

@@ -172,18 +172,21 @@ def path_of(template: str, call: Caller) -> str:
     return template.format(**call.ids)
 
 
+@pytest.mark.slow
 def test_odd_ids(call: Caller) -> None:
     for method, template in CALLS:
         for path in paths(template, [*IDS, *call.ids.values()]):
             call(method, path)
 
 
+@pytest.mark.slow
 def test_odd_bodies(call: Caller) -> None:
     for (method, template), body in itertools.product(CALLS, BODIES):
         if method != "GET":
             call(method, path_of(template, call), body=body)
 
 
+@pytest.mark.slow
 def test_odd_queries_and_headers(call: Caller) -> None:
     for i, (method, template) in enumerate(CALLS):
         path = path_of(template, call)

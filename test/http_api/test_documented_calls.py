@@ -361,6 +361,7 @@ def test_settings_in_examples_are_accepted() -> None:
         OfflineBatchConfig.from_json(text)
 
 
+@pytest.mark.slow
 def test_the_lists_of_metrics_have_each_once(tmp_path: Path) -> None:
     """Deprecated metrics are not in the lists, but name one that is."""
     with warnings.catch_warnings():

@@ -76,6 +76,7 @@ def test_an_expiry_out_of_range_is_refused(bare_server: Server, seconds: str) ->
     assert error_of(answer)["param"] == "expires_after.seconds"
 
 
+@pytest.mark.slow
 def test_a_deleted_file_is_gone(server: Server) -> None:
     file_id = server.upload()
     deleted = server.client.files.delete(file_id)

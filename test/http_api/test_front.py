@@ -212,6 +212,7 @@ def test_streams_are_passed_on_and_counted(front: Front) -> None:
     assert used["cached_tokens"] == 4
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_ends_its_call(front: Front) -> None:
     with pytest.raises(httpx.ReadTimeout):
         front.http.post(

@@ -180,6 +180,7 @@ def test_a_key_in_use_by_another_process_is_waited_for(
         assert waiting.result().status_code == 200
 
 
+@pytest.mark.slow
 def test_of_fifty_calls_at_once_one_is_executed(server: Server) -> None:
     with ThreadPoolExecutor(50) as threads:
         batches = list(threads.map(lambda _: post_batch(server), range(50)))

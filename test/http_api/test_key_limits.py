@@ -193,6 +193,7 @@ def test_models_are_limited_in_every_line(keyed: Server) -> None:
     assert "may not use the model" in str(batch.errors.data[0].message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "allowed"),
     [

@@ -236,6 +236,7 @@ def test_revoking_may_cancel_what_runs(keyed: Server) -> None:
 # The admin ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_admin_sees_everything_and_whose_it_is(keyed: Server) -> None:
     batch = keyed.ended(start(keyed.client_of("key-ann")))
     for path in (

@@ -170,6 +170,7 @@ def call(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Documented]:
         yield Documented(server)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_is_documented_is_done(call: Documented, name: str) -> None:
     # The time to generate a call is no property of the routes.

@@ -35,6 +35,7 @@ def begun(server: Server, *parts: bytes) -> tuple[str, list[str]]:
     return path, added
 
 
+@pytest.mark.slow
 def test_to_complete_an_upload(server: Server) -> None:
     path, parts = begun(server, b"{", b"}")
     found = twice(server, "POST", f"{path}/complete", json={"part_ids": parts})

@@ -98,6 +98,7 @@ def test_samples_that_are_not_sent_yet_end_as_well() -> None:
     in_time(scenario())
 
 
+@pytest.mark.slow
 def test_a_sample_that_an_error_of_the_server_ends_is_sent_again() -> None:
     async def scenario() -> None:
         class Shaky(FakeEngine):

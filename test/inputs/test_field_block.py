@@ -56,6 +56,7 @@ def test_without_the_option_a_block_is_in_its_own_order(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_fields_change_places_with_their_labels_and_other_lines_stay(
     tmp_path: Path,
 ) -> None:

@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["test_merge_state.py", "test_shared_prefix_kernel.py"]
 )

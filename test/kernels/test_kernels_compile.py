@@ -71,6 +71,7 @@ def compiled(
     return triton.compile(source, target=target, options={"num_warps": warps})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "value", "head_dim", "max_tile", "page_size"),
     [

@@ -21,8 +21,8 @@ from attention_cases import (
 from sgl_kernel_ext.shared_prefix_attention import (
     AttentionPlan,
     AttentionPlanner,
-    launch,
     run,
+    shared_prefix_reference,
     try_out,
 )
 from sgl_kernel_ext.shared_prefix_attention import tasks as fields
@@ -262,7 +262,7 @@ def test_a_wrong_kernel_fails_its_trial(monkeypatch: pytest.MonkeyPatch) -> None
         table[0, fields.KV_END] = table[0, fields.KV_BEGIN] + 1
         run(plan, *args, grid=grid)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(launch, "run", forgets_a_task)
+    monkeypatch.setattr(shared_prefix_reference, "run", forgets_a_task)
     with pytest.raises(RuntimeError, match="differs from PyTorch's by"):
         try_out(make_planner(make_batch(), max_requests=8))
 
@@ -270,6 +270,6 @@ def test_a_wrong_kernel_fails_its_trial(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_kernel_that_writes_nothing_fails_its_trial(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch, "run", lambda *args, **kwargs: None)
+    monkeypatch.setattr(shared_prefix_reference, "run", lambda *args, **kwargs: None)
     with pytest.raises(RuntimeError, match="nan of its norm"):
         try_out(make_planner(make_batch(), max_requests=8))

@@ -106,6 +106,7 @@ def test_ideal_and_no_overlap_enclose_the_law(job: Job) -> None:
         assert getattr(bounds, name) <= bounds.tightest_s * slack
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(80))
 @given(jobs(), st.floats(1, 10), st.booleans())
 def test_no_schedule_beats_them_under_any_law(

@@ -117,6 +117,7 @@ def test_a_system_prompt_of_all_is_cut_and_a_long_family_is_not() -> None:
     assert (bucket == bucket[:, :1]).all()
 
 
+@pytest.mark.slow
 def test_a_bucket_is_larger_than_its_share_for_a_family_that_must_not_be_cut() -> None:
     # 600 of 1,000 requests share 9,000 tokens and have one of their own.
     family = [(*range(9000), i) for i in range(600)]

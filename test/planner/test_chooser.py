@@ -70,6 +70,7 @@ def spread_of(found: Choices) -> Parallelism:
     return found.chosen.way.parallel
 
 
+@pytest.mark.slow
 def test_one_replica_over_all_devices_is_wrong_for_llama_70b_on_h200() -> None:
     found = chosen(MODELS["llama-3.1-70b"], "h200", 8, job(16_000, 1000, 1000), FP8)
     assert spread_of(found).tp <= 2
@@ -127,6 +128,7 @@ def test_the_closed_form_is_near_the_simulation() -> None:
         assert choice.outlook.seconds == pytest.approx(choice.seconds, rel=0.2)
 
 
+@pytest.mark.slow
 def test_a_shared_prefix_is_held_and_computed_once() -> None:
     """So long prefixes need no more devices for a replica than short ones."""
     n, prefix, own = 4000, 20_000, 100

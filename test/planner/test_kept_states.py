@@ -45,6 +45,7 @@ def replayed(tree: PrefixTree, keeps: Bools) -> tuple[int, int]:
     return saved, most
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # compiled on first use
 @given(PROMPTS, st.integers(0, 4))
 def test_no_other_choice_saves_more(prompts: list[tuple[int, ...]], most: int) -> None:

@@ -105,6 +105,7 @@ def mixed_speeds(draw: st.DrawFn, num_shards: int) -> ShardSpeeds:
 MANY_SHARDS = st.integers(65, 300)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(300))
 @given(PROMPTS, NUM_SHARDS | MANY_SHARDS, GRANULARITIES, st.integers(0, 99), st.data())
 def test_sums_and_lost_tokens_are_those_of_the_shards_prefixes(

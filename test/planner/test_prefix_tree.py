@@ -258,6 +258,7 @@ def test_a_chain_of_prompts_each_one_token_longer() -> None:
     assert achieved_prefix_sharing_ratio(tree, tree.order) == tree.prefix_sharing_ratio
 
 
+@pytest.mark.slow
 def test_tokens_that_cannot_be_written_will_do() -> None:
     prompts = many_prompts(0, num_prompts=50)
     tokens, offsets = as_arrays(prompts)

@@ -134,6 +134,7 @@ def test_the_work_planned_is_the_work_done() -> None:
 # --- The laws.
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(200))
 @given(jobs(), st.booleans())
 def test_any_job_keeps_the_laws(job: Job, by_limit: bool) -> None:
@@ -163,6 +164,7 @@ def test_any_job_keeps_the_laws(job: Job, by_limit: bool) -> None:
         assert done.retractions == 0
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(50))
 @given(jobs(capacities=st.just(10**9), dual=False))
 def test_with_room_for_all_each_prefix_is_computed_once(job: Job) -> None:

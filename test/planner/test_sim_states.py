@@ -97,6 +97,7 @@ def test_windows_limit_admission() -> None:
     assert max(run(job).samples[3]) == 2
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(100))
 @given(jobs(), st.integers(1, 12))
 def test_any_job_ends_with_any_number_of_states(job: Job, states: int) -> None:

@@ -253,6 +253,7 @@ def check_bounds(job: Job, done: Simulation) -> None:
         assert bounds.sum_s <= least
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(200))
 @given(jobs())
 def test_any_job_keeps_the_laws_and_the_bounds(job: Job) -> None:
@@ -261,12 +262,14 @@ def test_any_job_keeps_the_laws_and_the_bounds(job: Job) -> None:
     check_bounds(job, done)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(50))
 @given(jobs(dual=False))
 def test_requests_are_admitted_in_order(job: Job) -> None:
     assert run(job).admission_order.tolist() == job.order
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(50))
 @given(jobs(capacities=st.just(UNLIMITED), dual=False))
 def test_any_order_shares_all_there_is_with_room_for_all(job: Job) -> None:
@@ -283,6 +286,7 @@ def test_any_order_shares_all_there_is_with_room_for_all(job: Job) -> None:
         assert sum(new) == job.tree.num_unique_tokens
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(40))
 @given(prompt_lists())
 def test_depth_first_reaches_the_sharing_ratio(prompts: list[Prompt]) -> None:
@@ -293,6 +297,7 @@ def test_depth_first_reaches_the_sharing_ratio(prompts: list[Prompt]) -> None:
     assert done.achieved_prefix_sharing_ratio == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(40))
 @given(jobs(), st.sampled_from(ORDERS))
 def test_the_orders_that_plans_are_made_of(job: Job, policy: str) -> None:
@@ -316,6 +321,7 @@ def test_the_orders_that_plans_are_made_of(job: Job, policy: str) -> None:
     check_bounds(job, done)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(20))
 @given(jobs(), st.sampled_from([2, 8, 128]))
 def test_whole_multiples_cost_more_and_change_no_count(job: Job, multiple: int) -> None:
@@ -329,6 +335,7 @@ def test_whole_multiples_cost_more_and_change_no_count(job: Job, multiple: int) 
     check_bounds(job, done)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(15))
 @given(jobs())
 def test_the_same_job_goes_the_same_way(job: Job) -> None:

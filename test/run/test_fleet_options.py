@@ -79,6 +79,7 @@ def test_without_ray_the_extra_is_named(
     assert "pip install 'sglang-batch[ray]'" in found
 
 
+@pytest.mark.slow
 def test_nothing_of_ray_is_imported_by_all_else() -> None:
     modules = (
         "sglang_batch.cli, sglang_batch.run.run_command, sglang_batch.run.running_job, "

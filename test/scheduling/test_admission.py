@@ -448,6 +448,7 @@ def busy(job: JobState, running: int) -> KvAccounting:
     return kv_accounting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dual", [False, True])
 def test_a_step_in_which_nothing_fits_costs_microseconds(dual: bool) -> None:
     n = 100_000
@@ -468,6 +469,7 @@ def test_a_step_in_which_nothing_fits_costs_microseconds(dual: bool) -> None:
     assert sorted(times)[20] < 200e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dual", [False, True])
 def test_no_dependence_on_hashes_or_addresses(dual: bool) -> None:
     program = f"""

@@ -98,6 +98,7 @@ def test_putting_back_leaves_nothing_behind(both_ends: bool) -> None:
     assert not backlog._last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("both_ends", [False, True])
 def test_a_hundred_thousand_cost_microseconds_each(both_ends: bool) -> None:
     positions = list(range(100_000))

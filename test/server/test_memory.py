@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 NUM_LINES = 100_000
 PROMPT_LEN = 300
 MIB = 1 << 20
@@ -67,6 +69,7 @@ print(json.dumps({"done": log.num_done, "grown": peak[0] - start, "tokens": toke
 """
 
 
+@pytest.mark.slow
 def test_memory_grows_by_no_more_than_the_tokens(tmp_path: Path) -> None:
     with (tmp_path / "in.jsonl").open("w") as file:
         for i in range(NUM_LINES):

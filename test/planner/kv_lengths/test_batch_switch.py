@@ -84,6 +84,7 @@ def fill(
 # Random jobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(5))
 def test_random_jobs_beside_a_model(part: int) -> None:
     """Nobody is lost or joins twice, and all counts are right after each step."""
@@ -105,6 +106,7 @@ def test_random_jobs_beside_a_model(part: int) -> None:
     assert parked > 50 and aborted > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(2))
 def test_rows_of_two_batches_run_in_few_steps(part: int) -> None:
     runs = [BatchRun(long_job(seed)).run() for seed in range(15 * part, 15 * part + 15)]

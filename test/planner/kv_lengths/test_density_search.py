@@ -63,6 +63,7 @@ def kind_of(state: State, chosen: list[int]) -> str:
     return "enough" if len(chosen) >= state.min_rows else "too few"
 
 
+@pytest.mark.slow
 def test_10_000_random_states(tree: TreeOf) -> None:
     kinds: Counter[str] = Counter()
     for state in random_states(10_000, seed=0):

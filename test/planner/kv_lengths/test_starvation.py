@@ -31,6 +31,7 @@ LAW = BatchLaw(1.0, 1e-4, 0.0, False, 10_000.0, 1000, True)
 PADDED = BatchLaw(1.0, 1e-4, 0.0, True, 10_000.0, 1000, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("rule", [TREE, GROUPS])
 def test_nobody_overtakes_a_request_that_is_due(part: int, rule: int) -> None:

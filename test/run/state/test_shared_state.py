@@ -292,6 +292,7 @@ except TakenOver:
 """
 
 
+@pytest.mark.slow
 def test_of_two_live_processes_the_later_one_runs_the_job(tmp_path: Path) -> None:
     def start(name: str, last: int) -> subprocess.Popen[str]:
         return subprocess.Popen(

@@ -172,6 +172,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gib", [1, 0.4])
 @pytest.mark.parametrize("sized", [True, False])
 def test_a_part_that_expands_is_named_or_streamed(
@@ -195,6 +196,7 @@ def test_a_part_that_expands_is_named_or_streamed(
     assert all(name in line for line in error)
 
 
+@pytest.mark.slow
 def test_many_parts_that_are_large_take_the_memory_of_a_few(tmp_path: Path) -> None:
     """Parts that are no parts, each as large as one may be."""
     state = StateUrl(str(tmp_path / "job"))

@@ -43,6 +43,10 @@ def fleet(
     directory = tmp_path_factory.mktemp("fleet")
     own = ("--offline-batch", f"--offline-batch-dir={directory / 'own'}")
     with server(demo_model, *own, log_dir=directory) as other:
+        # The first step of a server is far slower than others, and the kept one has had it.
+        client(other.url).completions.create(
+            model="demo", prompt="Hello " * 100, max_tokens=64
+        )
         port, log_path = free_port(), directory / "front.log"
         command = [
             *(sys.executable, "-m", "sglang_batch", "serve", f"--port={port}"),

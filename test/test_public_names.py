@@ -54,16 +54,16 @@ def test_an_import_works(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         found = importlib.import_module(module)
-    if attribute:
-        assert getattr(found, attribute) is not None
+        if attribute:
+            assert getattr(found, attribute) is not None
 
 
 def test_a_moved_module_warns() -> None:
-    import sys
-
-    sys.modules.pop("sglang_batch.demo_model", None)
     with pytest.warns(DeprecationWarning, match=r"sglang_batch\.run\.demo_model"):
-        importlib.import_module("sglang_batch.demo_model")
+        exec("from sglang_batch.demo_model import write_demo_model")
+    moved = importlib.import_module("sglang_batch.demo_model")
+    with pytest.raises(AttributeError, match="has no attribute 'other'"):
+        _ = moved.other
 
 
 def test_every_metric_is_made() -> None:

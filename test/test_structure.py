@@ -94,7 +94,6 @@ ENTRIES = {
     "sglang_batch.__main__",
     "sglang_batch.cli",
     "sglang_batch.lang",
-    "sglang_batch.run.earlier.demo_model",
     "sglang_batch.rollout.slime_generate",
     "sglang_batch.srt.plugin.hooks",
     "sglang_batch.srt.plugin.platform",

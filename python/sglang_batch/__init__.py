@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,9 +14,6 @@ if TYPE_CHECKING:
     from .lang.streamer import AnswerColumns, Streamer, stream
 
 __version__ = "0.1.0"
-# Modules that were moved are found under their earlier names, too.
-_EARLIER = "sglang_batch.run.earlier"
-__path__.append(__path__[0] + _EARLIER.removeprefix(__name__).replace(".", "/"))
 __all__ = [
     "AnswerColumns",
     "StreamAnswer",
@@ -35,6 +36,28 @@ _PLACES = {
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
     return getattr(import_module(f".{_PLACES[name]}", __name__), name)
+
+
+# Earlier names of modules and of what users import from them, for one release.
+_MOVED = {"demo_model": ("run.demo_model", ("write_demo_model", "write_real_model"))}
+
+
+class _Moved(ModuleType):
+    """A module under its earlier name, which imports the present one when it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        place, names = _MOVED[self.__name__.rpartition(".")[2]]
+        if name not in names:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        warnings.warn(
+            f"{self.__name__} is now {__name__}.{place}; the old name works for one "
+            "release.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(import_module(f".{place}", __name__), name)
+
+
+for _name in _MOVED:
+    sys.modules[f"{__name__}.{_name}"] = _Moved(f"{__name__}.{_name}")

@@ -102,10 +102,10 @@ async def run_job(engine: Any, name: str, count: int, stop_s: float | None) -> P
     """Run a job of this many lines. ``stop_s``: end so long after the first answer."""
     from sglang_batch.config import OfflineBatchConfig
     from sglang_batch.job.job import Job, JobOptions
-
+    from sglang_batch.request import named_job_id
     progress, stop = Progress(count), asyncio.Event()
     job = Job(
-        name,
+        named_job_id(name),
         Lines(count),
         range(count),
         engine,

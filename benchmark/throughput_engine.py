@@ -410,7 +410,7 @@ async def answer_all(
     """The answers of one job, in the order of its prompts, as far as it ran."""
     from sglang_batch.job.engine import GENERATE_URL
     from sglang_batch.job.job import Job
-    from sglang_batch.request import BatchRequestInput, RequestOutput
+    from sglang_batch.request import BatchRequestInput, RequestOutput, named_job_id
 
     requests = [
         BatchRequestInput(
@@ -433,7 +433,7 @@ async def answer_all(
         if len(answers) == (stop_after or len(prompts)):
             enough.set()
 
-    name = f"benchmark-{len(prompts)}"
+    name = named_job_id(f"benchmark-{len(prompts)}")
     job = Job(name, requests, range(len(requests)), engine, config, keep)
     running = asyncio.ensure_future(job.run())
     stopping = asyncio.ensure_future(enough.wait())

@@ -23,7 +23,7 @@ from sglang_batch.fleet.fleet_engine import FleetEngine
 from sglang_batch.fleet.ray.ray_fleet import join_cluster
 from sglang_batch.fleet.ray.ray_place import RayPlace
 from sglang_batch.job.job import Job, JobOptions
-from sglang_batch.request import BatchRequestInput, RequestOutput
+from sglang_batch.request import BatchRequestInput, RequestOutput, named_job_id
 from sglang_batch.run.backend_options import started
 from sglang_batch.store.result_log import ResultLog
 
@@ -64,7 +64,8 @@ async def run_job(
 
     config = OfflineBatchConfig()
     options = JobOptions(releases=True)
-    job = Job("bench", requests, log.unfinished(), engine, config, sink, options)
+    name = named_job_id("bench")
+    job = Job(name, requests, log.unfinished(), engine, config, sink, options)
     await job.run()
     log.commit()
     return job.prefix_sharing_ratio

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -27,6 +28,11 @@ class BatchRequestInput:
     custom_id: str
     url: str
     body: bytes
+
+
+def named_job_id(name: str) -> str:
+    """The id of the job with a name, the same whenever and wherever it runs."""
+    return f"batch_{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
 def engine_request_id(job_id: str, index: int) -> str:

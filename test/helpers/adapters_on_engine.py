@@ -21,7 +21,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job.job import Job
-from sglang_batch.request import BatchRequestInput, RequestOutput
+from sglang_batch.request import BatchRequestInput, RequestOutput, named_job_id
 from sglang_batch.srt.engine import in_process
 from sglang_batch.srt.scheduler.kv.kv_manager import KvManager
 from sglang_batch.srt.scheduler.kv.offloading import drain_results
@@ -97,7 +97,7 @@ async def planned(engine: Any, job: list[Line], policy: str) -> dict[str, Any]:
     config = OfflineBatchConfig(policy=policy)
     before = len(loads())
     # A name of its own for each policy.
-    name = f"batch_{policy}_{time.monotonic_ns()}"
+    name = named_job_id(f"{policy} {time.monotonic_ns()}")
     await Job(name, requests, range(len(requests)), engine, config, sink).run()
     state = (await engine._tokenizer_manager.get_internal_state())[0]["offline_batch"]
     await engine._tokenizer_manager.flush_cache()

@@ -20,7 +20,7 @@ from sglang_batch.batch_api.protocol import TRANSCRIPTIONS_URL
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job import job_planner
 from sglang_batch.job.job import Job
-from sglang_batch.request import BatchRequestInput, RequestOutput
+from sglang_batch.request import BatchRequestInput, RequestOutput, named_job_id
 from sglang_batch.srt.engine import in_process
 from sglang_batch.srt.scheduler import plan_scheduler
 
@@ -115,7 +115,7 @@ def main() -> None:
         manager = engine._tokenizer_manager
         if given["ahead"]:
             engine._media_room = asyncio.Semaphore(given["ahead"])
-        name = f"batch_{time.monotonic_ns()}"
+        name = named_job_id(str(time.monotonic_ns()))
         job = Job(name, requests, range(len(requests)), engine, config, sink)
         loop.run_until_complete(job.run())
     with open(os.environ[RUNS]) as file:

@@ -21,7 +21,12 @@ from sglang_batch.job import live_plan, rendering
 from sglang_batch.job.job import Job
 from sglang_batch.job.job_planner import JobPlanner
 from sglang_batch.job.job_shards import ShardPlan
-from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
+from sglang_batch.request import (
+    BatchRequestInput,
+    RequestOutput,
+    engine_request_id,
+    named_job_id,
+)
 from sglang_batch.srt.engine import in_process
 
 NUM_REQUESTS = 240
@@ -143,7 +148,7 @@ def from_disk(loop: Any, engine: Any) -> dict[str, Any]:
         rendering.KEPT_REQUESTS = kept
         prepared.clear()
         lines = list(of_every_kind())
-        _, found = run(loop, engine, f"batch_{name}", lines, policy="dfs")
+        _, found = run(loop, engine, name, lines, policy="dfs")
         answers.append([_without_ids(found[i]) for i in range(len(lines))])
     live_plan.FIRST_REQUESTS, rendering.KEPT_REQUESTS = before
     del engine._prepare, manager._tokenize_texts
@@ -197,7 +202,7 @@ def _without_ids(output: RequestOutput) -> dict[str, Any]:
 def run(
     loop: Any,
     engine: Any,
-    job_id: str,
+    name: str,
     requests: list[BatchRequestInput],
     **config: Any,
 ) -> tuple[Recorder, dict[int, RequestOutput]]:
@@ -208,7 +213,9 @@ def run(
         assert request.index not in answers
         answers[request.index] = output
 
-    job = Job(job_id, requests, range(len(requests)), recorder, settings, sink)
+    job = Job(
+        named_job_id(name), requests, range(len(requests)), recorder, settings, sink
+    )
     loop.run_until_complete(job.run())
     return recorder, answers
 
@@ -223,7 +230,7 @@ def by_every_policy(loop: Any, engine: Any) -> dict[str, Any]:
         shards = make_plans(self, *args)
         # Those of the thread that compiles the planner are larger.
         if self.num_requests == len(TEXTS):
-            plans.append(shards[0].plan)
+            plans.append(shards[0])
         return shards
 
     JobPlanner.plans = planned  # type: ignore[method-assign]
@@ -233,15 +240,16 @@ def by_every_policy(loop: Any, engine: Any) -> dict[str, Any]:
             chat(i, text, max_tokens=1 + i * 7 % 5) for i, text in enumerate(TEXTS)
         ]
         recorder, answers = run(
-            loop, engine, f"batch_small_{policy}", requests,
+            loop, engine, f"small_{policy}", requests,
             policy=policy, seed=3, max_inflight=2,
         )  # fmt: skip
-        plan = plans.pop() if plans else None
+        # A plan of a job that grew has its requests in another order than the job.
+        shard = plans.pop() if plans else None
         found[policy] = {
             "sent": recorder.sent,
             "ok": sum(output.ok for output in answers.values()),
-            "plan": plan and plan.order.tolist(),
-            "chosen": plan and plan.policy,
+            "plan": shard and shard.numbers[shard.plan.order].tolist(),
+            "chosen": shard and shard.plan.policy,
         }
     return found
 
@@ -303,7 +311,7 @@ def of_one_corpus(loop: Any, engine: Any, manager: Any) -> dict[str, Any]:
         found: dict[int, RequestOutput] = {}
         answers.append(found)
         job = Job(
-            f"batch_{name}_of_corpus",
+            named_job_id(f"{name}_of_corpus"),
             lines,
             range(len(lines)),
             BeginTogether(engine, both),
@@ -390,7 +398,7 @@ def running_seconds(loop: Any, engine: Any) -> dict[str, Any]:
 
     async def ask() -> list[dict[str, float]]:
         job = Job(
-            *("batch_seconds", requests, range(len(requests)), engine),
+            *(named_job_id("seconds"), requests, range(len(requests)), engine),
             OfflineBatchConfig(),
             lambda request, output: None,
         )
@@ -408,7 +416,9 @@ def running_seconds(loop: Any, engine: Any) -> dict[str, Any]:
         "first": first,
         "second": second,
         "shared": second == third,
-        "ids": [engine_request_id("batch_seconds", i) for i in range(len(requests))],
+        "ids": [
+            engine_request_id(named_job_id("seconds"), i) for i in range(len(requests))
+        ],
     }
 
 
@@ -420,7 +430,7 @@ def main() -> None:
         manager = engine._tokenizer_manager
         before = engine.machine.cost
         # The planner is compiled here, and not while a job waits for a plan.
-        run(loop, engine, "batch_first", list(known_lengths()), policy="auto")
+        run(loop, engine, "first", list(known_lengths()), policy="auto")
         rids: list[str] = []
         send = manager._send_one_request
 
@@ -434,7 +444,7 @@ def main() -> None:
             recorder, answers = run(
                 loop,
                 engine,
-                f"batch_{policy}",
+                f"whole_{policy}",
                 list(chats()),
                 policy=policy,
                 max_inflight=MAX_INFLIGHT,
@@ -451,7 +461,7 @@ def main() -> None:
                 "sent": sorted(recorder.sent),
             }
         rids.clear()
-        recorder, answers = run(loop, engine, "batch_parts", list(of_many_parts()))
+        recorder, answers = run(loop, engine, "parts", list(of_many_parts()))
         found["parts"] = {
             "rids": list(rids),
             "choices": [

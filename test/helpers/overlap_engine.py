@@ -21,7 +21,7 @@ from sglang.srt.entrypoints.engine import Engine
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job.engine import GENERATE_URL
 from sglang_batch.job.job import Job
-from sglang_batch.request import BatchRequestInput
+from sglang_batch.request import BatchRequestInput, named_job_id
 from sglang_batch.srt.engine import in_process
 
 CHUNK = 48
@@ -242,7 +242,7 @@ async def run(engine: Any, way: str, name: str) -> dict[str, Any]:
         answers[request.index] = json.loads(output.body)
 
     before = await totals(manager)
-    job_id = f"batch_{way}_{name}"
+    job_id = named_job_id(f"{way} {name}")
     job = Job(job_id, asked, range(len(asked)), engine, config, keep)
     await run_all_at_once(job, len(asked), manager)
     after = await totals(manager)

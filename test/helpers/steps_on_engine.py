@@ -19,7 +19,7 @@ from sglang_batch.job.job import Job
 from sglang_batch.planner.machine_model import Machine
 from sglang_batch.planner.ordering.order import OrderSettings
 from sglang_batch.planner.plan import Candidates
-from sglang_batch.request import BatchRequestInput
+from sglang_batch.request import BatchRequestInput, named_job_id
 from sglang_batch.srt.engine import in_process
 
 
@@ -51,7 +51,7 @@ async def run(engine: Any, name: str, rows: Any, policy: str) -> dict[str, int]:
     config = OfflineBatchConfig(policy=policy, max_inflight=len(requests))
     answers = []
     job = Job(
-        f"batch_{name.replace(' ', '_')}_{policy}",
+        named_job_id(f"{name} {policy}"),
         requests,
         range(len(requests)),
         engine,

@@ -24,12 +24,17 @@ from sglang.srt.managers.io_struct import (
     GenerateReqInput,
     PauseGenerationReqInput,
 )
-from stress_scheduler import STATE, run_stress_scheduler_process
+from stress_scheduler import STATE, note_name, run_stress_scheduler_process
 from transformers import AutoModelForCausalLM
 
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job.job import Job, JobOptions
-from sglang_batch.request import BatchRequestInput, RequestOutput, engine_request_id
+from sglang_batch.request import (
+    BatchRequestInput,
+    RequestOutput,
+    engine_request_id,
+    named_job_id,
+)
 from sglang_batch.srt.compat.support import STATE_KEY
 from sglang_batch.srt.engine import in_process
 from sglang_batch.srt.engine.sglang_engine import SGLangEngine
@@ -61,6 +66,7 @@ class Case:
 class RunningJob:
     """A job, and its answers so far by index."""
 
+    name: str
     job_id: str
     cases: list[Case]
     job: Job
@@ -94,7 +100,7 @@ class Stress:
 
     def job(
         self,
-        job_id: str,
+        name: str,
         cases: list[Case],
         policy: str,
         priority: int = 0,
@@ -110,6 +116,8 @@ class Stress:
             assert request.index not in answers, f"{request.index} was answered twice"
             answers[request.index] = output
 
+        job_id = named_job_id(name)
+        note_name(job_id, name)
         job = Job(
             job_id,
             rows,
@@ -119,7 +127,7 @@ class Stress:
             sink,
             JobOptions(priority=priority),
         )
-        return RunningJob(job_id, cases, job, answers, asyncio.Event())
+        return RunningJob(name, job_id, cases, job, answers, asyncio.Event())
 
     async def finish(self, *jobs: RunningJob) -> None:
         await asyncio.gather(*(one.job.run(one.stop) for one in jobs))

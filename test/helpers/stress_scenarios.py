@@ -209,7 +209,7 @@ async def _stop_and_open_again(s: Stress, job: RunningJob) -> None:
     # SGLang refuses an id until it has ended the last request that had it.
     while not s.manager.rid_to_state.keys().isdisjoint(job.rids):
         await asyncio.sleep(0.01)
-    again = s.job(job.job_id, job.cases, "dfs")
+    again = s.job(job.name, job.cases, "dfs")
     await s.finish(again)
     s.check_job(again)
     await s.idle()

@@ -9,7 +9,9 @@ import dataclasses
 import math
 import random
 import re
+import tempfile
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,20 +20,37 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_batch.planner.prefixes.prefix_tree import PrefixTree
+from sglang_batch.request import parse_request_id
 from sglang_batch.scheduling.job_plan import JobPlan
 from sglang_batch.srt.scheduler import scheduler as offline
 
 STATE = "stress"
-# In a job's id, the factor by which its estimates are wrong.
+# In a job's name, the factor by which its estimates are wrong.
 WRONG_BY = re.compile(r"_times([0-9.]+)")
-# In a job's id, that further requests may share its prefixes.
+# In a job's name, that further requests may share its prefixes.
 OPEN_ENDED = "_open"
-# In a job's id, the state in which its first request to be in it is aborted.
+# In a job's name, the state in which its first request to be in it is aborted.
 ABORT_IN = re.compile(r"_abort_([a-z]+)")
-# In a job's id: its first request to run alone finds no KV for its next token.
+# In a job's name: its first request to run alone finds no KV for its next token.
 STARVES = "_starves"
-# In a job's id: its plan covers some of its requests at first, and others later.
+# In a job's name: its plan covers some of its requests at first, and others later.
 GROWS = "_grows"
+
+
+def note_name(job_id: str, name: str) -> None:
+    """Tell the scheduler, in another process, the name of a job that will be opened."""
+    _NAMES.mkdir(exist_ok=True)
+    (_NAMES / job_id).write_text(name)
+
+
+def name_of(job_id: str) -> str:
+    """The name of a job. Empty for one that is none of the test's."""
+    path = _NAMES / job_id
+    return path.read_text() if path.exists() else ""
+
+
+# Of jobs, by their ids. A name gives its id, so processes may share the directory.
+_NAMES = Path(tempfile.gettempdir()) / "stress-job-names"
 
 
 class StressScheduler(offline.OfflineScheduler):
@@ -52,11 +71,12 @@ class StressScheduler(offline.OfflineScheduler):
         self.arrived: dict[str, int] = {}
         self.aborted: set[str] = set()
         self.growing: dict[str, GrowingPlan] = {}
+        self.names: dict[str, str] = {}
         super().__init__(*args, **kwargs)
 
     def get_next_batch_to_run(self, running_batch: Any, last_batch: Any) -> Any:
         for job in list(self.jobs.open):
-            found = ABORT_IN.search(job.job_id)
+            found = ABORT_IN.search(self.names.get(job.job_id, ""))
             if found and job.job_id not in self.aborted:
                 self.abort_one(job, found[1])
             self.grow(job)
@@ -77,15 +97,16 @@ class StressScheduler(offline.OfflineScheduler):
         self.jobs.registry.open = self.open_distorted
 
     def open_distorted(self, job_id: str, plan: JobPlan, *names: Any) -> int:
-        """Open a job, estimated wrong or with a part of its plan if its id says so."""
+        """Open a job, estimated wrong or with a part of its plan if its name says so."""
         announced = plan
-        found = WRONG_BY.search(job_id)
+        name = self.names[job_id] = name_of(job_id)
+        found = WRONG_BY.search(name)
         if found:
             steps = plan.est_decode_steps * np.float32(found[1])
             plan = dataclasses.replace(plan, est_decode_steps=steps)
-        if OPEN_ENDED in job_id:
+        if OPEN_ENDED in name:
             plan = dataclasses.replace(plan, open_ended=True)
-        if GROWS in job_id:
+        if GROWS in name:
             growing = self.growing[job_id] = GrowingPlan(plan, self.number)
             plan = growing.some()
         left = self.open(job_id, plan, *names)
@@ -258,7 +279,8 @@ class StressScheduler(offline.OfflineScheduler):
             assert batch.check_decode_mem()
             self.counts["all_decode"] += 1
         alone = batch.reqs[0].rid if len(batch.reqs) == 1 else ""
-        if STARVES not in alone or STARVES in self.aborted:
+        name = self.names.get(parse_request_id(alone)[0], "")
+        if STARVES not in name or STARVES in self.aborted:
             return super().update_running_batch(batch)
         self.aborted.add(STARVES)
         self.kv_manager.note_allocation()

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from jobs_on_engine import GATHERED, MAX_INFLIGHT, NUM_REQUESTS
 
+from sglang_batch.request import engine_request_id, named_job_id, part_request_id
+
 
 @pytest.fixture
 def found(job_runs: dict[str, Any]) -> dict[str, Any]:
@@ -66,10 +68,11 @@ def test_the_parts_of_a_line_have_ids_of_the_job(found: dict[str, Any]) -> None:
     parts = found["parts"]
     assert parts["choices"] == [12, 11, 4]
     assert parts["states_left"] == 0
-    prompts = [f"batch_parts-00000000.{i:06d}" for i in range(12)]
+    lines = [engine_request_id(named_job_id("parts"), i) for i in range(3)]
+    prompts = [part_request_id(lines[0], i) for i in range(12)]
     # SGLang computes the prompt of several samples once before them.
-    samples = [f"batch_parts-00000001.{i:06d}" for i in range(12)]
-    both = [f"batch_parts-00000002.{i:06d}" for i in range(6)]
+    samples = [part_request_id(lines[1], i) for i in range(12)]
+    both = [part_request_id(lines[2], i) for i in range(6)]
     assert sorted(parts["rids"]) == sorted([*prompts, *samples, *both])
     assert no_prefixes(parts["rids"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from ..errors import (
 )
 from ..fleet.head_state import CRASHES
 from ..inputs.local_input import LocalInput, describe_change, write_digests
+from ..request import named_job_id
 from ..store.files import NAME as EPOCH
 from ..store.files import FileLock, atomic_write, next_epoch
 from ..store.result_log import ResultLog
@@ -99,7 +99,7 @@ class JobDirectory:
     def job_id(self) -> str:
         """The id of the job, the same whenever and wherever it runs."""
         place = self.outputs.output.path if self._state is None else self._state.url
-        return f"batch_{hashlib.sha256(str(place).encode()).hexdigest()[:16]}"
+        return named_job_id(str(place))
 
     @property
     def engine_log(self) -> Path:

@@ -26,7 +26,12 @@ from ...job.engine import GENERATE_URL, Engine
 from ...job.job import Job
 from ...planner.costs.cost_model import tokens_read
 from ...planner.costs.step_law import StepLaw
-from ...request import BatchRequestInput, RequestOutput, random_prompts
+from ...request import (
+    BatchRequestInput,
+    RequestOutput,
+    named_job_id,
+    random_prompts,
+)
 from ...run.backend_options import check_backend_arguments
 from ...run.engine_log import EngineLog
 from ...run.model_place import check_model
@@ -473,7 +478,6 @@ async def run_mix(engine: Engine, mix: Mix, number: int, vocab_size: int) -> Non
                 f"a measured request failed: {answer.body.decode(errors='replace')}"
             )
 
-    job = Job(
-        f"calibrate-{number}", requests, range(len(requests)), engine, _CONFIG, check
-    )
+    name = named_job_id(f"calibrate-{number}")
+    job = Job(name, requests, range(len(requests)), engine, _CONFIG, check)
     await job.run()

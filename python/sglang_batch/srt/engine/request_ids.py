@@ -30,7 +30,12 @@ _HEX = re.compile("[0-9a-f]*")
 def is_of_a_job(rid: str) -> bool:
     """Whether an id is that of a request of one of our jobs."""
     job_id, number, _ = parse_request_id(rid)
-    return number >= 0 and _JOB_ID.fullmatch(job_id) is not None
+    return number >= 0 and is_job_id(job_id)
+
+
+def is_job_id(job_id: str) -> bool:
+    """Whether an id is that of a job, by which :func:`is_of_a_job` knows its requests."""
+    return _JOB_ID.fullmatch(job_id) is not None
 
 
 def may_be_ours(rid: str) -> bool:

@@ -54,6 +54,7 @@ from .endpoints import Converted, ServingEndpoints, load_request, store_request
 from .machine import LearntMachine
 from .media import check_sources, media_reader
 from .media_tokens import media_token_ids
+from .request_ids import is_job_id
 from .responses import abort_reason, aborted, output_of, rejection, unusable
 from .serving_call import HoldingManager, ServingCall
 from .transcriptions import with_duration
@@ -266,7 +267,16 @@ class SGLangEngine:
         Args:
             names: ids of its requests from number ``first`` on, if these do not name
                 the job themselves.
+
+        Raises:
+            ValueError: the id is not one of a job. Its requests would be taken for calls of
+                clients, and be gathered or planned again.
         """
+        if not names and not is_job_id(job_id):
+            raise ValueError(
+                f"job id {job_id!r} is not a prefix of ours and 32 hexadecimal digits; "
+                "make it with request.named_job_id"
+            )
         if self._pairing is not None:
             await self._pairing.open_job(job_id, plans)
         if self._job_control is None:

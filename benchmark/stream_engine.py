@@ -103,6 +103,7 @@ async def run_job(engine: Any, name: str, count: int, stop_s: float | None) -> P
     from sglang_batch.config import OfflineBatchConfig
     from sglang_batch.job.job import Job, JobOptions
     from sglang_batch.request import named_job_id
+
     progress, stop = Progress(count), asyncio.Event()
     job = Job(
         named_job_id(name),

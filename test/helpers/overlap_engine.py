@@ -1,7 +1,7 @@
 """Jobs on one engine whose mixed steps run whole or split, in several ways.
 
 Runs in a process of its own: ``main`` prints answers and counters by way and job, as one
-line of JSON. The way is in the id of a job, and the scheduler process takes it from there.
+line of JSON. The way is in the name of a job, and the scheduler process takes it from there.
 Each job begins when all of its requests are there, so that both ways take the same steps.
 """
 
@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 import torch
+from job_names import name_of, note_name
 from paused_starts import run_all_at_once
 from race_watch import RaceWatch, RecordingLanes
 from sglang.srt.entrypoints.engine import Engine
@@ -21,7 +22,7 @@ from sglang.srt.entrypoints.engine import Engine
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job.engine import GENERATE_URL
 from sglang_batch.job.job import Job
-from sglang_batch.request import BatchRequestInput, named_job_id
+from sglang_batch.request import BatchRequestInput
 from sglang_batch.srt.engine import in_process
 
 CHUNK = 48
@@ -130,7 +131,7 @@ def ways(scheduler_class: Any) -> None:
     def begin(scheduler: Any, job: str) -> None:
         from sglang_batch.srt.overlap.overlapped_steps import always
 
-        overlap, way = scheduler.overlap, job.split("_")[1]
+        overlap, way = scheduler.overlap, job.split()[0]
         scheduler.threads = getattr(scheduler, "threads", overlap.halves)
         scheduler.watched = getattr(scheduler, "watched", None) or WatchedHalves(
             scheduler
@@ -150,8 +151,8 @@ def ways(scheduler_class: Any) -> None:
         torch.manual_seed(0)
 
     def run(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        job = batch.reqs[0].rid.rpartition("-")[0]
-        if job.startswith("batch_") and job != getattr(scheduler, "job", ""):
+        job = name_of(batch.reqs[0].rid.rpartition("-")[0])
+        if job and job != getattr(scheduler, "job", ""):
             scheduler.job = job
             begin(scheduler, job)
         return run_batch(scheduler, batch, *args, **kwargs)
@@ -242,7 +243,7 @@ async def run(engine: Any, way: str, name: str) -> dict[str, Any]:
         answers[request.index] = json.loads(output.body)
 
     before = await totals(manager)
-    job_id = named_job_id(f"{way} {name}")
+    job_id = note_name(f"{way} {name}")
     job = Job(job_id, asked, range(len(asked)), engine, config, keep)
     await run_all_at_once(job, len(asked), manager)
     after = await totals(manager)

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from job_names import note_name
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     GenerateReqInput,
     PauseGenerationReqInput,
 )
-from stress_scheduler import STATE, note_name, run_stress_scheduler_process
+from stress_scheduler import STATE, run_stress_scheduler_process
 from transformers import AutoModelForCausalLM
 
 from sglang_batch.config import OfflineBatchConfig
@@ -33,7 +34,6 @@ from sglang_batch.request import (
     BatchRequestInput,
     RequestOutput,
     engine_request_id,
-    named_job_id,
 )
 from sglang_batch.srt.compat.support import STATE_KEY
 from sglang_batch.srt.engine import in_process
@@ -116,8 +116,7 @@ class Stress:
             assert request.index not in answers, f"{request.index} was answered twice"
             answers[request.index] = output
 
-        job_id = named_job_id(name)
-        note_name(job_id, name)
+        job_id = note_name(name)
         job = Job(
             job_id,
             rows,

@@ -9,12 +9,11 @@ import dataclasses
 import math
 import random
 import re
-import tempfile
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from job_names import name_of
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.mem_cache.common import evict_from_tree_cache
@@ -35,22 +34,6 @@ ABORT_IN = re.compile(r"_abort_([a-z]+)")
 STARVES = "_starves"
 # In a job's name: its plan covers some of its requests at first, and others later.
 GROWS = "_grows"
-
-
-def note_name(job_id: str, name: str) -> None:
-    """Tell the scheduler, in another process, the name of a job that will be opened."""
-    _NAMES.mkdir(exist_ok=True)
-    (_NAMES / job_id).write_text(name)
-
-
-def name_of(job_id: str) -> str:
-    """The name of a job. Empty for one that is none of the test's."""
-    path = _NAMES / job_id
-    return path.read_text() if path.exists() else ""
-
-
-# Of jobs, by their ids. A name gives its id, so processes may share the directory.
-_NAMES = Path(tempfile.gettempdir()) / "stress-job-names"
 
 
 class StressScheduler(offline.OfflineScheduler):

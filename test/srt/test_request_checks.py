@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,6 +19,12 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_batch.request import (
+    attempt_request_id,
+    engine_request_id,
+    named_job_id,
+    part_request_id,
+)
 from sglang_batch.srt.engine.checks.pattern_checks import check_grammar, check_pattern
 from sglang_batch.srt.engine.checks.request_checks import (
     check_line,
@@ -38,6 +46,7 @@ from sglang_batch.srt.engine.request_ids import (
     may_be_ours,
     set_rid,
 )
+from sglang_batch.srt.engine.sglang_engine import SGLangEngine
 
 VOCAB = 300
 
@@ -164,6 +173,26 @@ def test_ids_of_lines_are_let_through_and_are_ours(begin: str) -> None:
     for rid in (f"{begin}1-00000007", f"{begin}x", f"x{begin}{JOB}-00000007"):
         assert not is_of_a_job(rid)
         assert not may_be_ours(rid)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "/data/answers.jsonl", "s3://bucket/job [1]", "名"]
+)
+def test_lines_of_named_jobs_are_known_by_their_ids(name: str) -> None:
+    rid = engine_request_id(named_job_id(name), 7)
+    assert is_of_a_job(rid)
+    assert is_of_a_job(part_request_id(attempt_request_id(rid, 2), 3))
+
+
+@pytest.mark.parametrize("job_id", ["", "job", "batch_small", f"batch_{JOB[:16]}"])
+def test_an_engine_refuses_jobs_whose_lines_would_be_taken_for_calls(
+    job_id: str,
+) -> None:
+    assert not is_of_a_job(engine_request_id(job_id, 7))
+    # The id is looked at before anything of the engine is used.
+    opening = SGLangEngine.open_job(SimpleNamespace(), job_id, [])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"job id '{job_id}'"):
+        asyncio.run(opening)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import timing
@@ -21,9 +21,13 @@ from sgl_kernel_ext.shared_prefix_attention import (
     AttentionPlan,
     AttentionPlanner,
     DeviceConfig,
+    Workspace,
     pick_config,
     run,
+    tasks,
 )
+from sgl_kernel_ext.shared_prefix_attention.attention_plan import HEADER_TASKS
+from sgl_kernel_ext.shared_prefix_attention.launch import attend
 
 OURS = "ours"
 OURS_UNSHARED = "ours, sharing off"
@@ -63,8 +67,8 @@ def make_planner(
     inputs: Inputs,
     *,
     max_tile: int = 64,
-    separate_nodes: bool = False,
     config: DeviceConfig | None = None,
+    workspace: Workspace | None = None,
 ) -> AttentionPlanner:
     """A planner as large as the workload needs."""
     q_heads, kv_heads = inputs.heads
@@ -85,8 +89,8 @@ def make_planner(
             or pick_config(inputs.device, inputs.q.shape[2], inputs.q.dtype.itemsize),
         ),
         max_tile=max_tile,
-        separate_nodes=separate_nodes,
         config=config,
+        workspace=workspace,
     )
 
 
@@ -137,20 +141,35 @@ def ours_unshared(inputs: Inputs) -> Variant:
 
 def cascade(inputs: Inputs) -> Variant:
     """Shared spans in one launch, own spans in a second, the merge in a third."""
-    planner = make_planner(inputs, separate_nodes=True)
+    planner = make_planner(inputs)
     plan, plan_us = timed_plan(planner, inputs.layout.batch())
-    if not plan.num_node_tasks:
+    is_node = plan.task_table[:, tasks.IS_NODE] == 1
+    if not is_node.any():
         raise Unavailable("the plan shares nothing")
+    # A second plan of the batch has the other tasks, and the same parts.
+    other = make_planner(inputs, workspace=planner.workspace)
+    suffixes = _only(other.plan(*inputs.layout.batch()), ~is_node)
+    nodes = _only(plan, is_node)
+    programs = nodes.num_tasks * planner.num_kv_heads
 
     def launch(layer: int) -> None:
         tensors = (
             inputs.q, inputs.k_caches[layer], inputs.v_caches[layer],
             inputs.table, inputs.kv_len, inputs.out,
         )  # fmt: skip
-        run(plan, *tensors, inputs.scale, select="nodes", merge=False)
-        run(plan, *tensors, inputs.scale, select="suffixes")
+        attend(programs, nodes, *tensors, inputs.scale, None)
+        run(suffixes, *tensors, inputs.scale)
 
     return Variant(CASCADE, launch, plan, plan_us)
+
+
+def _only(plan: AttentionPlan, chosen: np.ndarray) -> AttentionPlan:
+    """The plan with these tasks alone, also on the device."""
+    own = torch.from_numpy(plan.task_table[chosen])
+    buffers = plan.planner.buffers
+    buffers.tasks[: own.numel()] = own.flatten().to(buffers.tasks.device)
+    buffers.header[HEADER_TASKS] = len(own)
+    return replace(plan, num_tasks=len(own))
 
 
 def _chunk_part(inputs: Inputs, shared: bool) -> Callable[[int], None]:

@@ -9,14 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kernel_ext.merge_state.merge_state_kernel import (
-    merge_parts_kernel,
-    merge_state_kernel,
-)
-from sgl_kernel_ext.merge_state.merge_state_reference import (
-    merge_parts_ref,
-    merge_state_ref,
-)
+from sgl_kernel_ext.merge_state.merge_state_kernel import merge_parts_kernel
+from sgl_kernel_ext.merge_state.merge_state_reference import merge_parts_ref
 from sgl_kernel_ext.utils import (
     FLOAT_DTYPES,
     check_device,
@@ -28,71 +22,12 @@ from sgl_kernel_ext.utils import (
     next_power_of_two,
 )
 
-__all__ = ["merge_parts", "merge_parts_ref", "merge_state", "merge_state_ref"]
+__all__ = ["merge_parts", "merge_parts_ref"]
 
 # Values that one program holds: 16 per thread of four warps.
 BLOCK_VALUES = 2048
 # Parts loaded at once. Most tokens have two to four.
 BLOCK_PARTS = 4
-
-
-def merge_state(
-    a: torch.Tensor,
-    lse_a: torch.Tensor,
-    b: torch.Tensor,
-    lse_b: torch.Tensor,
-    *,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge two partial attention results.
-
-    Args:
-        a, b: partial outputs, float32, float16 or bfloat16
-            ``[num_tokens, num_heads, head_dim]``. The last dimension is contiguous.
-        lse_a, lse_b: float32 ``[num_tokens, num_heads]``, contiguous, natural log.
-        out: receives the output, a new tensor like ``a`` by default. It may be ``a``.
-        lse: float32 ``[num_tokens, num_heads]``, contiguous, receives the lse. It may
-            be ``lse_a``.
-
-    Returns:
-        ``out`` and ``lse``.
-
-    Raises:
-        ValueError: for a wrong shape, dtype, stride or device.
-    """
-    out = torch.empty_like(a) if out is None else out
-    lse = torch.empty_like(lse_a) if lse is None else lse
-    check_shape("a", a, None, None, None)
-    num_tokens, num_heads, head_dim = a.shape
-    for name, value in (("a", a), ("b", b), ("out", out)):
-        check_shape(name, value, num_tokens, num_heads, head_dim)
-        check_dtype(name, value, *FLOAT_DTYPES)
-        check_last_stride(name, value)
-        check_device(name, value, a.device)
-    for name, value in (("lse_a", lse_a), ("lse_b", lse_b), ("lse", lse)):
-        _check_lse(name, value, num_tokens, num_heads, a.device)
-    check_runnable(merge_state_kernel, a.device, "merge_state_ref")
-    if num_tokens == 0:
-        return out, lse
-    block_d = next_power_of_two(head_dim)
-    block_h = _block_heads(num_heads, block_d)
-    merge_state_kernel[(num_tokens, -(-num_heads // block_h))](
-        a,
-        lse_a,
-        b,
-        lse_b,
-        out,
-        lse,
-        *a.stride()[:2],
-        *b.stride()[:2],
-        *out.stride()[:2],
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_H=block_h,
-        BLOCK_D=block_d,
-    )
-    return out, lse
 
 
 def merge_parts(
@@ -130,7 +65,11 @@ def merge_parts(
     check_dtype("o_parts", o_parts, torch.float32)
     if not o_parts.is_contiguous():
         raise ValueError("o_parts is not contiguous; pass a contiguous tensor")
-    _check_lse("lse_parts", lse_parts, num_parts, num_heads, o_parts.device)
+    check_shape("lse_parts", lse_parts, num_parts, num_heads)
+    check_dtype("lse_parts", lse_parts, torch.float32)
+    check_device("lse_parts", lse_parts, o_parts.device)
+    if not lse_parts.is_contiguous():
+        raise ValueError("lse_parts is not contiguous; pass a contiguous tensor")
     for name, index in (("indptr", indptr), ("rows", rows), ("num_tokens", num_tokens)):
         check_dtype(name, index, torch.int32)
         check_shape(name, index, None)
@@ -144,7 +83,8 @@ def merge_parts(
         check_last_stride("lse", lse)
     check_runnable(merge_parts_kernel, out.device, "merge_parts_ref")
     block_d = next_power_of_two(head_dim)
-    block_h = _block_heads(num_heads, block_d * BLOCK_PARTS)
+    fitting = max(1, BLOCK_VALUES // (block_d * BLOCK_PARTS))
+    block_h = min(fitting, next_power_of_two(num_heads))
     merge_parts_kernel[(num_programs, -(-num_heads // block_h))](
         o_parts,
         lse_parts,
@@ -162,18 +102,3 @@ def merge_parts(
         BLOCK_D=block_d,
         HAS_LSE=lse is not None,
     )
-
-
-def _block_heads(num_heads: int, values_per_head: int) -> int:
-    fitting = max(1, BLOCK_VALUES // values_per_head)
-    return min(fitting, next_power_of_two(num_heads))
-
-
-def _check_lse(
-    name: str, lse: torch.Tensor, rows: int, num_heads: int, device: torch.device
-) -> None:
-    check_shape(name, lse, rows, num_heads)
-    check_dtype(name, lse, torch.float32)
-    check_device(name, lse, device)
-    if not lse.is_contiguous():
-        raise ValueError(f"{name} is not contiguous; pass a contiguous tensor")

@@ -12,61 +12,6 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def merge_state_kernel(
-    a_ptr,
-    lse_a_ptr,
-    b_ptr,
-    lse_b_ptr,
-    out_ptr,
-    lse_ptr,
-    stride_at,
-    stride_ah,
-    stride_bt,
-    stride_bh,
-    stride_ot,
-    stride_oh,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """One program merges two parts of ``BLOCK_H`` heads of one token."""
-    i_token = tl.program_id(0).to(tl.int64)
-    o_head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    o_dim = tl.arange(0, BLOCK_D)
-    m_head = o_head < NUM_HEADS
-    m_dim = o_dim < HEAD_DIM
-
-    # [BLOCK_H]
-    o_lse = i_token * NUM_HEADS + o_head
-    b_lse_a = tl.load(lse_a_ptr + o_lse, mask=m_head, other=float("-inf"))
-    b_lse_b = tl.load(lse_b_ptr + o_lse, mask=m_head, other=float("-inf"))
-    b_top = tl.maximum(b_lse_a, b_lse_b)
-    # With both parts empty the difference below must not be inf - inf.
-    b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
-    b_weight_a = tl.exp2((b_lse_a - b_top) * LOG2E)
-    b_weight_b = tl.exp2((b_lse_b - b_top) * LOG2E)
-    b_sum = b_weight_a + b_weight_b
-
-    # [BLOCK_H, BLOCK_D]; the values of an empty part are never read.
-    m_a = (b_lse_a > float("-inf"))[:, None] & m_dim[None, :]
-    m_b = (b_lse_b > float("-inf"))[:, None] & m_dim[None, :]
-    o_a = i_token * stride_at + o_head[:, None] * stride_ah + o_dim[None, :]
-    o_b = i_token * stride_bt + o_head[:, None] * stride_bh + o_dim[None, :]
-    b_a = tl.load(a_ptr + o_a, mask=m_a, other=0.0).to(tl.float32)
-    b_b = tl.load(b_ptr + o_b, mask=m_b, other=0.0).to(tl.float32)
-    b_out = b_a * b_weight_a[:, None] + b_b * b_weight_b[:, None]
-    b_out = b_out / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
-
-    o_out = i_token * stride_ot + o_head[:, None] * stride_oh + o_dim[None, :]
-    m_out = m_head[:, None] & m_dim[None, :]
-    tl.store(out_ptr + o_out, b_out.to(out_ptr.dtype.element_ty), mask=m_out)
-    b_log = tl.log2(tl.where(b_sum > 0, b_sum, 1.0)) * LN2
-    b_lse = tl.where(b_sum > 0, b_top + b_log, float("-inf"))
-    tl.store(lse_ptr + o_lse, b_lse, mask=m_head)
-
-
-@triton.jit
 def merge_parts_kernel(
     o_parts_ptr,
     lse_parts_ptr,

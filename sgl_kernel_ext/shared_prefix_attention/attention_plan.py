@@ -45,8 +45,7 @@ NUM_HOST_BUFFERS = 2
 
 # Indices into the header.
 HEADER_TASKS = 0
-HEADER_NODE_TASKS = 1
-HEADER_TOKENS = 2
+HEADER_TOKENS = 1
 
 
 def _aligned(size: int) -> int:
@@ -155,7 +154,6 @@ class AttentionPlan:
     num_requests: int
     num_tokens: int
     num_tasks: int
-    num_node_tasks: int
     num_parts: int
     num_kept_nodes: int
     max_table_row: int
@@ -207,8 +205,6 @@ class AttentionPlanner:
         max_tasks, max_parts: sizes of the task table and the workspace, derived from
             the arguments above by default. A part takes
             ``4 * num_q_heads * (head_dim + 1)`` bytes.
-        separate_nodes: order node tasks before suffix tasks, so that ``run`` can launch
-            them separately. Otherwise the largest tasks come first.
         config: planning constants and tiles, those of the device by default.
         workspace: partial results, newly allocated by default. Planners whose runs
             follow each other may share one.
@@ -232,7 +228,6 @@ class AttentionPlanner:
         max_tile: int = 64,
         max_tasks: int | None = None,
         max_parts: int | None = None,
-        separate_nodes: bool = False,
         config: DeviceConfig | None = None,
         workspace: Workspace | None = None,
     ) -> None:
@@ -249,7 +244,6 @@ class AttentionPlanner:
         self.max_tokens = max_tokens
         self.max_nodes = max_nodes
         self.max_tile = max_tile
-        self.separate_nodes = separate_nodes
         self.group = num_q_heads // num_kv_heads  # query heads per KV head
         self.config = config or pick_config(self.device, head_dim, dtype.itemsize)
         self.growth_tokens = self.config.min_split_tokens
@@ -282,7 +276,6 @@ class AttentionPlanner:
         wanted = config.items_per_sm * config.num_sms
         settings[tasks.TARGET_TASKS] = max(1, wanted // self.num_kv_heads)
         settings[tasks.TASK_BYTES] = config.task_bytes
-        settings[tasks.SEPARATE] = self.separate_nodes
         for i, rows in enumerate(tasks.TILE_ROWS):
             # Two products of rows x head_dim per KV token, two FLOPs each step.
             flops = 4 * rows * self.head_dim
@@ -340,7 +333,6 @@ class AttentionPlanner:
         check_limit("tasks", num_tasks, self.max_tasks)
         check_limit("parts", num_parts, self.max_parts)
         host.header[HEADER_TASKS] = num_tasks
-        host.header[HEADER_NODE_TASKS] = results[tasks.NUM_NODE_TASKS]
         host.header[HEADER_TOKENS] = num_tokens
         self.buffers.send(host, num_tasks)
         token_bytes = self._kv_bytes * self.num_kv_heads
@@ -349,7 +341,6 @@ class AttentionPlanner:
             num_requests=len(q_len),
             num_tokens=num_tokens,
             num_tasks=num_tasks,
-            num_node_tasks=results[tasks.NUM_NODE_TASKS],
             num_parts=num_parts,
             num_kept_nodes=num_kept,
             max_table_row=int(table_row.max()),

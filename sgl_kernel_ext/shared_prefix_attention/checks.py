@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
@@ -14,6 +16,9 @@ from sgl_kernel_ext.utils import (
     check_rows,
     check_shape,
 )
+
+if TYPE_CHECKING:
+    from sgl_kernel_ext.shared_prefix_attention.attention_plan import AttentionPlan
 
 MAX_HEAD_DIM = 256
 
@@ -124,45 +129,22 @@ def _check_arrays(**arrays: np.ndarray) -> None:
             )
 
 
-def check_features(
-    scale: float, sliding_window: int | None, logit_cap: float | None
-) -> None:
-    """Raise a ValueError for attention variants that the kernels do not compute."""
-    if sliding_window is not None and sliding_window >= 0:
-        raise ValueError(
-            f"sliding_window is {sliding_window}; layers with a window see only part "
-            "of a shared prefix: run them on another kernel"
-        )
-    if logit_cap:
-        raise ValueError(
-            f"logit_cap is {logit_cap}; layers that cap their logits are not "
-            "supported: run them on another kernel"
-        )
-    if not scale > 0:
-        raise ValueError(f"scale is {scale}; it must be positive")
-
-
-def check_tensors(
-    *,
-    num_tokens: int,
-    num_requests: int,
-    max_table_row: int,
-    max_kv_len: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
+def check_run(
+    plan: AttentionPlan,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     table: torch.Tensor,
     kv_len: torch.Tensor,
     out: torch.Tensor,
+    scale: float,
     lse: torch.Tensor | None,
 ) -> None:
-    """Raise a ValueError for tensors that do not fit the plan."""
+    """Raise a ValueError for a scale or tensors that do not fit the plan."""
+    planner, device = plan.planner, plan.planner.device
+    num_kv_heads, head_dim = planner.num_kv_heads, planner.head_dim
+    if not scale > 0:
+        raise ValueError(f"scale is {scale}; it must be positive")
     if v_cache.shape[-1] != k_cache.shape[-1]:
         raise ValueError(
             f"k_cache has head_dim {k_cache.shape[-1]}, v_cache {v_cache.shape[-1]}; "
@@ -171,10 +153,10 @@ def check_tensors(
     check_shape("k_cache", k_cache, None, num_kv_heads, head_dim)
     check_shape("v_cache", v_cache, k_cache.shape[0], num_kv_heads, head_dim)
     for name, queries in (("q", q), ("out", out)):
-        check_shape(name, queries, None, num_q_heads, head_dim)
-        check_rows(name, queries, num_tokens)
+        check_shape(name, queries, None, planner.num_q_heads, head_dim)
+        check_rows(name, queries, plan.num_tokens)
     for name, value in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        check_dtype(name, value, dtype)
+        check_dtype(name, value, planner.dtype)
         check_last_stride(name, value)
         check_device(name, value, device)
     check_dtype("out", out, *FLOAT_DTYPES)
@@ -184,20 +166,20 @@ def check_tensors(
     check_dtype("table", table, torch.int32)
     check_last_stride("table", table)
     check_device("table", table, device)
-    check_rows("table", table, max_table_row + 1)
-    if table.shape[1] * page_size < max_kv_len:
+    check_rows("table", table, plan.max_table_row + 1)
+    if table.shape[1] * planner.page_size < plan.max_kv_len:
         raise ValueError(
-            f"table has {table.shape[1]} pages of {page_size} tokens per row; a "
-            f"request has {max_kv_len} tokens"
+            f"table has {table.shape[1]} pages of {planner.page_size} tokens per row; a "
+            f"request has {plan.max_kv_len} tokens"
         )
     check_shape("kv_len", kv_len, None)
     check_dtype("kv_len", kv_len, torch.int32, torch.int64)
     check_device("kv_len", kv_len, device)
-    check_rows("kv_len", kv_len, num_requests)
+    check_rows("kv_len", kv_len, plan.num_requests)
     check_last_stride("kv_len", kv_len)
     if lse is not None:
-        check_shape("lse", lse, None, num_q_heads)
-        check_rows("lse", lse, num_tokens)
+        check_shape("lse", lse, None, planner.num_q_heads)
+        check_rows("lse", lse, plan.num_tokens)
         check_dtype("lse", lse, torch.float32)
         check_last_stride("lse", lse)
         check_device("lse", lse, device)

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 
 from sgl_kernel_ext.merge_state import merge_parts
-from sgl_kernel_ext.shared_prefix_attention.attention_plan import (
-    AttentionPlan,
-)
-from sgl_kernel_ext.shared_prefix_attention.checks import check_features, check_tensors
+from sgl_kernel_ext.shared_prefix_attention.attention_plan import AttentionPlan
+from sgl_kernel_ext.shared_prefix_attention.checks import check_run
 from sgl_kernel_ext.shared_prefix_attention.shared_prefix_kernel import (
-    ALL_TASKS,
-    NODE_TASKS,
-    SUFFIX_TASKS,
     shared_prefix_attention_kernel,
 )
 from sgl_kernel_ext.utils import check_runnable, next_power_of_two
 
-_SELECT = {"all": ALL_TASKS, "nodes": NODE_TASKS, "suffixes": SUFFIX_TASKS}
 # Programs of the merge per multiprocessor if the grid is fixed.
 MERGE_PROGRAMS_PER_SM = 8
 
@@ -37,10 +30,6 @@ def run(
     *,
     lse: torch.Tensor | None = None,
     grid: int | None = None,
-    select: Literal["all", "nodes", "suffixes"] = "all",
-    merge: bool = True,
-    sliding_window: int | None = None,
-    logit_cap: float | None = None,
 ) -> None:
     """Attention of one layer for a planned batch.
 
@@ -61,26 +50,16 @@ def run(
         lse: float32 ``[at least num_tokens, num_q_heads]``, written, natural log.
         grid: number of programs, by default one per work item. Use
             ``planner.fixed_grid`` for a launch that a CUDA graph captures.
-        select: "nodes" or "suffixes" launches only those tasks. It needs a planner
-            with ``separate_nodes``.
-        merge: whether to merge parts after the launch. Tokens with a single result are
-            written by the launch itself.
-        sliding_window, logit_cap: of the layer. Only None (also -1, 0.0) is supported.
 
     Raises:
-        ValueError: for a feature, shape, dtype, stride or device not supported.
+        ValueError: for a scale, shape, dtype, stride or device not supported.
     """
-    check_features(scale, sliding_window, logit_cap)
-    check_run(plan, q, k_cache, v_cache, table, kv_len, out, lse)
+    check_run(plan, q, k_cache, v_cache, table, kv_len, out, scale, lse)
     check_runnable(shared_prefix_attention_kernel, q.device, "run_reference")
-    if select != "all" and not plan.planner.separate_nodes:
-        raise ValueError(
-            f'select is "{select}" but node tasks are mixed with the others; make the '
-            "planner with separate_nodes=True"
-        )
-    _attend(plan, q, k_cache, v_cache, table, kv_len, out, scale, lse, grid, select)
-    if merge and (grid is not None or plan.num_parts > 0):
-        planner = plan.planner
+    planner = plan.planner
+    programs = plan.num_tasks * planner.num_kv_heads if grid is None else grid
+    attend(programs, plan, q, k_cache, v_cache, table, kv_len, out, scale, lse)
+    if grid is not None or plan.num_parts > 0:
         most = MERGE_PROGRAMS_PER_SM * planner.config.num_sms
         merge_parts(
             planner.workspace.o_parts,
@@ -96,7 +75,8 @@ def run(
         )
 
 
-def _attend(
+def attend(
+    programs: int,
     plan: AttentionPlan,
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -106,18 +86,9 @@ def _attend(
     out: torch.Tensor,
     scale: float,
     lse: torch.Tensor | None,
-    grid: int | None,
-    select: Literal["all", "nodes", "suffixes"],
 ) -> None:
+    """Launch the attention of the plan's tasks, without the merge of their parts."""
     planner = plan.planner
-    num_tasks = {
-        "all": plan.num_tasks,
-        "nodes": plan.num_node_tasks,
-        "suffixes": plan.num_tasks - plan.num_node_tasks,
-    }[select]
-    programs = num_tasks * planner.num_kv_heads if grid is None else grid
-    if programs == 0:
-        return
     buffers, workspace, tiles = planner.buffers, planner.workspace, planner.config.tiles
     wide = planner.max_tile > 64
     shared_prefix_attention_kernel[(programs,)](
@@ -153,7 +124,6 @@ def _attend(
         STAGES_16=tiles.num_stages[0],
         STAGES_64=tiles.num_stages[1],
         STAGES_128=tiles.num_stages[2],
-        SELECT=_SELECT[select],
         HAS_LSE=lse is not None,
         PRECISION=dot_precision(planner.dtype, planner.device),
         num_warps=tiles.num_warps_wide if wide else tiles.num_warps,
@@ -164,36 +134,3 @@ def dot_precision(dtype: torch.dtype, device: torch.device) -> str:
     """Triton's input_precision: three tensor core products for float32 on NVIDIA."""
     nvidia = device.type == "cuda" and torch.version.hip is None
     return "tf32x3" if nvidia and dtype == torch.float32 else "ieee"
-
-
-def check_run(
-    plan: AttentionPlan,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    table: torch.Tensor,
-    kv_len: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    """Raise a ValueError for tensors that do not fit the plan."""
-    planner = plan.planner
-    check_tensors(
-        num_tokens=plan.num_tokens,
-        num_requests=plan.num_requests,
-        max_table_row=plan.max_table_row,
-        max_kv_len=plan.max_kv_len,
-        num_q_heads=planner.num_q_heads,
-        num_kv_heads=planner.num_kv_heads,
-        head_dim=planner.head_dim,
-        page_size=planner.page_size,
-        dtype=planner.dtype,
-        device=planner.device,
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        table=table,
-        kv_len=kv_len,
-        out=out,
-        lse=lse,
-    )

@@ -15,7 +15,6 @@ from sgl_kernel_ext.shared_prefix_attention import attention_plan, tasks
 
 LN2 = tl.constexpr(0.6931471805599453)
 HEADER_TASKS = tl.constexpr(attention_plan.HEADER_TASKS)
-HEADER_NODE_TASKS = tl.constexpr(attention_plan.HEADER_NODE_TASKS)
 NUM_FIELDS = tl.constexpr(tasks.NUM_FIELDS)
 START = tl.constexpr(tasks.START)
 COUNT = tl.constexpr(tasks.COUNT)
@@ -26,11 +25,6 @@ FIRST_POSITION = tl.constexpr(tasks.FIRST_POSITION)
 TAIL_OF = tl.constexpr(tasks.TAIL_OF)
 PART = tl.constexpr(tasks.PART)
 TILE = tl.constexpr(tasks.TILE)
-
-# The tasks of a launch.
-ALL_TASKS = 0
-NODE_TASKS = 1
-SUFFIX_TASKS = 2
 
 
 @triton.jit
@@ -71,20 +65,12 @@ def shared_prefix_attention_kernel(
     STAGES_16: tl.constexpr,
     STAGES_64: tl.constexpr,
     STAGES_128: tl.constexpr,
-    SELECT: tl.constexpr,
     HAS_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Programs stride over the work items; any grid gives the same result."""
-    num_node_tasks = tl.load(header_ptr + HEADER_NODE_TASKS)
-    i_first = 0
-    i_last = tl.load(header_ptr + HEADER_TASKS)
-    if SELECT == 1:
-        i_last = num_node_tasks
-    if SELECT == 2:
-        i_first = num_node_tasks
-    i_begin = i_first * NUM_KV_HEADS + tl.program_id(0)
-    for i_item in range(i_begin, i_last * NUM_KV_HEADS, tl.num_programs(0)):
+    num_items = tl.load(header_ptr + HEADER_TASKS) * NUM_KV_HEADS
+    for i_item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         i_task = i_item // NUM_KV_HEADS
         i_kv_head = tl.full([], 0, tl.int64) + i_item % NUM_KV_HEADS
         p_task = tasks_ptr + i_task * NUM_FIELDS

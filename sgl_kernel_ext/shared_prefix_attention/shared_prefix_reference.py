@@ -16,8 +16,8 @@ from sgl_kernel_ext.shared_prefix_attention.attention_plan import (
     AttentionPlan,
     AttentionPlanner,
 )
-from sgl_kernel_ext.shared_prefix_attention.checks import check_features
-from sgl_kernel_ext.shared_prefix_attention.launch import check_run, run
+from sgl_kernel_ext.shared_prefix_attention.checks import check_run
+from sgl_kernel_ext.shared_prefix_attention.launch import run
 
 
 def attention_ref(
@@ -72,15 +72,12 @@ def run_reference(
     scale: float,
     *,
     lse: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    logit_cap: float | None = None,
 ) -> None:
     """Execute a plan task by task, each a few batched matrix products in float32.
 
     Arguments and errors as in ``run``.
     """
-    check_features(scale, sliding_window, logit_cap)
-    check_run(plan, q, k_cache, v_cache, table, kv_len, out, lse)
+    check_run(plan, q, k_cache, v_cache, table, kv_len, out, scale, lse)
     workspace = plan.planner.workspace
     gather = torch.from_numpy(plan.gather).long().to(q.device)
     indptr = torch.from_numpy(plan.part_indptr).to(q.device)

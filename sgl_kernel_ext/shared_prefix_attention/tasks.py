@@ -44,21 +44,19 @@ MIN_SPLIT = 2  # KV tokens
 PART_BYTES = 3  # of one query row's partial result, written and read
 TARGET_TASKS = 4  # fewer than this, and long spans are split
 TASK_BYTES = 5  # cost of starting a task, as bytes of KV
-SEPARATE = 6  # 1: node tasks come first
-TOKEN_BYTES = 7  # for each of the three tiles, cost of one KV token, as bytes of KV
-QUANTUM = 10  # for each of the three tiles, the unit of split lengths, in KV tokens
-NUM_SETTINGS = 13
+TOKEN_BYTES = 6  # for each of the three tiles, cost of one KV token, as bytes of KV
+QUANTUM = 9  # for each of the three tiles, the unit of split lengths, in KV tokens
+NUM_SETTINGS = 12
 
 # Indices into the results of emit_tasks.
 NUM_TASKS = 0
-NUM_NODE_TASKS = 1
-NUM_PARTS = 2
-KV_TOKENS = 3  # read, each shared span counted once
-KV_TOKENS_UNSHARED = 4  # if every request read all of its own KV
-COST = 5  # of the plan, as bytes of KV of one KV head
-COST_UNSHARED = 6
-NUM_TAILS = 7
-NUM_RESULTS = 8
+NUM_PARTS = 1
+KV_TOKENS = 2  # read, each shared span counted once
+KV_TOKENS_UNSHARED = 3  # if every request read all of its own KV
+COST = 4  # of the plan, as bytes of KV of one KV head
+COST_UNSHARED = 5
+NUM_TAILS = 6
+NUM_RESULTS = 7
 
 # A split moves at least this many times the bytes of the partial result it adds.
 SPLIT_PAYS = 4
@@ -137,7 +135,6 @@ def add_tasks(
         cost = (kv_end - kv_begin) * settings[TOKEN_BYTES + tile]
         index = results[NUM_TASKS]
         results[NUM_TASKS] += 1
-        results[NUM_NODE_TASKS] += is_node
         results[COST] += cost + settings[TASK_BYTES]
         if index >= len(tasks):
             continue
@@ -156,10 +153,9 @@ def add_tasks(
         task[PART] = -1 if direct else part + i
         task[TILE] = tile
         task[IS_NODE] = is_node
-        # Sorted in descending order: node tasks first if they are separate, then the
-        # most expensive ones, then in the order of adding.
-        key = cost << INDEX_BITS | (MAX_TASKS - 1 - index)
-        keys[index] = key | (is_node * settings[SEPARATE]) << 62
+        # Sorted in descending order: the most expensive ones first, then in the order
+        # of adding.
+        keys[index] = cost << INDEX_BITS | (MAX_TASKS - 1 - index)
     return splits
 
 

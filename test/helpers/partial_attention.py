@@ -32,3 +32,26 @@ def attend_span(
         logits.masked_fill_(torch.arange(span) > own[:, None], -torch.inf)
     out = torch.einsum("hqk,khd->qhd", logits.softmax(-1), values)
     return out, logits.logsumexp(-1).T
+
+
+def merge_two(
+    a: torch.Tensor, lse_a: torch.Tensor, b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge two partial attention results.
+
+    Args:
+        a, b: partial outputs, float ``[num_tokens, num_heads, head_dim]``.
+        lse_a, lse_b: natural log-sum-exp, float32 ``[num_tokens, num_heads]``; -inf
+            marks an empty part, whose output is not read.
+
+    Returns:
+        The merged output in the dtype of ``a`` and its lse in float32.
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    out = torch.zeros(a.shape, dtype=torch.float32, device=a.device)
+    for part, part_lse in ((a, lse_a), (b, lse_b)):
+        filled = part_lse > -torch.inf
+        weight = torch.where(filled, torch.exp(part_lse - lse), 0.0)
+        value = torch.where(filled[..., None], part.float(), 0.0)
+        out += weight[..., None] * value
+    return out.to(a.dtype), lse

@@ -19,9 +19,8 @@ from attention_cases import (
 )
 from example_counts import examples
 from hypothesis import given, settings
-from partial_attention import attend_span
+from partial_attention import attend_span, merge_two
 
-from sgl_kernel_ext.merge_state import merge_state_ref
 from sgl_kernel_ext.shared_prefix_attention import AttentionPlan, Level, cascade_levels
 
 
@@ -89,7 +88,7 @@ def check_attention(batch: Batch, plan: AttentionPlan, levels: list[Level]) -> N
             last = level is levels[-1]
             parts.append(attend_span(q[start:stop], k, v, batch.scale, causal=last))
         level_out, level_lse = (torch.cat(each) for each in zip(*parts, strict=True))
-        out, lse = merge_state_ref(out, lse, level_out, level_lse)
+        out, lse = merge_two(out, lse, level_out, level_lse)
     gather = torch.from_numpy(plan.gather).long()
     scattered, scattered_lse = torch.empty_like(out), torch.empty_like(lse)
     scattered[gather], scattered_lse[gather] = out, lse

@@ -12,10 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sgl_kernel_ext.merge_state.merge_state_kernel import (
-    merge_parts_kernel,
-    merge_state_kernel,
-)
+from sgl_kernel_ext.merge_state.merge_state_kernel import merge_parts_kernel
 from sgl_kernel_ext.shared_prefix_attention.configs import pick_tiles
 from sgl_kernel_ext.shared_prefix_attention.shared_prefix_kernel import (
     shared_prefix_attention_kernel,
@@ -43,7 +40,7 @@ INDEX_POINTERS = {
     "num_tokens_ptr",
     "table_ptr",
 }
-VALUE_POINTERS = {"q_ptr", "k_ptr", "v_ptr", "out_ptr", "a_ptr", "b_ptr"}
+VALUE_POINTERS = {"q_ptr", "k_ptr", "v_ptr", "out_ptr"}
 
 
 def compiled(
@@ -95,7 +92,6 @@ def test_attention(
         "BLOCK_D": next_power_of_two(head_dim),
         "PAGE_SIZE": page_size,
         "MAX_TILE": max_tile,
-        "SELECT": 0,
         "HAS_LSE": True,
         "PRECISION": "tf32x3" if value == "fp32" else "ieee",
     }
@@ -111,6 +107,5 @@ def test_attention(
 def test_merges(device: str) -> None:
     target = DEVICES[device][0]
     shape = {"NUM_HEADS": 32, "HEAD_DIM": 80, "BLOCK_H": 4, "BLOCK_D": 128}
-    compiled(merge_state_kernel, target, "bf16", shape, 4)
     shape |= {"BLOCK_P": 4, "HAS_LSE": True}
     compiled(merge_parts_kernel, target, "bf16", shape, 4)

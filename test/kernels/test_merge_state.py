@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from partial_attention import merge_two
 
-from sgl_kernel_ext.merge_state import (
-    merge_parts,
-    merge_parts_ref,
-    merge_state,
-    merge_state_ref,
-)
+from sgl_kernel_ext.merge_state import merge_parts, merge_parts_ref
 
 # Triton 3.6's interpreter reads loop bounds in a way that numpy is about to end.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim")
@@ -32,6 +28,27 @@ def make_part(
     return out, lse
 
 
+def merged(
+    *parts: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As many parts of each token, merged by the kernel."""
+    outs, lses = (torch.stack(each, 1) for each in zip(*parts, strict=True))
+    num_tokens = len(outs)
+    out = torch.empty(num_tokens, *outs.shape[2:], dtype=dtype)
+    lse = torch.empty(num_tokens, outs.shape[2])
+    merge_parts(
+        outs.flatten(0, 1),
+        lses.flatten(0, 1),
+        torch.arange(0, len(parts) * (num_tokens + 1), len(parts), dtype=torch.int32),
+        torch.arange(num_tokens, dtype=torch.int32),
+        torch.tensor([num_tokens], dtype=torch.int32),
+        out,
+        lse,
+        num_programs=4,
+    )
+    return out, lse
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize(
     ("num_tokens", "num_heads", "head_dim"),
@@ -40,12 +57,12 @@ def make_part(
 def test_two_parts(
     num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
-    a, lse_a = make_part(num_tokens, num_heads, head_dim, dtype, 0)
-    b, lse_b = make_part(num_tokens, num_heads, head_dim, dtype, 1)
-    out, lse = merge_state(a, lse_a, b, lse_b)
-    wanted, wanted_lse = merge_state_ref(a, lse_a, b, lse_b)
+    a = make_part(num_tokens, num_heads, head_dim, torch.float32, 0)
+    b = make_part(num_tokens, num_heads, head_dim, torch.float32, 1)
+    out, lse = merged(a, b, dtype=dtype)
+    wanted, wanted_lse = merge_two(*a, *b)
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(out, wanted, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(out, wanted.to(dtype), atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse, wanted_lse, atol=1e-6, rtol=1e-6)
 
 
@@ -59,33 +76,19 @@ def test_two_halves_of_an_attention_are_the_whole() -> None:
         return (weights * values[..., part, :]).sum(-2), logits[..., part].logsumexp(-1)
 
     whole, whole_lse = attend(slice(0, 20))
-    out, lse = merge_state(*attend(slice(0, 7)), *attend(slice(7, 20)))
+    out, lse = merged(attend(slice(0, 7)), attend(slice(7, 20)))
     torch.testing.assert_close(out, whole)
     torch.testing.assert_close(lse, whole_lse)
 
 
 def test_an_empty_part_is_the_identity() -> None:
     a, lse_a = make_part(4, 3, 32, torch.float32, 0)
-    b = torch.full_like(a, torch.nan)
-    lse_b = torch.full_like(lse_a, -torch.inf)
+    b = torch.full_like(a, torch.nan), torch.full_like(lse_a, -torch.inf)
     seen = lse_a > -torch.inf
-    for out, lse in (merge_state(a, lse_a, b, lse_b), merge_state(b, lse_b, a, lse_a)):
+    for out, lse in (merged((a, lse_a), b), merged(b, (a, lse_a))):
         assert torch.equal(out[seen], a[seen])
         assert torch.equal(lse, lse_a)
         assert torch.equal(out[~seen], torch.zeros_like(out[~seen]))
-
-
-def test_strides_and_in_place() -> None:
-    a, lse_a = make_part(5, 6, 32, torch.float32, 0)
-    b, lse_b = make_part(5, 6, 32, torch.float32, 1)
-    wanted, wanted_lse = merge_state_ref(a, lse_a, b, lse_b)
-    wide = torch.full((6, 5, 40), torch.nan)[..., :32].transpose(0, 1)
-    wide.copy_(b)
-    out, lse = merge_state(a, lse_a, wide, lse_b, out=a, lse=lse_a)
-    assert out is a
-    assert lse is lse_a
-    torch.testing.assert_close(a, wanted)
-    torch.testing.assert_close(lse_a, wanted_lse)
 
 
 @pytest.mark.parametrize("num_programs", [1, 4, 9], ids="grid{}".format)
@@ -132,7 +135,7 @@ def test_the_reference_merges_like_a_chain_of_two() -> None:
     )
     chain, chain_lse = o_parts[:1], lse_parts[:1]
     for i in (1, 2):
-        chain, chain_lse = merge_state_ref(
+        chain, chain_lse = merge_two(
             chain, chain_lse, o_parts[i : i + 1], lse_parts[i : i + 1]
         )
     torch.testing.assert_close(
@@ -142,30 +145,34 @@ def test_the_reference_merges_like_a_chain_of_two() -> None:
 
 
 def test_what_is_refused() -> None:
-    a, lse = torch.zeros(2, 3, 16), torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"b has shape \[2, 3, 8\]"):
-        merge_state(a, lse, a[..., :8], lse)
-    with pytest.raises(ValueError, match="lse_b is torch"):
-        merge_state(a, lse, a, lse.half())
-    with pytest.raises(ValueError, match="a is torch"):
-        merge_state(a.int(), lse, a, lse)
-    with pytest.raises(ValueError, match="lse_a is not contiguous"):
-        merge_state(a, lse.T.contiguous().T, a, lse)
-    with pytest.raises(ValueError, match="b has stride 2 in its last dimension"):
-        merge_state(a, lse, torch.zeros(2, 3, 32)[..., ::2], lse)
+    parts, lse = torch.zeros(2, 3, 16), torch.zeros(2, 3)
     one = torch.zeros(1, dtype=torch.int32)
+    two = torch.zeros(2, dtype=torch.int32)
+
+    def merge(
+        o_parts: torch.Tensor, lses: torch.Tensor, **others: torch.Tensor
+    ) -> None:
+        given = {"indptr": two, "rows": one, "num_tokens": one, "out": parts, **others}
+        merge_parts(o_parts, lses, **given, num_programs=1)
+
     with pytest.raises(ValueError, match="indptr has 1 rows; this batch needs 2"):
-        merge_parts(a, lse, one, one, one, a, num_programs=1)
+        merge(parts, lse, indptr=one)
     with pytest.raises(ValueError, match="o_parts is torch"):
-        merge_parts(a.half(), lse, one, one, one, a, num_programs=1)
+        merge(parts.half(), lse)
+    with pytest.raises(ValueError, match=r"out has shape \[2, 3, 8\]"):
+        merge(parts, lse, out=parts[..., :8])
+    with pytest.raises(ValueError, match="lse_parts is torch"):
+        merge(parts, lse.half())
+    with pytest.raises(ValueError, match="out is torch"):
+        merge(parts, lse, out=parts.int())
+    with pytest.raises(ValueError, match="lse_parts is not contiguous"):
+        merge(parts, lse.T.contiguous().T)
+    with pytest.raises(ValueError, match="out has stride 2 in its last dimension"):
+        merge(parts, lse, out=torch.zeros(2, 3, 32)[..., ::2])
 
 
 def test_no_tokens_at_all() -> None:
-    out, lse = merge_state(
-        torch.zeros(0, 3, 16),
-        torch.zeros(0, 3),
-        torch.zeros(0, 3, 16),
-        torch.zeros(0, 3),
-    )
+    nothing = torch.zeros(0, 3, 16), torch.zeros(0, 3)
+    out, lse = merged(nothing, nothing)
     assert out.shape == (0, 3, 16)
     assert lse.shape == (0, 3)

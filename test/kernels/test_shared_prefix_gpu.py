@@ -9,7 +9,6 @@ import torch
 from attention_cases import Batch, ints, make_planner, poisoned_outputs
 from gpu_batches import assert_near, real_batch
 
-from sgl_kernel_ext.merge_state import merge_state, merge_state_ref
 from sgl_kernel_ext.shared_prefix_attention import run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("accelerator")]
@@ -102,15 +101,3 @@ def test_plans_in_quick_succession_do_not_overwrite_each_other() -> None:
     for batch, out in zip(batches, outs, strict=True):
         wanted, _ = batch.truth()
         assert (out.float() - wanted).norm() / wanted.norm() < 1e-2
-
-
-def test_merge_state() -> None:
-    torch.manual_seed(0)
-    parts = [torch.randn(300, 32, 128, device="cuda").bfloat16() for _ in range(2)]
-    lses = [torch.randn(300, 32, device="cuda") * 5 for _ in range(2)]
-    parts[0][7] = torch.nan
-    lses[0][7] = -torch.inf
-    out, lse = merge_state(parts[0], lses[0], parts[1], lses[1])
-    wanted, wanted_lse = merge_state_ref(parts[0], lses[0], parts[1], lses[1])
-    torch.testing.assert_close(out, wanted, atol=1e-2, rtol=1e-2)
-    torch.testing.assert_close(lse, wanted_lse)

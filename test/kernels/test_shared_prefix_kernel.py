@@ -120,25 +120,6 @@ def test_a_plan_is_reused_while_decodes_grow() -> None:
         assert_attention_close(grown, out, lse)
 
 
-def test_node_and_suffix_launches_are_the_fused_one() -> None:
-    batch = make_batch(**FORESTS["three-levels"])  # type: ignore[arg-type]
-    plan = make_planner(batch, separate_nodes=True).plan(*batch.planned())
-    assert 0 < plan.num_node_tasks < plan.num_tasks
-    out, lse = poisoned_outputs(batch, plan)
-    tensors = batch.tensors()
-    run(plan, *tensors, out, batch.scale, lse=lse, select="nodes", merge=False)
-    run(plan, *tensors, out, batch.scale, lse=lse, select="suffixes", merge=True)
-    assert_attention_close(batch, out, lse)
-
-
-def test_without_node_tasks_nothing_is_launched_for_them() -> None:
-    batch = make_batch(own_len=[5, 9])
-    plan = make_planner(batch, separate_nodes=True).plan(*batch.planned())
-    out, _ = poisoned_outputs(batch, plan)
-    run(plan, *batch.tensors(), out, batch.scale, select="nodes")
-    assert out.isnan().all()
-
-
 def test_strided_tensors_and_padded_rows() -> None:
     batch = make_batch(**FORESTS["chunks"], page_size=16)  # type: ignore[arg-type]
     plan = make_planner(batch).plan(*batch.planned())
@@ -226,8 +207,6 @@ def test_what_run_refuses() -> None:
         "scale": batch.scale,
     }
     refusals: list[tuple[dict[str, object], str]] = [
-        ({"sliding_window": 128}, "sliding_window is 128"),
-        ({"logit_cap": 30.0}, "logit_cap is 30.0"),
         ({"scale": 0.0}, "scale is 0.0"),
         ({"v_cache": v[..., :16]}, "k_cache has head_dim 32, v_cache 16"),
         ({"q": q.half()}, "q is torch.float16"),
@@ -242,7 +221,6 @@ def test_what_run_refuses() -> None:
         ({"kv_len": kv_len.float()}, "kv_len is torch.float32"),
         ({"lse": torch.empty(2, 3)}, r"lse has shape \[2, 3\]"),
         ({"lse": torch.empty(2, 4).half()}, "lse is torch.float16"),
-        ({"select": "nodes"}, "separate_nodes=True"),
         ({"q": torch.empty(2, 4, 64)[..., ::2]}, "q has stride 2"),
     ]
     for change, message in refusals:

@@ -144,21 +144,15 @@ def test_the_same_batch_gives_the_same_plan() -> None:
         assert np.array_equal(again.gather, gather)
 
 
-@pytest.mark.parametrize("separate", [False, True], ids=["mixed", "separate"])
-def test_the_dearest_tasks_come_first(separate: bool) -> None:
+def test_the_dearest_tasks_come_first() -> None:
     batch = make_batch(**FORESTS["chunks"])  # type: ignore[arg-type]
-    planner = make_planner(batch, separate_nodes=separate)
+    planner = make_planner(batch)
     table = planner.plan(*batch.planned()).task_table
     is_node = table[:, fields.IS_NODE] == 1
     spans = table[:, fields.KV_END] - table[:, fields.KV_BEGIN]
     cost = spans * planner._settings[fields.TOKEN_BYTES + table[:, fields.TILE]]
     assert 0 < is_node.sum() < len(table)
-    if separate:
-        assert is_node[: is_node.sum()].all()
-        assert (np.diff(cost[is_node]) <= 0).all()
-        assert (np.diff(cost[~is_node]) <= 0).all()
-    else:
-        assert (np.diff(cost) <= 0).all()
+    assert (np.diff(cost) <= 0).all()
 
 
 @pytest.mark.parametrize("page_size", [1, 48], ids="page{}".format)

@@ -17,9 +17,8 @@ from attention_cases import (
     make_batch,
     make_planner,
 )
-from partial_attention import attend_span
+from partial_attention import attend_span, merge_two
 
-from sgl_kernel_ext.merge_state import merge_state_ref
 from sgl_kernel_ext.shared_prefix_attention import AttentionPlan
 from sglang_batch.errors import ConfigError, EngineError
 from sglang_batch.srt.attention.cascade import Cascade
@@ -77,7 +76,7 @@ class StandIn:
         out, lse = self.level(self.num_levels - 1, q, k_cache, v_cache)
         for level in range(self.num_levels - 1):
             part, part_lse = self.level(level, q, k_cache, v_cache)
-            out, lse = merge_state_ref(out, lse, part, part_lse)
+            out, lse = merge_two(out, lse, part, part_lse)
         return out.to(q.dtype)
 
     def level(

@@ -1,24 +1,12 @@
-"""Checks of batches and tensors. Every error names the value and the way out."""
+"""Checks of planners and batches. Every error names the value and the way out."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from sgl_kernel_ext.shared_prefix_attention import forest, tasks
-from sgl_kernel_ext.utils import (
-    FLOAT_DTYPES,
-    check_device,
-    check_dtype,
-    check_last_stride,
-    check_rows,
-    check_shape,
-)
-
-if TYPE_CHECKING:
-    from sgl_kernel_ext.shared_prefix_attention.attention_plan import AttentionPlan
+from sgl_kernel_ext.utils import FLOAT_DTYPES
 
 MAX_HEAD_DIM = 256
 
@@ -127,59 +115,3 @@ def _check_arrays(**arrays: np.ndarray) -> None:
             raise ValueError(
                 f"{name} has {len(array)} entries, {first} has {size}; pass the same number"
             )
-
-
-def check_run(
-    plan: AttentionPlan,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    table: torch.Tensor,
-    kv_len: torch.Tensor,
-    out: torch.Tensor,
-    scale: float,
-    lse: torch.Tensor | None,
-) -> None:
-    """Raise a ValueError for a scale or tensors that do not fit the plan."""
-    planner, device = plan.planner, plan.planner.device
-    num_kv_heads, head_dim = planner.num_kv_heads, planner.head_dim
-    if not scale > 0:
-        raise ValueError(f"scale is {scale}; it must be positive")
-    if v_cache.shape[-1] != k_cache.shape[-1]:
-        raise ValueError(
-            f"k_cache has head_dim {k_cache.shape[-1]}, v_cache {v_cache.shape[-1]}; "
-            "different head dims are not supported: run them on another kernel"
-        )
-    check_shape("k_cache", k_cache, None, num_kv_heads, head_dim)
-    check_shape("v_cache", v_cache, k_cache.shape[0], num_kv_heads, head_dim)
-    for name, queries in (("q", q), ("out", out)):
-        check_shape(name, queries, None, planner.num_q_heads, head_dim)
-        check_rows(name, queries, plan.num_tokens)
-    for name, value in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        check_dtype(name, value, planner.dtype)
-        check_last_stride(name, value)
-        check_device(name, value, device)
-    check_dtype("out", out, *FLOAT_DTYPES)
-    check_last_stride("out", out)
-    check_device("out", out, device)
-    check_shape("table", table, None, None)
-    check_dtype("table", table, torch.int32)
-    check_last_stride("table", table)
-    check_device("table", table, device)
-    check_rows("table", table, plan.max_table_row + 1)
-    if table.shape[1] * planner.page_size < plan.max_kv_len:
-        raise ValueError(
-            f"table has {table.shape[1]} pages of {planner.page_size} tokens per row; a "
-            f"request has {plan.max_kv_len} tokens"
-        )
-    check_shape("kv_len", kv_len, None)
-    check_dtype("kv_len", kv_len, torch.int32, torch.int64)
-    check_device("kv_len", kv_len, device)
-    check_rows("kv_len", kv_len, plan.num_requests)
-    check_last_stride("kv_len", kv_len)
-    if lse is not None:
-        check_shape("lse", lse, None, planner.num_q_heads)
-        check_rows("lse", lse, plan.num_tokens)
-        check_dtype("lse", lse, torch.float32)
-        check_last_stride("lse", lse)
-        check_device("lse", lse, device)

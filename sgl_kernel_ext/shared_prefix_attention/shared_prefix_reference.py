@@ -16,8 +16,7 @@ from sgl_kernel_ext.shared_prefix_attention.attention_plan import (
     AttentionPlan,
     AttentionPlanner,
 )
-from sgl_kernel_ext.shared_prefix_attention.checks import check_run
-from sgl_kernel_ext.shared_prefix_attention.launch import run
+from sgl_kernel_ext.shared_prefix_attention.launch import check_run, run
 
 
 def attention_ref(

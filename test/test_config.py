@@ -1,13 +1,22 @@
-"""Settings under their earlier names."""
+"""Settings: their sections, options, tables, and their earlier names."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import warnings
 
 import pytest
+from settings_tables import DOCS, PAGES, rewritten
 
-from sglang_batch.config import RENAMED_SETTINGS, OfflineBatchConfig
+from sglang_batch.config import (
+    RENAMED_SETTINGS,
+    SECTIONS,
+    OfflineBatchConfig,
+    add_setting,
+    settings_help,
+    settings_in,
+)
 from sglang_batch.errors import ConfigError
 
 WARNING = "The setting max_line_tries is now called max_line_attempts; "
@@ -74,9 +83,68 @@ def test_overlap_is_one_of_its_three_values() -> None:
         OfflineBatchConfig.from_json('{"overlap": true}')
 
 
-def test_a_setting_has_a_description_and_a_misspelt_one_a_suggestion() -> None:
-    for field in dataclasses.fields(OfflineBatchConfig):
-        assert field.metadata["description"] and field.metadata["section"]
+def test_every_setting_is_in_a_section() -> None:
+    stable = [field for section in SECTIONS for field in settings_in(section)]
+    assert len(stable) <= 30
+    fields = dataclasses.fields(OfflineBatchConfig)
+    assert tuple(stable + settings_in("experimental")) == fields
+    assert all(field.metadata["description"] for field in fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("policy", "dfs", "dfs"),
+        ("max_inflight", "12", 12),
+        ("batch_share", "0.5", 0.5),
+        ("answer_cache", "kept", "kept"),
+    ],
+)
+def test_an_option_is_made_of_its_setting(name: str, text: str, value: object) -> None:
+    parser = argparse.ArgumentParser()
+    add_setting(parser, name, "More of it")
+    flag = f"--{name.replace('_', '-')}"
+    assert vars(parser.parse_args([flag, text])) == {name: value}
+    assert vars(parser.parse_args([])) == {name: None}
+    shown = parser.format_help()
+    assert "More of it" in shown and "](" not in shown and "`" not in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("policy", "best", "invalid choice: 'best'"),
+        ("max_inflight", "0", "'0' must be a whole number of 1 or more"),
+        ("max_inflight", "x", "'x' must be a whole number of 1 or more"),
+        ("seed", "\u0663", "'\u0663' must be a whole number of 0 or more"),
+        ("dollars_per_hour", "nan", "'nan' must be a number of dollars above 0"),
+        ("dollars_per_hour", "inf", "'inf' must be a number of dollars above 0"),
+    ],
+)
+def test_an_option_is_checked_as_its_setting(
+    name: str, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_setting(parser, name)
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--{name.replace('_', '-')}", text])
+    assert message in capsys.readouterr().err
+
+
+def test_help_lists_the_stable_settings() -> None:
+    shown = settings_help()
+    assert all(f"\n{section}:\n" in shown for section in SECTIONS)
+    assert "  batch_share: share of running requests" in shown
+    assert "prefetch_bytes" not in shown
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_tables_of_settings_are_those_of_the_fields(page: str) -> None:
+    """After a change of a setting: ``python docs/settings_tables.py``."""
+    assert (DOCS / page).read_text() == rewritten(page)
+
+
+def test_a_misspelt_setting_has_a_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"no setting 'polcy'.*Did you mean 'policy'"):
         OfflineBatchConfig.from_json('{"polcy": "dfs"}')
     with pytest.raises(TypeError, match="Did you mean 'policy'"):

@@ -6,20 +6,22 @@ become one :class:`OfflineBatchConfig`.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import difflib
 import functools
 import json
+import math
 import re
+import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_network
 from typing import Any, TypeVar
 
 from .batch_api.media_places import parse_source
 from .batch_api.stop_rules.rule_settings import StopRules
-from .errors import ConfigError
+from .errors import ConfigError, did_you_mean
 
 # The policies: every order that a job's requests can be given.
 #
@@ -203,42 +205,126 @@ _DEVICE = re.compile(r"[a-z]+(:[0-9]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What a setting may be: a test, and its wording after the value in a message."""
+    """What a setting may be.
+
+    fits: the test of a value.
+    wanted: its wording, after the value in a message.
+    kind: makes a value of the text of an option. It raises ValueError.
+    choices: the values, if they can be listed.
+    """
 
     fits: Callable[[Any], bool]
     wanted: str
+    kind: Callable[[str], Any] = str
+    choices: tuple[str, ...] | None = None
+
+    def parse(self, text: str) -> Any:
+        """The value of an option.
+
+        Raises:
+            argparse.ArgumentTypeError: the setting may not be this.
+        """
+        try:
+            value = self.kind(text)
+        except ValueError:
+            value = None
+        if value is None or not self.fits(value):
+            raise argparse.ArgumentTypeError(f"{text!r} {self.wanted}")
+        return value
 
 
-_FROM_0 = Check(lambda v: _whole(v, 0), "must be a whole number of 0 or more")
-_FROM_1 = Check(lambda v: _whole(v, 1), "must be a whole number of 1 or more")
-_PATH = Check(lambda v: isinstance(v, str), "must be the path of a file")
-_BOOL = Check(lambda v: isinstance(v, bool), "must be true or false")
+def _int(text: str) -> int:
+    return int(text.encode("ascii"))
 
 
-def _one_of(choices: tuple[str, ...]) -> Check:
+def _float(text: str) -> float:
+    return float(text.encode("ascii"))
+
+
+def _above_0(unit: str) -> Check:
     return Check(
-        lambda v: v in choices, f"is not known; choose one of {', '.join(choices)}"
+        lambda v: _number(v) and 0 < v < math.inf,
+        f"must be a number of {unit} above 0",
+        _float,
     )
 
 
-def _setting(default: Any, section: str, check: Check, description: str) -> Any:
+def _one_of(choices: tuple[str, ...]) -> Check:
+    wanted = f"is not known; choose one of {', '.join(choices)}"
+    return Check(lambda v: v in choices, wanted, choices=choices)
+
+
+def _list_of(fits: Callable[[Any], bool], wanted: str) -> Check:
+    return Check(
+        lambda v: isinstance(v, tuple) and all(map(fits, v)),
+        f"must be a list of {wanted}",
+    )
+
+
+_FROM_0 = Check(lambda v: _whole(v, 0), "must be a whole number of 0 or more", _int)
+_FROM_1 = Check(lambda v: _whole(v, 1), "must be a whole number of 1 or more", _int)
+_PATH = Check(lambda v: isinstance(v, str) and v != "", "must be a path")
+_BOOL = Check(lambda v: isinstance(v, bool), "must be true or false")
+
+
+def _setting(section: str, default: Any, check: Check, description: str) -> Any:
     return dataclasses.field(
         default=default,
         metadata={"section": section, "check": check, "description": description},
     )
 
 
-def setting_help(name: str) -> str:
-    """The description of a setting, for ``--help`` (argparse formats ``%``)."""
-    fields = {field.name: field for field in dataclasses.fields(OfflineBatchConfig)}
-    text: str = fields[name].metadata["description"]
-    return text.replace("``", "").replace("%", "%%").removesuffix(".")
+_planning = functools.partial(_setting, "planning")
+_scheduling = functools.partial(_setting, "scheduling")
+_limits = functools.partial(_setting, "limits")
+_security = functools.partial(_setting, "security")
+_experimental = functools.partial(_setting, "experimental")
+
+SECTIONS = ("planning", "scheduling", "limits", "security")
+"""Sections of the settings. Those in "experimental" may change in any release."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence that names the closest known name, empty if none is close."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+def settings_in(section: str) -> list[dataclasses.Field[Any]]:
+    """The settings of a section, in the order of the documentation."""
+    fields = dataclasses.fields(OfflineBatchConfig)
+    return [field for field in fields if field.metadata["section"] == section]
+
+
+def _plain(markdown: str) -> str:
+    return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", markdown).replace("`", "")
+
+
+def add_setting(
+    parser: argparse._ActionsContainer, name: str, more: str = "", **changed: Any
+) -> None:
+    """Add the option for a setting, with its description, choices and check.
+
+    Args:
+        more: follows the description in ``--help``.
+        changed: other arguments of ``add_argument``. The default is None.
+    """
+    setting = OfflineBatchConfig.__dataclass_fields__[name]
+    check: Check = setting.metadata["check"]
+    text = _plain(setting.metadata["description"])
+    given: dict[str, Any] = {"choices": check.choices}
+    if check.choices is None:
+        given = {"type": check.parse}
+    given["help"] = (f"{text}. {more}" if more else text).replace("%", "%%")
+    parser.add_argument(f"--{name.replace('_', '-')}", **given | changed)
+
+
+def settings_help() -> str:
+    """All settings but the experimental ones, with their defaults, for ``--help``."""
+    lines = []
+    for section in SECTIONS:
+        lines.append(f"\n{section}:")
+        for each in settings_in(section):
+            text = f"{each.name}: {_plain(each.metadata['description'])}"
+            if each.default is not None:
+                text += f" (default: {json.dumps(each.default)})"
+            indents = {"initial_indent": "  ", "subsequent_indent": "      "}
+            lines.append(textwrap.fill(text, 88, **indents))
+    return "\n".join(lines) + "\n"
 
 
 _T = TypeVar("_T")
@@ -292,369 +378,266 @@ def _accept_earlier_names(cls: type[_T]) -> type[_T]:
 class OfflineBatchConfig:
     """How jobs are planned and sent to the engine, and the limits of a server.
 
-    Each setting is a field with its default, section, check and description. A setting
-    whose default is None may also be given as None.
+    Each setting is a field with its section, default, check and description: the options
+    of commands, their ``--help`` and the tables of the documentation are made of them. A
+    setting whose default is None may also be given as None.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
-    # planning
-    policy: str = _setting(
+    policy: str = _planning(
         "dfs",
-        "planning",
         _one_of(POLICIES),
-        "order in which requests are sent to the engine, one of ``POLICIES``. ``dfs`` "
-        "sorts by prompt tokens, so that requests with a common prefix follow one "
-        "another. ``fcfs`` keeps the order of the input and plans nothing. ``auto`` "
-        "simulates all orders and takes the fastest.",
+        "[order](run.md#which-policy) of the requests; `sglang-batch plan` compares them",
     )
-    seed: int = _setting(0, "planning", _FROM_0, "for everything random in planning.")
-    max_inflight: int | None = _setting(
+    seed: int = _planning(0, _FROM_0, "seed of everything random in planning")
+    max_inflight: int | None = _planning(
         None,
-        "planning",
         _FROM_1,
-        "most requests in the engine at a time. By default the engine chooses: enough to "
-        "keep it full, few enough to keep its queue short.",
+        "requests of a job in the engine at a time. By default twice as many as can run, at "
+        "least 1,024; with `--dp-size`, few more than each replica runs",
     )
-    render_lookahead: int = _setting(
-        8,
-        "planning",
-        _FROM_1,
-        "requests rendered (template and tokenizer) ahead of being sent, in threads.",
-    )
-    dedupe: str = _setting(
+    dedupe: str = _planning(
         "auto",
-        "planning",
         _one_of(DEDUPES),
-        "one of ``DEDUPES``. ``auto`` computes requests of a job that must have equal "
-        "answers once: greedy ones, and those for embeddings and scores. ``off`` computes "
-        "each.",
+        "`auto` computes requests that must have [equal "
+        "answers](savings.md#equal-requests) once, `off` each",
     )
-    stop_rules: str | None = _setting(
+    answer_cache: str | None = _planning(
         None,
-        "planning",
+        _PATH,
+        "directory that keeps [equal answers](savings.md#equal-requests) for later jobs of "
+        "the same owner, model and options",
+    )
+    answer_cache_bytes: int = _planning(
+        10 << 30, _FROM_1, "most bytes of answers in it"
+    )
+    answer_cache_days: float = _planning(
+        30.0, _above_0("days"), "days after which an answer is too old"
+    )
+    stop_rules: str | None = _planning(
+        None,
         Check(lambda v: isinstance(v, str), "must be an object of rules"),
-        "JSON of the rules that end the answers of lines which have no ``stop_rules`` "
-        "themselves. May be given as an object, too. None is none.",
+        "rules that [cut answers](savings.md#answers-cut-where-they-are-useless) of lines "
+        'without their own, such as `{"json": true}`',
     )
-    bucket_requests: int = _setting(
-        4_000_000,
-        "planning",
-        _FROM_1,
-        "a job of more requests than this is planned in buckets of about so many whose "
-        "prompts begin alike. It bounds the memory of ``sglang-batch run``: 0.5 kB for "
-        "each request of two buckets.",
-    )
-    answer_cache: str | None = _setting(
+    dollars_per_hour: float | None = _planning(
         None,
-        "planning",
-        Check(
-            lambda v: isinstance(v, str) and v != "",
-            "must be the path of a directory",
-        ),
-        "a directory that keeps the answers of such requests for later jobs with the same "
-        "model and options, of the same owner. None keeps none.",
-    )
-    answer_cache_bytes: int = _setting(
-        10 << 30,
-        "planning",
-        _FROM_1,
-        "most bytes of answers in it: the least recently used make room.",
-    )
-    answer_cache_days: float = _setting(
-        30.0,
-        "planning",
-        Check(lambda v: _number(v) and v > 0, "must be a number of days above 0"),
-        "days after which an answer in it is too old.",
-    )
-    learn_costs: bool = _setting(
-        True,
-        "planning",
-        _BOOL,
-        "whether schedulers time their steps, so that later jobs on this machine are "
-        "planned with measured costs.",
-    )
-    dollars_per_hour: float | None = _setting(
-        None,
-        "planning",
-        Check(lambda v: _number(v) and v > 0, "must be a number of dollars above 0"),
-        "price of an hour of an engine in dollars, for the costs of batches.",
+        _above_0("dollars"),
+        "price of an engine (of each replica), for [costs](savings.md#costs)",
     )
 
-    # scheduling
-    scheduler: str = _setting(
+    scheduler: str = _scheduling(
         "offline",
-        "scheduling",
         _one_of(SCHEDULERS),
-        "one of ``SCHEDULERS``. ``offline`` replaces SGLang's scheduler and prefix cache "
-        "with versions that follow the plan. ``stock`` keeps SGLang's own, and the plan "
-        "is only the order in which requests are sent.",
+        "`stock` keeps SGLang's scheduler and cache",
     )
-    step_log: str | None = _setting(
-        None,
-        "scheduling",
-        _PATH,
-        "CSV file to which the offline scheduler appends a line for each step, for "
-        "``sglang-batch plan --steps``.",
-    )
-    offload_bytes: int | None = _setting(
-        None,
-        "scheduling",
-        _FROM_0,
-        "host memory of each TP rank for KV that makes room for other KV: of running "
-        "requests, and of prefixes of gathered calls. None is four times as much as the "
-        "device has for KV, but at most a quarter of the free memory for all ranks. What "
-        "finds no room is computed again.",
-    )
-    mixed_chunk: bool | None = _setting(
-        None,
-        "scheduling",
-        _BOOL,
-        "whether a step computes prompts and decodes together, as with SGLang's "
-        "``--enable-mixed-chunk``. None turns it on where there is an accelerator, or "
-        'with ``overlap`` "on": SGLang\'s attention for machines without one is far '
-        "slower at it, unless its steps are split.",
-    )
-    attention: str = _setting(
+    attention: str = _scheduling(
         "auto",
-        "scheduling",
         _one_of(ATTENTIONS),
-        "one of ``ATTENTIONS``, the kernel for decodes that share a prefix: our Triton "
-        "kernel, FlashInfer's cascade (without CUDA graphs) or PyTorch, used together "
-        "with the backend that SGLang chooses. ``stock`` leaves all attention to SGLang. "
-        "``auto`` uses Triton on GPUs that its kernel has settings for, if no attention "
-        "backend is named, the model is supported and a trial run succeeds.",
+        "kernel that reads [shared prefixes](kernels.md) once: `triton`, `flashinfer` or "
+        "`torch`; `stock` turns this off",
     )
-    sleep_on_idle: bool = _setting(
-        True,
-        "scheduling",
-        _BOOL,
-        "whether an engine without work waits for messages, as with SGLang's ``--sleep- "
-        "on-idle``, instead of using a CPU core to look for them.",
-    )
-    max_line_attempts: int = _setting(
-        3,
-        "scheduling",
-        _FROM_1,
-        "most attempts at a line that is answered with a server error (HTTP 408, 425, "
-        "429, 500, 502, 503 or 504), with growing pauses in between.",
-    )
-    line_timeout_s: float | None = _setting(
+    offload_bytes: int | None = _scheduling(
         None,
-        "scheduling",
-        Check(lambda v: _number(v) and v > 0, "must be a number of seconds above 0"),
-        "seconds after its first step in the engine when a line without an answer is an "
-        "error. None waits forever.",
+        _FROM_0,
+        "host memory per TP rank for offloaded KV, pinned with an accelerator. `null`: four "
+        "times the device's KV, but at most a quarter of the machine's free memory for all "
+        "ranks. `0`: compute again instead. If it is full, what is cheapest to compute is "
+        "dropped",
     )
-    max_batches: int = _setting(
+    step_log: str | None = _scheduling(None, _PATH, "CSV file with a row per step")
+    max_batches: int = _scheduling(
         4,
-        "scheduling",
         _FROM_1,
-        "batches that a server runs at a time. Batches of a higher priority start in "
-        "addition to them.",
+        "batches that run at a time, apart from those of higher priority or paused by a "
+        "daily limit; 1 with the stock scheduler",
     )
-    gather_s: float | None = _setting(
-        None,
-        "scheduling",
+    batch_share: float = _scheduling(
+        1.0,
         Check(
-            lambda v: _number(v) and 0 <= v <= 10,
-            "must be a number of seconds from 0 to 10",
+            lambda v: _number(v) and 0 < v <= 1,
+            "must be a number above 0 and at most 1",
+            _float,
         ),
-        "seconds that a single call waits for others, to be planned with them. None sends "
-        "it at once, ahead of all jobs.",
+        "share of running requests for batches, divided evenly among batches and waves, at "
+        "least 1 each. Waves in another tokenizer worker count separately",
     )
-    batch_hours: str | None = _setting(
+    batch_hours: str | None = _scheduling(
         None,
-        "scheduling",
         Check(
             lambda v: _hours(v) is not None,
             "must be a time of day from and to, such as '22:00-06:00'",
         ),
-        "local time of day in which batches run, such as ``22:00-06:00``. None is all "
-        "day. Outside these hours running lines finish and no more are sent.",
+        'local time in which batches run, such as `"22:00-06:00"`. Outside, lines in flight '
+        "finish. Waves run at any hour",
     )
-    batch_share: float = _setting(
-        1.0,
-        "scheduling",
+    gather_s: float | None = _scheduling(
+        None,
         Check(
-            lambda v: _number(v) and 0 < v <= 1,
-            "must be a number above 0 and at most 1",
+            lambda v: _number(v) and 0 <= v <= 10,
+            "must be a number of seconds from 0 to 10",
+            _float,
         ),
-        "largest share of the engine's running requests that may be lines of batches, "
-        "above 0 and at most 1.",
+        "seconds, at most 10, that a [single call](python.md#single-calls-of-many-tasks) "
+        "waits to be planned with others. `null` sends it at once",
     )
-    prefill_servers: tuple[str, ...] = _setting(
-        (),
-        "scheduling",
-        Check(
-            lambda v: isinstance(v, tuple) and all(map(_is_server, v)),
-            "must be a list of URLs such as 'http://10.0.0.7:30000'",
-        ),
-        "on a decode server (``--disaggregation-mode decode``), URLs of the offline "
-        "servers that compute its prompts, such as ``http://10.0.0.7:30000``.",
+    max_line_attempts: int = _scheduling(
+        3,
+        _FROM_1,
+        "attempts at a line answered with 408, 425, 429, 500, 502, 503 or 504, with pauses "
+        "of 1, 2, 4 ... seconds",
+    )
+    line_timeout_s: float | None = _scheduling(
+        None,
+        _above_0("seconds"),
+        "seconds after its first step when a line is aborted with `line_timeout`. `null`: "
+        "never",
     )
 
-    # limits
-    max_batch_requests: int | None = _setting(
-        None, "limits", _FROM_1, "most lines of a batch. None is any number."
-    )
-    max_file_bytes: int | None = _setting(
-        None, "limits", _FROM_1, "largest file that a server takes. None is any size."
-    )
-    storage_bytes: int | None = _setting(
+    max_batch_requests: int | None = _limits(None, _FROM_1, "most lines of a batch")
+    max_file_bytes: int | None = _limits(None, _FROM_1, "most bytes of a file")
+    storage_bytes: int | None = _limits(
         None,
-        "limits",
         _FROM_1,
-        "largest total size of a server's files. None is any size.",
+        "most bytes of all files, parts, unfinished results, and inputs of active batches",
     )
-    file_days: int = _setting(
+    min_free_bytes: int = _limits(
+        1 << 30, _FROM_0, "bytes of the disk that uploads leave to results"
+    )
+    file_days: int = _limits(
         30,
-        "limits",
         _FROM_1,
-        "days for which an uploaded file of purpose ``batch`` and the results of a batch "
-        "are kept, unless the client sets an expiry.",
-    )
-    min_free_bytes: int = _setting(
-        1 << 30,
-        "limits",
-        _FROM_0,
-        "bytes of the disk that uploads leave free, for the results of batches. 0 is "
-        "none.",
-    )
-    max_uploads: int = _setting(
-        64,
-        "limits",
-        _FROM_1,
-        "bodies of files, parts, message batches and waves that a server receives at a "
-        "time from one client.",
-    )
-    upload_timeout_s: float = _setting(
-        60.0,
-        "limits",
-        Check(lambda v: _number(v) and v > 0, "must be a number of seconds above 0"),
-        "seconds without a byte after which a body that is being received is given up.",
+        "days that results and files of purpose `batch` are kept unless the client says "
+        "otherwise",
     )
 
-    # security
-    allowed_origins: tuple[str, ...] = _setting(
-        (),
-        "security",
-        Check(
-            lambda v: isinstance(v, tuple) and all(map(is_origin, v)),
-            "must be a list of origins such as 'https://app.example.com', or ['*']",
-        ),
-        "origins whose web pages may call the routes of batches and files, such as "
-        "``https://app.example.com``. ``*`` is any page.",
+    api_keys: str | None = _security(
+        None, _PATH, "path of the file of [keys](operating.md#keys)"
     )
-    public_url: str | None = _setting(
+    open_metrics: bool = _security(
+        False, _BOOL, "`/metrics` without the key of an admin"
+    )
+    allowed_origins: tuple[str, ...] = _security(
+        (),
+        _list_of(is_origin, "origins such as 'https://app.example.com', or ['*']"),
+        'origins whose web pages may call the routes of batches and files; `["*"]` is any, '
+        "without credentials. The server's own pages always may",
+    )
+    public_url: str | None = _security(
         None,
-        "security",
         Check(
             lambda v: isinstance(v, str) and _URL.fullmatch(v) is not None,
             "must be the http or https URL of the server, such as 'https://batches.example.com'",
         ),
-        "URL of the server as its clients know it. Links in answers start with it. None: "
-        "with the host that the call itself named.",
+        "URL of the server as clients know it. `results_url` begins with it, and pages of "
+        "its origin may call. `null`: the host of each call",
     )
-    trusted_proxies: tuple[str, ...] = _setting(
+    trusted_proxies: tuple[str, ...] = _security(
         (),
-        "security",
-        Check(
-            lambda v: isinstance(v, tuple) and all(map(_is_network, v)),
-            "must be a list of addresses and networks such as '10.0.0.7' or '10.0.0.0/8'",
+        _list_of(
+            _is_network, "addresses and networks such as '10.0.0.7' or '10.0.0.0/8'"
         ),
-        "addresses and networks of proxies, such as ``10.0.0.0/8``, whose ``X-Forwarded- "
-        "Host`` and ``X-Forwarded-Proto`` are read in place of the host.",
+        "addresses and networks of proxies whose `X-Forwarded-Host` and "
+        "`X-Forwarded-Proto` are read for `results_url`",
     )
-    api_keys: str | None = _setting(
-        None,
-        "security",
-        _PATH,
-        "path of a file with a line ``NAME KEY`` or ``NAME KEY admin`` for each key. "
-        "Every call must then carry a key. A client sees only objects made under its "
-        "name.",
-    )
-    open_metrics: bool = _setting(
-        False,
-        "security",
-        _BOOL,
-        "whether ``/metrics`` needs no key on a server with keys. It needs that of an "
-        "admin otherwise.",
-    )
-    media_sources: tuple[str, ...] = _setting(
+    media_sources: tuple[str, ...] = _security(
         (),
-        "security",
-        Check(
-            lambda v: isinstance(v, tuple) and all(map(_is_place, v)),
-            "must be a list of URLs, absolute paths and networks, such as "
-            "'https://images.example.com/', '/data/images/' or '10.0.0.0/8'",
+        _list_of(
+            _is_place,
+            "URLs, absolute paths and networks, such as 'https://images.example.com/', "
+            "'/data/images/' or '10.0.0.0/8'",
         ),
-        "URLs and paths of the files and folders from which images and other media of a "
-        "job's lines may be read, besides data: URLs, and the private networks in which "
-        "hosts of these URLs may be.",
+        "URLs, folders and private networks from which [media of "
+        "lines](operating.md#media-of-lines) may be read, such as "
+        '`["https://images.example.com/", "/data/images/", "10.0.0.0/8"]`',
     )
 
-    # experimental
-    max_wait_steps: int | None = _setting(
-        None,
-        "experimental",
+    render_lookahead: int = _experimental(
+        8, _FROM_1, "lines rendered ahead of the next one to send"
+    )
+    bucket_requests: int = _experimental(
+        4_000_000,
         _FROM_1,
-        "with ``length-aligned`` and ``length-tree``, decode steps after which a waiting "
-        "request joins before all others. None: never with paged KV, after 65,536 in "
-        "dense batches.",
+        "`run` plans a larger job in [buckets](scale.md#a-job-that-is-larger-than-memory) "
+        "of about this size",
     )
-    prefill_ahead_tokens: int = _setting(
-        0,
-        "experimental",
-        _FROM_0,
-        "most tokens of prompts that are computed before there is room for their answers, "
-        "with ``length-aligned`` and ``length-tree``. Their KV waits on the host, in at "
-        "most half of that memory. 0 is none.",
+    learn_costs: bool = _experimental(
+        True,
+        _BOOL,
+        "time steps and plan later jobs with [measured "
+        "costs](planner.md#costs-fitted-to-measured-steps)",
     )
-    prefetch_bytes: int = _setting(
-        0,
-        "experimental",
-        _FROM_0,
-        "memory on the device for KV that is on the host and resumes soon. It is copied "
-        "there ahead, while steps run, in addition to the device's KV. 0 is none.",
-    )
-    prefetch_device: str | None = _setting(
+    mixed_chunk: bool | None = _experimental(
         None,
-        "experimental",
+        _BOOL,
+        "whether a step may combine decodes and prompts. `null`: with an accelerator, or "
+        'with `overlap` `"on"`',
+    )
+    sleep_on_idle: bool = _experimental(
+        True,
+        _BOOL,
+        "an idle engine waits for work. `false` polls with a CPU core per replica. Not with "
+        "data-parallel attention",
+    )
+    max_uploads: int = _experimental(
+        64,
+        _FROM_1,
+        "bodies received at a time from one client. More wait ten seconds, then get HTTP 429",
+    )
+    upload_timeout_s: float = _experimental(
+        60.0,
+        _above_0("seconds"),
+        "seconds without a byte, or below 1,024 bytes per second on average, until HTTP 408",
+    )
+    prefill_servers: tuple[str, ...] = _experimental(
+        (),
+        _list_of(_is_server, "URLs such as 'http://10.0.0.7:30000'"),
+        "on a decode server, URLs of the offline servers that [compute its "
+        "prompts](scale.md#prompts-on-one-server-answers-on-another)",
+    )
+    max_wait_steps: int | None = _experimental(
+        None,
+        _FROM_1,
+        "decode steps after which a waiting request joins first, with `length-aligned` and "
+        "`length-tree`. `null`: never (65,536 in dense batches)",
+    )
+    prefill_ahead_tokens: int = _experimental(
+        0,
+        _FROM_0,
+        "with these policies, most prompt tokens computed before there is room for their "
+        "answers",
+    )
+    prefetch_bytes: int = _experimental(
+        0,
+        _FROM_0,
+        "extra device memory to which KV of requests that resume soon is copied ahead",
+    )
+    prefetch_device: str | None = _experimental(
+        None,
         Check(
             lambda v: isinstance(v, str) and _DEVICE.fullmatch(v) is not None,
             "must be a device such as 'cuda:1'",
         ),
-        "the device that has this memory, such as ``cuda:1``, which the GPU can read "
-        "directly. With several TP ranks it is that of the first rank, and the devices "
-        "behind it are those of the others. None is the GPU itself.",
+        'the GPU with this memory, such as `"cuda:1"`, readable by the server\'s (the first '
+        "rank's; later ranks use those behind it). `null`: the same GPU",
     )
-    overlap: str = _setting(
+    overlap: str = _experimental(
         "off",
-        "experimental",
         _one_of(OVERLAPS),
-        "one of ``OVERLAPS``. Whether a step with prompts and decodes runs as two "
-        "forwards at the same time, decodes and prompts. ``auto`` tries it out when a "
-        "server with a GPU starts, and splits the steps that this makes faster by 5 % or "
-        "more. ``on`` splits all steps that can be split. Off unless asked for: no GPU "
-        "has shown a gain yet.",
+        "[mixed steps as two forwards](experimental.md#mixed-steps-as-two-forwards): "
+        '`"on"`, or `"auto"` by a trial',
     )
 
     def __post_init__(self) -> None:
-        lists = (
-            "allowed_origins",
-            "trusted_proxies",
-            "prefill_servers",
-            "media_sources",
-        )
-        for name in lists:
-            if isinstance(getattr(self, name), list):  # of JSON
-                object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.stop_rules is not None:
             object.__setattr__(self, "stop_rules", _rules_text(self.stop_rules))
         for setting in dataclasses.fields(self):
             value, check = getattr(self, setting.name), setting.metadata["check"]
+            if setting.default == () and isinstance(value, list):  # of JSON
+                value = tuple(value)
+                object.__setattr__(self, setting.name, value)
             if value is None and setting.default is None:
                 continue
             if not check.fits(value):

@@ -4,6 +4,7 @@
 
     SGLangBatchError
     ├── ConfigError           a setting is invalid
+    │   └── UnknownOption     a command has no such option
     ├── InputError            an input file or a request is invalid
     ├── StoreError            state on disk cannot be read or used
     │   └── StoreWriteError   it cannot be written: disk full or no permission
@@ -19,8 +20,9 @@ A bad *line* of a batch raises no exception, but becomes data: see
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import NoReturn
 
@@ -49,6 +51,19 @@ class SGLangBatchError(Exception):
 
 class ConfigError(SGLangBatchError, ValueError):
     """An invalid setting. The message names it and valid alternatives."""
+
+
+class UnknownOption(ConfigError):
+    """An option that a command does not have.
+
+    option: the text that was given.
+    known: the options that it may be meant to be.
+    """
+
+    def __init__(self, message: str, option: str, known: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.option = option
+        self.known = list(known)
 
 
 class InputError(SGLangBatchError, ValueError):
@@ -104,6 +119,12 @@ class ApiError(SGLangBatchError):
         self.kind = kind
         self.retry = retry
         self.headers = dict(headers or {})
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence that names the closest known name, empty if none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def refuse(reason: object) -> NoReturn:

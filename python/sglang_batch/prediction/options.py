@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import AUTO, ORDERS, POLICIES, POLICY_HELP
+from ..config import AUTO, ORDERS, POLICY_HELP, add_setting
 from ..errors import ConfigError, InputError
 from ..planner.choosing.ways import Box
 from ..run.option_types import (
@@ -19,7 +19,6 @@ from ..run.option_types import (
     number,
     positive,
     positive_share,
-    seed,
     share,
     whole,
 )
@@ -97,10 +96,7 @@ def add_plan(commands: Subparsers, run: Callable[..., int]) -> None:
         help="directory, or name on the Hugging Face hub; only the configuration and "
         "the tokenizer are read",
     )  # fmt: skip
-    plan.add_argument(
-        "--policy", choices=POLICIES, default=AUTO,
-        help=f"order to predict (default: {AUTO}). {POLICY_HELP}",
-    )  # fmt: skip
+    add_setting(plan, "policy", f"Default: {AUTO}. {POLICY_HELP}", default=AUTO)
     plan.add_argument(
         "--compare", nargs="+", choices=ORDERS, default=(), metavar="POLICY",
         help="further orders to predict",
@@ -221,10 +217,7 @@ class _StoreLengths(argparse.Action):
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
-    group.add_argument(
-        "--seed", type=seed, default=0, metavar="N",
-        help="seed of everything random (default: 0)",
-    )  # fmt: skip
+    add_setting(group, "seed", "Default: 0", default=0, metavar="N")
     group.add_argument(
         "--json", action="store_true", help="print JSON instead of tables"
     )
@@ -277,11 +270,7 @@ def add_machine(parser: argparse.ArgumentParser, *, hardware: str) -> None:
         "--chunked-prefill-size", type=count, default=2048, metavar="N",
         help="most tokens in one step, prompts and answers together (default: 2048)",
     )  # fmt: skip
-    group.add_argument(
-        "--max-wait-steps", type=count, metavar="N",
-        help="with length-tree and length-aligned: decode steps after which a waiting "
-        "request joins before all others (default: never)",
-    )  # fmt: skip
+    add_setting(group, "max_wait_steps", metavar="N")
     group.add_argument(
         "--shared-prefix-attention", action="store_true",
         help="read a prefix that running requests share once for all of them, as an "

@@ -24,7 +24,6 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 count = whole(1)
-seed = whole(0)
 
 
 def number(text: str) -> float:

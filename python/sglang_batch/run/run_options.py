@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..batch_api.protocol import ENDPOINTS
-from ..config import DEDUPES, POLICIES, POLICY_HELP, setting_help
+from ..config import POLICY_HELP, add_setting, settings_help
 from ..errors import ConfigError
 from .backend_options import BACKENDS
 from .fleet_options import add_fleet
-from .option_types import count, enough, positive
+from .option_types import count, enough
 
 if TYPE_CHECKING:
     from ..inputs.job_input import JobInput
@@ -90,35 +90,19 @@ def add_run(commands: Any, run: Callable[..., int]) -> None:
     )
     add_inputs(parser, required=True)
     _add_outputs(parser)
-    parser.add_argument(
-        "--policy", choices=POLICIES,
-        help="order of the requests (default: dfs, which keeps those that share a prefix "
-        f"together); `sglang-batch plan` compares them. {POLICY_HELP}",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-inflight", type=count, metavar="N",
-        help=setting_help("max_inflight"),
-    )  # fmt: skip
-    parser.add_argument(
-        "--answer-cache",
-        metavar="DIR",
-        help="keep the answers that --dedupe takes for equal in this directory for later jobs "
-        "with the same model and options, and use those that are there",
-    )
+    add_setting(parser, "policy", f"Default: dfs. {POLICY_HELP}")
+    add_setting(parser, "max_inflight", metavar="N")
+    add_setting(parser, "answer_cache", metavar="DIR")
     parser.add_argument(
         "--enough", type=enough, metavar="SHARE",
         help="end when this share of the requests, such as 99%%, has an answer: the others "
         "are given up, and their lines say so",
     )  # fmt: skip
-    parser.add_argument(
-        "--dollars-per-hour", type=positive, metavar="PRICE",
-        help=setting_help("dollars_per_hour"),
-    )  # fmt: skip
-    parser.add_argument(
-        "--stop-rules", metavar="JSON",
-        help="what ends the answers of requests without stop_rules of their own, such as "
-        """'{"json": true}' once their JSON is complete, '{"regex": "..."}' or """
-        """'{"repetition": true}' once they loop""",
+    add_setting(parser, "dollars_per_hour", metavar="PRICE")
+    add_setting(
+        parser, "stop_rules",
+        """Others are {"regex": "..."} and {"repetition": true}, for answers that loop""",
+        metavar="JSON",
     )  # fmt: skip
     _add_backend(parser)
     add_fleet(parser)
@@ -138,12 +122,15 @@ def add_serve(commands: Any, serve: Callable[..., int]) -> None:
         "\n       sglang-batch serve --workers URL,... [--workers-key KEY] [options]",
         help="start SGLang's server with the batch API",
         description="Check the options, the model, the port and the directory of "
-        "batches, which takes a moment, and start `sglang serve --offline-batch` with "
-        "these options. `sglang serve --help` lists them. With --backend transformers, "
-        "the options are those in `sglang-batch run --help` and --host, --port, "
-        "--offline-batch-dir, --offline-batch-config, --log-level, --enable-metrics, "
-        "--api-key, --admin-api-key and --ssl-*. With --workers, they are the latter "
+        "batches, which takes a\nmoment, and start `sglang serve --offline-batch` with "
+        "these options. `sglang serve\n--help` lists them. With --backend transformers, "
+        "the options are those in\n`sglang-batch run --help` and --host, --port, "
+        "--offline-batch-dir,\n--offline-batch-config, --log-level, --enable-metrics, "
+        "--api-key, --admin-api-key and\n--ssl-*. With --workers, they are the latter "
         "alone.",
+        epilog="settings for --offline-batch-config, a JSON object such as "
+        f"""'{{"batch_share": 0.8}}':\n{settings_help()}""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     _add_backend(parser)
@@ -245,10 +232,9 @@ def add_inputs(parser: argparse.ArgumentParser, *, required: bool) -> None:
         help="answer lines that are no valid requests with an error and run the others "
         "(default: refuse the input with a list of these lines)",
     )  # fmt: skip
-    parser.add_argument(
-        "--dedupe", choices=DEDUPES,
-        help="auto (default) computes requests that must have equal answers once: greedy "
-        "ones, and those for embeddings and scores",
+    add_setting(
+        parser, "dedupe",
+        "Equal are greedy ones, and those for embeddings and scores. Default: auto",
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...batch_api import protocol as api
-from ...config import DEDUPES
+from ...config import add_setting
 from ...errors import ExitStatus
 from ...job.engine import MAX_TREE_NODES
 from ..option_types import enough, whole
@@ -99,12 +99,7 @@ def _add_submit(commands: Subparsers) -> None:
         help="end when this share of the requests, such as 99%%, has an answer, and give "
         "the others up",
     )
-    submit.add_argument(
-        "--dedupe",
-        choices=DEDUPES,
-        help="whether requests that must have equal answers are computed once (default: "
-        "the server's setting)",
-    )
+    add_setting(submit, "dedupe", "Default: the server's setting")
     submit.add_argument(
         "--metadata",
         action="append",

@@ -13,8 +13,7 @@ from route_server import Server, error_of
 
 from sglang_batch.server.http import batch_routes as batches_module
 from sglang_batch.server.http import idempotency
-from sglang_batch.store import answers
-from sglang_batch.store.answers import key_lock
+from sglang_batch.server.http.idempotency import key_lock
 
 CREATE = {"input_file_id": "file-1", "endpoint": CHAT, "completion_window": "24h"}
 UPLOAD = {"bytes": 3, "filename": "x", "mime_type": "x", "purpose": "evals"}
@@ -148,10 +147,10 @@ def test_an_answer_is_kept_for_a_day(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = post_batch(server).json()["id"]
-    now = answers.now()
-    monkeypatch.setattr(answers, "now", lambda: now + 86_390)
+    now = idempotency.now()
+    monkeypatch.setattr(idempotency, "now", lambda: now + 86_390)
     assert post_batch(server).json()["id"] == first
-    monkeypatch.setattr(answers, "now", lambda: now + 86_410)
+    monkeypatch.setattr(idempotency, "now", lambda: now + 86_410)
     assert post_batch(server).json()["id"] != first
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sglang_batch.config import OfflineBatchConfig
+from sglang_batch.server.http.idempotency import keep_answer
 from sglang_batch.server.retention import Collected, collect
 from sglang_batch.store import batch_store
-from sglang_batch.store.answers import Answer, find_answer, keep_answer
 from sglang_batch.store.batch_store import BatchStore
 from sglang_batch.store.batch_store import now as clock
 from sglang_batch.store.incoming import UploadStore
@@ -112,9 +112,9 @@ def test_uploads_go_with_their_parts_and_are_forgotten_a_day_later(
 
 
 def test_answers_go_after_a_day(store: BatchStore) -> None:
-    keep_answer(store, "", "k", Answer("0", 200, b"{}"))
+    keep_answer(store, "", "k", "0", {})
     assert collect(store, CONFIG, clock() + 86_390) == Collected()
-    assert find_answer(store, "", "k") is not None
+    assert len(store.rows("SELECT * FROM idempotent_answers")) == 1
     assert collect(store, CONFIG, clock() + 86_410) == Collected(answers=1)
     assert store.rows("SELECT * FROM idempotent_answers") == []
 

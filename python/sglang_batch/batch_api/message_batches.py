@@ -20,7 +20,7 @@ from ..errors import ApiError
 from ..request import as_one_line, json_line
 from . import protocol as api
 from .lines import LineError, ResultLine, ResultResponse, decode_envelope
-from .objects import Row
+from .objects import Row, result_files
 
 # Clients of this API cannot set the metadata of a batch, so its row keeps values there
 # that have no column: ``requests``, their number, ``sha256`` of the body they came in,
@@ -246,18 +246,13 @@ def _request_counts(row: Row, ended: bool) -> dict[str, int]:
     )
     if not ended:
         return counts | {"processing": total}
-    if has_results(row):
+    if result_files(row):
         counts["succeeded"] = row["completed"]
         counts["errored"] = row["failed"]
     counts["errored"] += rejected
     rest = ENDED_TYPES.get(row["status"], "errored")
     counts[rest] += total - sum(counts.values())
     return counts
-
-
-def has_results(row: Row) -> bool:
-    """Whether a batch that has ended has result files."""
-    return bool(row["output_file_id"] or row["error_file_id"])
 
 
 # Types of the results of requests that never ran, by the code of their error line.

@@ -71,6 +71,11 @@ def computed_usage(row: Row) -> Usage:
     return every - Usage(*(row.get(f"merged_{name}") or 0 for name in names))
 
 
+def result_files(row: Row) -> list[str]:
+    """The ids of a batch's result files."""
+    return [id for id in (row["output_file_id"], row["error_file_id"]) if id]
+
+
 def _cost(row: Row, price: float | None) -> dict[str, Any]:
     """Not OpenAI's: the engine's seconds, truncated answers, and lines that cost nothing."""
     engine_s = row.get("engine_s") or 0.0

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from ..batch_api import protocol as api
 from ..config import OfflineBatchConfig
-from ..store.answers import KEPT_S
 from ..store.batch_store import BatchStore
 from ..store.batch_store import now as unix_now
 from ..store.incoming import PENDING, UploadStore
@@ -25,6 +24,8 @@ logger = logging.getLogger(__name__)
 ORPHAN_S = 3600
 # Seconds that the status of an upload is kept after it expired.
 UPLOAD_KEPT_S = 86_400
+# Seconds for which the answers to calls with an idempotency key are kept.
+ANSWERS_KEPT_S = 86_400
 # Seconds for which a list goes on behind something deleted, and its deletion can be repeated.
 DELETION_KEPT_S = 30 * 86_400
 
@@ -130,7 +131,7 @@ def _expired_uploads(store: BatchStore, now: int) -> int:
 def _old_answers(store: BatchStore, now: int) -> int:
     with store.atomic() as db:
         query = "DELETE FROM idempotent_answers WHERE created_at <= ?"
-        return db.execute(query, (now - KEPT_S,)).rowcount
+        return db.execute(query, (now - ANSWERS_KEPT_S,)).rowcount
 
 
 def _old_deletions(store: BatchStore, now: int) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from ...batch_api import protocol as api
-from ...batch_api.objects import batch_object, list_object
+from ...batch_api.objects import batch_object, list_object, result_files
 from ...errors import ApiError
 from ...store.batch_store import Row, now
 from ..access.usage import cost_object, costs_by_label
@@ -25,7 +24,6 @@ from .openapi import (
     NewBatch,
     answers,
     takes_json,
-    whole_number,
 )
 from .parameters import (
     check_choice,
@@ -34,13 +32,13 @@ from .parameters import (
     check_enough,
     check_expires_after,
     check_length,
-    check_limit,
     check_metadata,
     check_priority,
     check_string,
-    invalid,
     json_object,
+    page_limit,
     service_of,
+    whole_number,
 )
 from .result_responses import JSONL, batch_results
 
@@ -70,11 +68,10 @@ async def create_batch(request: Request) -> Response:
             param="input_file_id",
         )
 
-    async def make(keep: Keep) -> JSONResponse:
+    def make(keep: Keep) -> dict[str, Any]:
         # A client that got no answer and calls again means the batch of its first call.
         same_since = now() - REPEATED_WITHIN_S if is_repeated(request) else None
-        row = await asyncio.to_thread(
-            service.create_batch,
+        row = service.create_batch(
             body["input_file_id"],
             body["endpoint"],
             body["completion_window"],
@@ -85,7 +82,7 @@ async def create_batch(request: Request) -> Response:
             allowance=caller.allowance,
             **fields,
         )
-        return JSONResponse(_shown(request, row))
+        return _shown(request, row)
 
     return await answer_once(request, content, make, body.get(BODY_KEY))
 
@@ -111,10 +108,9 @@ def _checked_fields(body: dict[str, Any]) -> dict[str, Any]:
 def list_batches(
     request: Request,
     after: str | None = None,
-    limit: Annotated[int, whole_number(1, MAX_BATCH_PAGE)] = 20,
+    limit: Annotated[int, *page_limit(MAX_BATCH_PAGE)] = 20,
 ) -> JSONResponse:
     """List batches, newest first, one page at a time."""
-    limit = check_limit(limit, MAX_BATCH_PAGE)
     store, owner = service_of(request).store, owner_seen(request)
     place = store.place(after, API, owner) if after else None
     if after and place is None:
@@ -137,7 +133,9 @@ def retrieve_batch(request: Request, batch_id: str) -> JSONResponse:
 def results_of_batch(
     request: Request,
     batch_id: str,
-    after_line: Annotated[int, whole_number(0, MAX_LINES)] = 0,
+    after_line: Annotated[
+        int, *whole_number("after_line", 0, MAX_LINES, "Expected 0 or more.")
+    ] = 0,
 ) -> Response:
     """Read all finished lines, answers and errors, as JSON lines.
 
@@ -147,8 +145,6 @@ def results_of_batch(
     it has ended. The order changes at the end, so clients that counted lines while the
     batch ran must start again at 0.
     """
-    if not 0 <= after_line <= MAX_LINES:
-        raise invalid("after_line", after_line, "Expected 0 or more.")
     row = _batch_row(request, batch_id)
     return batch_results(service_of(request).store, row, after_line)
 
@@ -161,11 +157,8 @@ def cancel_batch(request: Request, batch_id: str) -> JSONResponse:
     if row is None:
         raise _no_such_batch(batch_id)
     if row["status"] not in (api.CANCELLING, api.CANCELLED):
-        raise ApiError(
-            409,
-            f"Cannot cancel a batch with status '{row['status']}'.",
-            retry=False,
-        )
+        message = f"Cannot cancel a batch with status '{row['status']}'."
+        raise ApiError(409, message, retry=False)
     return JSONResponse(_shown(request, row))
 
 
@@ -179,15 +172,13 @@ def _shown(request: Request, row: Row) -> dict[str, Any]:
 def list_costs(
     request: Request,
     label: str,
-    days: Annotated[int, whole_number(1, MAX_COST_DAYS)] = 30,
+    days: Annotated[int, *whole_number("days", 1, MAX_COST_DAYS)] = 30,
 ) -> JSONResponse:
     """List the costs of the batches of the last days, by a key of their metadata.
 
     ``label`` is the key, such as ``project``. Batches without it are those of null. A client sees
     the costs of its own batches, an admin those of all.
     """
-    if not 1 <= days <= MAX_COST_DAYS:
-        raise invalid("days", days, f"Expected 1 to {MAX_COST_DAYS}.")
     service = service_of(request)
     since = now() - days * 86_400
     rows = costs_by_label(service.store, label, since, owner_seen(request))
@@ -202,24 +193,20 @@ def delete_batch(request: Request, batch_id: str) -> JSONResponse:
 
     A repeated call has the same answer.
     """
-    store = service_of(request).store
-    if store.was_deleted(batch_id, API, owner_seen(request)):
-        return _deleted(batch_id)
-    row = _batch_row(request, batch_id)
-    files = [id for id in (row["output_file_id"], row["error_file_id"]) if id]
-    if not store.delete_batch(batch_id, api.ENDED_STATUSES, files):
-        if store.was_deleted(batch_id, API, owner_seen(request)):  # by another call
-            return _deleted(batch_id)
+    store, owner = service_of(request).store, owner_seen(request)
+    was_deleted = store.was_deleted(batch_id, API, owner)
+    row = None if was_deleted else _batch_row(request, batch_id)
+    if (
+        row is not None
+        and not store.delete_batch(batch_id, api.ENDED_STATUSES, result_files(row))
+        and not store.was_deleted(batch_id, API, owner)  # by another call
+    ):
         raise ApiError(
             409,
             f"Cannot delete a batch with status '{row['status']}'. Cancel it, and "
             "delete it when it has ended.",
             retry=False,
         )
-    return _deleted(batch_id)
-
-
-def _deleted(batch_id: str) -> JSONResponse:
     return JSONResponse({"id": batch_id, "object": "batch", "deleted": True})
 
 

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from ...batch_api import message_batches
 from ...batch_api import protocol as api
 from ...errors import ApiError
-from .calls import RouteFinder
+from .calls import RouteFinder, path_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,28 +40,32 @@ class OpenAIRoute(APIRoute):
         async def handle_with_nested_errors(request: Request) -> Response:
             try:
                 return await handle(request)
-            except ApiError as error:
-                return error_response(error)
-            except RequestValidationError as error:
-                first = error.errors()[0]
-                param = str(first["loc"][-1])
-                message = f"Invalid value for '{param}': {first['msg']}."
-                return error_response(ApiError(400, message, param=param))
-            except HTTPException as error:  # such as a form that cannot be parsed
-                response = error_response(
-                    ApiError(error.status_code, str(error.detail))
-                )
-                response.headers.update(error.headers or {})
-                return response
-            except ClientDisconnect:  # nobody reads this answer
-                return error_response(ApiError(400, "The client closed the call."))
             except Exception as error:
-                logger.exception("%s %s failed", request.method, request.url.path)
-                return error_response(
-                    storage_error(error) or ApiError(500, "Internal server error.")
-                )
+                return error_response(api_error(request, error))
 
         return handle_with_nested_errors
+
+
+def api_error(
+    request: Request, error: Exception, invalid: str = "Invalid value for '{}': {}."
+) -> ApiError:
+    """The error that answers a call, from whatever its route has raised.
+
+    Args:
+        invalid: message for a query parameter, with places for its name and the reason.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        param = str(first["loc"][-1])
+        return ApiError(400, invalid.format(param, first["msg"]), param=param)
+    if isinstance(error, HTTPException):  # such as a form that cannot be parsed
+        return ApiError(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error, ClientDisconnect):  # nobody reads this answer
+        return ApiError(400, "The client closed the call.")
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return storage_error(error) or ApiError(500, "Internal server error.")
 
 
 def storage_error(error: Exception) -> ApiError | None:
@@ -97,13 +101,17 @@ def error_response(error: ApiError) -> JSONResponse:
         code=error.code,
         kind=error.kind,
     )
-    headers = dict(error.headers)
-    if error.retry is not None:
-        headers["x-should-retry"] = str(error.retry).lower()
+    headers = headers_of(error)
     if error.status_code == 429:
         # Not one moment for all that were refused at once.
         headers.setdefault("Retry-After", str(random.randint(1, RETRY_WITHIN_S)))
     return JSONResponse(content, error.status_code, headers=headers)
+
+
+def headers_of(error: ApiError) -> dict[str, str]:
+    """The headers of an error's answer in either API."""
+    retry = {} if error.retry is None else {"x-should-retry": str(error.retry).lower()}
+    return error.headers | retry
 
 
 def error_at(
@@ -124,15 +132,13 @@ async def answer_unknown(request: Request, error: Exception) -> Response:
     """Answer a call that no route takes, on SGLang's app or another.
 
     Its handler for ``starlette.exceptions.HTTPException``. Below ``/v1`` and the paths
-    of our routes, a 404 and a 405 have the same format as all our errors.
+    of our routes, a 404 and a 405 have the format of all our errors.
     """
     assert isinstance(error, HTTPException)
-    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    path = path_of(request.scope)
     methods = _routes.methods(request.scope)
-    if not (f"{path}/".startswith("/v1/") or methods) or error.status_code not in (
-        404,
-        405,
-    ):
+    is_ours = f"{path}/".startswith("/v1/") or methods
+    if not is_ours or error.status_code not in (404, 405):
         return await http_exception_handler(request, error)
     named = f"{request.method} {path[:200]}"
     if error.status_code == 404:

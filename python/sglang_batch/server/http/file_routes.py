@@ -34,18 +34,18 @@ from .openapi import (
     one_of,
     takes_form,
     takes_json,
-    whole_number,
 )
 from .parameters import (
+    bad_value,
     check_expires_after,
     check_filename,
     check_length,
-    check_limit,
     check_purpose,
     check_string,
     form_expires_after,
     invalid,
     json_object,
+    page_limit,
     service_of,
 )
 from .result_responses import BYTES, JSONL, file_response, results_so_far
@@ -70,9 +70,8 @@ async def create_file(request: Request) -> Response:
         check_filename(filename, purpose)
         kept_s = form_expires_after(form.fields)
 
-        async def make(keep: Keep) -> JSONResponse:
-            row = await asyncio.to_thread(
-                service.add_file,
+        def make(keep: Keep) -> dict[str, Any]:
+            row = service.add_file(
                 file.path,
                 filename,
                 purpose,
@@ -80,7 +79,7 @@ async def create_file(request: Request) -> Response:
                 owner_of(request),
                 on_made=lambda row: keep(file_object(row)),
             )
-            return JSONResponse(file_object(row))
+            return file_object(row)
 
         content = json.dumps([form.fields, filename, file.sha256], sort_keys=True)
         key = form.fields.get(BODY_KEY)
@@ -91,12 +90,11 @@ async def create_file(request: Request) -> Response:
 def list_files(
     request: Request,
     after: str | None = None,
-    limit: Annotated[int, whole_number(1, MAX_FILE_PAGE)] = MAX_FILE_PAGE,
+    limit: Annotated[int, *page_limit(MAX_FILE_PAGE)] = MAX_FILE_PAGE,
     order: Annotated[str, one_of("asc", "desc")] = "desc",
     purpose: str | None = None,
 ) -> JSONResponse:
     """List files by creation time, one page at a time."""
-    limit = check_limit(limit, MAX_FILE_PAGE)
     if order not in ("asc", "desc"):
         raise invalid("order", order, "Use asc or desc.")
     store, owner = service_of(request).store, owner_seen(request)
@@ -134,9 +132,8 @@ def file_content(request: Request, file_id: str) -> Response:
     ``X-Incomplete`` tells whether there will be more.
     """
     store, owner = service_of(request).store, owner_seen(request)
-    response = file_response(store, file_id, owner) or results_so_far(
-        store, file_id, owner
-    )
+    response = file_response(store, file_id, owner)
+    response = response or results_so_far(store, file_id, owner)
     # The batch may have ended between the two calls.
     response = response or file_response(store, file_id, owner)
     if response is None:
@@ -151,8 +148,8 @@ def delete_file(request: Request, file_id: str) -> JSONResponse:
     A repeated call has the same answer.
     """
     store, owner = service_of(request).store, owner_seen(request)
-    if not store.delete_file(file_id, owner) and not (
-        store.was_deleted(file_id, KIND, owner)
+    if not (
+        store.delete_file(file_id, owner) or store.was_deleted(file_id, KIND, owner)
     ):
         raise no_such_file(file_id)
     return JSONResponse({"id": file_id, "object": "file", "deleted": True})
@@ -184,18 +181,14 @@ async def create_upload(request: Request) -> Response:
     body, content = await json_object(request)
     row = await asyncio.to_thread(_checked_fields, service, body)
 
-    async def make(keep: Keep) -> JSONResponse:
+    def make(keep: Keep) -> dict[str, Any]:
         upload_id = new_id("upload_")
         new = {"id": upload_id, "owner": owner_of(request), "created_at": now(), **row}
-
-        def add() -> dict[str, Any]:
-            with service.store.atomic():
-                UploadStore(service.store).add(new)
-                shown = upload_object(_upload_row(request, upload_id))
-                keep(shown)
-            return shown
-
-        return JSONResponse(await asyncio.to_thread(add))
+        with service.store.atomic():
+            UploadStore(service.store).add(new)
+            shown = upload_object(_upload_row(request, upload_id))
+            keep(shown)
+        return shown
 
     return await answer_once(request, content, make, body.get(BODY_KEY))
 
@@ -233,11 +226,9 @@ async def add_part(request: Request, upload_id: str) -> Response:
         if data is None:
             raise ApiError(400, "Missing required parameter: 'data'.", param="data")
 
-        async def make(keep: Keep) -> JSONResponse:
+        def make(keep: Keep) -> dict[str, Any]:
             num_bytes = data.path.stat().st_size
-            uploads = UploadStore(service.store)
-            row = await asyncio.to_thread(
-                uploads.add_part,
+            row = UploadStore(service.store).add_part(
                 upload_id,
                 new_id("part_"),
                 data.path,
@@ -246,18 +237,14 @@ async def add_part(request: Request, upload_id: str) -> Response:
             )
             if row is None:
                 raise _not_pending(_upload_row(request, upload_id))
-            return JSONResponse(part_object(row))
+            return part_object(row)
 
         content, key = data.sha256.encode(), form.fields.get(BODY_KEY)
         return await answer_once(request, content, make, key)
 
 
 def _check_parts(service: BatchService, upload_id: str, num_bytes: int) -> None:
-    """Check that an upload may have another part of this size.
-
-    Raises:
-        ApiError: 413, the parts would be too large, or too many.
-    """
+    """Check that an upload may have another part of this size, or raise 413."""
     parts = UploadStore(service.store).parts(upload_id).values()
     # More than the announced size is fine: a part may be sent twice and used once.
     if sum(part["bytes"] for part in parts) + num_bytes > MAX_UPLOAD_BYTES:
@@ -283,12 +270,9 @@ async def complete_upload(request: Request, upload_id: str) -> Response:
     def shown(file: Row) -> dict[str, Any]:
         return upload_object(_upload_row(request, upload_id), file)
 
-    async def make(keep: Keep) -> JSONResponse:
+    def make(keep: Keep) -> dict[str, Any]:
         service = service_of(request)
-        file = await asyncio.to_thread(
-            _complete, service, row, body, lambda file: keep(shown(file))
-        )
-        return JSONResponse(shown(file))
+        return shown(_complete(service, row, body, lambda file: keep(shown(file))))
 
     return await answer_once(request, content, make, body.get(BODY_KEY))
 
@@ -354,12 +338,10 @@ def _checked_part_ids(
         seen.add(part_id)
     num_bytes = sum(parts[part_id]["bytes"] for part_id in part_ids)
     if num_bytes != row["bytes"]:
-        raise ApiError(
-            400,
+        raise bad_value(
+            "part_ids",
             f"The parts have {num_bytes} bytes in total, but the upload was created for "
             f"{row['bytes']} bytes.",
-            param="part_ids",
-            code="invalid_value",
         )
     return part_ids
 

@@ -1,10 +1,9 @@
 """POST calls that are safe to repeat.
 
 A client sends ``Idempotency-Key: <anything>`` with a POST, or ``idempotency_key`` in
-its body. The first call with a key is
-executed. For 24 hours, the same call with the same key gets the first call's answer,
-with the header ``idempotency-replayed: true``. Errors are not kept, so a failed call
-can be repeated with its key.
+its body. The first call with a key is executed. For 24 hours, the same call with the same
+key gets the first call's answer, with the header ``idempotency-replayed: true``. Errors
+are not kept, so a failed call can be repeated with its key.
 
 The answer is stored in the same transaction as the call's effect, so a server that dies
 has stored both or neither.
@@ -16,17 +15,17 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from ...errors import ApiError
-from ...store.answers import Answer, find_answer, keep_answer, key_lock
-from ...store.batch_store import BatchStore
+from ...store.batch_store import BatchStore, now
+from ...store.files import FileLock
+from ..retention import ANSWERS_KEPT_S
 from .authorization import owner_of
 from .parameters import service_of
 
@@ -46,18 +45,18 @@ Keep = Callable[[dict[str, Any]], None]
 async def answer_once(
     request: Request,
     content: bytes,
-    make: Callable[[Keep], Awaitable[JSONResponse]],
+    make: Callable[[Keep], dict[str, Any]],
     body_key: Any = None,
-    shown: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    shown: Callable[[dict[str, Any]], dict[str, Any]] = lambda kept: kept,
 ) -> Response:
-    """Answer a POST by calling ``make``, or repeat the answer stored for its key.
+    """Answer a POST with the object that ``make`` creates, or the one kept for its key.
 
     Args:
         content: identifies the call: its body or, for a form, the form's fields and
             files, since boundaries differ from one attempt to the next.
+        make: called in a thread. It has the object kept with the :data:`Keep` it is given.
         body_key: the key that the body names. The header means the same.
-        make: executes the call and stores its answer with the :data:`Keep` it is given.
-        shown: makes of a stored body what this call gets.
+        shown: makes of a kept object what this call gets.
 
     Raises:
         ApiError: 400 if the key is too long, empty or not a string, or if the body
@@ -66,23 +65,45 @@ async def answer_once(
     """
     key = _key(request.headers.get("idempotency-key"), body_key)
     if key is None:
-        return await make(lambda body: None)
+        return JSONResponse(await asyncio.to_thread(make, lambda body: None))
     store, owner = service_of(request).store, owner_of(request)
     call = f"{request.method} {request.url.path}\n".encode() + content
     sha256 = hashlib.sha256(call).hexdigest()
+
+    def answer() -> Response:
+        kept = store.rows(
+            "SELECT request_sha256, body FROM idempotent_answers"
+            " WHERE owner = ? AND key = ? AND created_at > ?",
+            (owner, key, now() - ANSWERS_KEPT_S),
+        )
+        if not kept:
+            return JSONResponse(make(keep))
+        if kept[0]["request_sha256"] != sha256:
+            raise ApiError(
+                409,
+                f"The Idempotency-Key {key!r} was used for another request in the last "
+                "24 hours; use a new key for each request.",
+                code="idempotency_key_reused",
+                retry=False,
+            )
+        headers = {"idempotency-replayed": "true"}
+        return JSONResponse(shown(json.loads(kept[0]["body"])), headers=headers)
+
+    def keep(body: dict[str, Any]) -> None:
+        keep_answer(store, owner, key, sha256, body)
+
     async with _locked(store, owner, key):
-        before = await asyncio.to_thread(find_answer, store, owner, key)
-        if before is not None:
-            body = before.body
-            if shown is not None and before.request_sha256 == sha256:
-                body = bytes(JSONResponse(shown(json.loads(body))).body)
-            return _replayed(replace(before, body=body), key, sha256)
+        return await asyncio.to_thread(answer)
 
-        def keep(body: dict[str, Any]) -> None:
-            answer = Answer(sha256, 200, bytes(JSONResponse(body).body))
-            keep_answer(store, owner, key, answer)
 
-        return await make(keep)
+def keep_answer(
+    store: BatchStore, owner: str, key: str, sha256: str, body: dict[str, Any]
+) -> None:
+    """Keep the answer to a call with this digest, in place of an older one of the key."""
+    row = (owner, key, sha256, 200, bytes(JSONResponse(body).body), now())
+    with store.atomic() as db:
+        query = "INSERT OR REPLACE INTO idempotent_answers VALUES (?, ?, ?, ?, ?, ?)"
+        db.execute(query, row)
 
 
 def _key(header: str | None, body_key: Any) -> str | None:
@@ -105,21 +126,14 @@ def is_repeated(request: Request) -> bool:
     return request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
 
-def _replayed(before: Answer, key: str, sha256: str) -> Response:
-    if before.request_sha256 != sha256:
-        raise ApiError(
-            409,
-            f"The Idempotency-Key {key!r} was used for another request in the last 24 "
-            "hours; use a new key for each request.",
-            code="idempotency_key_reused",
-            retry=False,
-        )
-    return Response(
-        before.body,
-        before.status_code,
-        media_type="application/json",
-        headers={"idempotency-replayed": "true"},
-    )
+def key_lock(store: BatchStore, owner: str, key: str) -> FileLock:
+    """The lock to hold while a call with this key is executed, in any process.
+
+    It is released when its holder dies. All keys share 256 files, so none need ever be
+    removed. Two calls whose keys share a file wait for each other.
+    """
+    name = hashlib.sha256(f"{owner}\n{key}".encode()).hexdigest()[:2]
+    return FileLock(store.directory / "keys" / name)
 
 
 @asynccontextmanager

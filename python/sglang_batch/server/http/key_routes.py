@@ -27,7 +27,6 @@ from .openapi import (
     RevokedApiKey,
     UsageList,
     takes_json,
-    whole_number,
 )
 from .parameters import (
     check_choice,
@@ -36,6 +35,7 @@ from .parameters import (
     invalid,
     json_object,
     service_of,
+    whole_number,
 )
 
 MAX_DAYS = 366
@@ -65,9 +65,8 @@ async def add_key(request: Request) -> JSONResponse:
     try:
         name = check_name(body["name"])
     except ValueError as error:
-        raise ApiError(
-            400, f"Invalid value for 'name': {error}.", param="name"
-        ) from None
+        message = f"Invalid value for 'name': {error}."
+        raise ApiError(400, message, param="name") from None
     body.setdefault("role", "client")
     check_string(body, "role")
     check_choice(body, "role", tuple(KEY_ROLES))
@@ -157,34 +156,25 @@ async def set_limits(request: Request, name: str) -> JSONResponse:
 
 @router.get("/offline_batch/usage", response_model=UsageList)
 def list_usage(
-    request: Request, days: Annotated[int, whole_number(1, MAX_DAYS)] = 1
+    request: Request, days: Annotated[int, *whole_number("days", 1, MAX_DAYS)] = 1
 ) -> JSONResponse:
     """List the usage of each key per day (UTC), today and on the days before.
 
     A client sees its own usage, an admin that of all clients.
     """
-    if not 1 <= days <= MAX_DAYS:
-        raise invalid("days", days, f"Expected 1 to {MAX_DAYS}.")
     since = day_of(time.time() - (days - 1) * 86_400)
     rows = usage_since(service_of(request).store, since, caller_of(request).sees)
     data = [usage_object(row) for row in rows]
     return JSONResponse({"object": "list", "data": data})
 
 
-# Objects and parameters -----------------------------------------------------------
-
-
 def _key_object(row: Row) -> dict[str, Any]:
     """A key as the API shows it: never the key itself."""
-    shown = {
-        key: row[key] for key in ("id", "name", "role", "created_at", "revoked_at")
-    }
-    allowance = key_table.allowance_of(row)
     return {
         "object": "offline_batch.key",
-        **shown,
+        **{key: row[key] for key in ("id", "name", "role", "created_at", "revoked_at")},
         "redacted_value": f"...{row['hint']}",
-        **_limits_object(allowance),
+        **_limits_object(key_table.allowance_of(row)),
     }
 
 
@@ -203,13 +193,12 @@ def _limits(body: dict[str, Any], *others: str) -> dict[str, Any]:
     Raises:
         ApiError: 400, a value is invalid, or a field is misspelled.
     """
-    fields = ("models", *PER_DAY.values())
+    known = (*others, "models", *PER_DAY.values())
     for field in body:
-        if field not in (*others, *fields):
+        if field not in known:
             raise ApiError(
                 400,
-                f"Unknown parameter: '{field:.100}'. Supported are: "
-                f"{', '.join((*others, *fields))}.",
+                f"Unknown parameter: '{field:.100}'. Supported are: {', '.join(known)}.",
                 param=field[:100],
                 code="unknown_parameter",
             )
@@ -242,8 +231,7 @@ def _models(models: Any) -> tuple[str, ...] | None:
 def _cancel_batches(service: BatchService, key_id: str) -> list[str]:
     """Cancel the active batches of a revoked key's owner.
 
-    Returns:
-        The ids of all that were cancelled since the key was revoked.
+    Returns the ids of all that were cancelled since the key was revoked.
     """
     [key] = key_table.keys_in(service.store, key_id)
     for row in service.store.batches_in((api.VALIDATING, api.IN_PROGRESS)):

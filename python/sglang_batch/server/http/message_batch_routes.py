@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
 import mmap
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import ExitStack
@@ -17,18 +16,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
-from ...batch_api import message_batches
 from ...batch_api import message_batches as messages
 from ...batch_api import protocol as api
 from ...batch_api.jsonl import FileErrors, validate
 from ...batch_api.lines import BodyCheck, LineError, LineRules
 from ...batch_api.message_batches import MessageBatchRequest, error_body
+from ...batch_api.objects import result_files
 from ...errors import ApiError
 from ...store.batch_store import BatchStore, OnMade, Row, now
 from ...store.incoming import AHEAD_BYTES, IncomingFile
@@ -36,7 +32,7 @@ from ..access.keys import Caller
 from ..batch_input import model_check
 from ..service import BatchService
 from .authorization import caller_of, owner_field, owner_seen
-from .error_responses import storage_error
+from .error_responses import api_error, headers_of
 from .idempotency import REPEATED_WITHIN_S, Keep, answer_once, is_repeated
 from .middleware import request_id_of
 from .openapi import (
@@ -47,13 +43,12 @@ from .openapi import (
     NewMessageBatch,
     answers,
     takes_json,
-    whole_number,
 )
 from .parameters import (
     base_url,
-    check_limit,
     content_length,
     large_body,
+    page_limit,
     pieces_of,
     service_of,
 )
@@ -113,9 +108,7 @@ def make_message_batch(
     The file is mapped, so the params of all requests are never in memory together.
 
     Args:
-        body: the file.
         sha256: digest of the body, in hexadecimal.
-        on_made: see :data:`OnMade`.
 
     Raises:
         ApiError: the body is not a batch, or the store has no space left for it.
@@ -131,24 +124,24 @@ def make_message_batch(
 
         def add(file: IncomingFile, name: str, purpose: str) -> str:
             file.close()
-            file_id = service.add_file(file.path, name, purpose, None, caller.name)[
-                "id"
-            ]
+            row = service.add_file(file.path, name, purpose, None, caller.name)
+            file_id = str(row["id"])
             undo.callback(service.store.delete_file, file_id)
-            return str(file_id)
+            return file_id
 
         lines = files.enter_context(service.room.receive())
         _write(lines, requests)
         # The runner accepts or fails a batch as a whole, but here one request may be bad.
         check = model_check(service.store, caller.name, service.model_names or ())
-        rejected = messages.rejections(
-            _problems(lines.path, service.model_names, check)
-        )
+        problems = _problems(lines.path, service.model_names, check)
+        rejected = messages.rejections(problems)
         if rejected:
             lines = files.enter_context(service.room.receive())
             _write(lines, (r for i, r in enumerate(requests) if i not in rejected))
             errors = files.enter_context(service.room.receive())
-            _write_rejected(errors, requests, rejected)
+            for index, error in rejected.items():
+                custom_id = requests[index].custom_id
+                errors.write(messages.rejected_line(custom_id, index, error))
             details["rejected"] = str(len(rejected))
             details["rejected_file_id"] = add(
                 errors, "rejected.jsonl", api.BATCH_OUTPUT_PURPOSE
@@ -194,19 +187,6 @@ def _problems(
         return []
 
 
-def _write_rejected(
-    file: IncomingFile,
-    requests: list[MessageBatchRequest],
-    rejected: dict[int, LineError],
-) -> None:
-    for index, error in rejected.items():
-        custom_id = requests[index].custom_id
-        file.write(messages.rejected_line(custom_id, index, error))
-
-
-logger = logging.getLogger(__name__)
-
-
 class AnthropicRoute(APIRoute):
     """A route with Anthropic's errors and a ``request-id`` header on every answer."""
 
@@ -220,35 +200,18 @@ class AnthropicRoute(APIRoute):
             try:
                 response = await handle(request)
             except Exception as error:
-                response = _error_response(request, error, request_id)
+                response = _error_response(
+                    api_error(request, error, "{}: {}."), request_id
+                )
             response.headers["request-id"] = request_id
             return response
 
         return handle_with_anthropic_errors
 
 
-def _error_response(
-    request: Request, error: Exception, request_id: str
-) -> JSONResponse:
-    status_code, message, headers = 500, "Internal server error.", {}
-    error = storage_error(error) or error
-    if isinstance(error, ApiError):
-        status_code, message = error.status_code, error.message
-        headers.update(error.headers)
-        if error.retry is not None:
-            headers["x-should-retry"] = str(error.retry).lower()
-    elif isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        status_code, message = 400, f"{first['loc'][-1]}: {first['msg']}."
-    elif isinstance(error, HTTPException):
-        status_code, message = error.status_code, str(error.detail)
-        headers.update(error.headers or {})
-    elif isinstance(error, ClientDisconnect):  # nobody reads this answer
-        status_code, message = 400, "The client closed the call."
-    else:
-        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    body = error_body(message, status_code, request_id)
-    return JSONResponse(body, status_code, headers=headers)
+def _error_response(error: ApiError, request_id: str) -> JSONResponse:
+    body = error_body(error.message, error.status_code, request_id)
+    return JSONResponse(body, error.status_code, headers=headers_of(error))
 
 
 MAX_PAGE = 1000
@@ -280,22 +243,19 @@ async def create_message_batch(request: Request) -> Response:
             sha256 = await receive(request, file)
         body = file.path
 
-        async def make(keep: Keep) -> JSONResponse:
+        def make(keep: Keep) -> dict[str, Any]:
             def on_made(row: Row) -> None:
                 keep(_object(request, row, url=""))
 
             row = None
-            # A client that got no answer and tries again means the batch of its first
-            # call.
+            # A client that got no answer and tries again means its first call's batch.
             if is_repeated(request):
                 row = recent_batch(service, sha256, caller.name)
             if row is None:
-                row = await asyncio.to_thread(
-                    make_message_batch, service, body, sha256, caller, on_made
-                )
+                row = make_message_batch(service, body, sha256, caller, on_made)
             else:
-                await asyncio.to_thread(on_made, row)
-            return JSONResponse(_object(request, row))
+                on_made(row)
+            return _object(request, row)
 
         def shown(kept: dict[str, Any]) -> dict[str, Any]:
             path = kept["results_url"]
@@ -311,14 +271,13 @@ def list_message_batches(
     request: Request,
     before_id: str | None = None,
     after_id: str | None = None,
-    limit: Annotated[int, whole_number(1, MAX_PAGE)] = 20,
+    limit: Annotated[int, *page_limit(MAX_PAGE)] = 20,
 ) -> JSONResponse:
     """List message batches, newest first, one page at a time."""
-    check_limit(limit, MAX_PAGE)
     if before_id and after_id:
         raise ApiError(400, "before_id and after_id: only one of them may be given.")
     before, after = (
-        _place(request, name) if name else None for name in (before_id, after_id)
+        _place(request, id) if id else None for id in (before_id, after_id)
     )
     rows = service_of(request).store.list_batches(
         before=before,
@@ -401,20 +360,14 @@ def message_batch_results(request: Request, message_batch_id: str) -> StreamingR
     """Read the results: one JSON line for each request, in the order of requests."""
     row = _row(request, message_batch_id)
     store = service_of(request).store
+    why = None
     if not messages.has_ended(row):
-        raise ApiError(
-            404,
-            f"Message batch {message_batch_id} has no results yet: it has not ended.",
-        )
-    if not _results_kept(store, row):
-        raise ApiError(
-            404,
-            f"The results of message batch {message_batch_id} are no longer kept.",
-        )
+        why = f"Message batch {message_batch_id} has no results yet: it has not ended."
+    elif not _results_kept(store, row):
+        why = f"The results of message batch {message_batch_id} are no longer kept."
+    if why is not None:
+        raise ApiError(404, why)
     return StreamingResponse(in_blocks(_results(store, row)), media_type=JSONL)
-
-
-# Batches and their files ----------------------------------------------------------
 
 
 def _row(request: Request, message_batch_id: str) -> Row:
@@ -458,16 +411,12 @@ def _object(request: Request, row: Row, url: str | None = None) -> dict[str, Any
 def _files_of(row: Row) -> list[str]:
     """The ids of all files that belong to a message batch."""
     ids = (row["input_file_id"], messages.rejected_file_id(row))
-    return [each for each in (*ids, *_result_files(row)) if each]
-
-
-def _result_files(row: Row) -> list[str]:
-    return [id for id in (row["output_file_id"], row["error_file_id"]) if id]
+    return [each for each in (*ids, *result_files(row)) if each]
 
 
 def _results_kept(store: BatchStore, row: Row) -> bool:
     """Whether all files with a batch's results still exist."""
-    needed = _result_files(row) or [row["input_file_id"]]
+    needed = result_files(row) or [row["input_file_id"]]
     if rejected := messages.rejected_file_id(row):
         needed.append(rejected)
     return all(store.get_file(file_id) is not None for file_id in needed)
@@ -480,9 +429,7 @@ def _results(store: BatchStore, row: Row) -> Iterator[bytes]:
                 yield from file
 
     rejected = lines(messages.rejected_file_id(row))
-    if messages.has_results(row):
+    if result_files(row):
         files = lines(row["output_file_id"]), lines(row["error_file_id"])
-        return message_batches.results(*files, rejected)
-    return message_batches.results_without_files(
-        lines(row["input_file_id"]), rejected, row
-    )
+        return messages.results(*files, rejected)
+    return messages.results_without_files(lines(row["input_file_id"]), rejected, row)

@@ -32,9 +32,10 @@ from ..access.keys import Caller, Role
 from ..access.usage import COUNTS, day_of, usage_object, usage_since
 from ..history import Rate
 from .authorization import caller_of
+from .calls import path_of
 from .error_responses import OpenAIRoute
-from .openapi import OPENAI_ERRORS, EngineTable, RunningTree, whole_number
-from .parameters import invalid, service_of
+from .openapi import OPENAI_ERRORS, EngineTable, RunningTree
+from .parameters import invalid, service_of, whole_number
 
 PATH = "/batches"
 MAX_BATCHES = 100
@@ -44,18 +45,17 @@ RUNNING = (api.IN_PROGRESS, api.FINALIZING, api.CANCELLING)
 MAX_ERRORS = 20
 
 # Path -> (file in page/, media type).
-FILES = {
-    PATH: ("index.html", "text/html"),
-    f"{PATH}/page.css": ("page.css", "text/css"),
-    f"{PATH}/page.js": ("page.js", "text/javascript"),
-    f"{PATH}/api.js": ("api.js", "text/javascript"),
-    f"{PATH}/submit.js": ("submit.js", "text/javascript"),
-    f"{PATH}/usage.js": ("usage.js", "text/javascript"),
-    f"{PATH}/engines.js": ("engines.js", "text/javascript"),
-    f"{PATH}/tree.js": ("tree.js", "text/javascript"),
-    f"{PATH}/rows.js": ("rows.js", "text/javascript"),
-    f"{PATH}/charts.js": ("charts.js", "text/javascript"),
-    f"{PATH}/icon.svg": ("icon.svg", "image/svg+xml"),
+FILES = {PATH: ("index.html", "text/html")} | {
+    f"{PATH}/{name}": (name, media_type)
+    for media_type, names in {
+        "text/css": ("page.css",),
+        "text/javascript": (
+            *("page.js", "api.js", "submit.js", "usage.js", "engines.js"),
+            *("tree.js", "rows.js", "charts.js"),
+        ),
+        "image/svg+xml": ("icon.svg",),
+    }.items()
+    for name in names
 }
 # Only our own script runs and no other server is called, whatever filenames and
 # metadata contain.
@@ -80,12 +80,9 @@ class _PublicPageFiles:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] in ("GET", "HEAD"):
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
-            if path in FILES:
-                await _file(path)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        reads = scope["type"] == "http" and scope["method"] in ("GET", "HEAD")
+        found = reads and (path := path_of(scope)) in FILES
+        await (_file(path) if found else self._app)(scope, receive, send)
 
 
 @asynccontextmanager
@@ -130,13 +127,12 @@ async def page_data(
         hint = f"At most {MAX_SEARCH_LEN} characters are searched for."
         raise invalid("search", search, hint)
     service = service_of(request)
-    history = service.history
-    points = [dataclasses.asdict(point) for point in history.points(after)]
+    points = [dataclasses.asdict(point) for point in service.history.points(after)]
     batches = await asyncio.to_thread(
         _batches,
         service.store,
         caller_of(request),
-        history.rates(),
+        service.history.rates(),
         search.strip(),
         service.config.dollars_per_hour,
     )
@@ -156,7 +152,8 @@ async def page_data(
 
 @router.get("/offline_batch/tree", response_model=RunningTree)
 async def running_tree(
-    request: Request, limit: Annotated[int, whole_number(1, MAX_TREE_NODES)] = 50
+    request: Request,
+    limit: Annotated[int, *whole_number("limit", 1, MAX_TREE_NODES)] = 50,
 ) -> JSONResponse:
     """List the largest shared prefixes of the running jobs, by replica: which are in the
     KV cache, which requests use them, and when they are needed next.
@@ -164,8 +161,6 @@ async def running_tree(
     Half of them are the longest in the cache, the others those that save most tokens.
     Without the offline scheduler there are none.
     """
-    if not 1 <= limit <= MAX_TREE_NODES:
-        raise invalid("limit", limit, f"Expected 1 to {MAX_TREE_NODES}.")
     trees = await service_of(request).running_tree(limit)
     replicas = [{"replica": i, **tree} for i, tree in enumerate(trees)]
     content = {"object": "offline_batch.tree", "replicas": replicas}
@@ -179,11 +174,6 @@ async def list_engines(request: Request) -> JSONResponse:
     """
     content = {"object": "offline_batch.engines", "engines": _engines(request)}
     return JSONResponse(content, headers={"Cache-Control": "no-store"})
-
-
-def _engines(request: Request) -> list[dict[str, Any]]:
-    fleet: FleetEngine | None = getattr(request.app.state, "fleet", None)
-    return [] if fleet is None else [dataclasses.asdict(row) for row in fleet.states()]
 
 
 def _usage(store: BatchStore, caller: Caller) -> list[dict[str, Any]]:
@@ -205,6 +195,11 @@ def _usage(store: BatchStore, caller: Caller) -> list[dict[str, Any]]:
         }
         for name, days in sorted(rows.items())
     ]
+
+
+def _engines(request: Request) -> list[dict[str, Any]]:
+    fleet: FleetEngine | None = getattr(request.app.state, "fleet", None)
+    return [] if fleet is None else [dataclasses.asdict(row) for row in fleet.states()]
 
 
 def _batches(

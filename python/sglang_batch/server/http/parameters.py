@@ -1,20 +1,21 @@
 """Reads and checks the parameters and bodies of requests, and finds the server's own URL.
 
-Each check raises ApiError. Bodies are counted while they are received: their size, and how many
-of them are large.
+Each check raises ApiError.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from ipaddress import ip_address, ip_network
 from typing import Any
 
 import msgspec
-from fastapi import Request
+from fastapi import Query, Request
+from pydantic import AfterValidator
 
 from ...batch_api import protocol as api
 from ...batch_api.media_places import parse_place
@@ -31,54 +32,66 @@ def service_of(request: Request) -> BatchService:
     return service
 
 
-# Errors ---------------------------------------------------------------------------
+def bad_value(param: str, message: str) -> ApiError:
+    """The error for a value that is not allowed."""
+    return ApiError(400, message, param=param, code="invalid_value")
 
 
 def invalid(param: str, value: Any, hint: str) -> ApiError:
     """The error for a value that is not allowed. ``hint`` lists the allowed ones."""
-    message = f"Invalid value for '{param}': {value!r:.100}. {hint}"
-    return ApiError(400, message, param=param, code="invalid_value")
+    return bad_value(param, f"Invalid value for '{param}': {value!r:.100}. {hint}")
 
 
 def _invalid_type(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param, code="invalid_type")
 
 
-# Types and ranges -----------------------------------------------------------------
+def whole_number(
+    param: str,
+    least: int,
+    most: int,
+    hint: str | None = None,
+    code: str | None = "invalid_value",
+) -> tuple[Any, Any]:
+    """The annotations of an integer query parameter, which document and check its range."""
+
+    def check(value: int) -> int:
+        if not least <= value <= most:
+            error = invalid(param, value, hint or f"Expected {least} to {most}.")
+            error.code = code
+            raise error
+        return value
+
+    documented = Query(json_schema_extra={"minimum": least, "maximum": most})
+    return AfterValidator(check), documented
+
+
+# The number of objects on a page.
+page_limit = partial(whole_number, "limit", 1, code=None)
 
 
 def check_string(body: dict[str, Any], key: str) -> None:
     """Check that a body has a string under a required key."""
     if body.get(key) is None:
-        raise ApiError(
-            400,
-            f"Missing required parameter: '{key}'.",
-            param=key,
-            code="missing_required_parameter",
-        )
+        message = f"Missing required parameter: '{key}'."
+        raise ApiError(400, message, param=key, code="missing_required_parameter")
     if not isinstance(body[key], str):
         raise _invalid_type(key, f"Invalid type for '{key}': expected a string.")
 
 
 def check_length(body: dict[str, Any], key: str, most: int) -> None:
     """Check that a string of a body has at most ``most`` characters."""
-    if len(body[key]) > most:
-        message = (
-            f"'{key}' has {len(body[key])} characters; at most {most} are allowed."
-        )
-        raise ApiError(400, message, param=key, code="invalid_value")
+    if (length := len(body[key])) > most:
+        message = f"'{key}' has {length} characters; at most {most} are allowed."
+        raise bad_value(key, message)
 
 
-def check_choice(body: dict[str, Any], key: str, choices: tuple[str, ...]) -> None:
+def check_choice(body: dict[str, Any], key: str, choices: Sequence[str]) -> None:
     """Check that a string of a body is one of ``choices``."""
     if body[key] not in choices:
-        raise ApiError(
-            400,
-            f"Invalid value: '{body[key]:.100}'. Supported values are: "
-            f"{', '.join(repr(choice) for choice in choices)}.",
-            param=key,
-            code="invalid_value",
-        )
+        listed = ", ".join(map(repr, choices))
+        message = f"Invalid value: '{body[key]:.100}'. Supported values are: {listed}."
+        raise bad_value(key, message)
 
 
 def check_whole_number(param: str, value: Any, least: int, most: int) -> int:
@@ -86,20 +99,6 @@ def check_whole_number(param: str, value: Any, least: int, most: int) -> int:
     if type(value) is not int or not least <= value <= most:
         raise invalid(param, value, f"Expected a whole number from {least} to {most}.")
     return value
-
-
-def check_limit(limit: int, maximum: int) -> int:
-    """Check the length of a page, which is 1 to ``maximum`` objects."""
-    if not 1 <= limit <= maximum:
-        raise ApiError(
-            400,
-            f"Invalid value for 'limit': {limit}. Expected 1 to {maximum}.",
-            param="limit",
-        )
-    return limit
-
-
-# Files and batches ----------------------------------------------------------------
 
 
 def check_purpose(purpose: Any) -> str:
@@ -113,19 +112,15 @@ def check_purpose(purpose: Any) -> str:
 def check_filename(filename: str, purpose: str) -> None:
     """Check a file's name: its length and, for batch input, its suffix."""
     if len(filename) > api.MAX_FILENAME_LEN:
-        message = f"A filename has at most {api.MAX_FILENAME_LEN} characters."
-        raise ApiError(400, message, param="filename", code="invalid_value")
+        most = api.MAX_FILENAME_LEN
+        raise bad_value("filename", f"A filename has at most {most} characters.")
     # Clients name an in-memory upload "upload", so a name without a suffix is fine.
     if purpose == "batch" and "." in filename and not filename.endswith(".jsonl"):
         raise ApiError(400, "Invalid file format for Batch API. Must be .jsonl")
 
 
 def check_expires_after(value: Any, name: str = "expires_after") -> int | None:
-    """Check ``{"anchor": "created_at", "seconds": ...}``.
-
-    Returns:
-        The lifetime in seconds, or None if ``value`` is None.
-    """
+    """The lifetime in seconds of ``{"anchor": "created_at", "seconds": ...}``, if any."""
     if value is None:
         return None
     if not isinstance(value, dict):
@@ -151,12 +146,10 @@ def form_expires_after(fields: dict[str, str]) -> int | None:
 def check_completion_window(window: str) -> None:
     """Check that a completion window is a duration such as ``24h``."""
     if api.window_seconds(window) is None:
-        raise ApiError(
-            400,
+        raise bad_value(
+            "completion_window",
             f"Invalid value for 'completion_window': '{window:.100}'. "
             "Use '24h' or another duration such as '30m', '6h' or '7d'.",
-            param="completion_window",
-            code="invalid_value",
         )
 
 
@@ -191,12 +184,10 @@ def check_metadata(metadata: Any) -> None:
     if not isinstance(metadata, dict):
         raise _invalid_type("metadata", "'metadata' must be an object.")
     if len(metadata) > api.MAX_METADATA_PAIRS:
-        raise ApiError(
-            400,
+        raise bad_value(
+            "metadata",
             f"'metadata' has {len(metadata)} pairs; at most "
             f"{api.MAX_METADATA_PAIRS} are allowed.",
-            param="metadata",
-            code="invalid_value",
         )
     for key, value in metadata.items():
         _check_metadata_pair(key, value)
@@ -212,13 +203,10 @@ def _check_metadata_pair(key: str, value: Any) -> None:
             f"Invalid type for '{param}': expected a string, but got {kind} instead.",
         )
     if len(key) > api.MAX_METADATA_KEY_LEN or len(value) > api.MAX_METADATA_VALUE_LEN:
-        raise ApiError(
-            400,
-            f"'{param}' is too long: keys have at most "
-            f"{api.MAX_METADATA_KEY_LEN} and values at most "
-            f"{api.MAX_METADATA_VALUE_LEN} characters.",
-            param=param,
-            code="invalid_value",
+        raise bad_value(
+            param,
+            f"'{param}' is too long: keys have at most {api.MAX_METADATA_KEY_LEN} and "
+            f"values at most {api.MAX_METADATA_VALUE_LEN} characters.",
         )
 
 
@@ -250,13 +238,11 @@ def base_url(request: Request) -> str:
 
 
 def _is_trusted(request: Request, proxies: tuple[str, ...]) -> bool:
-    if request.client is None:
-        return False
     try:
-        address = ip_address(request.client.host)
+        address = ip_address(request.client.host) if request.client else None
     except ValueError:  # a socket of this machine
         return False
-    return any(address in ip_network(each) for each in proxies)
+    return any(address in ip_network(each) for each in proxies if address)
 
 
 def _first(value: str | None) -> str:
@@ -268,11 +254,9 @@ def _is_host(host: str | None) -> bool:
     """Whether clients can call it: they refuse odd addresses and ports."""
     if host is None or _HOST.fullmatch(host) is None:
         return False
-    try:
-        parse_place(f"http://{host}")
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        return bool(parse_place(f"http://{host}"))
+    return False
 
 
 # For bodies without lines or contents of files.
@@ -295,8 +279,8 @@ async def pieces_of(request: Request, most: int, message: str) -> AsyncIterator[
     """The body piece by piece.
 
     Raises:
-        ApiError: 413 with this message, the body has more than ``most`` bytes. Before
-            the first of them if it announces that.
+        ApiError: 413 with this message, the body has more than ``most`` bytes, or
+            announces that.
     """
     size = content_length(request) or 0
     if size <= most:

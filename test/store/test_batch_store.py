@@ -334,17 +334,15 @@ def test_migrating_again_changes_nothing(store: BatchStore) -> None:
     with closing(sqlite3.connect(store.directory / "batches.sqlite3")) as db:
         assert columns_of(db) == COLUMNS
         applied = [name for (name,) in db.execute("SELECT name FROM migrations")]
-    assert applied == [migration.__name__ for migration in schema.MIGRATIONS]
+    assert applied == list(schema.MIGRATIONS)
 
 
 def test_a_new_migration_is_applied_once_to_an_old_database(
     store: BatchStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def m999_more(db: sqlite3.Connection) -> None:
-        db.execute("ALTER TABLE files ADD COLUMN more TEXT DEFAULT 'x'")
-
     store.add_file(make_file_row())
-    monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, m999_more))
+    more = ("ALTER TABLE files ADD COLUMN more TEXT DEFAULT 'x'",)
+    monkeypatch.setitem(schema.MIGRATIONS, "m999_more", more)
     for _ in range(2):
         newer = BatchStore(store.directory)
         row = newer.get_file("file-1")
@@ -356,11 +354,8 @@ def test_a_new_migration_is_applied_once_to_an_old_database(
 def test_a_migration_that_fails_leaves_the_old_schema(
     store: BatchStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def m999_bad(db: sqlite3.Connection) -> None:
-        db.execute("ALTER TABLE files ADD COLUMN more TEXT")
-        db.execute("nonsense")
-
-    monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, m999_bad))
+    bad = ("ALTER TABLE files ADD COLUMN more TEXT", "nonsense")
+    monkeypatch.setitem(schema.MIGRATIONS, "m999_bad", bad)
     with pytest.raises(StoreError, match="nonsense"):
         BatchStore(store.directory)
     with closing(sqlite3.connect(store.directory / "batches.sqlite3")) as db:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from ..batch_api import protocol as api
@@ -54,11 +54,63 @@ OTHER = "other"
 _VALIDATION_BUCKETS_S = (1, 2, 5, 10, 30, 60, 300, 1800)
 _BATCH_BUCKETS_S = (10, 60, 300, 900, 3600, 10_800, 43_200, 86_400, 604_800)
 _NEW: Row = {
-    "completed": 0,
-    "failed": 0,
-    **{f"{kind}_tokens": 0 for kind in TOKEN_KINDS},
+    **dict.fromkeys(("completed", "failed", *(f"{k}_tokens" for k in TOKEN_KINDS)), 0),
     "line_errors": None,
     "in_progress_at": None,
+}
+# Documentation and labels of each metric.
+_GAUGES = {
+    "batches": ("Batches in the store, by status.", "status"),
+    "batches_paused": ("Batches in progress that are paused, by reason.", "reason"),
+    "lines_left": ("Lines without a result, of batches that have not ended.",),
+    "eta_seconds": (
+        "Estimated time until the last of the running batches is done. 0 if none runs or "
+        "it is unknown.",
+    ),
+    "stored_bytes": (
+        "Bytes of all files, of parts of uploads and of unfinished results.",
+    ),
+}
+_COUNTERS = {
+    "batches_ended": ("Batches that ended, by status.", "status"),
+    "lines": (
+        "Lines that ended, by endpoint and outcome: completed, failed, or never run "
+        "because their batch expired, was cancelled or had enough answers.",
+        "endpoint",
+        "outcome",
+    ),
+    "line_errors": ("Lines whose result is an error, by its code.", "code"),
+    "line_retries": ("Lines sent again after a transient error.",),
+    "tokens": (
+        "Tokens of answered lines by kind. Input includes cached tokens, and output "
+        "includes reasoning tokens. The cache hit rate is cached divided by input.",
+        "kind",
+    ),
+    # Of each key, by its name and never by the key.
+    "key_batches": ("Batches created, by name of the key.", "key"),
+    "key_lines": ("Lines of batches created, by name of the key.", "key"),
+    "key_calls": ("Online calls, by name of the key.", "key"),
+    "key_tokens": (
+        "Tokens of lines and online calls, by name of the key and kind. Input includes "
+        "cached tokens.",
+        "key",
+        "kind",
+    ),
+    "key_merged_tokens": (
+        "Those of the tokens that were not computed, but are an equal line's.",
+        "key",
+    ),
+    "key_engine_seconds": (
+        "Seconds of the engine for finished lines, by name of the key.",
+        "key",
+    ),
+}
+_HISTOGRAMS = {
+    "validation_seconds": (
+        "Time from a batch's creation until its input was found valid.",
+        _VALIDATION_BUCKETS_S,
+    ),
+    "batch_seconds": ("Time from a batch's creation until it ended.", _BATCH_BUCKETS_S),
 }
 
 
@@ -82,90 +134,28 @@ class BatchMetrics:
         self._num_retries = 0
         # SGLang sets PROMETHEUS_MULTIPROC_DIR before it starts its processes, and
         # prometheus_client reads it on import.
-        from prometheus_client import REGISTRY
+        from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
         registry = REGISTRY if registry is None else registry
-        self._make_gauges(registry)
-        self._make_counters(registry)
-        self._make_histograms(registry)
-        self._usage = UsageMetrics(registry)
-
-    def _make_gauges(self, registry: Any) -> None:
-        from prometheus_client import Gauge
-
-        def gauge(name: str, text: str, *labels: str) -> Any:
-            return Gauge(
+        self._gauges = {
+            name: Gauge(
                 PREFIX + name,
                 text,
                 labels,
                 registry=registry,
                 multiprocess_mode="mostrecent",
             )
-
-        self._batches = gauge("batches", "Batches in the store, by status.", "status")
-        self._paused = gauge(
-            "batches_paused",
-            "Batches in progress that are paused, by reason.",
-            "reason",
-        )
-        self._lines_left = gauge(
-            "lines_left", "Lines without a result, of batches that have not ended."
-        )
-        self._eta = gauge(
-            "eta_seconds",
-            "Estimated time until the last of the running batches is done. 0 if none "
-            "runs or it is unknown.",
-        )
-        self._stored_bytes = gauge(
-            "stored_bytes",
-            "Bytes of all files, of parts of uploads and of unfinished results.",
-        )
-
-    def _make_counters(self, registry: Any) -> None:
-        from prometheus_client import Counter
-
-        def counter(name: str, text: str, *labels: str) -> Any:
-            return Counter(PREFIX + name, text, labels, registry=registry)
-
-        self._ended = counter(
-            "batches_ended", "Batches that ended, by status.", "status"
-        )
-        self._lines = counter(
-            "lines",
-            "Lines that ended, by endpoint and outcome: completed, failed, or never run "
-            "because their batch expired, was cancelled or had enough answers.",
-            "endpoint",
-            "outcome",
-        )
-        self._line_errors = counter(
-            "line_errors", "Lines whose result is an error, by its code.", "code"
-        )
-        self._retries = counter(
-            "line_retries", "Lines sent again after a transient error."
-        )
-        self._tokens = counter(
-            "tokens",
-            "Tokens of answered lines by kind. Input includes cached tokens, and output "
-            "includes reasoning tokens. The cache hit rate is cached divided by input.",
-            "kind",
-        )
-
-    def _make_histograms(self, registry: Any) -> None:
-        from prometheus_client import Histogram
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
-            return Histogram(PREFIX + name, text, registry=registry, buckets=buckets)
-
-        self._validation = histogram(
-            "validation_seconds",
-            "Time from a batch's creation until its input was found valid.",
-            _VALIDATION_BUCKETS_S,
-        )
-        self._duration = histogram(
-            "batch_seconds",
-            "Time from a batch's creation until it ended.",
-            _BATCH_BUCKETS_S,
-        )
+            for name, (text, *labels) in _GAUGES.items()
+        }
+        self._counters = {
+            name: Counter(PREFIX + name, text, labels, registry=registry)
+            for name, (text, *labels) in _COUNTERS.items()
+        }
+        self._histograms = {
+            name: Histogram(PREFIX + name, text, registry=registry, buckets=buckets)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
+        self._usage = UsageMetrics(self._counters)
 
     async def sample(self) -> None:
         """Read the store, and publish the changes if this process is the publisher."""
@@ -191,15 +181,16 @@ class BatchMetrics:
         self._publisher.release()
 
     def _set_gauges(self, seen: StoreSample) -> None:
+        gauges = self._gauges
         for status in STATUSES:
-            self._batches.labels(status).set(seen.num_by_status.get(status, 0))
+            gauges["batches"].labels(status).set(seen.num_by_status.get(status, 0))
         active = list(self._active.values())
         kinds = [pause_kind(row.get("paused_reason")) for row in active]
         for kind in {*PAUSE_KINDS.values(), OTHER}:
-            self._paused.labels(kind).set(kinds.count(kind))
-        self._lines_left.set(sum(map(_num_left, active)))
-        self._eta.set(max(map(self._eta_s, active), default=0))
-        self._stored_bytes.set(seen.stored_bytes)
+            gauges["batches_paused"].labels(kind).set(kinds.count(kind))
+        gauges["lines_left"].set(sum(map(_num_left, active)))
+        gauges["eta_seconds"].set(max(map(self._eta_s, active), default=0))
+        gauges["stored_bytes"].set(seen.stored_bytes)
 
     def _eta_s(self, row: Row) -> float:
         """Seconds until a batch is done, or 0 if unknown."""
@@ -210,36 +201,40 @@ class BatchMetrics:
         """Count the retries of this process, which are not in the store."""
         runner = self._service.runner
         num_retries = 0 if runner is None else runner.num_retries
-        _add(self._retries, num_retries - self._num_retries)
+        self._add("line_retries", num_retries - self._num_retries)
         self._num_retries = num_retries
 
     def _count(self, before: Row, row: Row) -> None:
         """Add a batch's changes to the counters."""
         endpoint = row["endpoint"] if row["endpoint"] in api.ENDPOINTS else OTHER
         for outcome in ("completed", "failed"):
-            _add(self._lines.labels(endpoint, outcome), row[outcome] - before[outcome])
+            self._add("lines", row[outcome] - before[outcome], endpoint, outcome)
         for kind in TOKEN_KINDS:
             key = f"{kind}_tokens"
-            _add(self._tokens.labels(kind), row[key] - before[key])
+            self._add("tokens", row[key] - before[key], kind)
         errors, errors_before = _line_errors(row), _line_errors(before)
         for code, num in errors.items():
             label = code if code in ERROR_CODES else OTHER
-            _add(self._line_errors.labels(label), num - errors_before.get(code, 0))
+            self._add("line_errors", num - errors_before.get(code, 0), label)
         if row["in_progress_at"] and not before["in_progress_at"]:
-            self._validation.observe(row["in_progress_at"] - row["created_at"])
-        if row["status"] not in api.ACTIVE_STATUSES:
-            self._count_end(row, endpoint)
-
-    def _count_end(self, row: Row, endpoint: str) -> None:
+            seconds = row["in_progress_at"] - row["created_at"]
+            self._histograms["validation_seconds"].observe(seconds)
         status = row["status"]
-        self._ended.labels(status).inc()
-        if status in (api.CANCELLED, api.EXPIRED):
-            _add(self._lines.labels(endpoint, status), _num_left(row))
-        if status == api.COMPLETED:  # with enough answers
-            _add(self._lines.labels(endpoint, GIVEN_UP), _num_left(row))
-        ended_at = row.get(f"{status}_at")
-        if ended_at:
-            self._duration.observe(ended_at - row["created_at"])
+        if status not in api.ACTIVE_STATUSES:
+            self._add("batches_ended", 1, status)
+            # Of a completed batch, those that were given up once it had enough answers.
+            outcome = GIVEN_UP if status == api.COMPLETED else status
+            if status != api.FAILED:
+                self._add("lines", _num_left(row), endpoint, outcome)
+            if ended_at := row.get(f"{status}_at"):
+                seconds = ended_at - row["created_at"]
+                self._histograms["batch_seconds"].observe(seconds)
+
+    def _add(self, name: str, amount: int, *labels: str) -> None:
+        counter = self._counters[name]
+        counter = counter.labels(*labels) if labels else counter
+        # A counter cannot fall, but counts do if a power cut lost results.
+        counter.inc(max(0, amount))
 
 
 def pause_kind(reason: str | None) -> str | None:
@@ -263,12 +258,6 @@ def _num_left(row: Row) -> int:
     return max(0, left)
 
 
-def _add(counter: Any, amount: int) -> None:
-    # A counter cannot fall, but counts do if a power cut lost results.
-    if amount > 0:
-        counter.inc(amount)
-
-
 @asynccontextmanager
 async def published(
     service: BatchService,
@@ -280,8 +269,7 @@ async def published(
     """Publish a service's metrics during the block.
 
     Args:
-        enabled: whether the server was started with --enable-metrics. If not, nothing
-            is published.
+        enabled: whether the server was started with --enable-metrics.
     """
     if not enabled:
         yield
@@ -305,10 +293,8 @@ async def _keep(metrics: BatchMetrics, over: asyncio.Event, every_s: float) -> N
         except Exception:
             # A busy database, say. The next sample will do.
             logger.exception("Reading the batches for the metrics failed")
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(over.wait(), every_s)
-        except TimeoutError:
-            continue
 
 
 class StoreSample:
@@ -341,14 +327,11 @@ class StoreSample:
         )
         # Taken from these rows: a batch created meanwhile is in the next sample.
         self.newest_seq = max([newest_seq, *(row["seq"] for row in self.rows)])
-        by_status = store.rows(
-            "SELECT status, count(*) AS num FROM batches GROUP BY status"
-        )
-        self.num_by_status = {row["status"]: row["num"] for row in by_status}
+        by_status = "SELECT status, count(*) AS num FROM batches GROUP BY status"
+        self.num_by_status = {r["status"]: r["num"] for r in store.rows(by_status)}
         self.stored_bytes = store.bytes_stored()
 
 
-KEY_PREFIX = "sglang_batch_key_"
 # Names that have a label of their own. The others share one.
 MAX_NAMES = 100
 OTHER_NAMES = "(other)"
@@ -356,46 +339,15 @@ KEY_TOKEN_KINDS = ("input", "cached", "output")
 
 
 class UsageMetrics:
-    """Counters with the name of a key as a label, never the key.
+    """Counters with the name of a key as a label."""
 
-    Args:
-        registry: prometheus_client's.
-    """
-
-    def __init__(self, registry: Any) -> None:
-        from prometheus_client import Counter
-
-        def counter(name: str, text: str, *labels: str) -> Any:
-            return Counter(KEY_PREFIX + name, text, ("key", *labels), registry=registry)
-
-        self._counters = {
-            "batches": counter("batches", "Batches created, by name of the key."),
-            "lines": counter("lines", "Lines of batches created, by name of the key."),
-            "calls": counter("calls", "Online calls, by name of the key."),
-        }
-        self._tokens = counter(
-            "tokens",
-            "Tokens of lines and online calls, by name of the key and kind. Input "
-            "includes cached tokens.",
-            "kind",
-        )
-        self._merged = counter(
-            "merged_tokens",
-            "Those of the tokens that were not computed, but are an equal line's.",
-        )
-        self._engine_s = counter(
-            "engine_seconds",
-            "Seconds of the engine for finished lines, by name of the key.",
-        )
+    def __init__(self, counters: Mapping[str, Any]) -> None:
+        self._counters = counters
         self._before: dict[str, Row] | None = None
         self._labels: dict[str, str] = {}
 
     def sample(self, store: BatchStore, publish: bool) -> None:
-        """Count the usage since the last sample.
-
-        Args:
-            publish: whether this process is the one that counts.
-        """
+        """Count the usage since the last sample, and publish it if this process does."""
         totals = usage_totals(store)
         if publish and self._before is not None:
             for name, row in totals.items():
@@ -408,9 +360,9 @@ class UsageMetrics:
             return
         full = len(self._labels) >= MAX_NAMES  # names are made by admins only
         label = self._labels.setdefault(name, OTHER_NAMES if full else name)
-        for count, counter in self._counters.items():
-            counter.labels(label).inc(grown[count])
+        for name in ("batches", "lines", "calls", "merged_tokens"):
+            self._counters[f"key_{name}"].labels(label).inc(grown[name])
         for kind in KEY_TOKEN_KINDS:
-            self._tokens.labels(label, kind).inc(grown[f"{kind}_tokens"])
-        self._merged.labels(label).inc(grown["merged_tokens"])
-        self._engine_s.labels(label).inc(grown["engine_s"])
+            tokens = grown[f"{kind}_tokens"]
+            self._counters["key_tokens"].labels(label, kind).inc(tokens)
+        self._counters["key_engine_seconds"].labels(label).inc(grown["engine_s"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 import platformdirs
@@ -22,70 +22,13 @@ from .files import atomic_write
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-Document = TypeVar("Document")
-
-
-class _Version(msgspec.Struct):
-    version: int
-
-
-def data_path(name: str) -> Path:
-    """A file in ``$XDG_DATA_HOME/sglang-batch`` or where this system has it."""
-    return platformdirs.user_data_path("sglang-batch") / name
-
-
-def read_document(path: Path, kind: type[Document], lost: str) -> Document | None:
-    """A file's contents, or None, with a warning if it is unusable.
-
-    Args:
-        lost: the facts that are missing without the file, and how to get them, for the warning.
-    """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        _warn(path, str(error), lost)
-        return None
-    try:
-        version = msgspec.json.decode(data, type=_Version).version
-        if version != VERSION:
-            _warn(path, f"its version is {version}, not {VERSION}", lost)
-            return None
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        _warn(path, str(error), lost)
-        return None
-
-
-def write_document(path: Path, document: object, *, replaces: bool) -> None:
-    """Write a file whole or not at all.
-
-    Args:
-        replaces: whether ``document`` has the entries of the file that is there. One that
-            cannot be used gets the ending ``.unusable`` otherwise.
-
-    Raises:
-        StoreWriteError: it cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not replaces and path.exists():
-            path.replace(path.with_name(f"{path.name}.unusable"))
-        with atomic_write(path) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(document), indent=1))
-    except OSError as error:
-        raise StoreWriteError(f"cannot write {path}: {error}") from None
-
-
-def _warn(path: Path, reason: str, lost: str) -> None:
-    logger.warning("%s cannot be used: %s. %s", path, reason, lost)
-
-
-STEPS_FILE = "timed_steps.json"
-_STEPS_LOST = "Plans use datasheets until `sglang-batch calibrate` or a run has timed steps again."
-# Entries that are kept, the latest of them.
+Entry = TypeVar("Entry", "TimedSteps", "KeptRowShare")
+# Steps are kept of the latest of so many engines.
 MOST_ENTRIES = 64
+STEPS_FILE = "timed_steps.json"
+UNMEASURED = (
+    "row_share unmeasured: planning with 0; `sglang-batch calibrate` measures it"
+)
 
 
 class TimedStepsKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,69 +58,6 @@ class TimedSteps(msgspec.Struct, frozen=True, kw_only=True):
     key: TimedStepsKey
     samples: list[list[float]]
     measured_at: str
-
-
-class _StepsFile(msgspec.Struct):
-    version: int
-    engines: list[TimedSteps]
-
-
-def timed_steps_path() -> Path:
-    """The file."""
-    return data_path(STEPS_FILE)
-
-
-def kept_steps(key: TimedStepsKey, path: Path | None = None) -> TimedSteps | None:
-    """The steps of such an engine, if there are any."""
-    document = read_document(path or timed_steps_path(), _StepsFile, _STEPS_LOST)
-    entries = [] if document is None else document.engines
-    return next((entry for entry in entries if entry.key == key), None)
-
-
-def newest_steps(
-    device: str, model: str, parallelism: str, path: Path | None = None
-) -> TimedSteps | None:
-    """The last steps of such an engine, whatever its attention and its mixing."""
-    document = read_document(path or timed_steps_path(), _StepsFile, _STEPS_LOST)
-    entries = [] if document is None else document.engines
-    wanted = (device, model, parallelism)
-    return next(
-        (
-            entry
-            for entry in reversed(entries)
-            if (entry.key.device, entry.key.model, entry.key.parallelism) == wanted
-        ),
-        None,
-    )
-
-
-def keep_steps(entry: TimedSteps, path: Path | None = None) -> Path:
-    """Write an engine's steps, in place of earlier ones with its key.
-
-    Returns:
-        The file.
-
-    Raises:
-        StoreWriteError: it cannot be written.
-    """
-    path = path or timed_steps_path()
-    document = read_document(path, _StepsFile, _STEPS_LOST)
-    others = [] if document is None else document.engines
-    kept = [each for each in others if each.key != entry.key][-MOST_ENTRIES + 1 :]
-    write_document(
-        path, _StepsFile(VERSION, [*kept, entry]), replaces=document is not None
-    )
-    return path
-
-
-ROW_SHARES_FILE = "row_shares.json"
-UNMEASURED = (
-    "row_share unmeasured: planning with 0; `sglang-batch calibrate` measures it"
-)
-
-_ROW_SHARES_LOST = (
-    "No row_share is known until `sglang-batch calibrate` writes a new one."
-)
 
 
 class RowShareKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,20 +123,115 @@ class KeptRowShare(msgspec.Struct, frozen=True, kw_only=True):
     points: list[MeasuredStep]
 
 
-class _File(msgspec.Struct):
+class _Version(msgspec.Struct):
     version: int
-    row_shares: list[KeptRowShare]
 
 
-def row_share_path() -> Path:
-    """The file, in ``$XDG_DATA_HOME/sglang-batch`` or where this system has it."""
-    return data_path(ROW_SHARES_FILE)
+class _MeasuredFile(Generic[Entry]):
+    """A file with an entry for each key, oldest first.
+
+    Args:
+        field: its key for the entries.
+        lost: the facts that are missing without the file, and how to get them, for warnings.
+        most: the number of entries that are kept. None: all.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        field: str,
+        kind: type[Entry],
+        lost: str,
+        most: int | None = None,
+    ) -> None:
+        self._name = name
+        self._field = field
+        fields = [("version", int), (field, list[kind])]  # type: ignore[valid-type]
+        self._document: Any = msgspec.defstruct("_Document", fields)
+        self._lost = lost
+        self._most = most
+
+    def path(self) -> Path:
+        """The file in ``$XDG_DATA_HOME/sglang-batch`` or where this system has it."""
+        return platformdirs.user_data_path("sglang-batch") / self._name
+
+    def entries(self, path: Path | None = None) -> list[Entry]:
+        """All entries. Empty, with a warning, if the file is unusable."""
+        return self._read(path or self.path()) or []
+
+    def of(self, key: object, path: Path | None = None) -> Entry | None:
+        """The entry for a key, if there is one."""
+        return next((each for each in self.entries(path) if each.key == key), None)
+
+    def keep(self, entry: Entry, path: Path | None = None) -> Path:
+        """Write an entry, in place of an earlier one with its key.
+
+        A file that cannot be used gets the ending ``.unusable``.
+
+        Returns:
+            The file.
+
+        Raises:
+            StoreWriteError: it cannot be written.
+        """
+        path = path or self.path()
+        before = self._read(path)
+        kept = [each for each in before or () if each.key != entry.key] + [entry]
+        document = self._document(VERSION, kept[-self._most :] if self._most else kept)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if before is None and path.exists():
+                path.replace(path.with_name(f"{path.name}.unusable"))
+            with atomic_write(path) as file:
+                file.write(msgspec.json.format(msgspec.json.encode(document), indent=1))
+        except OSError as error:
+            raise StoreWriteError(f"cannot write {path}: {error}") from None
+        return path
+
+    def _read(self, path: Path) -> list[Entry] | None:
+        try:
+            data = path.read_bytes()
+            version = msgspec.json.decode(data, type=_Version).version
+            if version == VERSION:
+                document = msgspec.json.decode(data, type=self._document)
+                found: list[Entry] = getattr(document, self._field)
+                return found
+            reason = f"its version is {version}, not {VERSION}"
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            reason = str(error)
+        logger.warning("%s cannot be used: %s. %s", path, reason, self._lost)
+        return None
 
 
-def kept_row_shares(path: Path | None = None) -> list[KeptRowShare]:
-    """All entries, oldest first. Empty, with a warning, if the file is unusable."""
-    document = read_document(path or row_share_path(), _File, _ROW_SHARES_LOST)
-    return [] if document is None else document.row_shares
+_STEPS = _MeasuredFile(
+    STEPS_FILE,
+    "engines",
+    TimedSteps,
+    "Plans use datasheets until `sglang-batch calibrate` or a run has timed steps again.",
+    MOST_ENTRIES,
+)
+timed_steps_path, kept_steps, keep_steps = _STEPS.path, _STEPS.of, _STEPS.keep
+
+
+def newest_steps(device: str, model: str, parallelism: str) -> TimedSteps | None:
+    """The last steps of such an engine, whatever its attention and its mixing."""
+    wanted = (device, model, parallelism)
+    for entry in reversed(_STEPS.entries()):
+        if (entry.key.device, entry.key.model, entry.key.parallelism) == wanted:
+            return entry
+    return None
+
+
+_ROW_SHARES = _MeasuredFile(
+    "row_shares.json",
+    "row_shares",
+    KeptRowShare,
+    "No row_share is known until `sglang-batch calibrate` writes a new one.",
+)
+row_share_path, keep_row_share = _ROW_SHARES.path, _ROW_SHARES.keep
+kept_row_shares = _ROW_SHARES.entries
 
 
 def kept_row_share(
@@ -265,19 +240,3 @@ def kept_row_share(
     """The measurement for a key, if there is one."""
     found = kept_row_shares() if entries is None else entries
     return next((entry for entry in found if entry.key == key), None)
-
-
-def keep_row_share(entry: KeptRowShare, path: Path | None = None) -> Path:
-    """Write a measurement, in place of an earlier one with its key.
-
-    Returns:
-        The file.
-
-    Raises:
-        StoreWriteError: it cannot be written.
-    """
-    path = path or row_share_path()
-    entries = kept_row_shares(path)
-    kept = [each for each in entries if each.key != entry.key]
-    write_document(path, _File(VERSION, [*kept, entry]), replaces=bool(entries))
-    return path

@@ -31,9 +31,6 @@ DailyLimit = Annotated[int, Field(ge=0, le=1 << 53)]
 Priority = Annotated[int, Field(ge=-api.MAX_PRIORITY, le=api.MAX_PRIORITY)]
 
 
-# Requests -------------------------------------------------------------------------
-
-
 class _RequestBody(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -171,9 +168,6 @@ class NewApiKey(ClientLimits):
     """Whether the name may be one that was used before."""
 
 
-# Answers --------------------------------------------------------------------------
-
-
 class ApiKey(ClientLimits):
     object: Literal["offline_batch.key"]
     id: str
@@ -201,6 +195,9 @@ class RevokedApiKey(BaseModel):
     cancelled_batches: list[str]
 
 
+# :data:`..access.usage.COUNTS` and :mod:`...scheduling.running_tree` explain the fields.
+
+
 class DayOfUsage(BaseModel):
     day: str
     name: str
@@ -211,27 +208,21 @@ class DayOfUsage(BaseModel):
     cached_tokens: int
     output_tokens: int
     merged_tokens: int
-    """Tokens of lines that got the answer of an equal one: nothing was computed for them."""
     engine_seconds: float
-    """Seconds of the engine, divided among all batches by the work done for their lines."""
     total_tokens: int
 
 
 class LabelCosts(BaseModel):
     value: str | None
-    """Of the label. Null: the batches without it."""
     batches: int
     requests: int
-    """Lines with a result."""
     merged_requests: int
-    """Those of them that got the answer of an equal one."""
     computed_input_tokens: int
     cached_input_tokens: int
     computed_output_tokens: int
     merged_tokens: int
     engine_seconds: float
     dollars: float | None
-    """At the server's `dollars_per_hour`. Null without."""
 
 
 class CostList(BaseModel):
@@ -252,15 +243,10 @@ class TreeJob(BaseModel):
     policy: str
     priority: int
     waiting: int
-    """Requests that have arrived and do not run."""
     followers: int
-    """Those of them that wait for a prefix that another one computes."""
     prefixes: int
-    """Shared prefixes that its requests use or will use."""
     in_use_tokens: int
-    """Tokens of prefixes that running requests use."""
     kept_tokens: int
-    """Tokens of prefixes that are kept for later requests only."""
 
 
 class TreeNode(BaseModel):
@@ -269,22 +255,14 @@ class TreeNode(BaseModel):
     job: str
     node: int
     parent: int
-    """The nearest prefix in the list that this one continues, 0 for none."""
     prefix_tokens: int
-    """Tokens up to its end, in whole pages."""
     tokens: int
-    """Tokens after the prefix above it."""
     state: Literal["absent", "computing", "kept"]
     pinned: bool
-    """Whether it is kept for later requests."""
     running: int
-    """Running requests that use it."""
     uses_left: int
-    """Requests to come that use it."""
     next_use: int | None
-    """Requests of the job that start before one needs it, by the plan."""
     density: float | None
-    """Compute time / memory time of the requests to come, without shared prefixes."""
 
 
 class ReplicaTree(BaseModel):
@@ -350,14 +328,13 @@ class BatchDeleted(BaseModel):
 class FileObject(official.FileObject):
     owner: str | None = None
     # The client's own type lacks a purpose that uploads may have.
-    purpose: Literal[  # type: ignore[assignment]
-        "assistants",
-        "batch",
-        "batch_output",
-        "evals",
-        "fine-tune",
-        "user_data",
-        "vision",
+    purpose: Annotated[  # type: ignore[assignment]
+        str,
+        Field(
+            json_schema_extra={
+                "enum": sorted((*api.FILE_PURPOSES, api.BATCH_OUTPUT_PURPOSE))
+            }
+        ),
     ]
 
 
@@ -443,8 +420,6 @@ class AnthropicError(BaseModel):
     request_id: str | None = None
 
 
-# Routes and their parameters ------------------------------------------------------
-
 # Without both, FastAPI documents its own validation error, which we never return.
 OPENAI_ERRORS: dict[int | str, Docs] = {
     "4XX": {"model": OpenAIError, "description": "The request is not valid."},
@@ -499,11 +474,6 @@ def answers(*media_types: str, description: str) -> dict[int | str, Docs]:
     schema = {"schema": {"type": "string"}}
     content = dict.fromkeys(media_types, schema)
     return {200: {"content": content, "description": description}}
-
-
-def whole_number(minimum: int, maximum: int) -> Any:
-    """An integer query parameter. Its range is only documented here, not checked."""
-    return Query(json_schema_extra={"minimum": minimum, "maximum": maximum})
 
 
 def one_of(*values: str) -> Any:

@@ -75,8 +75,7 @@ def request_key(request: BatchRequestInput) -> bytes | None:
 def _is_greedy(url: str, body: dict[str, msgspec.Raw]) -> bool:
     """Whether nothing is drawn.
 
-    Raises:
-        msgspec.DecodeError: a value is none that an engine takes.
+    Raises msgspec.DecodeError for a value that no engine takes.
     """
     greedy = _GREEDY.get(url)
     if greedy is None:
@@ -139,11 +138,7 @@ def find_equal(
 ) -> EqualRequests:
     """Find equal requests among those of ``todo``, with a hash and a place for each.
 
-    The first of equal requests is computed.
-
-    Args:
-        dedupe: the setting of :class:`~sglang_batch.config.OfflineBatchConfig`.
-        first: numbers of requests that come before all others.
+    The first of equal ones is computed, and before all others those of ``first``.
     """
     numbers = np.asarray(todo, np.int64)
     if dedupe == "off":

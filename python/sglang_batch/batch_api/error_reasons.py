@@ -89,11 +89,7 @@ def _code_and_message(body: bytes) -> tuple[str, str]:
 
 
 def line_error(entry: dict[str, Any]) -> str:
-    """The message of an error line, whatever its shape.
-
-    Args:
-        entry: the line, as parsed JSON.
-    """
+    """The message of an error line, parsed from JSON, whatever its shape."""
     response = entry.get("response")
     body = response.get("body") if isinstance(response, dict) else None
     in_body = body.get("error") if isinstance(body, dict) else body

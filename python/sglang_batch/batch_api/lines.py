@@ -39,10 +39,9 @@ REQUIRED_KEYS = ("custom_id", "method", "url", "body")
 
 
 def decode_envelope(line: bytes) -> dict[str, Any]:
-    """The known keys that an input line has, with ``body`` as raw bytes.
+    """The known keys of an input line, ``body`` as raw bytes.
 
-    Raises:
-        InvalidLine: the line is not a JSON object.
+    Raises InvalidLine if it is no object.
     """
     try:
         envelope = _decoder.decode(line)
@@ -57,10 +56,9 @@ def decode_envelope(line: bytes) -> dict[str, Any]:
 
 
 def loads_lenient(data: bytes) -> Any:
-    """Parse JSON as Python writes it: NaN, Infinity and numbers of any size too.
+    """Parse JSON as Python writes it: NaN, Infinity, any numbers.
 
-    Raises:
-        ValueError: not JSON in UTF-8, or nested too deep.
+    Raises ValueError for anything else.
     """
     try:
         # Given bytes, json would also accept UTF-16 and lone surrogates.
@@ -90,7 +88,7 @@ def _decode_lenient(line: bytes) -> dict[str, Any]:
 class ResultResponse(msgspec.Struct):
     """The answer to a request that ran.
 
-    request_id: the engine's name for the request, or None if it was rejected at once.
+    One that was rejected at once has no ``request_id``.
     """
 
     status_code: int
@@ -153,10 +151,10 @@ def result_line(
 def invalid_line(
     index: int, custom_id: str | None, job_id: str, code: str, message: str
 ) -> bytes:
-    """One line of an error file, for a line of the input that is not a valid request.
+    """One line of an error file, for a line that is not a valid request.
 
-    Readers of either field see the error: ``response`` is the answer that the endpoint
-    would give, and ``error`` is set because nothing ran.
+    Readers of either field see the error: ``response`` is the answer that the
+    endpoint would give, and ``error`` is set because nothing ran.
     """
     body = msgspec.json.encode(error_body(message, code=code))
     response = ResultResponse(400, engine_request_id(job_id, index), msgspec.Raw(body))
@@ -357,9 +355,9 @@ class _CheckedBody(msgspec.Struct):
 
 
 def _body_decoder(endpoint: Endpoint) -> msgspec.json.Decoder[Any]:
-    """Decodes the checked keys of an endpoint's body and skips the rest.
+    """Decodes the checked keys of an endpoint's body.
 
-    The required keys are attributes too, :data:`msgspec.UNSET` if they are missing.
+    The required ones that are missing are UNSET.
     """
     kind = msgspec.Raw | msgspec.UnsetType
     keys = [(key, kind, msgspec.UNSET) for key in endpoint.required]

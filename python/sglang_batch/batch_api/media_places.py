@@ -100,10 +100,9 @@ def parse_place(text: str) -> Place:
 
 
 def parse_source(text: str) -> Place | Network:
-    """An entry of ``media_sources``: a place, or a network in which hosts may be.
+    """An entry of ``media_sources``: a place, or a network of hosts.
 
-    Raises:
-        ValueError: it is neither.
+    Raises ValueError otherwise.
     """
     try:
         return ipaddress.ip_network(text)

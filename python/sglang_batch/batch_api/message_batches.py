@@ -89,13 +89,9 @@ _body_decoder = msgspec.json.Decoder(_CreateBody)
 
 
 def requests_of(body: Any) -> list[MessageBatchRequest]:
-    """The requests of a create call.
+    """The requests of a create call, which refer to its bytes or mapped file.
 
-    Args:
-        body: bytes, or a buffer such as a mapped file. The requests refer to it.
-
-    Raises:
-        ApiError: it is not a list of requests, or they cannot be a batch.
+    Raises ApiError if they cannot be a batch.
     """
     try:
         requests = _body_decoder.decode(body).requests
@@ -146,8 +142,7 @@ def input_lines(requests: Iterable[MessageBatchRequest]) -> Iterator[bytes]:
 def rejections(errors: list[LineError]) -> dict[int, LineError]:
     """The first error of each request that cannot run, by its index.
 
-    Raises:
-        ApiError: an error that a batch cannot have in its results.
+    Raises ApiError for an error that a batch cannot have in its results.
     """
     found: dict[int, LineError] = {}
     for error in errors:
@@ -201,9 +196,8 @@ def has_ended(row: Row) -> bool:
 def message_batch_object(row: Row, public_url: str) -> dict[str, Any]:
     """A batch as Anthropic's API shows it.
 
-    Args:
-        public_url: URL of this server for reading results. If it is empty, the URL of
-            the results is a path, which clients resolve against the URL they call.
+    Without ``public_url`` the URL of the results is a path, which clients resolve
+    against the URL they call.
     """
     ended = has_ended(row)
     ended_at = next(
@@ -267,10 +261,8 @@ def results(
 ) -> Iterator[bytes]:
     """The results of a batch, one line per request in the order of its input.
 
-    Args:
-        outputs, errors: lines of the result files, each in the order of the input.
-        rejected: see :func:`rejected_line`. Indices of the other lines do not count
-            these.
+    The result files are in this order, too, and rejected ones are not counted in
+    their indices.
     """
     ran = heapq.merge(
         map(_result_decoder.decode, outputs),

@@ -14,19 +14,14 @@ Row = dict[str, Any]
 
 
 def dollars(engine_s: float, price: float) -> float:
-    """The cost of seconds of an engine, in dollars.
-
-    Args:
-        price: dollars for an hour.
-    """
+    """The cost of seconds of an engine, in dollars. The price is for an hour."""
     return round(engine_s * price / 3600, 6)
 
 
 def batch_object(row: Row, price: float | None = None) -> dict[str, Any]:
-    """A batch as the API shows it; null values are included, as at OpenAI.
+    """A batch as the API shows it, with null values.
 
-    Args:
-        price: dollars for an hour of an engine.
+    The price is in dollars for an engine's hour.
     """
     fields = {
         key: row[key]
@@ -111,11 +106,9 @@ def part_object(row: Row) -> dict[str, Any]:
 
 
 def list_object(objects: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """A page of a list as the API shows it.
+    """A page of a list.
 
-    Args:
-        objects: up to ``limit + 1`` of them. The extra one is not shown, but tells that
-            there are more.
+    An object beyond ``limit`` is not shown, but tells that there are more.
     """
     shown = objects[:limit]
     return {

@@ -89,10 +89,9 @@ def canonical_url(url: str) -> str:
 
 
 def window_seconds(window: str) -> int | None:
-    """Seconds of a completion window such as ``24h``, ``90m`` or ``1h30m``.
+    """Seconds of a window such as ``24h`` or ``1h30m``, up to a year.
 
-    None if it is not one. OpenAI has only ``24h``. Ours may have any length from a
-    second to a year.
+    None if it is not one.
     """
     if not _WINDOW.fullmatch(window):
         return None
@@ -111,7 +110,7 @@ def error_body(
 ) -> dict[str, dict[str, str | None]]:
     """The nested error object that OpenAI's clients understand.
 
-    kind: its ``type``. None takes it from the status.
+    None takes its type from the status.
     """
     if kind is None:
         kind = "invalid_request_error" if status_code < 500 else "server_error"

@@ -46,11 +46,9 @@ class FieldSaving(msgspec.Struct, frozen=True):
 
 
 class FieldSample:
-    """Every row of a table, or every second, fourth, ... of one that is larger.
+    """Every row of a table, or every second, fourth, ...
 
-    Args:
-        num_fields: of each row.
-        head: whether rows have a text before their fields.
+    of one that is larger. Rows may have a text before their fields, the head.
     """
 
     def __init__(

@@ -70,9 +70,8 @@ class JobInput:
     def check(self) -> None:
         """Look for errors that show before anything is read.
 
-        Raises:
-            InputError: a file is missing, cannot be read, or is named twice.
-            ConfigError: a name or an option cannot be used.
+        Raises InputError if a file is missing, unreadable or named twice,
+        ConfigError if a name or an option cannot be used.
         """
         names = [source.name for source in self.sources]
         if names.count(STDIN) > 1:
@@ -148,10 +147,10 @@ class InputSource(ABC):
         return None
 
     def identity(self) -> list[Any]:
-        """A JSON value that changes when the content behind the name does.
+        """A JSON value that changes with the content behind the name.
 
-        Local files count with size and modification time. Remote content is taken
-        to be unchanged.
+        Local files count with size and modification time. Remote content is
+        taken to be unchanged.
         """
         return [self.name]
 
@@ -159,42 +158,32 @@ class InputSource(ABC):
     def check(self, *, has_template: bool) -> None:
         """Look for errors that show before anything is read.
 
-        Raises:
-            InputError: a file is missing or cannot be read.
-            ConfigError: the name cannot be used, or the input needs a template.
+        Raises InputError if a file is missing or cannot be read, ConfigError if
+        the name cannot be used or the input needs a template.
         """
 
     @abstractmethod
     def check_exists(self) -> None:
-        """Ask for a remote input without fetching it, before any input is read.
+        """Ask for a remote input without fetching it.
 
-        Raises:
-            InputError: it does not exist, or cannot be reached.
+        Raises InputError if it is not there.
         """
 
     @abstractmethod
     def lines(self, scratch: Path) -> Generator[bytes]:
         """The batch lines, each with its newline, a very long one in pieces.
 
-        Blank lines are kept.
-
-        Args:
-            scratch: directory for a temporary copy.
-
-        Raises:
-            InputError: the input cannot be read, or is damaged.
-            ConfigError: it is a table, which needs a template.
+        Blank lines are kept. A temporary copy may be in ``scratch``. Raises
+        InputError if the input is damaged, ConfigError if it is a table, which
+        needs a template.
         """
 
     @abstractmethod
     def rows(self, columns: Collection[str], scratch: Path) -> Generator[Row]:
         """The rows of a table, with at least these columns.
 
-        Args:
-            scratch: directory for a temporary copy.
-
-        Raises:
-            InputError: the input cannot be read as a table, or lacks a column.
+        Raises InputError if the input cannot be read as a table, or lacks a
+        column.
         """
 
 

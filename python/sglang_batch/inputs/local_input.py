@@ -56,15 +56,10 @@ class LocalInput:
     def requests(
         self, rules: LineRules, *, skip_invalid: bool = False, way_out: str = ""
     ) -> BatchFile:
-        """The requests of the file, all validated.
+        """The requests of the file, all validated or, with ``skip_invalid``, some of them bad.
 
-        Args:
-            skip_invalid: keep bad lines as such, see :func:`~.jsonl.validate`.
-            way_out: ends the message of the error, unless the file is empty.
-
-        Raises:
-            InputError: lines are bad. The message has the first errors and the number
-                of all.
+        Raises InputError with the first errors, the number of all and, unless
+        the file is empty, the ``way_out``.
         """
         with tqdm(
             desc=f"Checking {self.title}",
@@ -189,11 +184,7 @@ def write_digests(path: Path, local: LocalInput) -> None:
 
 
 def describe_change(path: Path, local: LocalInput) -> str | None:
-    """The lines in which an input differs from the one that ``path`` was written for.
-
-    Returns:
-        A phrase such as ``line 17 changed``, or None if there are no digests.
-    """
+    """A phrase such as ``line 17 changed``, or None if nothing is known to have."""
     try:
         before = np.frombuffer(path.read_bytes(), dtype=np.uint64)
     except (OSError, ValueError):

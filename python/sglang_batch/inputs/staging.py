@@ -52,9 +52,8 @@ class Manifest(msgspec.Struct):
 class Staging:
     """The staged input in a job's directory.
 
-    Args:
-        own_order: if the order of fields is optimized, where to write the lines in the
-            template's own order as well.
+    If the order of fields is optimized, ``own_order`` gets the lines in the
+    template's own order.
     """
 
     def __init__(self, directory: Path, own_order: Path | None = None) -> None:
@@ -64,16 +63,10 @@ class Staging:
         self._manifest_path = directory / "input.json"
 
     def stage(self, job_input: JobInput, *, afresh: bool = False) -> LocalInput:
-        """The input as a local file, staged now or by an earlier run.
+        """The input as a local file, staged now or, unless ``afresh``, by an earlier run.
 
-        Args:
-            job_input: must have been checked.
-            afresh: ignore files that an earlier run staged.
-
-        Raises:
-            InputError: an input cannot be read; the message names source and line.
-            ConfigError: an option cannot be used, or a package is missing.
-            StoreWriteError: the copy cannot be written.
+        Raises InputError with source and line, ConfigError for an option or a
+        missing package, StoreWriteError if the copy cannot be written.
         """
         if (plain_file := job_input.plain_file) is not None:
             return LocalInput(plain_file, job_input.sources[0].name)
@@ -130,11 +123,7 @@ class Staging:
 
 
 class _StagedFile:
-    """The staged file as it is written: its size, digest, and parts by source.
-
-    Args:
-        max_requests: the file is full at this many requests. None: never.
-    """
+    """The staged file as it is written: its size, digest, and parts by source."""
 
     def __init__(self, file: BinaryIO, max_requests: int | None) -> None:
         self._file = file
@@ -303,10 +292,7 @@ class SplitRows:
     ) -> FieldSaving:
         """Find the order of the fields of each row, and write the lines.
 
-        Args:
-            begin: told the title of each source before its lines.
-            add: given each line.
-            add_own: given each line in the template's own order.
+        ``add_own`` gets each line in the template's own order.
         """
         with tqdm(
             desc="Ordering fields",

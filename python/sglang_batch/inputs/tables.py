@@ -23,9 +23,9 @@ _MAGIC_SUFFIXES = {b"PAR1": ".parquet", b"ARRO": ".arrow"}
 
 
 def table_suffix(name: str, path: Path) -> str:
-    """The format of a table as a suffix: ``.parquet``, ``.csv``, ...
+    """The format of a table as a suffix, from its first bytes or its name.
 
-    Taken from the file's first bytes, else from its name. ``.jsonl`` is the default.
+    Default: ``.jsonl``.
     """
     with open(path, "rb") as file:
         if found := _MAGIC_SUFFIXES.get(file.read(4)):
@@ -37,13 +37,8 @@ def table_suffix(name: str, path: Path) -> str:
 def rows_of_file(name: str, path: Path, columns: Collection[str]) -> Iterator[Row]:
     """Every row of a table, with at least these columns.
 
-    Args:
-        name: title of the file, for messages; its suffix selects the format.
-        path: the file.
-        columns: the columns needed.
-
-    Raises:
-        InputError: the file is not in this format, or lacks a column.
+    Raises InputError if the file is not in the format of its name, or lacks a
+    column.
     """
     suffix = table_suffix(name, path)
     if suffix in _SEEKING and is_compressed(path):
@@ -204,11 +199,7 @@ def state_files(name: str) -> list[Path]:
 
 
 def split_name(name: str) -> tuple[str, str | None, str | None]:
-    """Split ``hf-dataset:NAME:CONFIG:SPLIT`` into (name or directory, config, split).
-
-    Raises:
-        ConfigError: the name has another form.
-    """
+    """Split ``hf-dataset:NAME:CONFIG:SPLIT`` into (name or directory, config, split)."""
     path, *rest = name.removeprefix(PREFIX).split(":")
     if not path or len(rest) > 2:
         raise ConfigError(
@@ -220,11 +211,9 @@ def split_name(name: str) -> tuple[str, str | None, str | None]:
 
 
 def check_exists(name: str) -> None:
-    """Look for a dataset here or on the hub, with one call and without its data.
+    """Look for a dataset here or on the hub, with one call.
 
-    Raises:
-        ConfigError: the name has a wrong form.
-        InputError: there is no such dataset, or no answer about it.
+    Raises InputError if it is not there.
     """
     path, _, _ = split_name(name)
     if Path(path).expanduser().exists():
@@ -267,9 +256,8 @@ def _is_cached(path: str) -> bool:
 def rows_of_dataset(name: str, columns: Collection[str]) -> Iterator[Row]:
     """Every row of a dataset, read as a stream.
 
-    Raises:
-        ConfigError: the package is missing, or a split must be chosen.
-        InputError: the dataset cannot be read, or lacks a column.
+    Raises ConfigError if the package is missing or a split must be chosen,
+    InputError if it cannot be read or lacks a column.
     """
     dataset = _opened(name)
     found = dataset.column_names

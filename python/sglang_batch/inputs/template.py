@@ -61,8 +61,7 @@ class Template:
     def parse(cls, text: str) -> Template:
         """A template from JSON text, or from ``@FILE``.
 
-        Raises:
-            ConfigError: it cannot be read, is not a JSON object, or uses no column.
+        Raises ConfigError as the class.
         """
         where = "--template"
         if text.startswith("@"):
@@ -92,16 +91,14 @@ class Template:
     def fill(self, row: Mapping[str, Any]) -> str:
         """The body for one row: JSON, ASCII only.
 
-        Raises:
-            InputError: a value of the row cannot be written as JSON.
+        Raises InputError if it cannot be written.
         """
         return filled(self._parts, row)
 
     def fill_around(self, row: Mapping[str, Any]) -> tuple[str, str]:
         """The JSON text before the fields of a row, and that after them.
 
-        Raises:
-            InputError: a value of the row cannot be written as JSON.
+        Raises as :meth:`fill`.
         """
         return filled(self._before, row), filled(self._after, row)
 
@@ -140,9 +137,9 @@ class SplitLine(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True)
 class RowRequests:
-    """Makes a batch line from each row of a table.
+    """Makes a batch line from each row.
 
-    id_column: the column with the custom_id. None: the number of the row.
+    Without an ``id_column``, its number is the custom_id.
     """
 
     template: Template
@@ -156,23 +153,19 @@ class RowRequests:
         return self.template.columns | ids
 
     def line(self, row: Mapping[str, Any], number: int) -> bytes:
-        """The batch line for a row, with its newline.
+        """The batch line for a row by its number over all inputs, with its newline.
 
-        Args:
-            number: of the row over all inputs, from 0.
-
-        Raises:
-            InputError: the row has no id, or a value that JSON cannot hold.
+        Raises InputError if the row has no id, or a value that JSON cannot
+        hold.
         """
         custom_id = json.dumps(self._custom_id(row, number))
         body = self.template.fill(row)
         return f'{self._start}{custom_id}, "body": {body}}}\n'.encode()
 
     def split_line(self, row: Mapping[str, Any], number: int) -> SplitLine:
-        """The batch line for a row, cut around its fields. The template has a block.
+        """The batch line for a row, cut around its block of fields.
 
-        Raises:
-            InputError: as :meth:`line`.
+        Raises as :meth:`line`.
         """
         assert self.template.block is not None
         custom_id = json.dumps(self._custom_id(row, number))
@@ -218,10 +211,7 @@ _LINE_BREAK = r"\n"  # as JSON writes it
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of a column in a template.
-
-    whole: the column becomes a JSON value of its own, not part of a string.
-    """
+    """The place of a column: a whole JSON value, or part of a string."""
 
     column: str
     whole: bool
@@ -253,10 +243,9 @@ class FieldBlock:
             yield from columns_of(line)
 
     def texts(self, row: Mapping[str, Any]) -> list[str]:
-        """The fields of a row in the template's order, as JSON text without quotes.
+        """The fields of a row in the template's order, as JSON without quotes.
 
-        Raises:
-            InputError: a value of the row cannot be written as JSON.
+        Raises as :meth:`Template.fill`.
         """
         return [filled(self.lines[number], row) for number in self.fields]
 
@@ -274,8 +263,7 @@ TemplatePart = str | Slot | FieldBlock
 def filled(parts: Iterable[TemplatePart], row: Mapping[str, Any]) -> str:
     """The JSON text of parts for one row, fields in their own order.
 
-    Raises:
-        InputError: a value of the row cannot be written as JSON.
+    Raises as :meth:`Template.fill`.
     """
     return "".join(
         part if isinstance(part, str) else _written(part, row) for part in parts
@@ -306,8 +294,7 @@ def _written(part: Slot | FieldBlock, row: Mapping[str, Any]) -> str:
 def parts_of(value: Any) -> list[TemplatePart]:
     """The JSON text of a template, or of a value in it, cut into parts.
 
-    Raises:
-        ConfigError: a key has a placeholder, or a block is not one.
+    Raises ConfigError if a key has a placeholder, or a block is not one.
     """
     joined: list[TemplatePart] = []
     for part in _parts_of_value(value):
@@ -408,10 +395,9 @@ _ONE_BLOCK = f"the template has several blocks {BEGIN}: only one can be reordere
 
 
 def block_at(parts: Sequence[TemplatePart]) -> int | None:
-    """The position of the block among the parts. None: there is none.
+    """The position of the block among the parts, if there is one.
 
-    Raises:
-        ConfigError: there are several.
+    Raises ConfigError for several.
     """
     found = [i for i, part in enumerate(parts) if isinstance(part, FieldBlock)]
     if len(found) > 1:
@@ -430,10 +416,8 @@ def json_value(value: Any) -> Any:
     """A cell as a JSON value.
 
     Missing values and NaN become null. Dates, times and decimals become strings, so
-    that no digit is lost. numpy's values become Python's, its arrays lists.
-
-    Raises:
-        NotJson: for bytes, infinity, or an unsupported type.
+    that no digit is lost. numpy's values become Python's, its arrays lists. Raises
+    NotJson for bytes, infinity, or an unsupported type.
     """
     if value is None or isinstance(value, str | int):
         return value
@@ -465,13 +449,7 @@ def _key(key: Any) -> str:
 
 
 def text_of(value: Any) -> str:
-    """A cell as part of a longer string.
-
-    Strings stay as they are, missing values and NaN become empty, and all else JSON.
-
-    Raises:
-        NotJson: as :func:`json_value`.
-    """
+    """A cell in a longer string: itself, empty for None and NaN, or JSON."""
     found = json_value(value)
     if found is None:
         return ""

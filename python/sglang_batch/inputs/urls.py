@@ -104,11 +104,10 @@ def file_suffix(url: str) -> str:
 
 
 def fetch(url: str, path: Path) -> None:
-    """Download a file to ``path``, with a progress bar.
+    """Download a file, with a progress bar.
 
-    Raises:
-        InputError: the download failed; over HTTP, after up to ``MAX_ATTEMPTS``.
-        ConfigError: the package for the scheme is missing.
+    Raises InputError if that fails, over HTTP after up to ``MAX_ATTEMPTS``,
+    ConfigError if the package for the scheme is missing.
     """
     with _bar("Fetching", url) as bar:
         try:
@@ -125,11 +124,10 @@ def fetch(url: str, path: Path) -> None:
 
 
 def upload(path: Path, url: str) -> None:
-    """Upload a local file to a URL: by HTTP PUT, or with fsspec.
+    """Upload a file by HTTP PUT or fsspec.
 
-    Raises:
-        StoreError: the upload failed, after up to ``MAX_ATTEMPTS``.
-        ConfigError: the package for the scheme is missing.
+    Raises StoreError if ``MAX_ATTEMPTS`` fail, ConfigError if the package for the
+    scheme is missing.
     """
     with _bar("Uploading", url) as bar:
         try:
@@ -158,10 +156,9 @@ def check_scheme(url: str) -> None:
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """The file system of fsspec for a URL, and the path of the URL there.
+    """The file system of fsspec for a URL, and the path there.
 
-    Raises:
-        ConfigError: the scheme is unknown, or its package is missing.
+    Raises ConfigError if the scheme is unknown, or its package is missing.
     """
     import fsspec
 

@@ -24,13 +24,8 @@ def check_input(
 ) -> BatchFile | FileErrors:
     """Copy and validate the file that a batch names.
 
-    Args:
-        row: the batch.
-        models: names of the models served.
-        max_requests: the most lines of a batch, or None for any number.
-
-    Returns:
-        The file, ready to be read, or the errors for which the batch cannot run.
+    Returns the file, ready to be read, or the errors for which the batch cannot
+    run.
     """
     if not _copy_input(store, row):
         message = f"Cannot find file {row['input_file_id']}."
@@ -58,11 +53,7 @@ def check_input(
 def model_check(
     store: BatchStore, owner: str, served: tuple[str, ...]
 ) -> BodyCheck | None:
-    """The check of a line's model for a client with a list of models, or None.
-
-    Args:
-        served: names of the models served.
-    """
+    """The check of a line's model for a client with a list of models, or None."""
     allowed = find_allowance(store.rows, owner).models
     if allowed is None:
         return None
@@ -77,8 +68,7 @@ def model_check(
 def open_input(store: BatchStore, batch_id: str) -> BatchFile:
     """The input of a batch that was found valid before.
 
-    Raises:
-        StoreError: its file has changed since.
+    Raises StoreError if its file has changed since.
     """
     # Nothing but the position of each line is needed again.
     rules = LineRules(require_model=False)

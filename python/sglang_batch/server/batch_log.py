@@ -33,14 +33,7 @@ _PLAIN = re.compile(r"[!#-<>-\[\]-~]+")  # ASCII without space, quote, = and bac
 
 
 def batch_changed(row: Row) -> str:
-    """Log that a batch has changed its status, was paused, or was resumed.
-
-    Args:
-        row: the batch after the change.
-
-    Returns:
-        The line.
-    """
+    """Log that a batch has changed its status, was paused, or was resumed."""
     fields: Row = {"batch": row["id"], "state": row["status"]}
     if row["status"] == api.VALIDATING:
         fields |= _some(row, "endpoint", "input_file_id", "completion_window", "owner")
@@ -56,14 +49,7 @@ def batch_changed(row: Row) -> str:
 
 
 def batch_progress(row: Row, rate: Rate | None) -> str:
-    """Log the progress of a running batch.
-
-    Args:
-        rate: None while it is unknown.
-
-    Returns:
-        The line.
-    """
+    """Log the progress of a running batch. The rate is None while it is unknown."""
     done = row["completed"] + row["failed"]
     fields: Row = {"batch": row["id"], "done": done, "total": row["total"]}
     fields["failed"] = row["failed"]
@@ -93,10 +79,9 @@ class ProgressLog:
         self._last: dict[str, tuple[float, tuple[Any, ...]]] = {}
 
     def tick(self, row: Row, rate: Rate | None) -> str | None:
-        """Log a batch if it is time. The first line comes after ``every_s`` seconds.
+        """Log a batch if it is time and something has changed.
 
-        Returns:
-            The line, or None if it is too early or nothing has changed.
+        The first line comes after ``every_s``.
         """
         now = self._clock()
         counts = (row["completed"], row["failed"], row.get("paused_reason"))

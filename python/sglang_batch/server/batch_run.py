@@ -53,10 +53,9 @@ from .result_saver import Pauses, ResultSaver, in_thread
 
 @dataclass
 class Stop:
-    """An order to stop a batch, once it is given.
+    """An order to stop a batch.
 
-    end: the final status of the batch. None if the server is shutting down and the next
-        one resumes the batch.
+    ``end`` is its final status, None if the next server resumes it.
     """
 
     event: asyncio.Event
@@ -131,10 +130,9 @@ class BatchRun:
         self._answering: Answering | None = None
 
     async def process(self) -> None:
-        """Take the batch to its end, or as far as it gets before it has to stop.
+        """Take the batch to its end, or to where it has to stop.
 
-        Raises:
-            Exception: the server failed. Another run of the batch resumes it.
+        Another run resumes it after errors.
         """
         if not await self._validate():
             return
@@ -196,9 +194,7 @@ class BatchRun:
     def blame(self, num_lines: int, num_others: int) -> None:
         """Record on disk that the engine died with this batch's lines in flight.
 
-        Args:
-            num_lines: lines that the engine had, of all batches.
-            num_others: online requests that it had.
+        Of all batches it had ``num_lines``, and ``num_others`` online requests.
         """
         if self._suspects is not None and self.engine.in_flight:
             self._suspects.blame(self.engine.in_flight, num_lines, num_others)
@@ -221,8 +217,7 @@ class BatchRun:
     async def give_up(self, errors: FileErrors) -> None:
         """End the batch because the server failed, but keep the answers so far.
 
-        Raises:
-            StoreError: the answers cannot be read back.
+        Raises StoreError if these cannot be read back.
         """
         if not self.row()["total"]:
             self.fail(errors)
@@ -355,12 +350,8 @@ class BatchRun:
 class Answering:
     """One batch's way through the engine.
 
-    Args:
-        requests: all lines of the batch.
-        saver: stores each result, and has those of earlier servers.
-        suspects: lines that may have taken the engine down.
-        options: those of its jobs.
-        on_answer: called after each result.
+    Of its lines, the suspects may have taken the engine down. ``saver`` has the
+    results of earlier servers, too.
     """
 
     def __init__(
@@ -393,10 +384,7 @@ class Answering:
         self._options = dataclasses.replace(self._options, priority=priority)
 
     async def run(self, stop: asyncio.Event, cached: CachedAnswers | None) -> None:
-        """Answer the lines without a result, until ``stop`` is set.
-
-        Args:
-            cached: answers of earlier batches of the owner, if they are kept.
+        """Answer the lines without a result.
 
         Returns only when every answer is on disk, or ``stop`` is set.
         """

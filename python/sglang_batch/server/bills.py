@@ -35,10 +35,7 @@ class Bill:
 
 
 class Bills:
-    """The bills of all batches that run, and of those that ended lately.
-
-    What a batch pays depends on the work of the others, so it changes after its end.
-    """
+    """Bills of batches that run or ended lately: they change with the others' work."""
 
     def __init__(self, store: BatchStore, engine: Engine) -> None:
         self._store = store
@@ -70,8 +67,7 @@ class Bills:
     async def settle(self, *, at_once: bool = False) -> None:
         """Write what batches that have ended pay by now.
 
-        Args:
-            at_once: also if it has hardly changed.
+        ``at_once``: also if it has hardly changed.
         """
         changed = {}
         for batch_id, bill in list(self._bills.items()):

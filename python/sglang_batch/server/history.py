@@ -92,12 +92,7 @@ class _Sample(NamedTuple):
 
 
 class History:
-    """Samples of one server process since its start.
-
-    Args:
-        store: has the batches.
-        engine: reports the KV cache in use, or None before the server has one.
-    """
+    """Samples of one server process since its start."""
 
     def __init__(self, store: BatchStore, engine: Engine | None = None) -> None:
         self._store = store
@@ -121,10 +116,9 @@ class History:
                 await self._task
 
     async def sample(self, now: float) -> None:
-        """Sample the batches that have not ended, and the engine if one runs.
+        """Sample the batches that have not ended, and the engine.
 
-        Args:
-            now: Unix time in seconds.
+        ``now`` is a Unix time in seconds.
         """
         before = self._sampled_at
         if before is not None and now <= before:
@@ -180,8 +174,7 @@ class History:
     def points(self, after: float = 0.0) -> list[Point]:
         """The points later than this Unix time, oldest first.
 
-        All points if ``after`` is later than any of them, as after the clock was set
-        back.
+        After the clock was set back, all.
         """
         if self._points and after > self._points[-1].time:
             after = 0.0

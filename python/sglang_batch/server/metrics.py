@@ -115,14 +115,9 @@ _HISTOGRAMS = {
 
 
 class BatchMetrics:
-    """Reads the store and sets the metrics. One per process.
+    """Reads the store and sets the metrics.
 
-    Args:
-        service: has the batches.
-        registry: prometheus_client's, or None for its default one.
-
-    Raises:
-        ValueError: the registry has these metrics already.
+    One per process. Raises ValueError if the registry has these metrics already.
     """
 
     def __init__(self, service: BatchService, *, registry: Any = None) -> None:
@@ -266,11 +261,7 @@ async def published(
     registry: Any = None,
     every_s: float = SAMPLE_EVERY_S,
 ) -> AsyncIterator[None]:
-    """Publish a service's metrics during the block.
-
-    Args:
-        enabled: whether the server was started with --enable-metrics.
-    """
+    """Publish a service's metrics during the block, with --enable-metrics."""
     if not enabled:
         yield
         return

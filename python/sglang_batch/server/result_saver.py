@@ -56,11 +56,7 @@ def is_write_error(error: Exception) -> bool:
 
 
 class Pauses:
-    """The reasons for which a batch sends nothing for now, which its clients see.
-
-    Args:
-        limit: held while there is a reason.
-    """
+    """The reasons for which a batch sends nothing for now, which its clients see."""
 
     def __init__(self, batch_id: str, store: BatchStore, limit: InflightLimit) -> None:
         self._batch_id = batch_id
@@ -140,11 +136,7 @@ class ResultSaver:
                 self._pause(error)
 
     def flush(self) -> None:
-        """Write the results that are kept in memory.
-
-        Raises:
-            StoreWriteError: one of them cannot be written.
-        """
+        """Write the results that are kept in memory, or raise StoreWriteError."""
         while self._unsaved:
             index, line, output = self._unsaved[0]
             self.log.put(

@@ -86,11 +86,7 @@ def _report(work: asyncio.Task[Collected]) -> None:
 
 
 def collect(store: BatchStore, config: OfflineBatchConfig, now: int) -> Collected:
-    """Remove expired and orphaned data.
-
-    Args:
-        now: Unix time in seconds.
-    """
+    """Remove expired and orphaned data. ``now`` is a Unix time in seconds."""
     collected = Collected(
         files=_expired_files(store, now),
         uploads=_expired_uploads(store, now),

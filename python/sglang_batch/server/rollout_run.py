@@ -27,11 +27,9 @@ from ..rollout.sample_groups import (
 
 
 class RolloutRun:
-    """The run of one call.
+    """The run of one call, which its owner may stop.
 
-    Args:
-        rollout_id: prefix of the engine's request ids.
-        owner: who may stop it.
+    The id begins the engine's request ids.
     """
 
     def __init__(

@@ -110,8 +110,7 @@ class BatchRunner:
     async def start(self) -> None:
         """Begin to run batches, those of an earlier server first.
 
-        Raises:
-            StoreError: another server runs the batches of this directory.
+        Raises StoreError if another server runs the batches of this directory.
         """
         deadline = time.monotonic() + LOCK_PATIENCE_S
         while (holder := self._lock.acquire(self._server_name)) not in (
@@ -155,10 +154,7 @@ class BatchRunner:
         return sum(len(run.engine.in_flight) for run in self._runs.values())
 
     def engine_died(self, request_ids: Iterable[str] = ()) -> None:
-        """Record which lines may have taken the engine down, before the process ends.
-
-        request_ids: all that the engine had, those of online requests included.
-        """
+        """Record which of these requests may have taken the engine down."""
         if self._closing():
             return  # it was told to stop
         jobs = (parse_request_id(rid)[0] for rid in request_ids)
@@ -416,8 +412,8 @@ class RunnableBatch:
 def in_danger(batch: RunnableBatch, now: float, usual_rate: float) -> bool:
     """Whether a batch would miss its window at the present rate.
 
-    usual_rate: lines per second of the whole server. It is assumed for a batch that
-        does not run, or that has no line answered.
+    ``usual_rate`` is the server's lines per second, assumed for a batch that does
+    not run or has no line answered.
     """
     # A running batch that others leave no share of the engine has no rate either.
     rate = (batch.lines_per_s if batch.running else 0.0) or usual_rate
@@ -427,9 +423,9 @@ def in_danger(batch: RunnableBatch, now: float, usual_rate: float) -> bool:
 
 
 def priorities(batches: Sequence[RunnableBatch], now: float) -> dict[str, int]:
-    """The present priority of each batch, by its id.
+    """The present priority of each batch by its id.
 
-    A batch in danger of missing its window is above all batches that are not.
+    Those in danger of missing their window are first.
     """
     usual_rate = sum(batch.lines_per_s for batch in batches if batch.running)
     return {
@@ -489,10 +485,7 @@ CHECK_EVERY_S = 0.05
 class Isolation:
     """Gives the engine to the suspects of one batch at a time.
 
-    A batch that is paused gives the engine back until it may continue.
-
-    Args:
-        runs: all batches at work by their ids, changed by the runner.
+    A batch that is paused gives it back until it may continue.
     """
 
     def __init__(self, runs: Mapping[str, BatchRun]) -> None:
@@ -506,10 +499,9 @@ class Isolation:
 
     @asynccontextmanager
     async def alone(self, batch_id: str) -> AsyncIterator[None]:
-        """A block during which the engine has no line of any other batch.
+        """A block in which the engine has no line of another batch: if it dies, the culprit is known.
 
-        If the engine dies, it is clear which lines did it. A batch that has to stop
-        does not wait.
+        A batch that has to stop does not wait.
         """
         run = self._runs[batch_id]
         lending = None

@@ -46,13 +46,7 @@ def new_id(prefix: str) -> str:
 
 
 class BatchService:
-    """Batches of one server process.
-
-    Args:
-        store: shared by all processes of the server.
-        config: settings of the server's batches.
-        server_name: see :class:`~sglang_batch.server.runner.BatchRunner`.
-    """
+    """Batches of one server process."""
 
     def __init__(
         self,
@@ -100,10 +94,7 @@ class BatchService:
         self.history.start()
 
     async def running_tree(self, limit: int) -> list[TreeNow]:
-        """The prefix trees of the running batches, see :class:`~sglang_batch.job.engine.Engine`.
-
-        Empty without a scheduler that follows plans.
-        """
+        """The prefix trees of running batches, none without the planned scheduler."""
         assert self._engine is not None
         return await self._engine.running_tree(limit) or []
 
@@ -137,8 +128,7 @@ class BatchService:
     ) -> Row:
         """Store a copy of a file.
 
-        Args:
-            kept_s: seconds until it expires, None for the default of this purpose.
+        It expires after ``kept_s`` seconds, None for its purpose's default.
         """
         with self.room.receive() as file:
             shutil.copyfileobj(source, file, 1 << 20)
@@ -154,12 +144,9 @@ class BatchService:
         owner: str = "",
         on_made: OnMade | None = None,
     ) -> Row:
-        """Make a file that was received into ``incoming/`` a file of the API.
+        """Make a file in ``incoming/`` one of the API.
 
-        Args:
-            source: moved, not copied.
-            kept_s: seconds until it expires, None for the default of this purpose.
-            on_made: see :data:`OnMade`.
+        It is moved, and expires as by :meth:`create_file`.
         """
         if kept_s is None:
             kept_s = self.default_lifetime(purpose)
@@ -291,11 +278,8 @@ class BatchService:
     ) -> AsyncGenerator[tuple[BatchRequestInput, RequestOutput], None]:
         """Run requests that are in no file, and yield each answer as it arrives.
 
-        They get their part of the engine's share, like a batch. They run at any hour,
+        They get their part of the engine's share like a batch, at any hour,
         because their client waits for the answers.
-
-        Args:
-            priority: against batches and others of these.
         """
         answers: asyncio.Queue[tuple[BatchRequestInput, RequestOutput] | None] = (
             asyncio.Queue()
@@ -327,10 +311,7 @@ class BatchService:
     async def run_rollouts(
         self, run: RolloutRun, priority: int = api.INTERACTIVE_PRIORITY
     ) -> AsyncGenerator[GroupResult]:
-        """Sample groups, and yield each as it ends.
-
-        They have their part of the engine's share, as :meth:`run_requests`.
-        """
+        """Sample groups with a part of the engine's share, and yield each as it ends."""
         if self.runner is None:
             raise StoreError("the batch service has not been started")
         self.rollouts[run.id] = run

@@ -69,10 +69,9 @@ class AppendLog:
         return self._fd < 0
 
     def append(self, data: bytes) -> int:
-        """Write one record, which ends with a newline, and return its offset.
+        """Write a record, which ends with a newline.
 
-        Raises:
-            StoreWriteError: nothing of the record was written.
+        Returns its offset, or raises StoreWriteError.
         """
         start = self._end
         try:
@@ -91,11 +90,7 @@ class AppendLog:
         return os.pread(self._fd, length, offset)
 
     def commit(self) -> None:
-        """Make everything appended so far survive a power cut.
-
-        Raises:
-            StoreWriteError: the disk failed to store it.
-        """
+        """Make what was appended survive a power cut, or raise StoreWriteError."""
         end = self._end
         if end == self._synced or self.closed:
             return
@@ -106,11 +101,7 @@ class AppendLog:
         self._synced = end
 
     def close(self) -> None:
-        """Commit and close the file. It is closed even if the commit fails.
-
-        Raises:
-            StoreWriteError: the commit failed.
-        """
+        """Commit and close the file, also if the commit fails with a StoreWriteError."""
         try:
             self.commit()
         finally:
@@ -121,10 +112,9 @@ class AppendLog:
     def move_damaged(self, offset: int, data: bytes) -> Path:
         """Move a damaged record to ``<log>.damaged`` and return the path of that file.
 
-        A blank line of the same length takes its place, so no other record moves.
-
-        Raises:
-            StoreWriteError: there is no space for it. The log is unchanged.
+        A blank line of the same length takes its place, so no other record
+        moves. Raises StoreWriteError if there is no space for it, and leaves
+        the log as it is.
         """
         path = self.path.with_name(f"{self.path.name}.damaged")
         blank = b" " * (len(data) - 1) + b"\n"

@@ -59,14 +59,13 @@ def _containing(text: str) -> str:
 class BatchStore:
     """The store of one directory, opened by every process of a server.
 
-    Any thread may call any method.
+    Any thread may use it.
     """
 
     def __init__(self, directory: Path) -> None:
         """Open or create the store.
 
-        Raises:
-            StoreError: the directory or its database cannot be used.
+        Raises StoreError if the directory or its database is unusable.
         """
         self.directory = directory
         self._db = open_database(directory, DIRECTORIES)
@@ -114,10 +113,7 @@ class BatchStore:
         return self.directory / "batches" / batch_id
 
     def bytes_stored(self) -> int:
-        """Bytes of all files, of parts of uploads and of what batches keep.
-
-        The latter are unfinished results, and inputs of batches whose file was deleted.
-        """
+        """Bytes of files, parts, results so far, and inputs whose file was deleted."""
         [row] = self.rows(
             "SELECT (SELECT COALESCE(SUM(bytes), 0) FROM files)"
             " + (SELECT COALESCE(SUM(bytes), 0) FROM upload_parts) AS total"
@@ -147,11 +143,7 @@ class BatchStore:
         kept_s: int | None,
         owner: str = "",
     ) -> Row:
-        """Record the contents at :meth:`file_path` as a file of the API.
-
-        Args:
-            kept_s: seconds until it expires, None for never.
-        """
+        """Record the contents at :meth:`file_path` as a file, for ``kept_s`` seconds."""
         created_at = now()
         row = {
             "id": file_id,
@@ -195,21 +187,16 @@ class BatchStore:
             return with_spare_space(self._db, self.directory, forget)
 
     def was_deleted(self, row_id: str, kind: str, owner: str | None = None) -> bool:
-        """Whether a file or batch was there, of this owner if one is named.
+        """Whether a file or batch was there.
 
-        Args:
-            kind: ``files``, or the API of a batch.
+        ``kind`` is ``files``, or the API of a batch.
         """
         return bool(self.rows(f"SELECT 1 {_DELETED}", (row_id, kind, owner)))
 
     def place(self, row_id: str, kind: str, owner: str | None = None) -> int | None:
         """Where lists go on after a file or batch, also after it has gone.
 
-        Args:
-            kind: see :meth:`was_deleted`.
-
-        Returns:
-            The place for ``after`` and ``before``, None if there never was one.
+        None: it never was there.
         """
         table, own = ("files", "") if kind == "files" else ("batches", " AND api = ?")
         found = self.rows(
@@ -266,8 +253,9 @@ class BatchStore:
     ) -> list[Row]:
         """Up to ``limit`` batches, newest first, that contain ``text``.
 
-        Their ids, those of their files, names of input files, models, endpoints,
-        metadata and errors are searched. ASCII letters match in either case.
+        Their ids, those of their files, names of input files, models,
+        endpoints, metadata and errors are searched. ASCII letters match in
+        either case.
         """
         plain = ("b.id", "b.input_file_id", "b.output_file_id", "b.error_file_id",
                  "b.model", "b.endpoint", "f.filename")  # fmt: skip
@@ -326,10 +314,9 @@ class BatchStore:
     def pause(
         self, batch_id: str, reason: str | None, statuses: tuple[str, ...]
     ) -> None:
-        """Set the reason for which a batch in one of these statuses is paused.
+        """Set the reason for which a batch in one of these statuses is paused, or clear it.
 
-        None clears it. If the disk is too full to write it, this process still
-        returns it.
+        If the disk is too full to write it, this process still returns it.
         """
         self._paused[batch_id] = reason
         with suppress(sqlite3.OperationalError):

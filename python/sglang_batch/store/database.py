@@ -28,16 +28,11 @@ _T = TypeVar("_T")
 
 
 def open_database(directory: Path, names: Iterable[str]) -> sqlite3.Connection:
-    """Open or create the database of a directory.
+    """Open or create the database of a directory, and subdirectories of these names.
 
     One process at a time: when two connections switch a new database to write-ahead
-    logging at once, SQLite fails instead of waiting for its busy timeout.
-
-    Args:
-        names: subdirectories that are created too.
-
-    Raises:
-        StoreError: the directory cannot be created or written, or its disk is full.
+    logging at once, SQLite fails instead of waiting for its busy timeout. Raises
+    StoreError if the directory cannot be written, or its disk is full.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -52,8 +52,7 @@ class FileLock:
     def acquire(self, owner: str) -> str | None:
         """Take the lock without waiting.
 
-        Returns:
-            None if this object holds the lock now, else the name of its holder.
+        Returns the name of its holder unless that is this object.
         """
         if self._fd is not None:
             return None
@@ -93,17 +92,14 @@ NAME = "epoch"
 def epoch_after(last: int) -> int:
     """An epoch above ``last``, and above those of heads that began earlier elsewhere.
 
-    By the clock, in milliseconds: two heads that know nothing of each other should not begin
-    in the same one.
+    It is by the clock, in milliseconds, so two heads that know nothing of each
+    other differ.
     """
     return max(last + 1, time.time_ns() // 1_000_000)
 
 
 def next_epoch(directory: Path) -> int:
-    """The epoch of a head that keeps its state in ``directory``, written there.
-
-    Workers may know of heads with other directories. By the clock, this one is later.
-    """
+    """The epoch of a head that keeps its state in ``directory``, written there."""
     path = directory / NAME
     last = int(path.read_bytes()) if path.exists() else 0
     epoch = epoch_after(last)

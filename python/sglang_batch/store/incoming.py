@@ -53,9 +53,8 @@ class Room:
     def check(self, num_bytes: int) -> None:
         """Check that this many more bytes may be stored.
 
-        Raises:
-            ApiError: 413, the store would exceed ``storage_bytes``, or 507, the disk
-                would have less than ``min_free_bytes`` left.
+        Raises ApiError: 413, the store would exceed ``storage_bytes``, or 507,
+        the disk would have less than ``min_free_bytes`` left.
         """
         reserved, unwritten = self._incoming_bytes()
         if self._storage_bytes is not None:
@@ -69,14 +68,7 @@ class Room:
     def reserve(self, fd: int, reserved: int, num_bytes: int) -> int:
         """Extend a file in ``incoming/`` to hold ``num_bytes``, or more.
 
-        Args:
-            reserved: the file's length.
-
-        Returns:
-            The file's new length.
-
-        Raises:
-            ApiError: see :meth:`check`.
+        Returns its new length, ``reserved`` before. Raises as :meth:`check`.
         """
         # The database's lock is that of the account, too.
         with self._store.atomic():
@@ -93,11 +85,7 @@ class Room:
     def receive(self, num_bytes: int = 0) -> Iterator[IncomingFile]:
         """A new file in ``incoming/``, removed at the end unless it was moved.
 
-        Args:
-            num_bytes: its size if it is known. Reserved at once.
-
-        Raises:
-            ApiError: see :meth:`check`. Also from writing to the file.
+        Its size is reserved at once, if it is known. Raises as :meth:`check`.
         """
         file = IncomingFile(self)
         try:
@@ -133,21 +121,12 @@ class IncomingFile:
         self._reserved = 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Make room for contents of this size.
-
-        Raises:
-            ApiError: there is none.
-        """
+        """Make room for contents of this size. Raises as :meth:`Room.check`."""
         if num_bytes > self._reserved:
             self._reserved = self._room.reserve(self._fd, self._reserved, num_bytes)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Append data.
-
-        Raises:
-            ApiError: there is no room for it.
-            OSError: the disk does not take it.
-        """
+        """Append data. Raises ApiError as :meth:`Room.check`, or OSError."""
         view = memoryview(data)
         self.reserve(self.num_bytes + len(view))
         while view:
@@ -249,15 +228,10 @@ class UploadStore:
         check: Callable[[], None],
         on_made: OnMade | None = None,
     ) -> Row | None:
-        """Move a received file to the parts of an upload.
+        """Move a file in ``incoming/`` to the parts of an upload.
 
-        Args:
-            source: in ``incoming/``.
-            check: called in the transaction that adds the part. May raise.
-            on_made: see :data:`OnMade`.
-
-        Returns:
-            The part's row, or None if the upload is no longer pending.
+        ``check`` is called in the transaction and may raise. Returns the part's
+        row, or None if the upload is no longer pending.
         """
         num_bytes = source.stat().st_size
         path = self.directory(upload_id) / part_id
@@ -292,10 +266,10 @@ class UploadStore:
     def assemble(
         self, upload_id: str, part_ids: Iterable[str], whole: IncomingFile
     ) -> str:
-        """Concatenate parts into a file and return its MD5 in hexadecimal.
+        """Concatenate parts into a file.
 
-        Raises:
-            FileNotFoundError: the parts were removed meanwhile.
+        Returns its MD5 in hexadecimal. Raises FileNotFoundError if they were
+        removed meanwhile.
         """
         digest = hashlib.md5(usedforsecurity=False)
         for part_id in part_ids:
@@ -315,16 +289,12 @@ class UploadStore:
         completed_with: str,
         on_made: OnMade,
     ) -> bool:
-        """Make the assembled contents a file. False if it is no longer pending.
+        """Make the assembled contents a file that expires after ``kept_s``.
 
-        The file and the status change in one transaction. If the server dies before
-        that, the upload is still pending and can be completed again.
-
-        Args:
-            source: the contents, in ``incoming/``.
-            kept_s: seconds until the file expires, None for never.
-            completed_with: tells this call from others that would complete the upload.
-            on_made: called with the file's row, see :data:`OnMade`.
+        File and status change in one transaction: if the server dies before it,
+        the upload can be completed again. ``completed_with`` tells this call
+        from others that would complete it. Returns False if it is no longer
+        pending.
         """
         sync_file(source)
         with self.store.atomic() as db:

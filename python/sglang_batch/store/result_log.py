@@ -100,10 +100,9 @@ class ResultLog:
     """
 
     def __init__(self, path: Path, num_requests: int) -> None:
-        """Open the log and read back the results of earlier runs.
+        """Open the log and read back earlier results.
 
-        Raises:
-            StoreWriteError: there is no space to keep a damaged record.
+        Raises StoreWriteError if a damaged record cannot be kept.
         """
         self.path = path
         self.num_completed = 0
@@ -138,13 +137,11 @@ class ResultLog:
         merged: bool = False,
         cuts: Cuts = NO_CUTS,
     ) -> None:
-        """Append a result. From here on it survives a crash of this process.
+        """Append a result, which from here on survives a crash of this process.
 
-        A second result of the same request is dropped, so a reader of the growing log
-        sees each request once.
-
-        Raises:
-            StoreWriteError: nothing of the result was written.
+        A second result of the same request is dropped, so a reader of the
+        growing log sees each request once. Raises StoreWriteError if nothing of
+        the result was written.
         """
         if self._offsets[index] != _MISSING:
             return
@@ -160,11 +157,7 @@ class ResultLog:
         self._account(record, offset)
 
     def commit(self) -> None:
-        """Make everything put so far survive a power cut.
-
-        Raises:
-            StoreWriteError: the disk failed to store it.
-        """
+        """Make everything put so far survive a power cut, or raise StoreWriteError."""
         self._log.commit()
 
     def write_ordered(
@@ -173,16 +166,10 @@ class ResultLog:
         errors: BinaryIO,
         unrun_line: Callable[[int], bytes] | None = None,
     ) -> tuple[int, int]:
-        """Write all results in the order of the input.
+        """Write answers and error lines in the order of the input, and return how many of each.
 
-        Args:
-            outputs: receives the answers.
-            errors: receives the error lines. May be the same file.
-            unrun_line: makes the error line of a request without a result. None
-                leaves such requests out.
-
-        Returns:
-            The number of lines written to ``outputs`` and to ``errors``.
+        Both may go to one file. ``unrun_line`` makes the line of a request
+        without a result, which is left out without it.
         """
         num_outputs = num_errors = 0
         with open(self.path, "rb") as log:
@@ -200,11 +187,7 @@ class ResultLog:
         return num_outputs, num_errors
 
     def close(self) -> None:
-        """Commit and close the file. It is closed even if the commit fails.
-
-        Raises:
-            StoreWriteError: the commit failed.
-        """
+        """Commit and close the file, also if the commit fails with a StoreWriteError."""
         self._log.close()
 
     def _account(self, record: _Record, offset: int) -> None:
@@ -277,12 +260,8 @@ class LineIndex:
     def seek(self, file: BinaryIO, line: int) -> tuple[int, int]:
         """Seek to the beginning of a line, or to the end of the last whole one.
 
-        Args:
-            file: opened for reading, and used by the caller only.
-            line: number of the line, from 0.
-
-        Returns:
-            The present number of whole lines, and the offset of their end.
+        Lines are counted from 0. Returns the present number of whole lines, and
+        the offset of their end.
         """
         with self._lock:
             self._read_more(file)

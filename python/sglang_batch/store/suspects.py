@@ -21,11 +21,7 @@ FEW = 64
 
 
 class Suspects:
-    """The suspects by index, and how each runs again.
-
-    Attributes:
-        num_deaths: how often the engine died with lines of this batch in flight.
-    """
+    """The suspects, how each runs again, and how often the engine died."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -39,11 +35,7 @@ class Suspects:
     def blame(
         self, in_flight: Iterable[int], num_lines: int, num_others: int = 0
     ) -> None:
-        """Record on disk that the engine died with these lines of the batch in flight.
-
-        num_lines: lines in flight, of all batches.
-        num_others: online requests that were running.
-        """
+        """Record that the engine died with these lines, of ``num_lines``, and others."""
         self.num_deaths += 1
         for index in in_flight:
             how = self._how.get(index)

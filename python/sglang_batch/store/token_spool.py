@@ -14,11 +14,7 @@ from numpy.typing import NDArray
 
 
 def unshared_token(number: int) -> int:
-    """A token that no prompt has, another one for each ``number`` from 0 on.
-
-    In the place of a prompt's token it keeps the planner from counting it and those
-    behind it as shared.
-    """
+    """Another token for each number, in no prompt: what is behind is not shared."""
     return np.iinfo(np.int32).max - number
 
 
@@ -92,9 +88,8 @@ class TokenSpool(_Spool):
     ) -> None:
         """Add the next request's prompt.
 
-        Args:
-            shareable_len: its tokens that can be shared. None for all.
-            namespace: nothing is shared with prompts of others.
+        Its first ``shareable_len`` tokens can be shared, None for all, and with
+        prompts of the same namespace only.
         """
         tokens, replaced, first = np.array(input_ids, dtype=np.int32), -1, -1
         if namespace and len(tokens):
@@ -132,9 +127,9 @@ class TokenSpool(_Spool):
 
 
 class RecordSpool(_Spool):
-    """Append a record of bytes for each request, and read any of them again.
+    """Records of bytes, one for each request.
 
-    The file is deleted when the spool is closed.
+    Its file is deleted when the spool is closed.
     """
 
     def __init__(self, path: Path) -> None:

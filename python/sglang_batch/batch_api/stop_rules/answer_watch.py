@@ -45,11 +45,7 @@ class Cut:
 
 
 def without_extra(text: str, reason: Mapping[str, object] | None) -> str | None:
-    """The text of an answer up to where a rule ended it. None if none did.
-
-    Args:
-        reason: SGLang's finish reason.
-    """
+    """The text up to where a rule ended it, by SGLang's finish reason, or None."""
     if not reason or REASON_KEY not in reason:
         return None
     extra = reason[_EXTRA_KEY]
@@ -81,13 +77,10 @@ class AnswerWatch:
         self._last: tuple[int, ...] = ()
 
     def feed(self, token: int) -> Cut | None:
-        """Add a token to the answer.
+        """Add a token.
 
-        Returns:
-            How the answer ends with this token, None if it continues.
-
-        Raises:
-            RegexTooComplex: this answer takes a pattern to its limits.
+        Returns how the answer ends with it, if it does. Raises RegexTooComplex
+        if the answer takes a pattern to its limits.
         """
         loops = self._repetition is not None and self._repetition.feed(token)
         if self._text is not None:
@@ -134,14 +127,10 @@ class TextStream(Protocol):
 
 
 class AnswerText:
-    """The text that each token of an answer adds, as a detokenizer shows it.
+    """The text that each token of an answer adds, as a detokenizer of transformers shows it.
 
-    A character of several tokens comes with its last one. Of bytes that are no character
-    nothing comes.
-
-    Args:
-        tokenizer: of transformers.
-        prompt_ids: the prompt's token ids, or the last of them.
+    A character of several tokens comes with its last one. Of bytes that are no
+    character nothing comes. The prompt's last tokens are enough.
     """
 
     def __init__(
@@ -295,8 +284,7 @@ class JsonRule:
     def feed(self, text: str) -> int | None:
         """Add text to the answer.
 
-        Returns:
-            Where in ``text`` the value ends, in characters, or None if it does not.
+        Returns where in it the value ends, in characters, or None.
         """
         if self._is_over:
             return None

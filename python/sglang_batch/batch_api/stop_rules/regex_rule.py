@@ -43,11 +43,7 @@ def check_regex(pattern: str) -> str | None:
 
 
 class RegexRule:
-    """Whether the text so far has a match.
-
-    Args:
-        pattern: one that :func:`check_regex` has no fault of.
-    """
+    """Whether the text so far matches a pattern that :func:`check_regex` accepts."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
@@ -59,13 +55,9 @@ class RegexRule:
     def feed(self, text: str) -> int | None:
         """Add text to the answer.
 
-        A match is complete as soon as it can be, and is as long as this piece of text allows.
-
-        Returns:
-            Where in ``text`` the answer ends, in characters, or None if it does not.
-
-        Raises:
-            RegexTooComplex: this answer takes the pattern to its limits.
+        A match is complete as soon as it can be, and is as long as this text
+        allows. Returns where in it the answer ends, in characters, or None.
+        Raises RegexTooComplex if this answer takes the pattern to its limits.
         """
         if self._is_over:
             return None
@@ -96,10 +88,7 @@ class RegexRule:
         return end
 
     def _again(self) -> int | None:
-        """Read the answer anew with states of its own.
-
-        Copies share their states, so other answers may have used up the limit.
-        """
+        """Read the answer anew with own states: others may have used up the shared ones."""
         _forget(self.pattern)
         self._matcher, self._is_shared = _compile(self.pattern), False
         *before, last = self._text
@@ -108,11 +97,7 @@ class RegexRule:
 
 
 def _compiled(pattern: str) -> Any:
-    """A matcher to be copied.
-
-    Raises:
-        ValueError: as of :func:`_compile`.
-    """
+    """A matcher to be copied. Raises as :func:`_compile`."""
     found = _matchers().get(pattern)
     if found is None:
         found = _compile(pattern)
@@ -134,8 +119,7 @@ def _forget(pattern: str) -> None:
 def _compile(pattern: str) -> Any:
     """A matcher of answers with a match at their end.
 
-    Raises:
-        ValueError: the end of a sentence that names the pattern.
+    Raises ValueError with the end of a sentence that names the pattern.
     """
     anchored = pattern.startswith("^")
     if anchored and _has_top_alternative(pattern):

@@ -82,10 +82,9 @@ class StopRules:
 
     @classmethod
     def parse(cls, value: object) -> StopRules:
-        """The rules of a JSON value, such as ``{"json": true, "repetition": {}}``.
+        """The rules of JSON such as ``{"json": true}``.
 
-        Raises:
-            ValueError: one sentence, without a full stop.
+        Raises ValueError, one sentence without its full stop.
         """
         if value is None:
             return cls()
@@ -107,11 +106,7 @@ class StopRules:
 
     @classmethod
     def from_text(cls, text: str) -> StopRules:
-        """:meth:`parse` for JSON text.
-
-        Raises:
-            ValueError: one sentence, without a full stop.
-        """
+        """The rules of JSON text. Raises as :meth:`parse`."""
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -191,10 +186,9 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def with_stop_rules(requests: Requests, rules: str | None) -> Requests:
-    """The same requests, whose bodies have ``stop_rules``, but for those that generate nothing.
+    """The requests with ``stop_rules`` in bodies without any, but for those that generate nothing.
 
-    Args:
-        rules: JSON of the rules of requests without any. None for none.
+    The rules are JSON, None for none.
     """
     return requests if rules is None else _WithStopRules(requests, rules.encode())
 

@@ -58,8 +58,7 @@ class AccessControl:
     def caller(self, given: Iterable[bytes]) -> Caller | None:
         """Who calls with these keys, of which different ones are never accepted.
 
-        Returns:
-            None if a key is needed and they are none.
+        None if a key is needed and they are none.
         """
         keys = set(given)
         found = self._find(digest(keys.pop())) if len(keys) == 1 else None
@@ -110,12 +109,9 @@ class AccessControl:
         return used
 
     def check_tokens(self, caller: Caller) -> None:
-        """Check that a caller has tokens left today, by the limits of now.
+        """Check that a caller has tokens left today by the limits of now, or raise 429.
 
         A session may be older than its caller's limits.
-
-        Raises:
-            ApiError: 429, they are used up.
         """
         allowance = key_table.find_allowance(self._rows, caller.name)
         if allowance.tokens is not None:

@@ -80,15 +80,9 @@ def client_role(store: BatchStore, name: str) -> str | None:
 def change_allowance(
     store: BatchStore, name: str, changes: Mapping[str, Any], role: str = "client"
 ) -> Allowance:
-    """Change the models and limits of a client, for all of its keys.
+    """Change the fields of a client's :class:`.keys.Allowance` that are given, for all its keys.
 
-    Args:
-        changes: values by field of :class:`.keys.Allowance`. Fields that are left out
-            keep their values.
-        role: that of a client of the file of keys, which has no row before.
-
-    Returns:
-        The models and limits from now on.
+    ``role`` is that of a client of the file of keys, which has no row before.
     """
     columns = dict(changes)
     if columns.get("models") is not None:

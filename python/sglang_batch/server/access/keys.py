@@ -65,11 +65,7 @@ UNLIMITED = Allowance()
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes a call.
-
-    name: owner of the objects that the call makes.
-    sees_all: whether the call sees objects of every owner.
-    """
+    """Who makes a call and owns what it makes, and whether it sees all objects."""
 
     name: str
     role: Role
@@ -100,11 +96,7 @@ def new_secret() -> str:
 
 
 def check_name(name: Any) -> str:
-    """Check the name of a client.
-
-    Raises:
-        ValueError: it is none. The message is for the caller.
-    """
+    """Check the name of a client. Raises ValueError with a message for the caller."""
     if (
         not isinstance(name, str)
         or len(name) > NAME_LEN
@@ -189,18 +181,10 @@ def _line_of_file(words: list[str], where: str) -> tuple[str, bytes, Role]:
 def given_keys(
     config: OfflineBatchConfig, api_key: str | None, admin_key: str | None
 ) -> tuple[FixedKeys, Caller | None]:
-    """The keys of a server, with the meaning that they have on SGLang's.
+    """The callers by key, and who calls without one: None if a key is needed.
 
-    Args:
-        config: may name a file of keys.
-        api_key: of ``--api-key``. An admin's, unless there is an ``admin_key``.
-        admin_key: of ``--admin-api-key``.
-
-    Returns:
-        The callers by key, and who calls without a key: None if a key is needed.
-
-    Raises:
-        ConfigError: the file cannot be used, or has a key of the options too.
+    The options mean what they mean on SGLang. Raises ConfigError if the file of
+    keys cannot be used, or has a key of the options too.
     """
     fixed: FixedKeys = {}
     if config.api_keys is not None:
@@ -244,20 +228,11 @@ Refusal = tuple[str, str]
 def model_refusal(
     allowed: Sequence[str], served: Sequence[str], url: str, body: object
 ) -> Refusal | None:
-    """Why a client may not send a body.
+    """Why a client may not send a body, None if it may.
 
-    Like SGLang, it takes the adapter of ``base:adapter`` before that of ``lora_path``,
-    and otherwise the served model.
-
-    Args:
-        allowed: names of models and adapters, the latter as ``adapter`` or
-            ``base:adapter``.
-        served: the names of the served model.
-        url: the endpoint.
-        body: the body of a request as JSON.
-
-    Returns:
-        None if the body is allowed.
+    Like SGLang, it takes the adapter of ``base:adapter`` before that of
+    ``lora_path``, and otherwise the served model. Adapters are allowed as
+    ``adapter`` or ``base:adapter``.
     """
     fields = body if isinstance(body, dict) else {}
     model = fields.get("model")

@@ -86,11 +86,7 @@ def used_today(query: Query, name: str) -> dict[str, int]:
 def check_limits(
     allowance: Allowance, used: dict[str, int], *, batches: int = 0, lines: int = 0
 ) -> None:
-    """Check that a client may use this much more today.
-
-    Raises:
-        ApiError: 429, as OpenAI's for a rate limit.
-    """
+    """Check that a client may use this much more today, or raise OpenAI's 429."""
     for kind, more in (("batches", batches), ("lines", lines), ("tokens", 1)):
         limit: int | None = getattr(allowance, kind)
         # Without more, a limit that was lowered below the use of the day is no reason.
@@ -138,10 +134,8 @@ def costs_by_label(
 ) -> list[Row]:
     """The sums over the batches of each value of a label, by value.
 
-    Args:
-        label: a key of the batches' metadata. Batches without it have the value None.
-        since: Unix time, batches that were made before do not count.
-        owner: whose batches count. None: all.
+    Batches without this key in their metadata have the value None. Those made
+    before the Unix time ``since`` do not count.
     """
     return store.rows(
         "SELECT found.value AS value, COUNT(*) AS batches,"
@@ -163,8 +157,7 @@ def costs_by_label(
 def cost_object(row: Row, price: float | None) -> dict[str, Any]:
     """The costs of a value as the API shows them.
 
-    Args:
-        price: dollars for an hour of an engine, or None.
+    The price is in dollars for an hour of an engine.
     """
     cached = row["cached_tokens"] - row["merged_cached_tokens"]
     prompt = row["input_tokens"] - row["merged_input_tokens"]

@@ -46,10 +46,7 @@ def make_router() -> APIRouter:
 
 
 def install(app: FastAPI) -> None:
-    """Add our routes to an app, and the layers that every call to them passes.
-
-    The routes find their service in ``app.state.offline_batch_service``.
-    """
+    """Add our routes and layers. The service is ``app.state.offline_batch_service``."""
     app.include_router(make_router())
     app.add_exception_handler(HTTPException, answer_unknown)
     for layer in (BodyPace, CrossOrigin, AnswerHeaders):  # the last one is outermost

@@ -53,11 +53,7 @@ def owner_field(request: Request, row: dict[str, Any]) -> dict[str, str]:
 
 
 def check_admin_key(request: Request) -> Caller:
-    """Check that a call carries an admin's key, which open servers lack too.
-
-    Raises:
-        ApiError: 403.
-    """
+    """Check that a call has an admin's key, or raise 403. Open servers lack one."""
     caller = caller_of(request)
     if caller.role is not Role.ADMIN or not caller.sees_all:
         raise ApiError(403, no_admin(), code="insufficient_permissions", retry=False)
@@ -174,18 +170,10 @@ MAX_BODY_BYTES = 64 << 20
 async def with_checked_model(
     receive: Receive, template: str, allowed: Sequence[str], served: Sequence[str]
 ) -> Receive:
-    """Read the body of an online call and check its model.
+    """Read the body of an online call to a template and check its model.
 
-    Args:
-        template: of the call's route.
-        allowed: names of models and adapters.
-        served: the names of the served model.
-
-    Returns:
-        A replacement of ``receive`` with the same body.
-
-    Raises:
-        ApiError: 403 for another model, 413 for a body that is too large to check.
+    Returns a replacement of ``receive`` with the same body. Raises ApiError: 403
+    for another model, 413 for a body that is too large to check.
     """
     if template in ONLINE_OTHER:
         raise _refused(
@@ -241,9 +229,8 @@ logger = logging.getLogger(__name__)
 class KeyMiddleware:
     """Finds out who calls, and refuses calls that this caller may not make.
 
-    The keys are in ``app.state.offline_batch_access``, which is set once the app has
-    started. Until then every call is refused. :func:`caller_of` returns the
-    caller that was found.
+    Until the app has started and ``app.state.offline_batch_access`` has the keys,
+    every call is refused.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -279,11 +266,7 @@ class KeyMiddleware:
         await self.app(scope, receive, send)
 
     def _admitted(self, scope: Scope, route: KnownRoute | None) -> Caller:
-        """The caller, if the call is allowed.
-
-        Raises:
-            ApiError: it is not.
-        """
+        """The caller, if the call is allowed. Raises ApiError if it is not."""
         access: AccessControl | None = getattr(
             scope["app"].state, "offline_batch_access", None
         )

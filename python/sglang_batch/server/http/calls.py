@@ -21,8 +21,7 @@ from ...config import OfflineBatchConfig
 class KnownRoute:
     """One route of an application.
 
-    methods: empty for a mounted application, which takes all of them.
-    endpoint: its function.
+    A mounted application, which takes all methods, has none.
     """
 
     template: str
@@ -61,11 +60,7 @@ class RouteFinder:
         self._routes: list[KnownRoute] = []
 
     def route(self, scope: Scope) -> KnownRoute | None:
-        """The route that answers a call, or None if there is none.
-
-        A call with a method that no route takes finds the first route with its path,
-        which answers 405.
-        """
+        """The route that answers a call, if any. One with the path alone answers 405."""
         other_method = None
         for route in self._at_path(scope):
             if (
@@ -133,11 +128,9 @@ def label_by_template(
 ) -> tuple[str, bool]:
     """AROUND hook on SGLang's choice of the label ``endpoint``.
 
-    SGLang labels calls of included routers, and calls that no route takes, with their path.
-    A series for each id, or for each path that somebody tries, never ends.
-
-    Returns:
-        The label, and whether a route takes the call.
+    SGLang labels calls of included routers, and calls that no route takes, with
+    their path: a series for each id, or for each path that somebody tries, never
+    ends. Returns the label, and whether a route takes the call.
     """
     route = _routes.route(request.scope)
     if route is None:

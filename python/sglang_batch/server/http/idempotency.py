@@ -129,8 +129,8 @@ def is_repeated(request: Request) -> bool:
 def key_lock(store: BatchStore, owner: str, key: str) -> FileLock:
     """The lock to hold while a call with this key is executed, in any process.
 
-    It is released when its holder dies. All keys share 256 files, so none need ever be
-    removed. Two calls whose keys share a file wait for each other.
+    All keys share 256 files, so none need ever be removed, and some wait for each
+    other.
     """
     name = hashlib.sha256(f"{owner}\n{key}".encode()).hexdigest()[:2]
     return FileLock(store.directory / "keys" / name)

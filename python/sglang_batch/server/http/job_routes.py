@@ -165,11 +165,7 @@ def _checked_lines(
 
 
 def _check_adapters(request: Request, bodies: list[dict[str, Any]]) -> None:
-    """Check that the caller may use the served model and the adapters of native bodies.
-
-    Raises:
-        ApiError: 403.
-    """
+    """Check that the caller may use the model and these adapters, or raise 403."""
     allowed = caller_of(request).allowance.models
     if allowed is None:
         return

@@ -187,11 +187,8 @@ def _limits_object(allowance: Allowance) -> dict[str, Any]:
 def _limits(body: dict[str, Any], *others: str) -> dict[str, Any]:
     """The limits in a body by field of an allowance.
 
-    Args:
-        others: further fields that the body may have.
-
-    Raises:
-        ApiError: 400, a value is invalid, or a field is misspelled.
+    Raises 400 for invalid values and for fields that are neither limits nor
+    ``others``.
     """
     known = (*others, "models", *PER_DAY.values())
     for field in body:
@@ -229,9 +226,9 @@ def _models(models: Any) -> tuple[str, ...] | None:
 
 
 def _cancel_batches(service: BatchService, key_id: str) -> list[str]:
-    """Cancel the active batches of a revoked key's owner.
+    """Cancel the batches of a revoked key's owner.
 
-    Returns the ids of all that were cancelled since the key was revoked.
+    Returns all cancelled since it was revoked.
     """
     [key] = key_table.keys_in(service.store, key_id)
     for row in service.store.batches_in((api.VALIDATING, api.IN_PROGRESS)):

@@ -65,10 +65,9 @@ def most_bytes(request: Request) -> int:
 
 
 async def receive(request: Request, body: IncomingFile) -> str:
-    """Write a call's body to a file piece by piece. Returns its SHA-256 in hex.
+    """Write a call's body to a file piece by piece.
 
-    Raises:
-        ApiError: 413 or 507, the body is too large or there is no room for it.
+    Returns its SHA-256 in hex. Raises 413 or 507.
     """
     most = most_bytes(request)
     digest, held = hashlib.sha256(), bytearray()
@@ -106,12 +105,7 @@ def make_message_batch(
     """Create a batch from the requests in a file.
 
     The file is mapped, so the params of all requests are never in memory together.
-
-    Args:
-        sha256: digest of the body, in hexadecimal.
-
-    Raises:
-        ApiError: the body is not a batch, or the store has no space left for it.
+    Raises ApiError if it is not a batch, or the store has no space left for it.
     """
     requests = _mapped_requests(body)
     most = service.config.max_batch_requests
@@ -396,9 +390,8 @@ def _no_such_batch(message_batch_id: str) -> ApiError:
 def _object(request: Request, row: Row, url: str | None = None) -> dict[str, Any]:
     """A batch for a caller.
 
-    Args:
-        url: of the server. None is how the call names it. An answer that is kept has
-            none: it may be repeated to a call that names another.
+    An object that is kept has no ``url``, since calls that name other servers may
+    get it.
     """
     service = service_of(request)
     url = base_url(request) if url is None else url

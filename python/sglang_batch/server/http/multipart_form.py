@@ -73,11 +73,7 @@ class _FileSink:
 
 
 class _FormReceiver:
-    """Parses a multipart body and keeps its fields and the first file named ``key``.
-
-    Args:
-        size: of the whole body, None if it is unknown.
-    """
+    """Parses a body of ``size`` bytes: its fields, and the first file named ``key``."""
 
     def __init__(
         self,
@@ -121,9 +117,8 @@ class _FormReceiver:
     def write(self, data: bytes) -> None:
         """Parse the next bytes.
 
-        Raises:
-            ApiError: 400, a limit of the form, 413 or 507, one of its file.
-            OSError: the file cannot be written.
+        Raises ApiError: 400 for a limit of the form, 413 or 507 for its file,
+        or OSError if that cannot be written.
         """
         self._parser.write(data)
         self._num_bytes += len(data)

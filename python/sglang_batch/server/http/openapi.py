@@ -437,11 +437,7 @@ _REPEATABLE = {
 
 
 def takes_json(model: type[BaseModel], repeatable: bool = True) -> Docs:
-    """The ``openapi_extra`` of a route with this JSON body.
-
-    Args:
-        repeatable: whether the route accepts an ``Idempotency-Key``.
-    """
+    """The ``openapi_extra`` of a route with this JSON body."""
     return _takes("application/json", model, repeatable)
 
 

@@ -278,9 +278,7 @@ def content_length(request: Request) -> int | None:
 async def pieces_of(request: Request, most: int, message: str) -> AsyncIterator[bytes]:
     """The body piece by piece.
 
-    Raises:
-        ApiError: 413 with this message, the body has more than ``most`` bytes, or
-            announces that.
+    Raises 413 with this message if it is or announces to be larger.
     """
     size = content_length(request) or 0
     if size <= most:
@@ -297,10 +295,9 @@ async def pieces_of(request: Request, most: int, message: str) -> AsyncIterator[
 async def json_object(
     request: Request, most: int = MAX_JSON_BYTES
 ) -> tuple[dict[str, Any], bytes]:
-    """The body of a request, which must be a JSON object, and its bytes.
+    """A body, which must be a JSON object, and its bytes.
 
-    Raises:
-        ApiError: 413, it has more than ``most`` bytes. 400, it is no object.
+    Raises 413 if too large, 400 if it is none.
     """
     message = f"The body has more than the {most} bytes that this route takes."
     content = b"".join([piece async for piece in pieces_of(request, most, message)])

@@ -76,9 +76,9 @@ def _base_name(filename: str) -> str:
 def results_so_far(
     store: BatchStore, file_id: str, owner: str | None
 ) -> Response | None:
-    """The finished lines of a running batch's result file, in order of completion.
+    """The finished lines of a running batch's result file, as they end.
 
-    None if ``file_id`` is not a result file of a running batch.
+    None if it is no such file.
     """
     found = _RESULT_ID.fullmatch(file_id)
     if found is None:
@@ -95,9 +95,9 @@ def results_so_far(
 
 
 def batch_results(store: BatchStore, batch: Row, after_line: int) -> Response:
-    """All lines of a batch, answers and errors, except the first ``after_line``.
+    """All lines of a batch but the first ``after_line``.
 
-    They are in order of completion while the batch runs, then in input order.
+    While it runs, they are in order of completion, then in input order.
     """
     log = _open_log(store, batch)
     if log is None:

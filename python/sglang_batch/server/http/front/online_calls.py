@@ -58,11 +58,7 @@ _CLIENT_LEFT = 499
 
 
 class OnlineCalls:
-    """Passes calls on to the workers of a fleet, which are offline servers.
-
-    Args:
-        api_key: their admin's key, None for servers without keys.
-    """
+    """Passes calls on to the servers of a fleet, with their admin's key."""
 
     def __init__(self, fleet: FleetEngine, api_key: str | None) -> None:
         self._fleet = fleet
@@ -110,8 +106,7 @@ class OnlineCalls:
     async def _ask(self, request: Request, body: bytes) -> aiohttp.ClientResponse:
         """Send a call to the server whose turn it is, or to the next that answers.
 
-        Raises:
-            ApiError: 503, none runs. 502, the one that took the call failed.
+        Raises ApiError: 503, none runs. 502, the one that took the call failed.
         """
         if self._client is None:
             self._client = aiohttp.ClientSession(
@@ -153,10 +148,9 @@ class OnlineCalls:
 
 
 class PassedAnswer(StreamingResponse):
-    """An answer of another server. Its connection is closed with this one.
+    """An answer of another server.
 
-    If it breaks off, so does this one, by the error of the pieces: the client sees that
-    the end is missing.
+    If it breaks off, so does this one: the client sees it.
     """
 
     def __init__(
@@ -225,18 +219,11 @@ _NAMES = {
 
 
 class ForwardedUsage:
-    """Counts one call.
+    """Counts one call and its usage, which is in its answer or in an event of its stream.
 
-    The usage of a call is in its answer, or in an event of its stream. OpenAI's streams have
-    it only if the call asks for it: then it is asked for, and the event that has nothing else
-    is kept from a client that did not ask.
-
-    Args:
-        template: the call's route.
-        body: as the client sent it.
-
-    Attributes:
-        body: as it is sent on.
+    OpenAI's streams have it only if the call asks for it: then it is asked for in
+    the ``body`` that is sent on, and the event that has nothing else is kept from a
+    client that did not ask.
     """
 
     def __init__(self, template: str, body: bytes) -> None:

@@ -124,46 +124,21 @@ def _add_demo_model(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace, rest: list[str]) -> int:
-    from .run.fleet_options import fleet_options
-    from .run.outputs import Outputs
-    from .run.run_command import RunOptions, run
-    from .run.vllm_flags import sglang_argv
+    from .run.prepare import RunOptions
+    from .run.run_command import run
 
-    job_input = run_options.job_input(options)
-    outputs = Outputs.of(
-        options.output_file, options.error_file, options.output_tmp_dir
-    )
-    fleet = fleet_options(options)
-    rest = sglang_argv(rest, lambda note: print(note, file=sys.stderr))
-    if options.dry_run:
-        outputs.check(job_input)
-        return _plan(*run_options.plan_options(_parser(), options, rest))
-    return run(
-        RunOptions(
-            job_input=job_input,
-            outputs=outputs,
-            overwrite=options.overwrite,
-            policy=options.policy,
-            max_inflight=options.max_inflight,
-            dedupe=options.dedupe,
-            answer_cache=options.answer_cache,
-            enough=options.enough,
-            dollars_per_hour=options.dollars_per_hour,
-            stop_rules=options.stop_rules,
-            skip_invalid=options.skip_invalid,
-            server_argv=rest,
-            backend=options.backend,
-            fleet=fleet,
-            state=options.state,
-        )
-    )
+    asked = RunOptions.of(options, rest)
+    if not options.dry_run:
+        return run(asked)
+    asked.check_files()
+    return _plan(*run_options.plan_options(_parser(), options, [*asked.engine.argv]))
 
 
 def _serve(options: argparse.Namespace, rest: list[str]) -> int:
-    from .run.fleet_options import fleet_options
+    from .run.fleet_options import engine_options
     from .run.serve_command import serve
 
-    return serve(options.backend, rest, fleet_options(options))
+    return serve(engine_options(options, rest))
 
 
 def _plan(options: argparse.Namespace, rest: list[str]) -> int:

@@ -22,7 +22,6 @@ from web_server import WebFiles
 
 import sglang_batch.srt.engine
 from sglang_batch.cli import main
-from sglang_batch.config import OfflineBatchConfig
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LINES_FAILED = 1, 2, 3
 
@@ -58,7 +57,6 @@ def engine(
     launch.parse_server_args = lambda argv: SimpleNamespace(
         model_path=argv[1],
         served_model_name=argv[3],
-        offline_config=OfflineBatchConfig(policy="fcfs"),
     )
     launch.model_name = lambda server_args: server_args.served_model_name
     launch.engine = started
@@ -70,7 +68,7 @@ def engine(
 
 
 def run(*arguments: object, model: str = "m", served: str = MODEL) -> int:
-    named = ["--model-path", model, "--served-model-name", served]
+    named = ["--policy", "fcfs", "--model-path", model, "--served-model-name", served]
     return main(["run", *map(str, arguments), *named])
 
 

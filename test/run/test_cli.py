@@ -114,7 +114,8 @@ def test_a_model_without_results_can_be_changed(tmp_path: Path) -> None:
     def begun(model: str, results: int = 0) -> str:
         job = JobRecord(input_sha256="1", model=model, num_requests=1)
         with JobDirectory(outputs) as running:
-            running.check_model(Namespace(model_path=model))
+            if (earlier := running.restore()) is not None:
+                running.check_model(earlier, Namespace(model_path=model))
             running.begin(job, overwrite=False)
             log = running.open_log()
             for index in range(results):

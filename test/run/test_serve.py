@@ -74,7 +74,8 @@ def test_the_front_gets_its_options(
         *("--offline-batch-config", '{"max_batches": 3}', "--ssl-keyfile", "key.pem"),
     ]
     with naming("demo") as one, naming("demo") as two:
-        assert serve("sglang", options, WorkerOptions((one, two), "admin")) == 0
+        fleet = WorkerOptions(argv=tuple(options), urls=(one, two), api_key="admin")
+        assert serve(fleet) == 0
     (found,) = served
     assert (found.urls, found.workers_key) == ((one, two), "admin")
     assert (found.host, found.port) == ("127.0.0.1", port)
@@ -87,6 +88,6 @@ def test_the_front_gets_its_options(
 def test_servers_of_different_models_are_refused(tmp_path: Path) -> None:
     options = [f"--port={free_port()}", f"--offline-batch-dir={tmp_path}"]
     with naming("demo") as one, naming("other") as two:
-        fleet = WorkerOptions((one, two), None)
+        fleet = WorkerOptions(argv=tuple(options), urls=(one, two), api_key=None)
         with pytest.raises(ConfigError, match=f"{two} serves other; all workers"):
-            serve("sglang", options, fleet)
+            serve(fleet)

@@ -93,17 +93,27 @@ class JobInput:
         for source in self.sources:
             source.check(has_template=self.template is not None)
 
+    def row_options(self) -> dict[str, Any]:
+        """The options that decide which requests rows become, as JSON values."""
+        if self.template is None:
+            return {}
+        options: dict[str, Any] = {
+            "--template": self.template.body,
+            "--url": self.endpoint,
+            "--id-column": self.id_column,
+        }
+        if self.optimize_fields:
+            options["--optimize-fields"] = True
+        found: dict[str, Any] = json.loads(json.dumps(options))
+        return found
+
     def fingerprint(self) -> dict[str, Any]:
         """Everything that decides which lines are staged, as JSON values."""
         fingerprint: dict[str, Any] = {
             "inputs": [source.identity() for source in self.sources],
-            "template": self.template.body if self.template else None,
-            "url": self.endpoint,
-            "id_column": self.id_column,
+            "rows": self.row_options(),
             "max_requests": self.max_requests,
         }
-        if self.optimize_fields:
-            fingerprint["optimize_fields"] = True
         found: dict[str, Any] = json.loads(json.dumps(fingerprint))
         return found
 

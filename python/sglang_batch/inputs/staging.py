@@ -70,7 +70,7 @@ class Staging:
         """
         if (plain_file := job_input.plain_file) is not None:
             return LocalInput(plain_file, job_input.sources[0].name)
-        manifest = None if afresh else self.earlier(job_input)
+        manifest = None if afresh else self._earlier(job_input)
         if manifest is None or not self._is_whole(manifest):
             manifest = self._make(job_input)
             with atomic_write(self._manifest_path) as file:
@@ -83,8 +83,13 @@ class Staging:
             manifest.fields,
         )
 
-    def earlier(self, job_input: JobInput) -> Manifest | None:
-        """The record of an earlier run with this input. The staged file may be gone."""
+    def earlier_sha256(self, job_input: JobInput) -> str | None:
+        """The digest of the file that an earlier run staged, and that may be gone. None: it
+        had another input."""
+        found = self._earlier(job_input)
+        return None if found is None else found.sha256
+
+    def _earlier(self, job_input: JobInput) -> Manifest | None:
         if not job_input.repeatable:
             return None  # the same name may give other content this time
         try:

@@ -31,9 +31,10 @@ from ..planner.output_lengths.estimates import prior_output_len
 from ..planner.prefixes.prefix_tree import build_prefix_tree
 from ..planner.requests import UNKNOWN, Int64s, PlanRequests
 from ..request import BatchRequestInput
+from ..run.backend_options import known_arguments, served_name
 from ..run.model_place import check_model
-from ..run.prepare import checked_again, checked_requests
-from ..run.run_options import job_input, named_model
+from ..run.prepare import checked_requests
+from ..run.run_options import job_input
 from ..store.token_spool import TokenSpool
 from .machine_choice import choose, chosen_device, make_machine
 from .options import boxes, check_choice
@@ -83,15 +84,13 @@ def _plan_input(
     steps: Measured | None,
     own_order: Path | None,
 ) -> int:
-    from ..srt.compat.command_line import check_arguments
-
     # Check all that can be checked first: the import of SGLang takes seconds.
     server_argv = ["--model-path", options.model_path, *server_argv]
-    given = check_arguments(server_argv)
+    given = known_arguments("sglang", server_argv)
     _check_spread(given)
     check_model(given)
-    named, skip = named_model(server_argv), options.skip_invalid
-    file = checked_requests(local, named, skip_invalid=skip)
+    model, skip = served_name(given), options.skip_invalid
+    file = checked_requests(local, model, skip_invalid=skip)
     servers = boxes(options, "cpu") if options.choose else []
     device, note = (servers[0].hardware, "") if servers else chosen_device(options)
     from ..srt.engine import in_process, machine
@@ -99,8 +98,6 @@ def _plan_input(
     server_args = in_process.parse_server_args(server_argv)
     if machine.decodes_share(server_args):
         options.shared_prefix_attention = True
-    model = in_process.model_name(server_args)
-    file = checked_again(file, local, named=named, model=model, skip_invalid=skip)
     with (
         file.closing(),
         TokenSpool(directory / "tokens.i32") as spool,

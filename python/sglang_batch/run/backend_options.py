@@ -1,10 +1,9 @@
-"""The engine of a run: ``--backend``, its settings, and what loads the model."""
+"""The engine of a run: ``--backend``, its options, and the function that loads the model."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..config import OfflineBatchConfig
 from ..errors import ConfigError
 from .option_types import count
 
@@ -22,6 +20,11 @@ BACKENDS = ("sglang", "transformers", "auto")
 _SHARED = (
     *("tokenizer_path", "served_model_name", "revision", "chat_template"),
     *("tool_call_parser", "reasoning_parser", "offline_batch_config"),
+)
+# Options that are looked at before the engine starts.
+_KNOWN = (
+    *("model_path", "tokenizer_path", "served_model_name", "revision", "nnodes"),
+    "offline_batch_config",
 )
 # Options of SGLang's HTTP server.
 _OF_SERVER = (
@@ -40,11 +43,10 @@ class BackendParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see `sglang-batch run --help`.")
 
 
-def check_backend_arguments(backend: str, argv: list[str]) -> argparse.Namespace:
-    """The options of an engine, as far as they are known without loading it.
+def known_arguments(backend: str, argv: list[str]) -> argparse.Namespace:
+    """The options of an engine that are given, by SGLang's names for them.
 
-    Returns:
-        The options that are given, by SGLang's names for them.
+    Only for options in a file (``--config``) is SGLang imported, which reads it.
 
     Raises:
         ConfigError: an option is unknown, or its value cannot be used.
@@ -53,7 +55,19 @@ def check_backend_arguments(backend: str, argv: list[str]) -> argparse.Namespace
         return transformers_options(argv)
     from ..srt.compat.command_line import check_arguments
 
-    return check_arguments(argv)
+    known = check_arguments(argv)
+    if "model_path" in known:
+        return known
+    from ..srt.engine import in_process
+
+    server_args = in_process.parse_server_args(argv)
+    values = {name: getattr(server_args, name, None) for name in _KNOWN}
+    return argparse.Namespace(**{k: v for k, v in values.items() if v is not None})
+
+
+def served_name(known: argparse.Namespace) -> str:
+    """The model's name in requests, with these options of an engine."""
+    return str(getattr(known, "served_model_name", None) or known.model_path)
 
 
 def transformers_options(
@@ -220,40 +234,32 @@ def transformers_settings(
     return server_args, model, settings
 
 
-# The settings of a run: SGLang's arguments, ours, and what loads the model.
-
-
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """SGLang's arguments, our settings, and the model before SGLang resolves it.
+    """SGLang's view of an engine's options.
 
+    server_args: SGLang's arguments. None: the engines have their own.
     memory_note: the size of SGLang's KV cache where it is our default, else empty.
     start: loads the model in the chosen engine.
-    model, served_model: its path or name, and its name in requests.
     note: which engine ``--backend auto`` chose and why, else empty.
     """
 
     server_args: Any
     memory_note: str
     start: StartEngine
-    config: OfflineBatchConfig
-    model: str
-    served_model: str
     note: str = ""
 
 
 def engine_settings(
-    backend: str, argv: list[str], *, resolve: bool = True, **given: Any
+    backend: str, argv: list[str], *, resolve: bool = True
 ) -> EngineSettings:
     """The settings that options name.
 
     Args:
-        backend: one of :data:`.options.backend_options.BACKENDS`.
+        backend: one of :data:`BACKENDS`.
         argv: the engine's options.
         resolve: have SGLang read the model's configuration and look at this machine. False
             where the engine runs on another one.
-        given: settings of :class:`OfflineBatchConfig` that override those in ``argv``,
-            unless None.
 
     Raises:
         ConfigError: an option or the model cannot be used.
@@ -267,24 +273,16 @@ def engine_settings(
         note = f"--backend {backend}: {reason}."
     if backend == "transformers":
         server_args, start = transformers_engine(argv)
-    else:
-        if not any(argument.split("=")[0] == "--log-level" for argument in argv):
-            argv = [*argv, "--log-level=info"]
-        server_args = in_process.parse_server_args(argv)
-        start = partial(in_process.engine, server_args)
-    # Resolving may replace the names by the path of a downloaded file.
-    model, served_model = server_args.model_path, in_process.model_name(server_args)
+        return EngineSettings(server_args, "", start, note)
+    if not any(argument.split("=")[0] == "--log-level" for argument in argv):
+        argv = [*argv, "--log-level=info"]
+    server_args = in_process.parse_server_args(argv)
     memory_note = ""
-    if backend == "transformers":
-        model = transformers_options(argv).model_path
-    elif resolve:
+    if resolve:
         in_process.resolve(server_args, engine_death.tell)
         memory_note = in_process.memory_note(server_args)
-    changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
-    config = dataclasses.replace(server_args.offline_config, **changes)
-    return EngineSettings(
-        server_args, memory_note, start, config, model, served_model, note
-    )
+    start = partial(in_process.engine, server_args)
+    return EngineSettings(server_args, memory_note, start, note)
 
 
 @contextmanager

@@ -1,29 +1,79 @@
-"""The options of ``sglang-batch run`` for engines that are not in its process."""
+"""Where the engines of ``sglang-batch run`` are: in this process, on Ray, or in servers."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import OfflineBatchConfig
 from ..errors import ConfigError
 from ..fleet.head_state import HeadState
 from .backend_options import (
+    BACKENDS,
     EngineSettings,
-    StartEngine,
-    check_backend_arguments,
     engine_settings,
+    known_arguments,
     started,
 )
+from .model_place import check_model
 from .option_types import count, whole
 
+if TYPE_CHECKING:
+    from .job_directory import JobDirectory
 
-@dataclass(frozen=True, slots=True)
-class RayOptions:
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """An engine in this process.
+
+    backend: one of :data:`.backend_options.BACKENDS`.
+    argv: the options that are the engine's.
+    """
+
+    backend: str = BACKENDS[0]
+    argv: tuple[str, ...] = ()
+
+    def arguments(self) -> argparse.Namespace:
+        """The engine's options by SGLang's names for them, as far as they are given.
+
+        Raises:
+            ConfigError: an option cannot be used, or no cluster or server answers.
+        """
+        return known_arguments(self.backend, [*self.argv])
+
+    def check_settings(self, config: OfflineBatchConfig) -> None:
+        """Raises ConfigError for a setting that has no use with these engines."""
+
+    def find_model(self, known: argparse.Namespace) -> None:
+        """Raises ConfigError if the model cannot be where :meth:`arguments` say it is."""
+        check_model(known)
+
+    def settings(self, known: argparse.Namespace) -> EngineSettings:
+        """SGLang's own view of :meth:`arguments`, which takes its import.
+
+        Raises:
+            ConfigError: an option or the model cannot be used.
+        """
+        return engine_settings(self.backend, [*self.argv])
+
+    def start(
+        self, settings: EngineSettings, directory: JobDirectory
+    ) -> AbstractContextManager[Any]:
+        """Load the model, or find engines that have, for the job that has begun.
+
+        The context is an engine and its event loop.
+        """
+        return settings.start()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayOptions(EngineOptions):
     """Engines on a Ray cluster.
 
     address: ``auto``, or ``host:port``.
@@ -39,16 +89,8 @@ class RayOptions:
     max_engines: int
     resources: Mapping[str, float] | None
 
-    def check(self, backend: str, argv: list[str]) -> argparse.Namespace:
-        """Check the options, and that the cluster answers, before a model is looked for.
-
-        Returns:
-            SGLang's arguments, as far as they are known without SGLang.
-
-        Raises:
-            ConfigError: an option cannot be used, or no cluster answers.
-        """
-        known = check_backend_arguments(backend, argv)
+    def arguments(self) -> argparse.Namespace:
+        known = super().arguments()
         if getattr(known, "nnodes", 1) != 1:
             raise ConfigError(
                 f"--nnodes {known.nnodes}: each engine of --ray is on one node; leave it "
@@ -59,18 +101,13 @@ class RayOptions:
         check_ray(self.address)
         return known
 
-    def settings(self, backend: str, argv: list[str], **given: Any) -> EngineSettings:
-        """The settings of a job. Engines read the model's configuration, not this process."""
-        return engine_settings(backend, argv, resolve=False, **given)
+    def settings(self, known: argparse.Namespace) -> EngineSettings:
+        # Engines read the model's configuration, not this process.
+        return engine_settings(self.backend, [*self.argv], resolve=False)
 
     def start(
-        self,
-        settings: EngineSettings,
-        backend: str,
-        argv: list[str],
-        head: HeadState,
-    ) -> StartEngine:
-        """What starts the engines, or finds those of an earlier run of this job."""
+        self, settings: EngineSettings, directory: JobDirectory
+    ) -> AbstractContextManager[Any]:
         from ..fleet.ray.ray_fleet import RayFleet, cluster_resources, ray_engine
 
         resources = self.resources
@@ -87,13 +124,13 @@ class RayOptions:
             self.max_engines,
             resources,
         )
-        here = partial(started, backend, argv)
-        kind = " ".join([backend, *argv])
-        return partial(ray_engine, fleet, head, here, kind)
+        here = partial(started, self.backend, [*self.argv])
+        kind = " ".join([self.backend, *self.argv])
+        return ray_engine(fleet, _head(directory), here, kind)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerOptions:
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions(EngineOptions):
     """Engines in offline servers that run already.
 
     urls: of the servers.
@@ -103,43 +140,42 @@ class WorkerOptions:
     urls: tuple[str, ...]
     api_key: str | None
 
-    def check(self, backend: str, argv: list[str]) -> argparse.Namespace:
-        """Check that the servers answer and serve one model.
-
-        Returns:
-            The model, as SGLang's arguments.
-
-        Raises:
-            ConfigError: an option cannot be used, or a server does not answer.
-        """
-        _config(argv)
+    def arguments(self) -> argparse.Namespace:
+        config = _config_option([*self.argv])
         from ..fleet.http_fleet import served_model
 
         model = served_model(self.urls, self.api_key)
-        return argparse.Namespace(model_path=model, served_model_name=model)
+        return argparse.Namespace(
+            model_path=model, served_model_name=model, offline_batch_config=config
+        )
 
-    def settings(self, backend: str, argv: list[str], **given: Any) -> EngineSettings:
-        """The settings of a job."""
-        known = self.check(backend, argv)
-        model = str(known.model_path)
-        changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
-        config = replace(_config(argv), **changes)
-        return EngineSettings(None, "", _not_here, config, model, model)
+    def check_settings(self, config: OfflineBatchConfig) -> None:
+        if config.answer_cache is not None:
+            raise ConfigError(
+                "--answer-cache has no use with --workers, whose model may change: start "
+                "the servers with --offline-batch-config '{\"answer_cache\": ...}'."
+            )
+
+    def find_model(self, known: argparse.Namespace) -> None:
+        """Nothing: the servers have loaded it."""
+
+    def settings(self, known: argparse.Namespace) -> EngineSettings:
+        return EngineSettings(None, "", _not_here)
 
     def start(
-        self,
-        settings: EngineSettings,
-        backend: str,
-        argv: list[str],
-        head: HeadState,
-    ) -> StartEngine:
-        """What attaches to the servers."""
+        self, settings: EngineSettings, directory: JobDirectory
+    ) -> AbstractContextManager[Any]:
         from ..fleet.http_fleet import http_engine
 
-        return partial(http_engine, self.urls, self.api_key, head)
+        return http_engine(self.urls, self.api_key, _head(directory))
 
 
-FleetOptions = RayOptions | WorkerOptions
+def _head(directory: JobDirectory) -> HeadState:
+    """This process as the head of a fleet. SGLang, which sets up logging, is elsewhere."""
+    logging.basicConfig(
+        level=logging.INFO, format="[%(asctime)s] %(message)s", force=True
+    )
+    return HeadState.begin(directory.job_id, directory.path, directory.epoch())
 
 
 def add_fleet(parser: argparse.ArgumentParser) -> None:
@@ -171,27 +207,41 @@ def add_fleet(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def fleet_options(options: argparse.Namespace) -> FleetOptions | None:
-    """The fleet that options name, None for an engine in this process.
+def engine_options(options: argparse.Namespace, argv: list[str]) -> EngineOptions:
+    """Where the engines are that options name.
+
+    Args:
+        argv: the options that are the engine's.
 
     Raises:
-        ConfigError: a value cannot be used.
+        ConfigError: a value cannot be used, or the option that it belongs to is missing.
     """
-    if options.ray is None:
-        for name in ("engines", "ray_resources"):
-            if getattr(options, name) is not None:
-                flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag} is of a Ray cluster; add --ray auto.")
+    needs = {"engines": "ray", "ray_resources": "ray", "workers_key": "workers"}
+    whose = {
+        "ray": "a Ray cluster; add --ray auto",
+        "workers": "servers; add --workers URL,...",
+    }
+    for name, of in needs.items():
+        if getattr(options, name) is not None and getattr(options, of) is None:
+            raise ConfigError(f"--{name.replace('_', '-')} is of {whose[of]}.")
+    shared = {"backend": options.backend, "argv": tuple(argv)}
     if options.workers is not None:
         if options.ray is not None:
             raise ConfigError("--ray and --workers are two fleets; choose one.")
-        return WorkerOptions(_urls(options.workers), options.workers_key)
-    if options.workers_key is not None:
-        raise ConfigError("--workers-key is of servers; add --workers URL,...")
+        return WorkerOptions(
+            **shared, urls=_urls(options.workers), api_key=options.workers_key
+        )
     if options.ray is None:
-        return None
-    engines = _engines(options.engines or "1")
-    return RayOptions(options.ray, *engines, _resources(options.ray_resources))
+        return EngineOptions(**shared)
+    least, needed, most = _engines(options.engines or "1")
+    return RayOptions(
+        **shared,
+        address=options.ray,
+        min_engines=least,
+        needed_engines=needed,
+        max_engines=most,
+        resources=_resources(options.ray_resources),
+    )
 
 
 def _urls(text: str) -> tuple[str, ...]:
@@ -208,7 +258,7 @@ def _urls(text: str) -> tuple[str, ...]:
     return urls
 
 
-def _config(argv: list[str]) -> OfflineBatchConfig:
+def _config_option(argv: list[str]) -> str | None:
     """Our settings in the options of a job whose engines have theirs already."""
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, exit_on_error=False
@@ -223,7 +273,8 @@ def _config(argv: list[str]) -> OfflineBatchConfig:
             f"{rest[0].partition('=')[0]}: the servers of --workers have their model and "
             "options already; leave it out."
         )
-    return OfflineBatchConfig.from_json(known.offline_batch_config)
+    config: str | None = known.offline_batch_config
+    return config
 
 
 def _not_here() -> Any:

@@ -18,11 +18,13 @@ from ..errors import (
     StoreWriteError,
 )
 from ..fleet.head_state import CRASHES
+from ..inputs.job_input import JobInput
 from ..inputs.local_input import LocalInput, describe_change, write_digests
 from ..request import named_job_id
 from ..store.files import NAME as EPOCH
 from ..store.files import FileLock, atomic_write, next_epoch
-from ..store.result_log import ResultLog
+from ..store.result_log import ResultLog, finished_lines
+from .backend_options import served_name
 from .outputs import Outputs
 from .shared_state import PLACE, RECORD, RESULTS, SharedState, StateUrl
 from .summary import Summary
@@ -36,6 +38,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
     served_model: its name in requests. Empty if an earlier version began the job.
     uploaded: whether the results are at their URLs.
     summary: of a complete job.
+    rows: the options that made its requests from rows, by name. None if an earlier version
+        began the job.
     """
 
     input_sha256: str
@@ -45,6 +49,14 @@ class JobRecord(msgspec.Struct, kw_only=True):
     complete: bool = False
     uploaded: bool = False
     summary: dict[str, Any] | None = None
+    rows: dict[str, Any] | None = None
+
+    def changed_options(self, job_input: JobInput) -> list[str]:
+        """The options that make other requests from rows now, such as ``--template``."""
+        now = job_input.row_options()
+        before = now if self.rows is None else self.rows
+        names = sorted(now.keys() | before.keys())
+        return [name for name in names if now.get(name) != before.get(name)]
 
 
 class JobDirectory:
@@ -55,6 +67,7 @@ class JobDirectory:
 
     Attributes:
         path: ``<output>.job``.
+        earlier: the record that :meth:`restore` found.
         record: of the job, after :meth:`begin` or :meth:`resume_finished`.
         shared: its state at a URL, if it has one.
     """
@@ -71,6 +84,7 @@ class JobDirectory:
         self._digests_path = self.path / "input.digests"
         self._lock = FileLock(self.path / "lock")
         self._afresh = False
+        self.earlier: JobRecord | None = None
         self._log: ResultLog | None = None
 
     def __enter__(self) -> JobDirectory:
@@ -106,55 +120,71 @@ class JobDirectory:
         """The file for SGLang's log."""
         return self.path / "engine.log"
 
-    def is_finished(self, input_sha256: str | None = None) -> bool:
-        """Whether a job is complete, and its output exists.
+    def restore(self) -> JobRecord | None:
+        """The record of an earlier job, from where ``--state`` has it. None: there is none.
 
-        Args:
-            input_sha256: only a job on this input counts. None: on any.
+        Raises:
+            InputError: this directory has another job than ``--state``, or the job is
+                complete and its output is elsewhere.
+            ConfigError: the output was not written by a job, or the record cannot be
+                read.
+            StoreError: the state cannot be read.
         """
-        found = self._recorded()
-        return (
-            found is not None
-            and found.complete
-            and input_sha256 in (None, found.input_sha256)
-            and self._output_exists(found)
-        )
-
-    def resume_finished(self) -> JobRecord:
-        """The record of a finished job, which is this job."""
-        found = self._recorded()
-        assert found is not None, "is_finished() comes first"
-        self.record = found
+        if self.shared is not None:
+            self.shared.restore()
+        found = self.earlier = self._recorded()
+        path = self.outputs.output.path
+        if found is None and path.exists():
+            raise ConfigError(
+                f"{path} exists and was not written by this command; remove it, choose "
+                "another output, or pass --overwrite."
+            )
+        if self.shared and found and found.complete and not self.is_complete(found):
+            raise InputError(
+                f"the job of --state {self._state} is complete, and its output is not here: "
+                f"there is no {path}. Look for it on the machine that ended the job, or "
+                "pass --overwrite to start again."
+            )
         return found
 
-    def check_model(self, known: argparse.Namespace) -> None:
-        """Raises InputError if the job began with another model, or name of it.
+    def is_complete(self, found: JobRecord) -> bool:
+        """Whether a job is complete, and its output exists."""
+        output = self.outputs.output
+        there = output.path.exists() or (output.is_remote and found.uploaded)
+        return found.complete and there
+
+    def has_answers(self, found: JobRecord) -> bool:
+        """Whether any request of a job was answered other than with an error."""
+        if found.complete:
+            return bool((found.summary or {}).get("completed", 1))
+        if not self._has_results():
+            return False
+        with open(self._log_path, "rb") as log:
+            end = self._log_path.stat().st_size
+            return any(finished_lines(log, end, ok=True))
+
+    def check_model(self, found: JobRecord, known: argparse.Namespace) -> None:
+        """Raises InputError if a job began with another model, or name of it.
 
         Args:
             known: SGLang's arguments, as far as they are known without SGLang.
         """
-        found = self._recorded()
-        if found is not None and hasattr(known, "model_path"):
-            served = getattr(known, "served_model_name", None) or known.model_path
-            self._check_same_model(found, known.model_path, served)
+        if not found.complete and not self._has_results():
+            return  # the engine did not start, perhaps for its model
+        self._check_same("--model-path", found.model, known.model_path)
+        # Lines that were refused for naming another model have their answers already.
+        if found.served_model:
+            served = served_name(known)
+            self._check_same("--served-model-name", found.served_model, served)
 
-    def restore(self) -> None:
-        """Go on where the job of ``--state`` is, wherever it ran.
-
-        Raises:
-            InputError: this directory has another job, or the job is complete and its
-                output is elsewhere.
-            StoreError: the state cannot be read.
-        """
-        if self.shared is None:
-            return
-        self.shared.restore()
-        found = self._recorded()
-        if found is not None and found.complete and not self._output_exists(found):
+    def check_input(self, found: JobRecord, local: LocalInput) -> None:
+        """Raises InputError if a job began with another input; names its lines."""
+        if found.input_sha256 != local.sha256():
+            change = describe_change(self._digests_path, local)
             raise InputError(
-                f"the job of --state {self._state} is complete, and its output is not here: "
-                f"there is no {self.outputs.output.path}. Look for it on the machine "
-                "that ended the job, or pass --overwrite to start again."
+                f"{self.outputs.output} was begun with another input"
+                f"{f': {change}' if change else ''}. Restore it to resume the job, or "
+                "pass --overwrite to start again."
             )
 
     def epoch(self) -> int:
@@ -163,56 +193,32 @@ class JobDirectory:
             return next_epoch(self.path)
         return self.shared.epoch
 
-    def check_output(self) -> None:
-        """Raises ConfigError if the output exists and was not written by a job."""
-        path = self.outputs.output.path
-        if self._recorded() is None and path.exists():
-            raise ConfigError(
-                f"{path} exists and was not written by this command; remove it, choose "
-                "another output, or pass --overwrite."
-            )
-
-    def check_input(self, local: LocalInput) -> None:
-        """Raises InputError if the job began with another input; names its lines."""
-        found = self._recorded()
-        if found is not None and found.input_sha256 != local.sha256():
-            change = describe_change(self._digests_path, local)
-            raise InputError(
-                f"{self.outputs.output} was begun with another input"
-                f"{f': {change}' if change else ''}. Restore it to resume the job, or "
-                "pass --overwrite to start again."
-            )
+    def resume_finished(self) -> JobRecord:
+        """The record of the earlier job, which is complete and this job."""
+        assert self.earlier is not None, "restore() found it"
+        self.record = self.earlier
+        return self.record
 
     def remember_input(self, local: LocalInput) -> None:
         """Keep the facts that a later run needs to name the lines of a changed input."""
         write_digests(self._digests_path, local)
 
     def begin(self, record: JobRecord, *, overwrite: bool) -> None:
-        """Resume the recorded job, or begin a new one.
+        """Resume the job that :meth:`restore` found, or begin a new one.
 
         Args:
             record: of the job that this run is for.
             overwrite: discard an earlier job with this output.
-
-        Raises:
-            InputError: the recorded job has another input or model.
-            ConfigError: the output was not written by a job, or the record cannot be
-                read.
         """
         if overwrite:
             begun = (self._record_path, self._log_path, self.path / CRASHES)
             for path in (*begun, self.outputs.output.path):
                 path.unlink(missing_ok=True)
-        self.check_output()
         self.record = record
         self._afresh = overwrite
-        found = self._recorded()
-        if found is None:
-            return
-        self._check_same("input file", found.input_sha256, record.input_sha256)
-        self._check_same_model(found, record.model, record.served_model)
+        found = None if overwrite else self.earlier
         # A finished job whose output was deleted starts again.
-        if not found.complete or self._output_exists(found):
+        if found is not None and (not found.complete or self.is_complete(found)):
             self.record = found
             found.model, found.served_model = record.model, record.served_model
 
@@ -295,14 +301,6 @@ class JobDirectory:
                 "start again."
             ) from None
 
-    def _check_same_model(self, found: JobRecord, model: str, served: str) -> None:
-        if not found.complete and not self._has_results():
-            return  # the engine did not start, perhaps for its model
-        self._check_same("--model-path", found.model, model)
-        # Lines that were refused for naming another model have their answers already.
-        if found.served_model:
-            self._check_same("--served-model-name", found.served_model, served)
-
     def _has_results(self) -> bool:
         return self._log_path.exists() and self._log_path.stat().st_size > 0
 
@@ -313,10 +311,6 @@ class JobDirectory:
                 f"now it is {now}. Restore it to resume the job, or pass --overwrite to "
                 "start again."
             )
-
-    def _output_exists(self, record: JobRecord) -> bool:
-        output = self.outputs.output
-        return output.path.exists() or (output.is_remote and record.uploaded)
 
     def _write_record(self) -> None:
         with atomic_write(self._record_path) as file:

@@ -76,6 +76,13 @@ examples:
 """
 
 
+# Our settings with an option of their own.
+_SETTINGS = (
+    *("policy", "max_inflight", "dedupe", "answer_cache", "dollars_per_hour"),
+    "stop_rules",
+)
+
+
 def add_run(commands: Any, run: Callable[..., int]) -> None:
     """Add ``run`` to the commands."""
     parser = commands.add_parser(
@@ -153,22 +160,10 @@ def _add_backend(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def named_model(server_argv: list[str]) -> str | None:
-    """The model's name in requests, as far as these options of SGLang tell.
-
-    None if it may be elsewhere, such as in the file of ``--config``.
-    """
-    if any(arg.split("=")[0] == "--config" for arg in server_argv):
-        return None
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    parser.add_argument("--model-path", "--model")
-    parser.add_argument("--served-model-name")
-    try:
-        named, _ = parser.parse_known_args(server_argv)
-    except argparse.ArgumentError:
-        return None
-    name: str | None = named.served_model_name or named.model_path
-    return name
+def given_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Our settings that have an option of their own, those that are given."""
+    given = {name: getattr(options, name) for name in _SETTINGS}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,6 @@ from ..batch_api.equal_requests import EqualRequests, find_equal
 from ..batch_api.jsonl import BatchFile
 from ..batch_api.lines import invalid_line, result_line, unrun_line
 from ..batch_api.stop_rules.rule_settings import with_stop_rules
-from ..config import OfflineBatchConfig
 from ..errors import (
     ConfigError,
     EngineError,
@@ -37,9 +36,10 @@ from ..job.job_planner import compile_planner
 from ..job.occupancy import Tail
 from ..request import BatchRequestInput, RequestOutput, Usage
 from ..store.result_log import ResultLog
-from .backend_options import StartEngine
+from .backend_options import EngineSettings, served_name
 from .engine_log import EngineLog
-from .job_directory import JobDirectory, JobRecord
+from .job_directory import JobRecord
+from .prepare import PreparedRun
 from .progress import Display, Progress, engines_running
 from .shared_state import TakenOver
 from .stop_signals import StopSignals
@@ -54,52 +54,36 @@ class RunningJob:
 
     def __init__(
         self,
-        directory: JobDirectory,
-        local: LocalInput,
-        requests: BatchFile,
-        config: OfflineBatchConfig,
+        prepared: PreparedRun,
+        settings: EngineSettings,
         engine_log: EngineLog,
         display: Display,
-        *,
-        enough: float | None = None,
         cached: CachedAnswers | None = None,
     ) -> None:
         """
         Args:
-            enough: the share of answers after which the job ends.
+            prepared: a job that is not complete.
             cached: answers of earlier jobs, and those of this one for later ones.
         """
-        self._job_id = directory.job_id
-        self._directory = directory
-        self._local = local
-        self._requests = requests
-        self._config = config
+        assert prepared.local is not None and prepared.requests is not None
+        self._prepared = prepared
+        self._settings = settings
+        self._directory = prepared.directory
+        self._job_id = prepared.directory.job_id
+        self._local = prepared.local
+        self._requests = prepared.requests
+        self._config = prepared.config
         self._engine_log = engine_log
         self._display = display
-        self._enough = enough
+        self._enough = prepared.options.enough
         self._cached = cached
         self._begun = time.monotonic()
         self._started = False
         self._fleet: FleetEngine | None = None
         self._signals = StopSignals()
 
-    def run(
-        self,
-        start: StartEngine,
-        *,
-        memory_note: str,
-        model: str,
-        served_model: str,
-        overwrite: bool,
-    ) -> Summary | None:
+    def run(self) -> Summary | None:
         """Load the model, run the requests, and write the output.
-
-        Args:
-            start: loads the model in its engine.
-            memory_note: told instead of the engine's KV capacity, unless empty.
-            model: path or name of the model, as the user gave it.
-            served_model: its name in requests.
-            overwrite: discard an earlier job with this output.
 
         Returns:
             None if a signal stopped the job before its end.
@@ -108,14 +92,15 @@ class RunningJob:
             EngineError: the engine failed; the same command may succeed.
             ConfigError: it cannot start with this model and these options.
         """
-        requests = self._requests
+        requests, known = self._requests, self._prepared.known
         record = JobRecord(
             input_sha256=self._local.sha256(),
-            model=model,
-            served_model=served_model,
+            model=known.model_path,
+            served_model=served_name(known),
             num_requests=len(requests),
+            rows=self._prepared.options.job_input.row_options(),
         )
-        self._directory.begin(record, overwrite=overwrite)
+        self._directory.begin(record, overwrite=self._prepared.afresh)
         self._directory.remember_input(self._local)
         self._log = log = self._directory.open_log()
         self._before = Counts.of(log)
@@ -130,7 +115,7 @@ class RunningJob:
         if self._is_over:
             summary = Summary.of_log(log, self._before, seconds=0.0)
         else:
-            summary = self._run_unfinished(start, memory_note)
+            summary = self._run_unfinished()
         if summary is not None and self._local.fields is not None:
             summary = replace(
                 summary, fields=msgspec.structs.asdict(self._local.fields)
@@ -156,12 +141,12 @@ class RunningJob:
             given_up_message(self._enough),
         )
 
-    def _run_unfinished(self, start: StartEngine, memory_note: str) -> Summary | None:
+    def _run_unfinished(self) -> Summary | None:
         try:
             compiling = threading.Thread(target=self._compile, daemon=True)
             compiling.start()
             self._find_equal()
-            return self._run(start, memory_note, compiling)
+            return self._run(compiling)
         except SGLangBatchError:
             raise
         except Exception as error:
@@ -170,22 +155,22 @@ class RunningJob:
                 raise
             raise self._failure(error) from error
 
-    def _run(
-        self, start: StartEngine, memory_note: str, compiling: threading.Thread
-    ) -> Summary | None:
+    def _run(self, compiling: threading.Thread) -> Summary | None:
         from ..srt.plugin import engine_death
 
         engine_death.listen(self._died)
         with ExitStack() as stack:
             with self._display.showing(self._starting):
-                engine, loop = stack.enter_context(start())
+                place, settings = self._prepared.options.engine, self._settings
+                started = place.start(settings, self._directory)
+                engine, loop = stack.enter_context(started)
                 self._fleet = engine if isinstance(engine, FleetEngine) else None
                 loop.run_until_complete(engine.connect())
             self._started = True
             capacity = f"{engine.machine.limits.kv_capacity_tokens:,} tokens of KV"
             self._display.say(
                 f"Engine ready after {time.monotonic() - self._begun:.0f} s: "
-                f"{memory_note or capacity}."
+                f"{settings.memory_note or capacity}."
             )
             if dashboard := _ray_dashboard():
                 self._display.say(f"Ray's dashboard: {dashboard}")

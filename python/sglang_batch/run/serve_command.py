@@ -24,27 +24,27 @@ from .backend_options import (
     transformers_options,
     transformers_settings,
 )
-from .fleet_options import FleetOptions, WorkerOptions
+from .fleet_options import EngineOptions, WorkerOptions
 from .model_place import check_model
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 30000
 _SSL = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password")
 
 
-def serve(backend: str, argv: list[str], fleet: FleetOptions | None = None) -> int:
+def serve(engine: EngineOptions) -> int:
     """Become ``python -m sglang.launch_server --offline-batch``, or serve with ours.
 
     Args:
-        backend: one of :data:`.options.backend_options.BACKENDS`.
-        argv: the engine's options, and those of the server.
-        fleet: the servers that have the engines, if it is not in this one.
+        engine: where it is: in this process, or in other servers. Its options include those
+            of the server.
 
     Raises:
         ConfigError: an option or the model cannot be used.
         StoreError: another server uses the port or the directory.
     """
-    if isinstance(fleet, WorkerOptions):
-        return _serve_front(backend, argv, fleet)
+    backend, argv = engine.backend, [*engine.argv]
+    if isinstance(engine, WorkerOptions):
+        return _serve_front(engine)
     from ..srt.compat.command_line import check_arguments
 
     if backend == "auto":
@@ -70,13 +70,13 @@ def _serve_transformers(argv: list[str]) -> int:
     return ExitStatus.OK
 
 
-def _serve_front(backend: str, argv: list[str], fleet: WorkerOptions) -> int:
-    if backend != BACKENDS[0]:
+def _serve_front(fleet: WorkerOptions) -> int:
+    if fleet.backend != BACKENDS[0]:
         raise ConfigError(
-            f"--backend {backend}: the servers of --workers have their engines already; "
+            f"--backend {fleet.backend}: the servers of --workers have their engines already; "
             "leave it out."
         )
-    known = _front_options(argv)
+    known = _front_options([*fleet.argv])
     config = OfflineBatchConfig.from_json(known.offline_batch_config)
     _check_port(known.host, known.port)
     directory = _batch_directory(known)

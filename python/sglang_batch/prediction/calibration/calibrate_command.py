@@ -32,7 +32,7 @@ from ...request import (
     named_job_id,
     random_prompts,
 )
-from ...run.backend_options import check_backend_arguments
+from ...run.backend_options import known_arguments
 from ...run.engine_log import EngineLog
 from ...run.model_place import check_model
 from ...run.progress import Display
@@ -102,7 +102,7 @@ def calibrate(
         StoreWriteError: the result cannot be written.
     """
     signal.signal(signal.SIGTERM, _interrupt)
-    known = check_backend_arguments("sglang", server_argv)
+    known = known_arguments("sglang", server_argv)
     _check_one_engine(known)
     check_model(known)
     handle, name = tempfile.mkstemp(prefix="sglang-batch-calibrate-", suffix=".log")

@@ -112,6 +112,48 @@ def test_a_table_is_answered_row_by_row(tmp_path: Path, engine: Echo) -> None:
     assert message["content"] == "Say: How?"
 
 
+def test_another_template_starts_again_only_where_nothing_was_answered(
+    tmp_path: Path, engine: Echo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = make_file(tmp_path, b"id,q\nbad,How?\n", "t.csv")
+    out = tmp_path / "out"
+    command = ["-i", table, "-o", out, "--template"]
+    assert run(*command, "Say: {{q}}", "--id-column", "id") == EXIT_LINES_FAILED
+    assert run(*command, "Tell: {{q}}", "--id-column", "q") == 0
+    said = capsys.readouterr().err
+    assert "Starting again with another --id-column and --template: no line" in said
+    [line] = map(json.loads, out.read_text().splitlines())
+    message = line["response"]["body"]["choices"][0]["message"]
+    assert message["content"] == "Tell: How?"
+    for _ in range(2):
+        assert run(*command, "Say: {{q}}", "--id-column", "q") == EXIT_BAD_INPUT
+        assert f"{out} was begun with another --template." in capsys.readouterr().err
+    assert run(*command, "Say: {{q}}", "--id-column", "q", "--overwrite") == 0
+
+
+def test_another_template_starts_an_interrupted_run_again(
+    tmp_path: Path, engine: Echo
+) -> None:
+    table = make_file(tmp_path, b"id,q\nbad,How?\nb,Why?\n", "t.csv")
+    command = ["-i", table, "-o", tmp_path / "out", "--id-column", "id", "--template"]
+    engine.raising["b"] = OSError("it broke")
+    assert run(*command, "Say: {{q}}") == EXIT_FAILED
+    engine.raising.clear()
+    assert run(*command, "Tell: {{q}}") == EXIT_LINES_FAILED
+    assert "Tell: Why?" in (tmp_path / "out").read_text()
+
+
+def test_settings_are_checked_before_sglang_is_imported(
+    tmp_path: Path, engine: Echo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch: Any = sys.modules["sglang_batch.srt.engine.in_process"]
+    launch.parse_server_args = lambda _: pytest.fail("SGLang was imported")
+    table = make_file(tmp_path, batch_lines("a"))
+    assert run("-i", table, "-o", tmp_path / "out", "--stop-rules", "[") == 2
+    assert "stop_rules" in capsys.readouterr().err
+    assert not (tmp_path / "out.job").exists()
+
+
 def test_standard_input_is_resumed_only_if_it_is_the_same(
     tmp_path: Path,
     engine: Echo,

@@ -135,6 +135,33 @@ def test_a_template_is_read_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "{{q}}\nIn one word:"}]},
+        ),
+        ("/v1/completions", {"prompt": "{{q}}\nIn one word:"}),
+        ("/v1/embeddings", {"input": "{{q}}\nIn one word:"}),
+    ],
+)
+def test_text_is_a_prompt(tmp_path: Path, endpoint: str, body: dict[str, Any]) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text("{{q}}\nIn one word:\n")
+    for text in (f"@{path}", "{{q}}\nIn one word:"):
+        assert Template.parse(text, endpoint).body == body
+
+
+def test_text_that_is_no_prompt_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="/v1/rerank takes more than a prompt"):
+        Template.parse("{{q}}", "/v1/rerank")
+    path = tmp_path / "prompt.txt"
+    path.write_text("{{q}}")
+    with pytest.raises(ConfigError, match="name it as @"):
+        Template.parse(str(path))
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("{", "--template is not JSON"),

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from sglang_batch.cli import main
+from sglang_batch.cli import _parser, main
 from sglang_batch.errors import InputError, StoreError
 from sglang_batch.request import Usage
 from sglang_batch.run.job_directory import JobDirectory, JobRecord
 from sglang_batch.run.outputs import Outputs
+from sglang_batch.run.run_options import command_line, plan_options
 
 
 def run(tmp_path: Path, content: bytes, *options: str, output: str = "out") -> int:
@@ -126,6 +128,30 @@ def test_a_model_without_results_can_be_changed(tmp_path: Path) -> None:
     assert begun("good", results=1) == "good"
     with pytest.raises(InputError, match="another --model-path: it was good, now"):
         begun("other")
+
+
+def test_the_main_options_of_run_are_few(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    options = capsys.readouterr().out.partition("Every other option")[0]
+    main_ones, _, advanced = options.partition("\nadvanced:\n")
+    assert len(re.findall(r"^  .*--[a-z]", main_ones, re.M)) <= 24
+    assert "--max-inflight" in advanced and "--workers-key" in advanced
+
+
+def test_the_command_of_a_run_is_what_was_typed() -> None:
+    typed = [
+        *("run", "-i", "a b.csv", "c.csv", "--template", "Say: {{q}}"),
+        *("--url", "/v1/completions", "--skip-invalid", "-o", "out", "--enough", "0.5"),
+    ]
+    options = _parser().parse_args([*typed, "--dry-run"])
+    assert command_line(options) == ["sglang-batch", *typed]
+    planned, _ = plan_options(_parser(), options, ["--model-path", "m", "--choose"])
+    assert command_line(planned) == ["sglang-batch", *typed]
+    alone = _parser().parse_args(["plan", "-i", "a", "--dedupe", "off", "--choose"])
+    assert command_line(alone) == [
+        *("sglang-batch", "run", "-i", "a", "-o", "answers.jsonl", "--dedupe", "off")
+    ]
 
 
 @pytest.mark.parametrize("command", [[], ["run"], ["demo-model"]])

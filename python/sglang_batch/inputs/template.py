@@ -1,6 +1,7 @@
 """Requests made from the rows of a table.
 
-A template is a JSON object with placeholders such as ``{{question}}`` in its strings.
+A template is a prompt, or a JSON object that is the body of a request, with placeholders
+such as ``{{question}}`` in its strings.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from uuid import UUID
 import msgspec
 import numpy as np
 
+from ..batch_api.protocol import ENDPOINTS
 from ..errors import ConfigError, InputError
 
 
@@ -53,38 +55,38 @@ class Template:
         self._before, self._after = self._parts[:at], self._parts[at or 0 :][1:]
         if not self.columns:
             raise ConfigError(
-                "the template uses no column: write one as {{name}}, such as "
+                "the template uses no column: write one as {{name}}, such as 'Answer in "
+                "one word: {{question}}', or in JSON "
                 '{"messages": [{"role": "user", "content": "{{question}}"}]}.'
             )
 
     @classmethod
-    def parse(cls, text: str) -> Template:
-        """A template from JSON text, or from ``@FILE``.
+    def parse(cls, text: str, endpoint: str = "/v1/chat/completions") -> Template:
+        """A template from text, or from the text in ``@FILE``.
 
-        Raises ConfigError as the class.
+        A JSON object is the body of a request. Any other text is the prompt itself.
+
+        Args:
+            endpoint: which decides the place of a prompt in a body.
+
+        Raises:
+            ConfigError: it cannot be read, is JSON but not an object, or uses no column.
         """
         where = "--template"
         if text.startswith("@"):
             where = text[1:]
-            try:
-                text = Path(where).read_text(encoding="utf-8-sig")
-            except OSError as error:
-                raise ConfigError(
-                    f"the template {where} cannot be read: {error.strerror}."
-                ) from None
-            except UnicodeDecodeError as error:
-                raise ConfigError(
-                    f"the template {where} is not UTF-8: {error}"
-                ) from None
+            text = _text_of_file(where).removesuffix("\n")
         try:
             body = json.loads(text)
         except (ValueError, RecursionError) as error:
-            outside = f"; {BEGIN} must be inside of a string" * has_marker(text)
-            raise ConfigError(f"{where} is not JSON: {error}{outside}") from None
+            if not _is_prompt(text):
+                outside = f"; {BEGIN} must be inside of a string" * has_marker(text)
+                raise ConfigError(f"{where} is not JSON: {error}{outside}") from None
+            body = _prompt_body(text, endpoint, where)
         if not isinstance(body, dict):
             raise ConfigError(
-                f"{where} must be a JSON object, the body of a request; it is a "
-                f"{type(body).__name__}."
+                f"{where} must be a JSON object, the body of a request, or a prompt as "
+                f"text; it is a {type(body).__name__}."
             )
         return cls(body)
 
@@ -119,6 +121,36 @@ class Template:
     def head(self, row: Mapping[str, Any]) -> str:
         """What the prompt of a row has before its block, if columns are in it."""
         return filled(self._head, row)
+
+
+def _text_of_file(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(
+            f"the template {name} cannot be read: {error.strerror}."
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the template {name} is not UTF-8: {error}") from None
+
+
+def _is_prompt(text: str) -> bool:
+    """Whether text that is no JSON is a prompt, not a body with a mistake."""
+    begin = text.lstrip()
+    return not begin.startswith("{") or begin.startswith("{{")
+
+
+def _prompt_body(prompt: str, endpoint: str, where: str) -> dict[str, Any]:
+    """The body of a request with this prompt."""
+    key, *others = ENDPOINTS[endpoint].required
+    if others or key not in ("messages", "prompt", "input"):
+        raise ConfigError(
+            f"{where} must be a JSON object, the body of a request: {endpoint} takes more "
+            "than a prompt."
+        )
+    if not _PLACEHOLDER.search(prompt) and Path(prompt).is_file():
+        raise ConfigError(f"{where} {prompt} is a file; name it as @{prompt}.")
+    return {key: [{"role": "user", "content": prompt}] if key == "messages" else prompt}
 
 
 class SplitLine(msgspec.Struct, array_like=True):

@@ -11,7 +11,6 @@ import contextlib
 import difflib
 import inspect
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -194,8 +193,6 @@ _VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 # A data frame in, the same frame with a column of answers out.
 
-_JSON_OBJECT = re.compile(r'\s*\{\s*"')
-
 
 def map_table(
     frame: Any,
@@ -321,20 +318,9 @@ _OWN = [
 
 
 def _template(template: Mapping[str, Any] | str, endpoint: str) -> Template:
-    if not isinstance(template, str):
-        return Template(dict(template))
-    if template.startswith("@") or _JSON_OBJECT.match(template):
-        return Template.parse(template)
-    field = ENDPOINTS[endpoint].required[0]
-    if field == "messages":
-        body: dict[str, Any] = {field: [{"role": "user", "content": template}]}
-    elif field in ("prompt", "input"):
-        body = {field: template}
-    else:
-        raise ConfigError(
-            f"a template for {endpoint} is a dictionary, the body of a request."
-        )
-    return Template(body)
+    if isinstance(template, str):
+        return Template.parse(template, endpoint)
+    return Template(dict(template))
 
 
 def _write(table: Any, path: Path) -> None:

@@ -108,7 +108,7 @@ class RowLines:
             raise ConfigError(f"id_column={id_column!r} needs a template.")
         self._template = None
         if isinstance(template, str):
-            self._template = Template.parse(template)
+            self._template = Template.parse(template, self._url)
         elif template is not None:
             self._template = Template(dict(template))
         self._id_column = id_column

@@ -140,6 +140,8 @@ def _row_share(
 
 # The report of ``--choose``: ways to run a job, and SGLang's options for the best.
 
+# The order of a run that names none.
+DEFAULT_POLICY = "dfs"
 # Ways that are listed without a simulation, for each box.
 LISTED = 12
 # Counts a model: SGLang's ``--quantization`` and ``--kv-cache-dtype``, None as stored.
@@ -316,7 +318,8 @@ class ChoiceReport:
         said = f"Chosen: {chosen.way.parallel} on {chosen.box}"
         if len(self.boxes) > 1:
             said += " (least price)" if chosen.price is not None else " (least time)"
-        command = f"{self.command} {shlex.join(chosen.arguments)}"
+        policy = [] if chosen.policy == DEFAULT_POLICY else ["--policy", chosen.policy]
+        command = f"{self.command} {shlex.join([*policy, *chosen.arguments])}"
         return f"{said}, {time_text(chosen.seconds)}. Run it with:\n  {command}"
 
 

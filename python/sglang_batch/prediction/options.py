@@ -22,7 +22,7 @@ from ..run.option_types import (
     share,
     whole,
 )
-from ..run.run_options import add_inputs
+from ..run.run_options import add_advanced_inputs, add_inputs
 from .calibration.decode_shapes import MIN_ROWS
 from .models import MODELS
 from .synthetic_jobs import (
@@ -91,6 +91,7 @@ def add_plan(commands: Subparsers, run: Callable[..., int]) -> None:
         allow_abbrev=False,
     )
     add_inputs(plan, required=False)
+    add_advanced_inputs(plan)
     plan.add_argument(
         "--model-path", "--model", metavar="MODEL",
         help="directory, or name on the Hugging Face hub; only the configuration and "

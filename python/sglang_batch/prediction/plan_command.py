@@ -34,7 +34,7 @@ from ..request import BatchRequestInput
 from ..run.backend_options import known_arguments, served_name
 from ..run.model_place import check_model
 from ..run.prepare import checked_requests
-from ..run.run_options import job_input
+from ..run.run_options import command_line, job_input
 from ..store.token_spool import TokenSpool
 from .machine_choice import choose, chosen_device, make_machine
 from .options import boxes, check_choice
@@ -124,12 +124,10 @@ def _plan_input(
         if servers:
             n = len(rendered.requests)
             origin = _origin_of_lengths(rendered.requests, options.default_output_len)
-            named_input = shlex.join(map(str, options.input_file))
-            model_path = shlex.quote(options.model_path)
             return choose(
                 options,
                 job=f"{title}, {n:,} requests; output lengths: {origin}",
-                command=f"sglang-batch run -i {named_input} --model-path {model_path}",
+                command=shlex.join([*command_line(options), *server_argv]),
                 requests=rendered.requests,
                 config=rendered.model_config,
                 count=count,

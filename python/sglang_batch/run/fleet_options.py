@@ -193,14 +193,18 @@ def add_fleet(parser: argparse.ArgumentParser) -> None:
         "MIN may be 0 if the cluster has no room yet",
     )  # fmt: skip
     group.add_argument(
-        "--ray-resources", metavar="JSON",
-        help="with --ray: what each engine takes, by Ray's names (default: one CPU, and "
-        "a GPU for each rank of --tp and --pp)",
-    )  # fmt: skip
-    group.add_argument(
         "--workers", metavar="URL,...",
         help="run the job on these offline servers (`sglang-batch serve`), with their model "
         "and options",
+    )  # fmt: skip
+
+
+def add_advanced_fleet(group: argparse._ActionsContainer) -> None:
+    """Add the options that few fleets need."""
+    group.add_argument(
+        "--ray-resources", metavar="JSON",
+        help="with --ray: what each engine takes, by Ray's names (default: one CPU, and "
+        "a GPU for each rank of --tp and --pp)",
     )  # fmt: skip
     group.add_argument(
         "--workers-key", metavar="KEY", help="admin key of the servers of --workers"

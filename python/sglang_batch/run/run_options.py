@@ -11,7 +11,7 @@ from ..batch_api.protocol import ENDPOINTS
 from ..config import POLICY_HELP, add_setting, settings_help
 from ..errors import ConfigError
 from .backend_options import BACKENDS
-from .fleet_options import add_fleet
+from .fleet_options import add_advanced_fleet, add_fleet
 from .option_types import count, enough
 
 if TYPE_CHECKING:
@@ -46,11 +46,12 @@ inputs:
 Outputs can be URLs too. They are uploaded at the end, over http(s) by PUT. Outputs whose
 names end in .gz or .zst are compressed.
 
-A template is the body of a request. "{{column}}" takes the column's value with its JSON
-type; inside a longer string it becomes text. Missing values and NaN become null, or
-empty inside a longer string. Dates, decimals and all CSV values become text. Lines between
-{{#fields}} and {{/fields}} in a string are a block: their order carries no meaning, and
---optimize-fields chooses one for each row, so that more of the prompts is computed once.
+A template is the prompt of a request as plain text, in which {{column}} becomes the value
+as text, or its whole body as a JSON object, in which "{{column}}" takes the value with its
+JSON type. Missing values and NaN become null, or empty inside a longer string. Dates,
+decimals and all CSV values become text. Lines between {{#fields}} and {{/fields}} are a
+block: their order carries no meaning, and --optimize-fields chooses one for each row, so
+that more of the prompts is computed once.
 
 exit status:
   0  every request was answered; with --skip-invalid, or refused as invalid; with
@@ -66,7 +67,7 @@ examples:
   sglang-batch run -i requests.jsonl -o answers.jsonl \\
       --model-path meta-llama/Llama-3.1-8B-Instruct --tp 2
   sglang-batch run -i questions.parquet -o answers.jsonl.gz --id-column id \\
-      --template '{"messages": [{"role": "user", "content": "{{question}}"}]}' \\
+      --template 'Answer in one word: {{question}}' \\
       --model-path meta-llama/Llama-3.1-8B-Instruct
   sglang-batch run -i products.csv -o labels.jsonl --optimize-fields --template \\
       '{"prompt": "A toy?\\n{{#fields}}Name: {{name}}\\nMaker: {{maker}}{{/fields}}"}' \\
@@ -98,27 +99,41 @@ def add_run(commands: Any, run: Callable[..., int]) -> None:
     add_inputs(parser, required=True)
     _add_outputs(parser)
     add_setting(parser, "policy", f"Default: dfs. {POLICY_HELP}")
-    add_setting(parser, "max_inflight", metavar="N")
-    add_setting(parser, "answer_cache", metavar="DIR")
     parser.add_argument(
         "--enough", type=enough, metavar="SHARE",
         help="end when this share of the requests, such as 99%%, has an answer: the others "
         "are given up, and their lines say so",
     )  # fmt: skip
-    add_setting(parser, "dollars_per_hour", metavar="PRICE")
-    add_setting(
-        parser, "stop_rules",
-        """Others are {"regex": "..."} and {"repetition": true}, for answers that loop""",
-        metavar="JSON",
-    )  # fmt: skip
     _add_backend(parser)
-    add_fleet(parser)
     parser.add_argument(
         "--dry-run", action="store_true",
         help="check all requests and predict the run as `sglang-batch plan` does, "
         "whose options can be added; nothing runs, no weights are loaded",
     )  # fmt: skip
+    add_fleet(parser)
+    _add_advanced(parser)
     parser.set_defaults(run=run)
+
+
+def _add_advanced(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "advanced", "`sglang-batch serve --help` has all settings."
+    )
+    add_advanced_inputs(group)
+    add_setting(group, "max_inflight", metavar="N")
+    add_setting(
+        group, "stop_rules",
+        """Others are {"regex": "..."} and {"repetition": true}, for answers that loop""",
+        metavar="JSON",
+    )  # fmt: skip
+    add_setting(group, "answer_cache", metavar="DIR")
+    add_setting(group, "dollars_per_hour", metavar="PRICE")
+    group.add_argument(
+        "--output-tmp-dir", type=Path, metavar="DIR",
+        help="directory of the running job if the output is a URL (default: in the "
+        "user's cache); name the same one to resume",
+    )  # fmt: skip
+    add_advanced_fleet(group)
 
 
 def add_serve(commands: Any, serve: Callable[..., int]) -> None:
@@ -176,11 +191,6 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         help="file or URL for lines answered with an error (default: among the results)",
     )  # fmt: skip
     parser.add_argument(
-        "--output-tmp-dir", type=Path, metavar="DIR",
-        help="directory of the running job if the output is a URL (default: in the "
-        "user's cache); name the same one to resume",
-    )  # fmt: skip
-    parser.add_argument(
         "--state", metavar="URL",
         help="URL or shared directory that keeps the state of the job too: the same command "
         "resumes it on any machine",
@@ -199,9 +209,9 @@ def add_inputs(parser: argparse.ArgumentParser, *, required: bool) -> None:
         help="JSONL batch requests; several inputs are one job, in this order",
     )  # fmt: skip
     parser.add_argument(
-        "--template", metavar="JSON|@FILE",
-        help="the inputs are tables: each row becomes a request with this body, in "
-        'which "{{column}}" stands for a value of the row',
+        "--template", metavar="TEXT|JSON|@FILE",
+        help="the inputs are tables: each row becomes a request with this prompt, or with "
+        'this body in JSON, in which "{{column}}" stands for a value of the row',
     )  # fmt: skip
     parser.add_argument(
         "--url", choices=tuple(ENDPOINTS), default="/v1/chat/completions",
@@ -214,11 +224,6 @@ def add_inputs(parser: argparse.ArgumentParser, *, required: bool) -> None:
         "row, from 0)",
     )  # fmt: skip
     parser.add_argument(
-        "--optimize-fields", action="store_true",
-        help="with a block in --template: choose the order of its lines for each row, so "
-        "that prompts have more of their beginnings in common",
-    )  # fmt: skip
-    parser.add_argument(
         "--max-requests", type=count, metavar="N",
         help="run only the first N requests of the input",
     )  # fmt: skip
@@ -227,8 +232,17 @@ def add_inputs(parser: argparse.ArgumentParser, *, required: bool) -> None:
         help="answer lines that are no valid requests with an error and run the others "
         "(default: refuse the input with a list of these lines)",
     )  # fmt: skip
+
+
+def add_advanced_inputs(group: argparse._ActionsContainer) -> None:
+    """Add the options that change how the input is read and computed."""
+    group.add_argument(
+        "--optimize-fields", action="store_true",
+        help="with a block in --template: choose the order of its lines for each row, so "
+        "that prompts have more of their beginnings in common",
+    )  # fmt: skip
     add_setting(
-        parser, "dedupe",
+        group, "dedupe",
         "Equal are greedy ones, and those for embeddings and scores. Default: auto",
     )  # fmt: skip
 
@@ -245,7 +259,7 @@ def job_input(options: argparse.Namespace) -> JobInput:
     template = options.template
     return JobInput(
         input_sources(options.input_file),
-        template=None if template is None else Template.parse(template),
+        template=None if template is None else Template.parse(template, options.url),
         endpoint=options.url,
         id_column=options.id_column,
         max_requests=options.max_requests,
@@ -269,9 +283,27 @@ def plan_options(
     planned, rest = parser.parse_known_args(["plan", *policy, *rest])
     if planned.model_path is None:
         raise ConfigError("--dry-run needs --model-path MODEL, as the run does.")
-    for name in (
-        "input_file", "template", "url", "id_column", "max_requests", "skip_invalid", "dedupe",
-        "optimize_fields",
-    ):  # fmt: skip
-        setattr(planned, name, getattr(options, name))
+    own = ("command", "run", "policy", "dry_run")
+    vars(planned).update({k: v for k, v in vars(options).items() if k not in own})
     return planned, rest
+
+
+def command_line(options: argparse.Namespace) -> list[str]:
+    """``sglang-batch run`` with the options of its own that are given, except --policy.
+
+    Args:
+        options: of ``run`` or ``plan``.
+    """
+    commands = argparse.ArgumentParser().add_subparsers()
+    add_run(commands, lambda *_: 0)
+    words = ["sglang-batch", "run"]
+    for action in commands.choices["run"]._actions:
+        value = getattr(options, action.dest, action.default)
+        if action.dest == "output_file":
+            value = value or "answers.jsonl"
+        if value == action.default or action.dest in ("help", "policy", "dry_run"):
+            continue
+        words.append(action.option_strings[0])
+        if value is not True:
+            words += map(str, value if isinstance(value, list) else [value])
+    return words

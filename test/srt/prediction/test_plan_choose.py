@@ -29,7 +29,8 @@ def test_a_file_is_planned_for_several_devices(
     assert "2x h100-sxm, simulated:" in said
     command = shlex.split(said.splitlines()[-1])
     assert command[:4] == ["sglang-batch", "run", "-i", str(job)]
-    assert command[4:6] == ["--model-path", str(demo_model)]
+    assert command[4:6] == ["-o", "answers.jsonl"]
+    assert command[6:8] == ["--model-path", str(demo_model)]
 
 
 def test_sglang_takes_the_options(

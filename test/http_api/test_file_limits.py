@@ -15,6 +15,7 @@ from route_server import Server, error_of, serving
 
 from sglang_batch.server.http import multipart_form
 from sglang_batch.store import batch_store
+from sglang_batch.store.incoming import IncomingFile
 
 DAY = 86_400
 
@@ -59,7 +60,7 @@ def test_the_rest_of_a_large_file_is_read_but_not_kept(
     small_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = 0
-    write = multipart_form._FileSink.write
+    write = IncomingFile.write
 
     def count(sink: Any, data: bytes) -> None:
         nonlocal written
@@ -67,7 +68,7 @@ def test_the_rest_of_a_large_file_is_read_but_not_kept(
         if sink.path.exists():
             written = max(written, sink.path.stat().st_size)
 
-    monkeypatch.setattr(multipart_form._FileSink, "write", count)
+    monkeypatch.setattr(IncomingFile, "write", count)
     answer = upload(small_server, 8 << 20)
     assert answer.status_code == 413
     assert written <= 100

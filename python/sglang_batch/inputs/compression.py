@@ -16,11 +16,9 @@ SUFFIXES = (".gz", ".zst")
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _READ_BYTES = 1 << 20
-# Small, since the decompressed block is held in memory: up to 1,000 times this.
-_COMPRESSED_BYTES = 1 << 14
 
 # Raised by reads of a damaged file.
-DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError)
+DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)
 
 
 def plain_name(name: str) -> str:
@@ -63,40 +61,21 @@ def open_plain(path: Path) -> Iterator[BinaryIO]:
 
 
 class _ZstdFile(io.RawIOBase):
-    """The content of a zstd file. Detects a truncated frame; zstandard's reader does not."""
+    """The content of a zstd file. Detects truncated frames, unlike zstandard's reader."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._decompressor = zstandard.ZstdDecompressor()
-        self._frame = self._decompressor.decompressobj()
-        self._frame_begun = False
-        self._ready = memoryview(b"")
+        import pyarrow
+
+        self._stream = pyarrow.CompressedInputStream(file, "zstd")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            data = self._next_input()
-            if not data:
-                if self._frame_begun:
-                    raise EOFError("the zstd data is truncated")
-                return 0
-            self._frame_begun = True
-            self._ready = memoryview(self._frame.decompress(data))
-        size = min(len(buffer), len(self._ready))
-        buffer[:size] = self._ready[:size]
-        self._ready = self._ready[size:]
-        return size
-
-    def _next_input(self) -> bytes:
-        """More compressed bytes of this frame, or of the next one after its end."""
-        left = b""
-        if self._frame.eof:
-            left = self._frame.unused_data
-            self._frame = self._decompressor.decompressobj()
-            self._frame_begun = False
-        return left or self._file.read(_COMPRESSED_BYTES)
+        try:
+            return int(self._stream.readinto(buffer))
+        except OSError as error:
+            raise EOFError(error) from None
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from functools import partial
 from glob import escape
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO
 
 import msgspec
 from tqdm import tqdm
@@ -28,8 +28,6 @@ from .job_input import InputSource, JobInput
 from .local_input import LocalInput, Part
 from .tables import Row
 from .template import RowRequests, SplitLine
-
-Line = TypeVar("Line", contravariant=True)
 
 
 class Manifest(msgspec.Struct):
@@ -127,25 +125,30 @@ class Staging:
         return Manifest(fingerprint, staged.sha256(), staged.size, staged.parts, saving)
 
 
-class _StagedFile:
-    """The staged file as it is written: its size, digest, and parts by source."""
+class _Limited:
+    """Takes requests until there are as many as the user wants. None: all."""
 
-    def __init__(self, file: BinaryIO, max_requests: int | None) -> None:
-        self._file = file
-        self._hash = hashlib.sha256()
+    def __init__(self, max_requests: int | None) -> None:
         self._max_requests = max_requests
-        self._num_lines = 0
-        self._is_blank = True
-        self.size = 0
         self.num_requests = 0
-        self.parts: list[Part] = []
 
     @property
     def full(self) -> bool:
-        """Whether the file holds as many requests as the user wants."""
-        return self._max_requests is not None and (
-            self.num_requests >= self._max_requests
-        )
+        most = self._max_requests
+        return most is not None and self.num_requests >= most
+
+
+class _StagedFile(_Limited):
+    """The staged file as it is written: its size, digest, and parts by source."""
+
+    def __init__(self, file: BinaryIO, max_requests: int | None) -> None:
+        super().__init__(max_requests)
+        self._file = file
+        self._hash = hashlib.sha256()
+        self._num_lines = 0
+        self._is_blank = True
+        self.size = 0
+        self.parts: list[Part] = []
 
     def begin(self, title: str, *, rows: bool) -> None:
         """The lines that follow come from this source."""
@@ -178,11 +181,17 @@ def _copy_sources(
         return None
     requests = RowRequests(job_input.template, job_input.endpoint, job_input.id_column)
     if not job_input.optimize_fields:
-        _copy_rows(job_input, requests, requests.line, staged, scratch)
+        _copy_rows(
+            job_input,
+            requests.columns,
+            staged,
+            lambda row: staged.add(requests.line(row, staged.num_requests)),
+            scratch,
+        )
         return None
     with open(scratch / "rows", "w+b") as file:
         split = SplitRows(file, requests, job_input.max_requests)
-        _copy_rows(job_input, requests, requests.split_line, split, scratch)
+        _copy_rows(job_input, requests.columns, split, split.add_row, scratch)
         begin = partial(staged.begin, rows=True)
         if own_order is None:
             return split.write(begin, staged.add)
@@ -198,49 +207,37 @@ def _copy_lines(source: InputSource, staged: _StagedFile, scratch: Path) -> None
                 return
 
 
-class _Rows(Protocol[Line]):
-    """What takes the lines that are made from rows."""
-
-    @property
-    def full(self) -> bool: ...
-
-    @property
-    def num_requests(self) -> int: ...
-
-    def begin(self, title: str, *, rows: bool) -> None: ...
-
-    def add(self, line: Line) -> None: ...
-
-
 def _copy_rows(
     job_input: JobInput,
-    requests: RowRequests,
-    make: Callable[[Row, int], Line],
-    into: _Rows[Line],
+    columns: frozenset[str],
+    into: _StagedFile | SplitRows,
+    add: Callable[[Row], None],
     scratch: Path,
 ) -> None:
-    """Make a line from each row."""
+    """Add a line for each row."""
     for source in job_input.sources:
         if into.full:
             return
         title = source.title
         into.begin(title, rows=True)
-        with closing(source.rows(requests.columns, scratch)) as rows:
+        with closing(source.rows(columns, scratch)) as rows:
             # A table at a URL is fetched before its first row, with a bar of its own, and
             # an unusable table mostly fails there.
             first = list(islice(rows, 1))
-            with tqdm(
-                desc=f"Reading {title}", unit="row", dynamic_ncols=True, delay=1
-            ) as bar:
-                for number, row in enumerate(chain(first, rows)):
-                    try:
-                        line = make(row, into.num_requests)
-                    except InputError as error:
-                        raise InputError(f"{title}, row {number}: {error}") from None
-                    into.add(line)
-                    bar.update()
-                    if into.full:
-                        return
+            bar = tqdm(
+                chain(first, rows),
+                desc=f"Reading {title}",
+                unit="row",
+                dynamic_ncols=True,
+                delay=1,
+            )
+            for number, row in enumerate(bar):
+                try:
+                    add(row)
+                except InputError as error:
+                    raise InputError(f"{title}, row {number}: {error}") from None
+                if into.full:
+                    return
 
 
 # The rows of a job on disk, until the order of their fields is found.
@@ -252,7 +249,7 @@ def _copy_rows(
 _QUIET_ROWS = 10_000
 
 
-class SplitRows:
+class SplitRows(_Limited):
     """Lines cut around their fields, in a temporary file.
 
     Args:
@@ -264,27 +261,21 @@ class SplitRows:
     def __init__(
         self, file: BinaryIO, requests: RowRequests, max_requests: int | None
     ) -> None:
+        super().__init__(max_requests)
         template = requests.template
         assert template.block is not None
         self._file = file
         self._requests = requests
-        self._max_requests = max_requests
         self._sample = FieldSample(len(template.block.fields), head=template.has_head)
         self._sources: list[tuple[str, int]] = []  # and the number of its first row
-        self.num_requests = 0
-
-    @property
-    def full(self) -> bool:
-        return self._max_requests is not None and (
-            self.num_requests >= self._max_requests
-        )
 
     def begin(self, title: str, *, rows: bool) -> None:
         """The rows that follow come from this source."""
         self._sources.append((title, self.num_requests))
 
-    def add(self, line: SplitLine) -> None:
+    def add_row(self, row: Row) -> None:
         """The next row."""
+        line = self._requests.split_line(row, self.num_requests)
         self._file.write(json_line(line))
         self._sample.add(line.head, line.fields)
         self.num_requests += 1

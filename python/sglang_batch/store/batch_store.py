@@ -119,14 +119,12 @@ class BatchStore:
             " + (SELECT COALESCE(SUM(bytes), 0) FROM upload_parts) AS total"
         )
         kept = 0
-        for path in self.directory.glob("batches/*/results.jsonl"):
-            with suppress(FileNotFoundError):
-                kept += path.stat().st_size
-        for path in self.directory.glob("batches/*/input.jsonl"):
+        for path in self.directory.glob("batches/*/*.jsonl"):
             with suppress(FileNotFoundError):
                 found = path.stat()
-                # A hard link to the file, while that exists.
-                kept += found.st_size if found.st_nlink == 1 else 0
+                # An input is a hard link to its file, while that exists.
+                if path.name == "results.jsonl" or found.st_nlink == 1:
+                    kept += found.st_size
         return int(row["total"]) + kept
 
     # Files ------------------------------------------------------------------

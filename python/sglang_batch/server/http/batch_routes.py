@@ -12,34 +12,11 @@ from ...batch_api.objects import batch_object, list_object, result_files
 from ...errors import ApiError
 from ...store.batch_store import Row, now
 from ..access.usage import cost_object, costs_by_label
+from . import openapi as docs
+from . import parameters
 from .authorization import caller_of, owner_field, owner_seen
 from .error_responses import OpenAIRoute
 from .idempotency import BODY_KEY, REPEATED_WITHIN_S, Keep, answer_once, is_repeated
-from .openapi import (
-    OPENAI_ERRORS,
-    BatchDeleted,
-    BatchObject,
-    BatchPage,
-    CostList,
-    NewBatch,
-    answers,
-    takes_json,
-)
-from .parameters import (
-    check_choice,
-    check_completion_window,
-    check_dedupe,
-    check_enough,
-    check_expires_after,
-    check_length,
-    check_metadata,
-    check_priority,
-    check_string,
-    json_object,
-    page_limit,
-    service_of,
-    whole_number,
-)
 from .result_responses import JSONL, batch_results
 
 API = "openai"
@@ -47,17 +24,21 @@ MAX_BATCH_PAGE = 100
 MAX_LINES = 1 << 62
 MAX_COST_DAYS = 366
 
-router = APIRouter(route_class=OpenAIRoute, responses=OPENAI_ERRORS, tags=["Batches"])
+router = APIRouter(
+    route_class=OpenAIRoute, responses=docs.OPENAI_ERRORS, tags=["Batches"]
+)
 
 
 @router.post(
-    "/v1/batches", response_model=BatchObject, openapi_extra=takes_json(NewBatch)
+    "/v1/batches",
+    response_model=docs.BatchObject,
+    openapi_extra=docs.takes_json(docs.NewBatch),
 )
 async def create_batch(request: Request) -> Response:
     """Start a batch over an uploaded file."""
-    body, content = await json_object(request)
+    body, content = await parameters.json_object(request)
     fields = _checked_fields(body)
-    service, caller = service_of(request), caller_of(request)
+    service, caller = parameters.service_of(request), caller_of(request)
     file = service.store.get_file(body["input_file_id"], caller.name)
     # As at OpenAI, a file that does not exist fails the batch, not this call.
     if file is not None and file["purpose"] != "batch":
@@ -90,28 +71,28 @@ async def create_batch(request: Request) -> Response:
 def _checked_fields(body: dict[str, Any]) -> dict[str, Any]:
     """Check the body of a new batch and return the columns of its optional fields."""
     for key in ("input_file_id", "endpoint", "completion_window"):
-        check_string(body, key)
-        check_length(body, key, api.MAX_ID_LEN)
-    check_choice(body, "endpoint", tuple(api.ENDPOINTS))
-    check_completion_window(body["completion_window"])
-    check_metadata(body.get("metadata"))
+        parameters.check_string(body, key)
+        parameters.check_length(body, key, api.MAX_ID_LEN)
+    parameters.check_choice(body, "endpoint", tuple(api.ENDPOINTS))
+    parameters.check_completion_window(body["completion_window"])
+    parameters.check_metadata(body.get("metadata"))
     name = "output_expires_after"
     return {
-        "priority": check_priority(body.get("priority")),
-        "enough": check_enough(body.get("enough")),
-        "dedupe": check_dedupe(body.get("dedupe")),
-        name: check_expires_after(body.get(name), name),
+        "priority": parameters.check_priority(body.get("priority")),
+        "enough": parameters.check_enough(body.get("enough")),
+        "dedupe": parameters.check_dedupe(body.get("dedupe")),
+        name: parameters.check_expires_after(body.get(name), name),
     }
 
 
-@router.get("/v1/batches", response_model=BatchPage)
+@router.get("/v1/batches", response_model=docs.BatchPage)
 def list_batches(
     request: Request,
     after: str | None = None,
-    limit: Annotated[int, *page_limit(MAX_BATCH_PAGE)] = 20,
+    limit: Annotated[int, *parameters.page_limit(MAX_BATCH_PAGE)] = 20,
 ) -> JSONResponse:
     """List batches, newest first, one page at a time."""
-    store, owner = service_of(request).store, owner_seen(request)
+    store, owner = parameters.service_of(request).store, owner_seen(request)
     place = store.place(after, API, owner) if after else None
     if after and place is None:
         raise _no_such_batch(after, "after")
@@ -119,7 +100,7 @@ def list_batches(
     return JSONResponse(list_object([_shown(request, row) for row in rows], limit))
 
 
-@router.get("/v1/batches/{batch_id}", response_model=BatchObject)
+@router.get("/v1/batches/{batch_id}", response_model=docs.BatchObject)
 def retrieve_batch(request: Request, batch_id: str) -> JSONResponse:
     """Get a batch: its status, counts and files."""
     return JSONResponse(_shown(request, _batch_row(request, batch_id)))
@@ -128,13 +109,13 @@ def retrieve_batch(request: Request, batch_id: str) -> JSONResponse:
 @router.get(
     "/v1/batches/{batch_id}/results",
     response_class=Response,
-    responses=answers(JSONL, description="A JSON line for each request."),
+    responses=docs.answers(JSONL, description="A JSON line for each request."),
 )
 def results_of_batch(
     request: Request,
     batch_id: str,
     after_line: Annotated[
-        int, *whole_number("after_line", 0, MAX_LINES, "Expected 0 or more.")
+        int, *parameters.whole_number("after_line", 0, MAX_LINES, "Expected 0 or more.")
     ] = 0,
 ) -> Response:
     """Read all finished lines, answers and errors, as JSON lines.
@@ -146,14 +127,14 @@ def results_of_batch(
     batch ran must start again at 0.
     """
     row = _batch_row(request, batch_id)
-    return batch_results(service_of(request).store, row, after_line)
+    return batch_results(parameters.service_of(request).store, row, after_line)
 
 
-@router.post("/v1/batches/{batch_id}/cancel", response_model=BatchObject)
+@router.post("/v1/batches/{batch_id}/cancel", response_model=docs.BatchObject)
 def cancel_batch(request: Request, batch_id: str) -> JSONResponse:
     """Cancel a batch. Lines that are already answered are kept."""
     _batch_row(request, batch_id)
-    row = service_of(request).cancel_batch(batch_id)
+    row = parameters.service_of(request).cancel_batch(batch_id)
     if row is None:
         raise _no_such_batch(batch_id)
     if row["status"] not in (api.CANCELLING, api.CANCELLED):
@@ -164,22 +145,22 @@ def cancel_batch(request: Request, batch_id: str) -> JSONResponse:
 
 def _shown(request: Request, row: Row) -> dict[str, Any]:
     """A batch as its owner sees it. An admin also sees whose it is."""
-    price = service_of(request).config.dollars_per_hour
+    price = parameters.service_of(request).config.dollars_per_hour
     return batch_object(row, price) | owner_field(request, row)
 
 
-@router.get("/offline_batch/costs", response_model=CostList)
+@router.get("/offline_batch/costs", response_model=docs.CostList)
 def list_costs(
     request: Request,
     label: str,
-    days: Annotated[int, *whole_number("days", 1, MAX_COST_DAYS)] = 30,
+    days: Annotated[int, *parameters.whole_number("days", 1, MAX_COST_DAYS)] = 30,
 ) -> JSONResponse:
     """List the costs of the batches of the last days, by a key of their metadata.
 
     ``label`` is the key, such as ``project``. Batches without it are those of null. A client sees
     the costs of its own batches, an admin those of all.
     """
-    service = service_of(request)
+    service = parameters.service_of(request)
     since = now() - days * 86_400
     rows = costs_by_label(service.store, label, since, owner_seen(request))
     price = service.config.dollars_per_hour
@@ -187,13 +168,13 @@ def list_costs(
     return JSONResponse({"object": "list", "label": label, "data": data})
 
 
-@router.delete("/v1/batches/{batch_id}", response_model=BatchDeleted)
+@router.delete("/v1/batches/{batch_id}", response_model=docs.BatchDeleted)
 def delete_batch(request: Request, batch_id: str) -> JSONResponse:
     """Delete a batch that has ended, with its result files. Its input file is kept.
 
     A repeated call has the same answer.
     """
-    store, owner = service_of(request).store, owner_seen(request)
+    store, owner = parameters.service_of(request).store, owner_seen(request)
     was_deleted = store.was_deleted(batch_id, API, owner)
     row = None if was_deleted else _batch_row(request, batch_id)
     if (
@@ -212,7 +193,7 @@ def delete_batch(request: Request, batch_id: str) -> JSONResponse:
 
 def _batch_row(request: Request, batch_id: str) -> dict[str, Any]:
     """The caller's batch with this id, unless it belongs to another API."""
-    row = service_of(request).store.get_batch(batch_id, owner_seen(request))
+    row = parameters.service_of(request).store.get_batch(batch_id, owner_seen(request))
     if row is None or row["api"] != API:
         raise _no_such_batch(batch_id)
     return row

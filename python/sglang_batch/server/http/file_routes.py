@@ -17,58 +17,39 @@ from ...errors import ApiError
 from ...store.batch_store import OnMade, Row, now
 from ...store.incoming import CANCELLED, COMPLETED, PENDING, UploadStore
 from ..service import BatchService, new_id
+from . import openapi as docs
+from . import parameters
 from .authorization import owner_field, owner_of, owner_seen
 from .error_responses import OpenAIRoute
 from .idempotency import BODY_KEY, Keep, answer_once
 from .multipart_form import received_form, too_large
-from .openapi import (
-    OPENAI_ERRORS,
-    CompletedUpload,
-    FileObject,
-    FilePage,
-    NewFile,
-    NewPart,
-    NewUpload,
-    UploadObject,
-    answers,
-    one_of,
-    takes_form,
-    takes_json,
-)
-from .parameters import (
-    bad_value,
-    check_expires_after,
-    check_filename,
-    check_length,
-    check_purpose,
-    check_string,
-    form_expires_after,
-    invalid,
-    json_object,
-    page_limit,
-    service_of,
-)
 from .result_responses import BYTES, JSONL, file_response, results_so_far
 
 KIND = "files"
 MAX_FILE_PAGE = 10_000
 
-router = APIRouter(route_class=OpenAIRoute, responses=OPENAI_ERRORS, tags=["Files"])
+router = APIRouter(
+    route_class=OpenAIRoute, responses=docs.OPENAI_ERRORS, tags=["Files"]
+)
 
 
-@router.post("/v1/files", response_model=FileObject, openapi_extra=takes_form(NewFile))
+@router.post(
+    "/v1/files",
+    response_model=docs.FileObject,
+    openapi_extra=docs.takes_form(docs.NewFile),
+)
 async def create_file(request: Request) -> Response:
     """Upload a file."""
-    service = service_of(request)
+    service = parameters.service_of(request)
     limit = service.config.max_file_bytes
     async with received_form(request, "file", limit) as form:
-        purpose = check_purpose(form.fields.get("purpose"))
+        purpose = parameters.check_purpose(form.fields.get("purpose"))
         file = form.file
         if file is None:
             raise ApiError(400, "Missing required parameter: 'file'.", param="file")
         filename = file.filename or "upload"
-        check_filename(filename, purpose)
-        kept_s = form_expires_after(form.fields)
+        parameters.check_filename(filename, purpose)
+        kept_s = parameters.form_expires_after(form.fields)
 
         def make(keep: Keep) -> dict[str, Any]:
             row = service.add_file(
@@ -86,18 +67,18 @@ async def create_file(request: Request) -> Response:
         return await answer_once(request, content.encode(), make, key)
 
 
-@router.get("/v1/files", response_model=FilePage)
+@router.get("/v1/files", response_model=docs.FilePage)
 def list_files(
     request: Request,
     after: str | None = None,
-    limit: Annotated[int, *page_limit(MAX_FILE_PAGE)] = MAX_FILE_PAGE,
-    order: Annotated[str, one_of("asc", "desc")] = "desc",
+    limit: Annotated[int, *parameters.page_limit(MAX_FILE_PAGE)] = MAX_FILE_PAGE,
+    order: Annotated[str, docs.one_of("asc", "desc")] = "desc",
     purpose: str | None = None,
 ) -> JSONResponse:
     """List files by creation time, one page at a time."""
     if order not in ("asc", "desc"):
-        raise invalid("order", order, "Use asc or desc.")
-    store, owner = service_of(request).store, owner_seen(request)
+        raise parameters.invalid("order", order, "Use asc or desc.")
+    store, owner = parameters.service_of(request).store, owner_seen(request)
     place = store.place(after, KIND, owner) if after else None
     if after and place is None:
         raise no_such_file(after, "after")
@@ -111,10 +92,10 @@ def list_files(
     return JSONResponse(list_object([_shown(request, row) for row in rows], limit))
 
 
-@router.get("/v1/files/{file_id}", response_model=FileObject)
+@router.get("/v1/files/{file_id}", response_model=docs.FileObject)
 def retrieve_file(request: Request, file_id: str) -> JSONResponse:
     """Get a file's name, size, purpose and times."""
-    row = service_of(request).store.get_file(file_id, owner_seen(request))
+    row = parameters.service_of(request).store.get_file(file_id, owner_seen(request))
     if row is None:
         raise no_such_file(file_id)
     return JSONResponse(_shown(request, row))
@@ -123,7 +104,7 @@ def retrieve_file(request: Request, file_id: str) -> JSONResponse:
 @router.get(
     "/v1/files/{file_id}/content",
     response_class=Response,
-    responses=answers(JSONL, BYTES, description="The file's bytes."),
+    responses=docs.answers(JSONL, BYTES, description="The file's bytes."),
 )
 def file_content(request: Request, file_id: str) -> Response:
     """Read a file's bytes.
@@ -131,7 +112,7 @@ def file_content(request: Request, file_id: str) -> Response:
     The result files of a running batch contain its finished lines so far. The header
     ``X-Incomplete`` tells whether there will be more.
     """
-    store, owner = service_of(request).store, owner_seen(request)
+    store, owner = parameters.service_of(request).store, owner_seen(request)
     response = file_response(store, file_id, owner)
     response = response or results_so_far(store, file_id, owner)
     # The batch may have ended between the two calls.
@@ -147,7 +128,7 @@ def delete_file(request: Request, file_id: str) -> JSONResponse:
 
     A repeated call has the same answer.
     """
-    store, owner = service_of(request).store, owner_seen(request)
+    store, owner = parameters.service_of(request).store, owner_seen(request)
     if not (
         store.delete_file(file_id, owner) or store.was_deleted(file_id, KIND, owner)
     ):
@@ -168,17 +149,19 @@ MAX_PART_BYTES = 64 << 20
 MAX_PARTS = 10_000
 
 upload_router = APIRouter(
-    route_class=OpenAIRoute, responses=OPENAI_ERRORS, tags=["Uploads"]
+    route_class=OpenAIRoute, responses=docs.OPENAI_ERRORS, tags=["Uploads"]
 )
 
 
 @upload_router.post(
-    "/v1/uploads", response_model=UploadObject, openapi_extra=takes_json(NewUpload)
+    "/v1/uploads",
+    response_model=docs.UploadObject,
+    openapi_extra=docs.takes_json(docs.NewUpload),
 )
 async def create_upload(request: Request) -> Response:
     """Begin an upload. It accepts parts for an hour."""
-    service = service_of(request)
-    body, content = await json_object(request)
+    service = parameters.service_of(request)
+    body, content = await parameters.json_object(request)
     row = await asyncio.to_thread(_checked_fields, service, body)
 
     def make(keep: Keep) -> dict[str, Any]:
@@ -196,29 +179,33 @@ async def create_upload(request: Request) -> Response:
 def _checked_fields(service: BatchService, body: dict[str, Any]) -> Row:
     """Check the body of a new upload and return the columns of its row."""
     for key in ("filename", "purpose", "mime_type"):
-        check_string(body, key)
-    check_length(body, "mime_type", MAX_MIME_TYPE_LEN)
-    check_purpose(body["purpose"])
-    check_filename(body["filename"], body["purpose"])
+        parameters.check_string(body, key)
+    parameters.check_length(body, "mime_type", MAX_MIME_TYPE_LEN)
+    parameters.check_purpose(body["purpose"])
+    parameters.check_filename(body["filename"], body["purpose"])
     num_bytes = body.get("bytes")
     if type(num_bytes) is not int or num_bytes < 0:
-        raise invalid("bytes", num_bytes, "Expected the size of the file in bytes.")
+        raise parameters.invalid(
+            "bytes", num_bytes, "Expected the size of the file in bytes."
+        )
     limit = min(MAX_UPLOAD_BYTES, service.config.max_file_bytes or MAX_UPLOAD_BYTES)
     if num_bytes > limit:
         raise too_large(limit)
     service.room.check(num_bytes)
     row = {key: body[key] for key in ("filename", "purpose", "mime_type", "bytes")}
-    return row | {"file_expires_after": check_expires_after(body.get("expires_after"))}
+    return row | {
+        "file_expires_after": parameters.check_expires_after(body.get("expires_after"))
+    }
 
 
 @upload_router.post(
     "/v1/uploads/{upload_id}/parts",
     response_model=UploadPart,
-    openapi_extra=takes_form(NewPart),
+    openapi_extra=docs.takes_form(docs.NewPart),
 )
 async def add_part(request: Request, upload_id: str) -> Response:
     """Add a part. Parts may be sent in any order."""
-    service = service_of(request)
+    service = parameters.service_of(request)
     _check_pending(_upload_row(request, upload_id))
     # OpenAI's documentation shows a part sent as a text field.
     async with received_form(request, "data", MAX_PART_BYTES, may_be_text=True) as form:
@@ -256,22 +243,22 @@ def _check_parts(service: BatchService, upload_id: str, num_bytes: int) -> None:
 
 @upload_router.post(
     "/v1/uploads/{upload_id}/complete",
-    response_model=UploadObject,
-    openapi_extra=takes_json(CompletedUpload),
+    response_model=docs.UploadObject,
+    openapi_extra=docs.takes_json(docs.CompletedUpload),
 )
 async def complete_upload(request: Request, upload_id: str) -> Response:
     """Join the parts into one file, in the order of ``part_ids``.
 
     A repeated call has the same answer.
     """
-    body, content = await json_object(request)
+    body, content = await parameters.json_object(request)
     row = _upload_row(request, upload_id)
 
     def shown(file: Row) -> dict[str, Any]:
         return upload_object(_upload_row(request, upload_id), file)
 
     def make(keep: Keep) -> dict[str, Any]:
-        service = service_of(request)
+        service = parameters.service_of(request)
         return shown(_complete(service, row, body, lambda file: keep(shown(file))))
 
     return await answer_once(request, content, make, body.get(BODY_KEY))
@@ -332,13 +319,13 @@ def _checked_part_ids(
     for part_id in part_ids:
         if part_id not in parts:
             hint = f"Upload {row['id']} has no such part."
-            raise invalid("part_ids", part_id, hint)
+            raise parameters.invalid("part_ids", part_id, hint)
         if part_id in seen:
-            raise invalid("part_ids", part_id, "It is named twice.")
+            raise parameters.invalid("part_ids", part_id, "It is named twice.")
         seen.add(part_id)
     num_bytes = sum(parts[part_id]["bytes"] for part_id in part_ids)
     if num_bytes != row["bytes"]:
-        raise bad_value(
+        raise parameters.bad_value(
             "part_ids",
             f"The parts have {num_bytes} bytes in total, but the upload was created for "
             f"{row['bytes']} bytes.",
@@ -348,14 +335,16 @@ def _checked_part_ids(
 
 def _check_md5(wanted: Any, md5: str) -> None:
     if wanted is not None and (not isinstance(wanted, str) or wanted.lower() != md5):
-        raise invalid("md5", wanted, f"The MD5 of the parts in this order is {md5}.")
+        raise parameters.invalid(
+            "md5", wanted, f"The MD5 of the parts in this order is {md5}."
+        )
 
 
-@upload_router.post("/v1/uploads/{upload_id}/cancel", response_model=UploadObject)
+@upload_router.post("/v1/uploads/{upload_id}/cancel", response_model=docs.UploadObject)
 def cancel_upload(request: Request, upload_id: str) -> JSONResponse:
     """Cancel an upload and drop its parts. A repeated call has the same answer."""
     _upload_row(request, upload_id)
-    UploadStore(service_of(request).store).cancel(upload_id)
+    UploadStore(parameters.service_of(request).store).cancel(upload_id)
     row = _upload_row(request, upload_id)
     if row["status"] != CANCELLED:
         raise _not_pending(row)
@@ -363,7 +352,7 @@ def cancel_upload(request: Request, upload_id: str) -> JSONResponse:
 
 
 def _upload_row(request: Request, upload_id: str) -> Row:
-    uploads = UploadStore(service_of(request).store)
+    uploads = UploadStore(parameters.service_of(request).store)
     row = uploads.get(upload_id, owner_seen(request))
     if row is None:
         raise ApiError(404, f"No such Upload object: {upload_id}", param="id")

@@ -16,27 +16,10 @@ from ..access import key_table
 from ..access.keys import KEY_ROLES, SGLANG_ADMIN, Allowance, check_name
 from ..access.usage import day_of, usage_object, usage_since
 from ..service import BatchService
+from . import openapi as docs
+from . import parameters
 from .authorization import access_of, caller_of, check_admin_key
 from .error_responses import OpenAIRoute
-from .openapi import (
-    OPENAI_ERRORS,
-    ApiKeyList,
-    ClientLimits,
-    MadeApiKey,
-    NewApiKey,
-    RevokedApiKey,
-    UsageList,
-    takes_json,
-)
-from .parameters import (
-    check_choice,
-    check_string,
-    check_whole_number,
-    invalid,
-    json_object,
-    service_of,
-    whole_number,
-)
 
 MAX_DAYS = 366
 MAX_LIMIT = 1 << 53
@@ -49,34 +32,34 @@ PER_DAY = {
     "tokens": "tokens_per_day",
 }
 
-router = APIRouter(route_class=OpenAIRoute, responses=OPENAI_ERRORS, tags=["Keys"])
+router = APIRouter(route_class=OpenAIRoute, responses=docs.OPENAI_ERRORS, tags=["Keys"])
 
 
 @router.post(
     "/offline_batch/keys",
-    response_model=MadeApiKey,
-    openapi_extra=takes_json(NewApiKey, repeatable=False),
+    response_model=docs.MadeApiKey,
+    openapi_extra=docs.takes_json(docs.NewApiKey, repeatable=False),
 )
 async def add_key(request: Request) -> JSONResponse:
     """Make a key for a client. The answer is the only one that contains it."""
     check_admin_key(request)
-    body, _ = await json_object(request)
-    check_string(body, "name")
+    body, _ = await parameters.json_object(request)
+    parameters.check_string(body, "name")
     try:
         name = check_name(body["name"])
     except ValueError as error:
         message = f"Invalid value for 'name': {error}."
         raise ApiError(400, message, param="name") from None
     body.setdefault("role", "client")
-    check_string(body, "role")
-    check_choice(body, "role", tuple(KEY_ROLES))
+    parameters.check_string(body, "role")
+    parameters.check_choice(body, "role", tuple(KEY_ROLES))
     same_owner = body.get("same_owner", False)
     if not isinstance(same_owner, bool):
-        raise invalid("same_owner", same_owner, "Use true or false.")
+        raise parameters.invalid("same_owner", same_owner, "Use true or false.")
     try:
         row, secret = await asyncio.to_thread(
             key_table.add_key,
-            service_of(request).store,
+            parameters.service_of(request).store,
             name,
             body["role"],
             _limits(body, "name", "role", "same_owner"),
@@ -97,15 +80,15 @@ async def add_key(request: Request) -> JSONResponse:
     return JSONResponse(shown, headers={"Cache-Control": "no-store"})
 
 
-@router.get("/offline_batch/keys", response_model=ApiKeyList)
+@router.get("/offline_batch/keys", response_model=docs.ApiKeyList)
 def list_keys(request: Request) -> JSONResponse:
     """List all keys that were made here, with the limits of their clients."""
     check_admin_key(request)
-    rows = key_table.keys_in(service_of(request).store)
+    rows = key_table.keys_in(parameters.service_of(request).store)
     return JSONResponse({"object": "list", "data": [_key_object(row) for row in rows]})
 
 
-@router.delete("/offline_batch/keys/{key_id}", response_model=RevokedApiKey)
+@router.delete("/offline_batch/keys/{key_id}", response_model=docs.RevokedApiKey)
 def revoke_key(
     request: Request, key_id: str, cancel_batches: bool = False
 ) -> JSONResponse:
@@ -115,7 +98,7 @@ def revoke_key(
     has the same answer.
     """
     check_admin_key(request)
-    service = service_of(request)
+    service = parameters.service_of(request)
     found = key_table.keys_in(service.store, key_id)
     if not found:
         raise ApiError(404, f"No key found with id {key_id!r:.100}.", param="key_id")
@@ -133,8 +116,8 @@ def revoke_key(
 
 @router.post(
     "/offline_batch/limits/{name}",
-    response_model=ClientLimits,
-    openapi_extra=takes_json(ClientLimits, repeatable=False),
+    response_model=docs.ClientLimits,
+    openapi_extra=docs.takes_json(docs.ClientLimits, repeatable=False),
 )
 async def set_limits(request: Request, name: str) -> JSONResponse:
     """Set the models and daily limits of a client, for all keys of this name.
@@ -142,9 +125,9 @@ async def set_limits(request: Request, name: str) -> JSONResponse:
     Limits that are left out keep their values, and null removes a limit.
     """
     check_admin_key(request)
-    body, _ = await json_object(request)
+    body, _ = await parameters.json_object(request)
     limits = _limits(body)
-    store = service_of(request).store
+    store = parameters.service_of(request).store
     role = key_table.client_role(store, name) or access_of(request).fixed_role(name)
     if role is None or name == SGLANG_ADMIN:
         raise ApiError(404, f"No key has the name {name!r:.100}.", param="name")
@@ -154,16 +137,19 @@ async def set_limits(request: Request, name: str) -> JSONResponse:
     return JSONResponse(_limits_object(allowance))
 
 
-@router.get("/offline_batch/usage", response_model=UsageList)
+@router.get("/offline_batch/usage", response_model=docs.UsageList)
 def list_usage(
-    request: Request, days: Annotated[int, *whole_number("days", 1, MAX_DAYS)] = 1
+    request: Request,
+    days: Annotated[int, *parameters.whole_number("days", 1, MAX_DAYS)] = 1,
 ) -> JSONResponse:
     """List the usage of each key per day (UTC), today and on the days before.
 
     A client sees its own usage, an admin that of all clients.
     """
     since = day_of(time.time() - (days - 1) * 86_400)
-    rows = usage_since(service_of(request).store, since, caller_of(request).sees)
+    rows = usage_since(
+        parameters.service_of(request).store, since, caller_of(request).sees
+    )
     data = [usage_object(row) for row in rows]
     return JSONResponse({"object": "list", "data": data})
 
@@ -187,7 +173,7 @@ def _limits_object(allowance: Allowance) -> dict[str, Any]:
 def _limits(body: dict[str, Any], *others: str) -> dict[str, Any]:
     """The limits in a body by field of an allowance.
 
-    Raises 400 for invalid values and for fields that are neither limits nor
+    Raises 400 for parameters.invalid values and for fields that are neither limits nor
     ``others``.
     """
     known = (*others, "models", *PER_DAY.values())
@@ -206,7 +192,7 @@ def _limits(body: dict[str, Any], *others: str) -> dict[str, Any]:
         if field in body:
             value = body[field]
             if value is not None:
-                value = check_whole_number(field, value, 0, MAX_LIMIT)
+                value = parameters.check_whole_number(field, value, 0, MAX_LIMIT)
             limits[name] = value
     return limits
 
@@ -219,7 +205,7 @@ def _models(models: Any) -> tuple[str, ...] | None:
         or not 1 <= len(models) <= MAX_MODELS
         or not all(isinstance(m, str) and 0 < len(m) <= MAX_MODEL_LEN for m in models)
     ):
-        raise invalid(
+        raise parameters.invalid(
             "models", models, f"Expected a list of 1 to {MAX_MODELS} names, or null."
         )
     return tuple(models)

@@ -31,19 +31,11 @@ from ...store.incoming import AHEAD_BYTES, IncomingFile
 from ..access.keys import Caller
 from ..batch_input import model_check
 from ..service import BatchService
+from . import openapi as docs
 from .authorization import caller_of, owner_field, owner_seen
 from .error_responses import api_error, headers_of
 from .idempotency import REPEATED_WITHIN_S, Keep, answer_once, is_repeated
 from .middleware import request_id_of
-from .openapi import (
-    ANTHROPIC_ERRORS,
-    DeletedMessageBatch,
-    MessageBatch,
-    MessageBatchPage,
-    NewMessageBatch,
-    answers,
-    takes_json,
-)
 from .parameters import (
     base_url,
     content_length,
@@ -212,14 +204,16 @@ MAX_PAGE = 1000
 JSONL = "application/x-jsonl"  # Anthropic's
 
 router = APIRouter(
-    route_class=AnthropicRoute, responses=ANTHROPIC_ERRORS, tags=["Message batches"]
+    route_class=AnthropicRoute,
+    responses=docs.ANTHROPIC_ERRORS,
+    tags=["Message batches"],
 )
 
 
 @router.post(
     "/v1/messages/batches",
-    response_model=MessageBatch,
-    openapi_extra=takes_json(NewMessageBatch),
+    response_model=docs.MessageBatch,
+    openapi_extra=docs.takes_json(docs.NewMessageBatch),
 )
 async def create_message_batch(request: Request) -> Response:
     """Start a batch of messages."""
@@ -260,7 +254,7 @@ async def create_message_batch(request: Request) -> Response:
         return await answer_once(request, sha256.encode(), make, shown=shown)
 
 
-@router.get("/v1/messages/batches", response_model=MessageBatchPage)
+@router.get("/v1/messages/batches", response_model=docs.MessageBatchPage)
 def list_message_batches(
     request: Request,
     before_id: str | None = None,
@@ -293,14 +287,14 @@ def list_message_batches(
     )
 
 
-@router.get("/v1/messages/batches/{message_batch_id}", response_model=MessageBatch)
+@router.get("/v1/messages/batches/{message_batch_id}", response_model=docs.MessageBatch)
 def retrieve_message_batch(request: Request, message_batch_id: str) -> JSONResponse:
     """Get a message batch: its status, counts and times."""
     return JSONResponse(_object(request, _row(request, message_batch_id)))
 
 
 @router.post(
-    "/v1/messages/batches/{message_batch_id}/cancel", response_model=MessageBatch
+    "/v1/messages/batches/{message_batch_id}/cancel", response_model=docs.MessageBatch
 )
 def cancel_message_batch(request: Request, message_batch_id: str) -> JSONResponse:
     """Cancel a message batch. Requests that are already answered are kept."""
@@ -318,7 +312,7 @@ def cancel_message_batch(request: Request, message_batch_id: str) -> JSONRespons
 
 
 @router.delete(
-    "/v1/messages/batches/{message_batch_id}", response_model=DeletedMessageBatch
+    "/v1/messages/batches/{message_batch_id}", response_model=docs.DeletedMessageBatch
 )
 def delete_message_batch(request: Request, message_batch_id: str) -> JSONResponse:
     """Delete a message batch that has ended, with its requests and results.
@@ -348,7 +342,7 @@ def delete_message_batch(request: Request, message_batch_id: str) -> JSONRespons
 @router.get(
     "/v1/messages/batches/{message_batch_id}/results",
     response_class=StreamingResponse,
-    responses=answers(JSONL, description="A JSON line for each request."),
+    responses=docs.answers(JSONL, description="A JSON line for each request."),
 )
 def message_batch_results(request: Request, message_batch_id: str) -> StreamingResponse:
     """Read the results: one JSON line for each request, in the order of requests."""

@@ -40,38 +40,6 @@ class Form:
     file: FormFile | None
 
 
-class _FileSink:
-    """The contents of a form's file as they arrive."""
-
-    def __init__(self, filename: str, room: Room, max_bytes: int | None) -> None:
-        self.filename = filename
-        self._max_bytes = max_bytes
-        self._digest = hashlib.sha256()
-        self._file = IncomingFile(room)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._file.num_bytes
-
-    def reserve(self, num_bytes: int) -> None:
-        """Make room for contents of this size."""
-        self._file.reserve(num_bytes)
-
-    def write(self, data: memoryview) -> None:
-        most = self._max_bytes
-        if most is not None and self.num_bytes + len(data) > most:
-            raise too_large(most)
-        self._digest.update(data)
-        self._file.write(data)
-
-    def close(self) -> FormFile:
-        self._file.close()
-        return FormFile(self._file.path, self.filename, self._digest.hexdigest())
-
-    def discard(self) -> None:
-        self._file.discard()
-
-
 class _FormReceiver:
     """Parses a body of ``size`` bytes: its fields, and the first file named ``key``."""
 
@@ -85,7 +53,9 @@ class _FormReceiver:
         size: int | None,
     ) -> None:
         self.fields: dict[str, str] = {}
-        self.sink: _FileSink | None = None
+        self.file: IncomingFile | None = None
+        self._filename = ""
+        self._digest = hashlib.sha256()
         self.ended = False
         self._key = key
         self._may_be_text = may_be_text
@@ -122,12 +92,20 @@ class _FormReceiver:
         """
         self._parser.write(data)
         self._num_bytes += len(data)
-        file_bytes = 0 if self.sink is None else self.sink.num_bytes
+        file_bytes = 0 if self.file is None else self.file.num_bytes
         if self._num_bytes - file_bytes > MAX_FIELD_BYTES:
             message = (
                 f"The form has more than {MAX_FIELD_BYTES} bytes apart from its file."
             )
             raise ApiError(400, message, code="form_too_large", retry=False)
+
+    def form(self) -> Form:
+        """The form once its body has been received."""
+        if self.file is None:
+            return Form(self.fields, None)
+        self.file.close()
+        sha256 = self._digest.hexdigest()
+        return Form(self.fields, FormFile(self.file.path, self._filename, sha256))
 
     def _header_name(self, data: bytes, start: int, end: int) -> None:
         self._header[0].extend(data[start:end])
@@ -155,20 +133,28 @@ class _FormReceiver:
             filename = b""
         if filename is None:
             self._field = name, bytearray()
-        elif name == self._key and self.sink is None:
-            text = filename.decode(errors="replace")
-            self.sink = _FileSink(text, self._room, self._max_bytes)
+        elif name == self._key and self.file is None:
+            self._filename = filename.decode(errors="replace")
+            self.file = IncomingFile(self._room)
             self._in_file = True
 
     def _content(self, data: bytes, start: int, end: int) -> None:
         if self._field is not None:
             self._field[1].extend(data[start:end])
-        elif self._in_file and self.sink is not None:
-            if self._size is not None and not self.sink.num_bytes:
+        elif self._in_file and self.file is not None:
+            file, most, content = (
+                self.file,
+                self._max_bytes,
+                memoryview(data)[start:end],
+            )
+            if self._size is not None and not file.num_bytes:
                 # The file is the last part of the forms that clients send.
                 rest = self._size - self._num_bytes - start - self._end_bytes
-                self.sink.reserve(min(rest, AHEAD_BYTES))
-            self.sink.write(memoryview(data)[start:end])
+                file.reserve(min(rest, AHEAD_BYTES))
+            if most is not None and file.num_bytes + len(content) > most:
+                raise too_large(most)
+            self._digest.update(content)
+            file.write(content)
 
     def _end_part(self) -> None:
         if self._field is not None:
@@ -213,14 +199,12 @@ async def received_form(
                 _boundary(request, key), key, room, max_bytes, may_be_text, size
             )
             await _receive(request, receiver)
-        sink = receiver.sink
-        file = None if sink is None else await asyncio.to_thread(sink.close)
-        yield Form(receiver.fields, file)
+        yield await asyncio.to_thread(receiver.form)
     except FormParserError as error:
         raise ApiError(400, f"The form cannot be parsed: {error}.") from None
     finally:
-        if receiver is not None and receiver.sink is not None:
-            receiver.sink.discard()
+        if receiver is not None and receiver.file is not None:
+            receiver.file.discard()
 
 
 def _check_size(room: Room, size: int, max_bytes: int | None) -> None:

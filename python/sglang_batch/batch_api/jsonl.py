@@ -70,9 +70,7 @@ class FileErrors:
 class BatchFile:
     """A checked input file: its requests by index, read from disk on demand.
 
-    Attributes:
-        invalid: the first error of each bad line, by index. These lines are no
-            requests. Empty unless bad lines were to be kept.
+    ``invalid`` has the first error of each bad line, if these were to be kept.
     """
 
     def __init__(
@@ -133,10 +131,9 @@ def validate(
 ) -> BatchFile | FileErrors:
     """Check every line of a file, in one pass.
 
-    Args:
-        skip_invalid: keep bad lines as :attr:`BatchFile.invalid`. Otherwise one bad
-            line rejects the whole file, as at OpenAI, and so does an empty file.
-        on_read: called now and then with the number of bytes read so far.
+    One bad line rejects the whole file, as at OpenAI, and so does an empty file,
+    unless bad lines are kept with ``skip_invalid``. ``on_read`` is called now and
+    then with the number of bytes read so far.
     """
     checked = _CheckedLines(rules, skip_invalid)
     with open(path, "rb") as file:

@@ -57,10 +57,9 @@ class Place:
 def parse_place(text: str) -> Place:
     """The parts of a place.
 
-    Raises:
-        ValueError: it is none, or could be read in two ways: user names, backslashes,
-            control characters, ``.`` and ``..`` segments, numbers for hosts, and what is
-            still encoded after it was decoded once.
+    Raises ValueError if it is none, or could be read in two ways: user names,
+    backslashes, control characters, ``.`` and ``..`` segments, numbers for hosts,
+    and what is still encoded after it was decoded once.
     """
     if any(char < " " or char in "\x7f\\" for char in text):
         raise ValueError("it has control characters or backslashes")

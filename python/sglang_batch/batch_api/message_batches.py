@@ -56,9 +56,6 @@ ERROR_TYPES = {
 }
 
 
-# Ids ----------------------------------------------------------------------------
-
-
 def shown_id(batch_id: str) -> str:
     """The id that clients see for our ``batch_...``."""
     return _ID_PREFIX + batch_id.removeprefix("batch_")
@@ -69,9 +66,6 @@ def batch_id_of(message_batch_id: str) -> str:
     if not message_batch_id.startswith(_ID_PREFIX):
         return ""
     return "batch_" + message_batch_id.removeprefix(_ID_PREFIX)
-
-
-# Requests -----------------------------------------------------------------------
 
 
 class MessageBatchRequest(msgspec.Struct):
@@ -174,9 +168,6 @@ def rejected_file_id(row: Row) -> str | None:
     """The file of a batch's requests that were rejected at once."""
     found: str | None = json.loads(row["metadata"]).get("rejected_file_id")
     return found
-
-
-# Objects ------------------------------------------------------------------------
 
 
 def error_body(

@@ -44,11 +44,9 @@ INTERACTIVE_PRIORITY = MAX_PRIORITY + 1
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One endpoint a batch line may name.
+    """One endpoint a batch line may name, with its title in messages and the keys that it requires.
 
-    title: its name in error messages.
-    required: the keys that a body must have.
-    generates: whether its answers are generated, token by token.
+    Of those that generate, answers come token by token.
     """
 
     url: str

@@ -21,13 +21,11 @@ OrderOfRow = Callable[[int, str, Sequence[str]], Sequence[int]]
 
 
 class FieldSaving(msgspec.Struct, frozen=True):
-    """What the order of the fields saves, before anything runs.
+    """What the order of the fields saves, found from ``sampled`` of the rows before anything runs.
 
-    rows: of the table.
-    sampled: rows from which the orders were found.
-    own_bytes: of text that prompts do not share with their beginnings, among the sampled
-        rows, with the fields in the template's order. Text around the fields is left out.
-    bytes: the same with the orders found.
+    The bytes are those of text that prompts do not share with their beginnings,
+    ``own_bytes`` with the fields in the template's order. Text around the fields is
+    left out.
     """
 
     rows: int

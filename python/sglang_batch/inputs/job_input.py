@@ -25,15 +25,11 @@ DEFAULT_ENDPOINT = "/v1/chat/completions"
 
 @dataclass(frozen=True, slots=True)
 class JobInput:
-    """The sources of a job, and the options that apply to all of them.
+    """The sources of a job, read one after the other, and the options that apply to all.
 
-    sources: read one after the other, as one job.
-    template: turns a row of a table into a request body. None: sources hold batch
-        lines.
-    endpoint: endpoint of requests made from rows.
-    id_column: column with the custom_id of a row. None: the number of the row.
-    max_requests: read only the first requests, up to this number. None: all.
-    optimize_fields: the order of the fields in the template's block is chosen for each row.
+    Without a template, sources hold batch lines. Without an ``id_column``, the
+    number of a row is its custom_id. ``max_requests`` are read at most, None for
+    all.
     """
 
     sources: tuple[InputSource, ...]
@@ -132,11 +128,8 @@ _PIECE_BYTES = 1 << 20
 class InputSource(ABC):
     """One input of a job.
 
-    Attributes:
-        name: as the user wrote it. May hold secrets, unlike the titles.
-        title: the name in messages and records.
-        short_title: the title without directories.
-        repeatable: whether the source can be read again with the same result.
+    Its name, as the user wrote it, may hold secrets, unlike the titles. One that is
+    not ``repeatable`` can be read only once.
     """
 
     repeatable = True

@@ -38,13 +38,10 @@ class Part(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LocalInput:
-    """A job's input as one local file of batch lines.
+    """A job's input as one local file of batch lines, which is gone after a finished job if it was staged.
 
-    path: the file. After a finished job a staged file is gone.
-    title: the input in messages.
-    parts: sources of a staged file, by line. Empty for the user's own file.
-    staged_sha256: digest of a staged file, in hexadecimal. None for the user's own.
-    fields: the saving by the order of fields, if it was optimized.
+    Such a file has parts by source, a SHA-256 in hexadecimal, and the saving by the
+    order of fields if that was optimized.
     """
 
     path: Path

@@ -31,13 +31,10 @@ from .template import RowRequests, SplitLine
 
 
 class Manifest(msgspec.Struct):
-    """The record of a staged file.
+    """The record of a staged file and its sources.
 
-    asked: fingerprint of the input that was staged.
-    sha256: digest of the staged file, in hexadecimal.
-    size: of the staged file, in bytes.
-    parts: its sources, in the order of the file.
-    fields: the saving by the order of fields, if it was optimized.
+    ``asked`` is the fingerprint of the input, ``sha256`` hexadecimal and ``size``
+    in bytes.
     """
 
     asked: dict[str, Any]
@@ -250,13 +247,7 @@ _QUIET_ROWS = 10_000
 
 
 class SplitRows(_Limited):
-    """Lines cut around their fields, in a temporary file.
-
-    Args:
-        file: an empty file, open for reading and writing.
-        requests: their template has a block.
-        max_requests: the job is full at this many rows. None: never.
-    """
+    """Lines cut around their fields, in a temporary file, for a template that has a block."""
 
     def __init__(
         self, file: BinaryIO, requests: RowRequests, max_requests: int | None

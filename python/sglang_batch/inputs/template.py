@@ -28,21 +28,12 @@ from ..errors import ConfigError, InputError
 class Template:
     """A request body with placeholders, parsed once and filled for every row.
 
-    A string that is a single placeholder takes the column's value with its JSON type.
-    Inside a longer string the value is written as text. Values of columns are never
-    searched for placeholders.
-
-    Lines between ``{{#fields}}`` and ``{{/fields}}`` in a string are a block of fields,
-    whose order carries no meaning. The markers themselves are not written.
-
-    Attributes:
-        body: as it was given.
-        columns: names of the columns that it uses.
-        block: its block of fields. None: it has none.
-
-    Raises:
-        ConfigError: the body uses no column, has a placeholder in a key, or a block that
-            is not one.
+    A string that is a single placeholder takes the column's value with its JSON
+    type. Inside a longer string the value is written as text. Values of columns are
+    never searched for placeholders. Lines between ``{{#fields}}`` and
+    ``{{/fields}}`` in a string are a block of fields, whose order carries no
+    meaning. Raises ConfigError if the body uses no column, has a placeholder in a
+    key, or a block that is not one.
     """
 
     def __init__(self, body: dict[str, Any]) -> None:

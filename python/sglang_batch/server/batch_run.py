@@ -90,15 +90,8 @@ class RunnerHooks:
 class BatchRun:
     """A batch while a server works on it.
 
-    Args:
-        bill: its share of the engine's seconds.
-        answers: those of earlier batches, if they are kept.
-
-    Attributes:
-        may_run: set by the runner to start the batch.
-        stop: set when it has to stop.
-        limit: how many of its lines may be in the engine.
-        engine: retries the batch's lines, and has the indices of those in flight.
+    The runner sets ``may_run`` to start it and ``stop`` to end it. ``limit`` says
+    how many of its lines may be in the engine, and ``engine`` retries them.
     """
 
     def __init__(
@@ -234,8 +227,6 @@ class BatchRun:
     def clean_up(self) -> None:
         """Remove the files that only an active batch needs."""
         shutil.rmtree(self.store.work_dir(self.batch_id), ignore_errors=True)
-
-    # ------------------------------------------------------------------------
 
     async def _validate(self) -> bool:
         """Check the input if it was not checked before. False if that ended the batch."""

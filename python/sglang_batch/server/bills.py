@@ -13,14 +13,10 @@ _WORTH_WRITING = 0.01
 
 
 class Bill:
-    """The seconds of the engine that a batch has used.
+    """The seconds of the engine that a batch has used, and those that the store has of them.
 
-    Args:
-        account: its part of them since this server began.
-        earlier_s: those of earlier servers.
-
-    Attributes:
-        written_s: those that the store has, once the batch has ended.
+    ``earlier_s`` are those of earlier servers. ``written_s`` is set once the batch
+    has ended.
     """
 
     def __init__(self, account: Account, owner: str, earlier_s: float) -> None:

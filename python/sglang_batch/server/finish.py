@@ -37,10 +37,9 @@ async def finish(
 ) -> None:
     """Write the result files and move the batch to its final status.
 
-    end: completed, cancelled, expired or failed. A batch in status cancelling is
-        always cancelled.
-    file_days: days that the files are kept if the batch does not set a time.
-    errors: the batch's own errors, as JSON for its object.
+    A batch in status cancelling is always cancelled. The files are kept for
+    ``file_days`` if it sets no time. ``errors`` are its own, as JSON for its
+    object.
     """
     row = await _begin_finalizing(saver, end)
     if row["status"] == api.CANCELLING:

@@ -180,8 +180,6 @@ class History:
             after = 0.0
         return [point for point in self._points if point.time > after]
 
-    # ------------------------------------------------------------------------
-
     async def _keep_sampling(self) -> None:
         while True:
             try:

@@ -291,16 +291,8 @@ async def _keep(metrics: BatchMetrics, over: asyncio.Event, every_s: float) -> N
 class StoreSample:
     """The batches that changed since the last sample, and totals of the store.
 
-    Args:
-        newest_seq: that of the last sample, or None for the first sample.
-        seqs: of the batches that were active in the last sample.
-
-    Attributes:
-        rows: the batches that are active, were active, or are new. In the first sample
-            the active ones only.
-        newest_seq: the highest one among the rows so far.
-        num_by_status: number of batches by status.
-        stored_bytes: bytes of all files, of parts of uploads and of unfinished results.
+    These are the batches that are active, were active by ``seqs``, or are newer
+    than ``newest_seq``. In the first sample, which has none, the active ones only.
     """
 
     def __init__(

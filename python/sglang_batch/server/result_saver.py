@@ -95,16 +95,9 @@ class Pauses:
 class ResultSaver:
     """The results of one batch on their way to disk.
 
-    A result that cannot be written is kept in memory, and the batch is paused with the
-    reason. No more of its lines are sent, so at most the lines that were in flight are
-    kept.
-
-    Args:
-        engine_s: seconds of the engine that the batch has used.
-
-    Attributes:
-        log: the results on disk.
-        errors: the error lines by reason.
+    A result that cannot be written is kept in memory, and the batch is paused with
+    the reason. No more of its lines are sent, so at most the lines that were in
+    flight are kept.
     """
 
     def __init__(

@@ -38,11 +38,7 @@ COLLECT_EVERY_S = 60.0
 class Collected:
     """Counts of removed items.
 
-    files: expired files, rows and contents.
-    uploads: expired uploads, with their parts.
-    answers: answers for idempotency keys.
-    orphans: files and directories that belong to no row.
-    deletions: tombstones of files and batches that were deleted long ago.
+    Deletions are the records of files and batches deleted long ago.
     """
 
     files: int = 0

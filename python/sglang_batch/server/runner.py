@@ -58,18 +58,12 @@ RateOf = Callable[[str], Rate | None]
 
 
 class BatchRunner:
-    """Runs the batches of a store. Of all processes that try, one at a time does.
+    """Runs the batches of a store.
 
-    Args:
-        server_name: identifies this server, in all its processes, among servers that
-            use the same directory.
-        closing: whether the server is shutting down. From then on no more requests are
-            sent, and unfinished batches wait for the next server.
-        rate_of: how fast a batch progresses, by its id.
-        answers: those of earlier batches, if they are kept.
-
-    Attributes:
-        share: the part of the engine for batches and waves.
+    Of all processes that try, one at a time does. ``server_name`` identifies this
+    server in all its processes. Once ``closing`` says that it shuts down, no more
+    requests are sent, and unfinished batches wait for the next one. ``share`` is
+    the part of the engine for batches and waves.
     """
 
     def __init__(
@@ -163,8 +157,6 @@ class BatchRunner:
         for run in self._runs.values():
             run.blame(num_lines, num_others)
 
-    # Polling --------------------------------------------------------------------------
-
     async def _poll(self) -> None:
         while True:
             self._woken.clear()
@@ -197,8 +189,6 @@ class BatchRunner:
                 self._progress.tick(row, self._rate_of(row["id"]))
         await self._bills.settle()
         self._collector.tick()
-
-    # One batch ------------------------------------------------------------------------
 
     def _begin(self, batch_id: str) -> None:
         run = BatchRun(
@@ -276,8 +266,6 @@ class BatchRunner:
                 self.store.work_dir(batch_id),
             )
             run.fail(errors)
-
-    # Priorities -----------------------------------------------------------------------
 
     async def _start_by_priority(
         self, rows: list[Row], used_up: dict[str, str | None]
@@ -388,14 +376,10 @@ DANGER = 0.8
 class RunnableBatch:
     """One batch that could run.
 
-    seq: position in the order of creation.
-    priority: set by the client. Higher goes first.
-    expires_at: Unix time in seconds.
-    num_left: lines without a result.
-    lines_per_s: its own rate while it runs, or 0 if unknown.
-    running: whether it sends lines, or may.
-    urgent: whether it was in danger of expiring before.
-    used_up: whether its client has used up its limit for today.
+    ``seq`` is its place in the order of creation, ``expires_at`` a Unix time in
+    seconds, ``lines_per_s`` its rate while it runs, 0 if unknown. It was in danger
+    of expiring if it is ``urgent``, and its client has used up its limit for today
+    if it is ``used_up``.
     """
 
     batch_id: str

@@ -184,19 +184,12 @@ class BatchService:
         on_made: OnMade | None = None,
         **fields: Any,
     ) -> Row:
-        """Accept a batch. The runner validates and runs it.
+        """Accept a batch, which the runner validates and runs.
 
-        Args:
-            completion_window: one that ``protocol.window_seconds`` accepts.
-            owner: name of the key that makes it.
-            allowance: what this key may use.
-            same_since: if a batch with the same parameters was made at this time or
-                later, return that one instead of making another.
-            on_made: see :data:`OnMade`. Also called with such a batch.
-            fields: further columns of the batch, such as its priority.
-
-        Raises:
-            ApiError: 429, a daily limit of the owner would be exceeded.
+        The window must be one of ``protocol.window_seconds``. If a batch with
+        the same parameters was made at ``same_since`` or later, that one is
+        returned, and given to ``on_made``, too. ``fields`` are further columns.
+        Raises ApiError: 429, a daily limit of the owner would be exceeded.
         """
         window_s = api.window_seconds(completion_window)
         assert window_s is not None, completion_window

@@ -18,12 +18,9 @@ from .files import sync_file
 
 
 def whole_lines(log: BinaryIO, end: int) -> Iterator[bytes]:
-    """The records of a log that may still grow, up to the offset ``end``.
+    """The records of a log that may still grow, from its position up to the offset ``end``.
 
-    Needs no lock: reading stops at the first record that is not complete.
-
-    Args:
-        log: opened by the reader, at the beginning of a record.
+    It needs no lock: reading stops at the first record that is not complete.
     """
     offset = log.tell()
     for data in log:
@@ -34,16 +31,11 @@ def whole_lines(log: BinaryIO, end: int) -> Iterator[bytes]:
 
 
 class AppendLog:
-    """One process writes a log. ``append`` and ``commit`` may run in two threads.
+    """A log that one process writes.
 
-    Args:
-        path: created if it does not exist.
-        read: called with the offset and the bytes of each line in the file. Returns
-            False if the line is not a record.
-        damaged: called with this log and each such line, except the last of the file.
-
-    Raises:
-        OSError: the file cannot be opened.
+    ``append`` and ``commit`` may run in two threads. When it is opened, ``read``
+    gets the offset and the bytes of each line, and returns False if it is not a
+    record. ``damaged`` gets those, except the last of the file.
     """
 
     def __init__(

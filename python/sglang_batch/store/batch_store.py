@@ -127,8 +127,6 @@ class BatchStore:
                     kept += found.st_size
         return int(row["total"]) + kept
 
-    # Files ------------------------------------------------------------------
-
     def add_file(self, row: Row) -> None:
         """Record a file whose contents are in place at :meth:`file_path`."""
         self._insert("files", row)
@@ -221,8 +219,6 @@ class BatchStore:
             descending,
             {"purpose = ?": purpose, "owner = ?": owner, _NOT_EXPIRED: now()},
         )
-
-    # Batches ----------------------------------------------------------------
 
     def add_batch(self, row: Row) -> None:
         self._insert("batches", row)
@@ -326,8 +322,6 @@ class BatchStore:
     ) -> bool:
         """Move a batch to another status. False if it is in none of the first ones."""
         return self._update(batch_id, {"status": status, **fields}, from_statuses)
-
-    # ------------------------------------------------------------------------
 
     def _update(
         self, batch_id: str, fields: Row, from_statuses: tuple[str, ...] | None

@@ -100,14 +100,10 @@ class MeasuredStep(msgspec.Struct, frozen=True):
 class KeptRowShare(msgspec.Struct, frozen=True, kw_only=True):
     """One measurement.
 
-    row_share: w for the planner, 0 or more.
-    finding: what it is: ``measured``, ``at most`` or ``at least`` a bound.
-    least, most: the values that fit the points as well. None: no limit.
-    weights_s, kv_read_s: the fitted seconds of a step without KV, and per token of KV.
-    noise: standard deviation of the relative residuals.
-    measured_at: date and time in UTC, ISO 8601.
-    versions: of the packages that ran, by name.
-    points: the measurements.
+    ``row_share`` is w for the planner, a bound if the ``finding`` is ``at most`` or
+    ``at least``. Values from ``least`` to ``most`` fit as well. ``weights_s`` and
+    ``kv_read_s`` are the fitted seconds of a step without KV and per token of KV,
+    ``noise`` the standard deviation of the relative residuals.
     """
 
     key: RowShareKey
@@ -128,12 +124,9 @@ class _Version(msgspec.Struct):
 
 
 class _MeasuredFile(Generic[Entry]):
-    """A file with an entry for each key, oldest first.
+    """A file with an entry for each key in its ``field``, oldest first, ``most`` of them.
 
-    Args:
-        field: its key for the entries.
-        lost: the facts that are missing without the file, and how to get them, for warnings.
-        most: the number of entries that are kept. None: all.
+    Warnings say which facts are ``lost`` without it, and how to get them.
     """
 
     def __init__(
@@ -164,15 +157,10 @@ class _MeasuredFile(Generic[Entry]):
         return next((each for each in self.entries(path) if each.key == key), None)
 
     def keep(self, entry: Entry, path: Path | None = None) -> Path:
-        """Write an entry, in place of an earlier one with its key.
+        """Write an entry, in place of an earlier one with its key, and return the file.
 
-        A file that cannot be used gets the ending ``.unusable``.
-
-        Returns:
-            The file.
-
-        Raises:
-            StoreWriteError: it cannot be written.
+        One that cannot be used gets the ending ``.unusable``. Raises
+        StoreWriteError.
         """
         path = path or self.path()
         before = self._read(path)

@@ -63,13 +63,10 @@ def finished_lines(
 ) -> Iterator[bytes]:
     """Result lines of a log that may still grow, in the order of completion.
 
-    Needs no lock: reading stops at the first record that is not complete. Damaged
-    records are skipped, and so are the blank lines that replace them.
-
-    Args:
-        log: the log, opened by its reader, at the beginning of a record.
-        end: offset at which to stop: the size of the file when the caller looked.
-        ok: True for answers only, False for error lines only, None for both.
+    They begin at its position and end at the size that it had when the caller
+    looked. ``ok`` asks for answers or for error lines only. It needs no lock:
+    reading stops at the first record that is not complete. Damaged records are
+    skipped, and so are the blank lines that replace them.
     """
     for data in whole_lines(log, end):
         try:
@@ -88,15 +85,10 @@ def _result_line(record: _Record) -> bytes:
 class ResultLog:
     """The results of a job of ``num_requests`` requests, in order of completion.
 
-    Attributes:
-        num_completed, num_failed: requests with an answer, and with an error.
-        num_refused: those of ``num_failed`` that were no valid requests, but have an id:
-            their status is 4xx.
-        usage: tokens of all requests.
-        num_merged, merged_usage: the requests that got the answer of an equal one, and their
-            share of ``usage``: nothing was computed for them.
-        cuts: answers that stop rules or their limits have ended, those of merged requests
-            included.
+    ``num_refused`` are those of ``num_failed`` that were no valid requests, but
+    have an id: their status is 4xx. For ``merged_usage``, the share of merged
+    requests in ``usage``, nothing was computed. ``cuts`` are answers that stop
+    rules or their limits have ended.
     """
 
     def __init__(self, path: Path, num_requests: int) -> None:

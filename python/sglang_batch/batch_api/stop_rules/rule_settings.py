@@ -61,11 +61,10 @@ class Repetition:
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """What ends an answer besides its stop strings, ending tokens and length.
+    """Ends of an answer besides its stop strings, ending tokens and length.
 
-    json: once its first JSON value is complete.
-    regexes: once it has a match of one of these.
-    repetition: once it loops.
+    The first JSON value is complete, one of the regular expressions matches, or it
+    loops.
     """
 
     json: bool = False

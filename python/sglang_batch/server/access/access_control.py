@@ -32,11 +32,7 @@ current_caller: ContextVar[Caller | None] = ContextVar("current_caller", default
 class AccessControl:
     """The keys of a server process, and the use that it has not written yet.
 
-    Args:
-        store: has the keys that are added while the server runs.
-        fixed: the keys that the server was started with.
-        without_key: who a caller without a key is, or None if a key is needed. Once the
-            store has a key, all need one.
+    Without a key, callers are ``without_key``, or nobody once the store has a key.
     """
 
     def __init__(
@@ -96,8 +92,6 @@ class AccessControl:
 
     def _rows(self, query: str, values: Iterable[Any] = ()) -> list[Row]:
         return [dict(row) for row in self._db.execute(query, list(values))]
-
-    # Usage of online calls --------------------------------------------------------
 
     def used_today(self, name: str) -> dict[str, int]:
         """The usage of a client today, including counts that are not written yet."""

@@ -31,21 +31,13 @@ def add_key(
     same_owner: bool,
     known_role: str | None = None,
 ) -> tuple[Row, str]:
-    """Make a key for a client.
+    """Make a key for a client with a role of ``KEY_ROLES``.
 
-    Args:
-        role: one of ``KEY_ROLES``.
-        limits: values by field of :class:`.keys.Allowance`. A client that has limits
-            keeps those that are left out.
-        same_owner: whether the name may be one that was used before. Its new key then
-            opens the objects that were made under the name.
-        known_role: the role that the name has in the file of keys, if it is in it.
-
-    Returns:
-        The key's row, and the key itself, which is not kept.
-
-    Raises:
-        NameTaken: the name was used before, or has another role.
+    Limits of a client that are left out stay as they are. With ``same_owner`` the
+    name may be one that was used before, whose objects the new key opens. The file
+    of keys gives the name ``known_role``, if it has it. Returns the key's row and
+    the key itself, which is not kept. Raises NameTaken if the name was used before,
+    or has another role.
     """
     secret = new_secret()
     row: Row = {

@@ -116,15 +116,12 @@ def caller_of(name: str, role: Role) -> Caller:
 
 
 def read_api_keys(path: str) -> FixedKeys:
-    """Read a file of keys. Returns the caller for the digest of each key.
+    """Read a file of keys.
 
-    Each line is ``NAME KEY`` or ``NAME KEY admin``. Blank lines and lines starting with
-    ``#`` are skipped. A name may have several keys, so a key can be replaced without
-    downtime.
-
-    Raises:
-        ConfigError: the file or one of its lines cannot be read. No message contains a
-            key.
+    Returns the caller for the digest of each key. Each line is ``NAME KEY`` or
+    ``NAME KEY admin``. Blank lines and comments (``#``) are skipped. A name may
+    have several keys, so a key can be replaced without downtime. Raises
+    ConfigError, whose message never contains a key, if a line is anything else.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -51,17 +51,11 @@ async def answer_once(
 ) -> Response:
     """Answer a POST with the object that ``make`` creates, or the one kept for its key.
 
-    Args:
-        content: identifies the call: its body or, for a form, the form's fields and
-            files, since boundaries differ from one attempt to the next.
-        make: called in a thread. It has the object kept with the :data:`Keep` it is given.
-        body_key: the key that the body names. The header means the same.
-        shown: makes of a kept object what this call gets.
-
-    Raises:
-        ApiError: 400 if the key is too long, empty or not a string, or if the body
-            names another one than the header, 409 if it was used for another
-            call or is in use.
+    ``content`` identifies the call: its body or, since boundaries of forms differ
+    from one attempt to the next, fields and files. ``make`` is called in a thread
+    and has the object kept with its :data:`Keep`. ``shown`` makes of a kept object
+    what this call gets. Raises ApiError: 400 if header or body have no valid key or
+    differ, 409 if the key was used for another call or is in use.
     """
     key = _key(request.headers.get("idempotency-key"), body_key)
     if key is None:

@@ -176,17 +176,11 @@ async def received_form(
 ) -> AsyncIterator[Form]:
     """Receive the form of a request.
 
-    Its file is deleted when the block ends, unless the block moves it.
-
-    Args:
-        key: name of the form's field with the file. Other files are dropped.
-        max_bytes: size limit of the file.
-        may_be_text: whether a text field with this name is also taken as the file.
-
-    Raises:
-        ApiError: 400 if the body is not a complete form, 413 or 507 if there is no room
-            for its file, 429 if the client sends too many at a time.
-        OSError: the file cannot be written.
+    The file of its field ``key``, which may be a text field if ``may_be_text``, has
+    at most ``max_bytes``. It is deleted when the block ends, unless the block moves
+    it. Raises ApiError: 400 for no complete form, 413 or 507 without room for the
+    file, 429 if the client sends too many at a time, or OSError if the file cannot
+    be written.
     """
     room = service_of(request).room
     size = content_length(request)

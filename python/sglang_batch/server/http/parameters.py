@@ -314,10 +314,8 @@ async def json_object(
 async def large_body(request: Request) -> AsyncGenerator[None]:
     """Receive a body that may be large in this block.
 
-    A client that sends as many as it may waits for one of them to end.
-
-    Raises:
-        ApiError: 429, none has ended for ``PATIENCE_S`` seconds, or too many wait.
+    A client that sends as many as it may waits for one of them to end. Raises 429
+    if none has for ``PATIENCE_S`` seconds, or too many wait.
     """
     service, owner = service_of(request), owner_of(request)
     most = service.config.max_uploads

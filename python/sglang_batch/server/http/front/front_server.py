@@ -45,11 +45,8 @@ END_S = 15
 class FrontOptions:
     """The options of a front.
 
-    urls, workers_key: of the servers that have engines, and the key of their admin.
-    directory: of the batches.
-    api_key, admin_key: see :func:`~.access.keys.given_keys`.
-    metrics: whether ``/metrics`` is there.
-    ssl: uvicorn's ``ssl_keyfile``, ``ssl_certfile`` and the like.
+    ``urls`` and ``workers_key`` are of the servers that have engines, ``ssl`` has
+    uvicorn's ``ssl_keyfile`` and the like.
     """
 
     urls: tuple[str, ...]
@@ -68,10 +65,9 @@ class FrontOptions:
 def serve(options: FrontOptions) -> None:
     """Serve until a signal ends the process.
 
-    Raises:
-        ConfigError: the keys, or the servers that have engines, cannot be used.
-        StoreError: another server uses the directory.
-        EngineError: none of the servers answers, or another front uses them.
+    Raises ConfigError if the keys or the servers cannot be used, StoreError if
+    another server uses the directory, EngineError if none of the servers answers or
+    another front uses them.
     """
     logging.basicConfig(
         level=options.log_level.upper(), format="[%(asctime)s] %(message)s", force=True

@@ -44,7 +44,7 @@ INTERACTIVE_PRIORITY = MAX_PRIORITY + 1
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One endpoint a batch line may name, with its title in messages and the keys that it requires.
+    """One endpoint a line may name, its title in messages and the keys it requires.
 
     Of those that generate, answers come token by token.
     """

@@ -21,7 +21,7 @@ OrderOfRow = Callable[[int, str, Sequence[str]], Sequence[int]]
 
 
 class FieldSaving(msgspec.Struct, frozen=True):
-    """What the order of the fields saves, found from ``sampled`` of the rows before anything runs.
+    """What the order of the fields saves, found from ``sampled`` of the rows.
 
     The bytes are those of text that prompts do not share with their beginnings,
     ``own_bytes`` with the fields in the template's order. Text around the fields is

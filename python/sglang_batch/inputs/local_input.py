@@ -38,9 +38,9 @@ class Part(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LocalInput:
-    """A job's input as one local file of batch lines, which is gone after a finished job if it was staged.
+    """A job's input as one local file of batch lines.
 
-    Such a file has parts by source, a SHA-256 in hexadecimal, and the saving by the
+    A staged one, which is gone after a finished job, has parts by source, a SHA-256 in hexadecimal, and the saving by the
     order of fields if that was optimized.
     """
 
@@ -53,7 +53,7 @@ class LocalInput:
     def requests(
         self, rules: LineRules, *, skip_invalid: bool = False, way_out: str = ""
     ) -> BatchFile:
-        """The requests of the file, all validated or, with ``skip_invalid``, some of them bad.
+        """The validated requests of the file, with ``skip_invalid`` some of them bad.
 
         Raises InputError with the first errors, the number of all and, unless
         the file is empty, the ``way_out``.

@@ -247,7 +247,7 @@ _QUIET_ROWS = 10_000
 
 
 class SplitRows(_Limited):
-    """Lines cut around their fields, in a temporary file, for a template that has a block."""
+    """Lines cut around the block of their template, in a temporary file."""
 
     def __init__(
         self, file: BinaryIO, requests: RowRequests, max_requests: int | None

@@ -10,6 +10,7 @@ import io
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +140,6 @@ def _csv_rows(
             text.detach()
 
 
-def _tsv_rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Row]:
-    return _csv_rows(name, path, columns, "\t")
-
-
 def _json_rows(name: str, path: Path, columns: Collection[str]) -> Iterator[Row]:
     with open_plain(path) as file:
         for number, line in enumerate(file, start=1):
@@ -166,7 +163,7 @@ _READERS: dict[str, Callable[[str, Path, Collection[str]], Iterator[Row]]] = {
     ".feather": _arrow_rows,
     ".ipc": _arrow_rows,
     ".csv": _csv_rows,
-    ".tsv": _tsv_rows,
+    ".tsv": partial(_csv_rows, delimiter="\t"),
     ".jsonl": _json_rows,
 }
 _SEEKING = {".parquet", ".pq", ".arrow", ".feather", ".ipc"}

@@ -10,7 +10,6 @@ import hashlib
 import re
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl, urlencode
@@ -252,12 +251,8 @@ def _bar(what: str, url: str) -> tqdm[Any]:
 
 
 def _callback(bar: tqdm[Any]) -> Any:
-    from fsspec.callbacks import Callback
+    from fsspec.callbacks import TqdmCallback
 
-    class _Bytes(Callback):  # type: ignore[misc]
-        def call(self, *args: Any, **kwargs: Any) -> None:
-            with suppress(TypeError):
-                bar.total = self.size
-            bar.update(self.value - bar.n)
-
-    return _Bytes()
+    callback = TqdmCallback()
+    callback.tqdm = bar
+    return callback

@@ -87,8 +87,10 @@ def collect(store: BatchStore, config: OfflineBatchConfig, now: int) -> Collecte
         files=_expired_files(store, now),
         uploads=_expired_uploads(store, now),
         orphans=_remove(_orphans(store, config, now)),
-        answers=_old_answers(store, now),
-        deletions=_old_deletions(store, now),
+        answers=_delete_old(
+            store, "idempotent_answers", "created_at", now - ANSWERS_KEPT_S
+        ),
+        deletions=_delete_old(store, "deleted", "deleted_at", now - DELETION_KEPT_S),
     )
     if collected:
         counts = ", ".join(f"{n} {name}" for name, n in asdict(collected).items() if n)
@@ -115,21 +117,14 @@ def _expired_uploads(store: BatchStore, now: int) -> int:
     _remove(uploads.directory(row["id"]) for row in expired)
     for row in expired:
         uploads.expire(row["id"], now)
-    with store.atomic() as db:
-        db.execute("DELETE FROM uploads WHERE expires_at <= ?", (now - UPLOAD_KEPT_S,))
+    _delete_old(store, "uploads", "expires_at", now - UPLOAD_KEPT_S)
     return len(expired)
 
 
-def _old_answers(store: BatchStore, now: int) -> int:
+def _delete_old(store: BatchStore, table: str, column: str, before: int) -> int:
     with store.atomic() as db:
-        query = "DELETE FROM idempotent_answers WHERE created_at <= ?"
-        return db.execute(query, (now - ANSWERS_KEPT_S,)).rowcount
-
-
-def _old_deletions(store: BatchStore, now: int) -> int:
-    with store.atomic() as db:
-        query = "DELETE FROM deleted WHERE deleted_at <= ?"
-        return db.execute(query, (now - DELETION_KEPT_S,)).rowcount
+        query = f"DELETE FROM {table} WHERE {column} <= ?"
+        return db.execute(query, (before,)).rowcount
 
 
 def _orphans(store: BatchStore, config: OfflineBatchConfig, now: int) -> Iterator[Path]:

@@ -11,7 +11,6 @@ import asyncio
 import datetime
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -92,7 +91,9 @@ class BatchRunner:
         self._isolation = Isolation(self._runs)
         self._answers = answers
         self._bills = Bills(store, engine)
-        self._failures = _Failures()
+        # How often each batch failed through an error of the server, without progress,
+        # and the results that it had then.
+        self._failures: dict[str, tuple[int, int]] = {}
         self._collector = Collector(store, config)
         self._urgent: set[str] = set()
         self._num_retries = 0
@@ -220,7 +221,7 @@ class BatchRunner:
                 if not self._is_over(batch_id):
                     await self._retry_or_fail(run, error)
             if self._is_over(batch_id):
-                self._failures.forget(batch_id)
+                self._failures.pop(batch_id, None)
                 self._urgent.discard(batch_id)
         finally:
             self._progress.forget(batch_id)
@@ -239,13 +240,17 @@ class BatchRunner:
         batch_id = run.batch_id
         run.may_run.clear()
         row = run.row()
-        self._failures.note_progress(batch_id, row["completed"] + row["failed"])
+        num_done = row["completed"] + row["failed"]
+        num_failures, before = self._failures.get(batch_id, (0, -1))
+        num_failures = 0 if num_done > before else num_failures
+        self._failures[batch_id] = num_failures, num_done
         if is_write_error(error):
             run.pauses.set("disk", f"Its files cannot be written: {error}")
             await asyncio.sleep(RETRY_AFTER_S)
             run.pauses.set("disk", None)
             return
-        if self._failures.add(batch_id) < MAX_ATTEMPTS:
+        self._failures[batch_id] = num_failures + 1, num_done
+        if num_failures + 1 < MAX_ATTEMPTS:
             logger.error(
                 "Batch %s stopped with an error; trying again in %g seconds",
                 batch_id,
@@ -341,29 +346,6 @@ class BatchRunner:
             if limit is not None and "limit" in run.pauses:
                 limit += run.finishing()
             run.pauses.set("limit", limit)
-
-
-class _Failures:
-    """How often each batch failed through an error of the server, without progress."""
-
-    def __init__(self) -> None:
-        self._count: Counter[str] = Counter()
-        self._num_done: dict[str, int] = {}
-
-    def note_progress(self, batch_id: str, num_done: int) -> None:
-        """Start counting again if the batch has more results than last time."""
-        if num_done > self._num_done.get(batch_id, -1):
-            self._count[batch_id] = 0
-        self._num_done[batch_id] = num_done
-
-    def add(self, batch_id: str) -> int:
-        """Count one more failure and return how many there are."""
-        self._count[batch_id] += 1
-        return self._count[batch_id]
-
-    def forget(self, batch_id: str) -> None:
-        self._count.pop(batch_id, None)
-        self._num_done.pop(batch_id, None)
 
 
 # Above any priority that a client may ask for.
@@ -483,7 +465,7 @@ class Isolation:
 
     @asynccontextmanager
     async def alone(self, batch_id: str) -> AsyncIterator[None]:
-        """A block in which the engine has no line of another batch: if it dies, the culprit is known.
+        """A block in which the engine has no line of another batch, if it dies.
 
         A batch that has to stop does not wait.
         """

@@ -129,7 +129,7 @@ class BatchStore:
 
     def add_file(self, row: Row) -> None:
         """Record a file whose contents are in place at :meth:`file_path`."""
-        self._insert("files", row)
+        self.insert("files", row)
 
     def record_file(
         self,
@@ -155,7 +155,7 @@ class BatchStore:
 
     def get_file(self, file_id: str, owner: str | None = None) -> Row | None:
         """A file that has not expired, of this owner if one is named."""
-        row = self._get("files", file_id, owner)
+        row = self.get_row("files", file_id, owner)
         if row is None:
             return None
         expires_at = row["expires_at"]
@@ -164,7 +164,7 @@ class BatchStore:
     def delete_file(self, file_id: str, owner: str | None = None) -> bool:
         """Delete a file and its contents. False if there is none."""
         # The id comes from a client: it is a path only if it names a file of the store.
-        if self._get("files", file_id, owner) is None:
+        if self.get_row("files", file_id, owner) is None:
             return False
         deleted = self._forget("DELETE FROM files WHERE id = ?", (file_id,))
         self.file_path(file_id).unlink(missing_ok=True)
@@ -221,11 +221,11 @@ class BatchStore:
         )
 
     def add_batch(self, row: Row) -> None:
-        self._insert("batches", row)
+        self.insert("batches", row)
 
     def get_batch(self, batch_id: str, owner: str | None = None) -> Row | None:
         """A batch, of this owner if one is named."""
-        return self._get("batches", batch_id, owner)
+        return self.get_row("batches", batch_id, owner)
 
     def list_batches(
         self,
@@ -335,7 +335,8 @@ class BatchStore:
         with self.atomic() as db:
             return db.execute(query, values).rowcount > 0
 
-    def _insert(self, table: str, row: Row) -> None:
+    def insert(self, table: str, row: Row) -> None:
+        """Insert a row with these columns."""
         names = ", ".join(row)
         marks = ", ".join("?" * len(row))
         with self.atomic() as db:
@@ -343,7 +344,8 @@ class BatchStore:
                 f"INSERT INTO {table} ({names}) VALUES ({marks})", list(row.values())
             )
 
-    def _get(self, table: str, row_id: str, owner: str | None) -> Row | None:
+    def get_row(self, table: str, row_id: str, owner: str | None = None) -> Row | None:
+        """The row of a table with this id, of this owner if one is named."""
         found = self.rows(
             f"SELECT * FROM {table} WHERE id = ? AND owner = COALESCE(?, owner)",
             (row_id, owner),

@@ -193,22 +193,16 @@ class UploadStore:
 
     def add(self, row: Row) -> None:
         """Record a new upload, pending and without parts."""
-        row = {**row, "status": PENDING, "expires_at": row["created_at"] + LIFETIME_S}
-        names, marks = ", ".join(row), ", ".join("?" * len(row))
-        with self.store.atomic() as db:
-            db.execute(
-                f"INSERT INTO uploads ({names}) VALUES ({marks})", list(row.values())
-            )
+        expires_at = row["created_at"] + LIFETIME_S
+        self.store.insert(
+            "uploads", {**row, "status": PENDING, "expires_at": expires_at}
+        )
 
     def get(self, upload_id: str, owner: str | None = None) -> Row | None:
         """An upload as it is now, of this owner if one is named."""
-        found = self.store.rows(
-            "SELECT * FROM uploads WHERE id = ? AND owner = COALESCE(?, owner)",
-            (upload_id, owner),
-        )
-        if not found:
+        row = self.store.get_row("uploads", upload_id, owner)
+        if row is None:
             return None
-        row = found[0]
         if row["status"] == PENDING and row["expires_at"] <= now():
             row["status"] = EXPIRED
         return row
@@ -233,28 +227,23 @@ class UploadStore:
         ``check`` is called in the transaction and may raise. Returns the part's
         row, or None if the upload is no longer pending.
         """
-        num_bytes = source.stat().st_size
         path = self.directory(upload_id) / part_id
         path.parent.mkdir(exist_ok=True)
         sync_file(source)
         row = {
             "id": part_id,
             "upload_id": upload_id,
-            "bytes": num_bytes,
+            "bytes": source.stat().st_size,
             "created_at": now(),
         }
         added = False
         try:
-            with self.store.atomic() as db:
+            with self.store.atomic():
                 if not self._pending(upload_id):
                     return None
                 check()
                 move_into_place(source, path)
-                db.execute(
-                    "INSERT INTO upload_parts (id, upload_id, bytes, created_at)"
-                    " VALUES (:id, :upload_id, :bytes, :created_at)",
-                    row,
-                )
+                self.store.insert("upload_parts", row)
                 if on_made is not None:
                     on_made(row)
             added = True

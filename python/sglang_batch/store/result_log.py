@@ -158,7 +158,7 @@ class ResultLog:
         errors: BinaryIO,
         unrun_line: Callable[[int], bytes] | None = None,
     ) -> tuple[int, int]:
-        """Write answers and error lines in the order of the input, and return how many of each.
+        """Write answers and errors in the order of the input. Returns their numbers.
 
         Both may go to one file. ``unrun_line`` makes the line of a request
         without a result, which is left out without it.

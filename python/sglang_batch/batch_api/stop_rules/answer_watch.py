@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -118,14 +118,6 @@ NUM_BEFORE = 5
 _MAX_PENDING = 8
 
 
-class TextStream(Protocol):
-    """Turns tokens into text as they come."""
-
-    def step(self, token: int) -> str | None:
-        """The text that a token completes, None if it completes none."""
-        ...
-
-
 class AnswerText:
     """The text that each token of an answer adds, as a detokenizer of transformers shows it.
 
@@ -169,7 +161,7 @@ class AnswerText:
     def _open(self) -> None:
         self._num_pending = 0
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        self._stream: TextStream = (
+        self._stream = (
             _SlowStream(self._tokenizer, self._skip_special_tokens)
             if backend is None
             else _FastStream(backend, self._skip_special_tokens)

@@ -120,10 +120,7 @@ class StopRules:
         if self.regexes:
             value["regex"] = list(self.regexes)
         if self.repetition is not None:
-            value["repetition"] = {
-                field.name: getattr(self.repetition, field.name)
-                for field in fields(self.repetition)
-            }
+            value["repetition"] = dataclasses.asdict(self.repetition)
         return value
 
     def to_text(self) -> str:
@@ -185,7 +182,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def with_stop_rules(requests: Requests, rules: str | None) -> Requests:
-    """The requests with ``stop_rules`` in bodies without any, but for those that generate nothing.
+    """The requests that generate, with ``stop_rules`` in bodies without any.
 
     The rules are JSON, None for none.
     """

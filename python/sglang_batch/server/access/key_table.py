@@ -72,7 +72,7 @@ def client_role(store: BatchStore, name: str) -> str | None:
 def change_allowance(
     store: BatchStore, name: str, changes: Mapping[str, Any], role: str = "client"
 ) -> Allowance:
-    """Change the fields of a client's :class:`.keys.Allowance` that are given, for all its keys.
+    """Change fields of a client's :class:`.keys.Allowance`, for all its keys.
 
     ``role`` is that of a client of the file of keys, which has no row before.
     """

@@ -24,8 +24,8 @@ from sglang_batch.batch_api import protocol as api
 from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.job import retrying_engine
 from sglang_batch.request import RequestOutput
-from sglang_batch.store import suspects as suspects_module
-from sglang_batch.store.suspects import ALONE, IN_GROUPS, Suspects
+from sglang_batch.server import batch_run as suspects_module
+from sglang_batch.server.batch_run import ALONE, IN_GROUPS, Suspects
 
 pytestmark = pytest.mark.usefixtures("quick_polling")
 

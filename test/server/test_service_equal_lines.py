@@ -17,7 +17,7 @@ from builders import Answers, ids_of, make_body, make_line, make_request, run
 from fake_engine import FakeEngine
 
 from sglang_batch.batch_api.protocol import error_body
-from sglang_batch.store.suspects import ALONE, Suspects
+from sglang_batch.server.batch_run import ALONE, Suspects
 
 pytestmark = pytest.mark.usefixtures("quick_polling")
 

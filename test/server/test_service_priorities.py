@@ -23,9 +23,9 @@ from sglang_batch.batch_api import protocol as api
 from sglang_batch.request import engine_request_id
 from sglang_batch.server import runner as runner_module
 from sglang_batch.server.access.key_table import change_allowance
+from sglang_batch.server.batch_run import Suspects
 from sglang_batch.server.runner import URGENT
 from sglang_batch.server.service import BatchService
-from sglang_batch.store.suspects import Suspects
 
 pytestmark = pytest.mark.usefixtures("quick_polling")
 

@@ -25,7 +25,7 @@ from builders import PATIENCE_S, ids_of, make_lines, run
 from fake_engine import FakeEngine
 
 from sglang_batch.batch_api import protocol as api
-from sglang_batch.server import finish
+from sglang_batch.server import result_saver
 from sglang_batch.store.files import FileLock
 
 pytestmark = pytest.mark.usefixtures("quick_polling")
@@ -97,14 +97,14 @@ def test_stopping_waits_for_results_being_written_before_it_releases_the_store(
     async def scenario() -> None:
         writing, go_on = threading.Event(), threading.Event()
         async with running_service(tmp_path) as service:
-            write_results = finish._write
+            write_results = result_saver._write
 
             def slow(*args: Any) -> Any:
                 writing.set()
                 assert go_on.wait(PATIENCE_S)
                 return write_results(*args)
 
-            monkeypatch.setattr(finish, "_write", slow)
+            monkeypatch.setattr(result_saver, "_write", slow)
             batch_id = submit(service, make_lines(3))
             await asyncio.to_thread(writing.wait, PATIENCE_S)
             stopping = asyncio.ensure_future(service.stop())

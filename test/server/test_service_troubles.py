@@ -24,11 +24,11 @@ from builders import ids_of, make_line, make_lines, run
 from fake_engine import FakeEngine
 
 from sglang_batch.batch_api import protocol as api
-from sglang_batch.server import batch_input, finish
+from sglang_batch.server import batch_input, result_saver
 from sglang_batch.server.access.key_table import change_allowance
+from sglang_batch.server.batch_run import Suspects
 from sglang_batch.store.batch_store import BatchStore
 from sglang_batch.store.files import FileLock
-from sglang_batch.store.suspects import Suspects
 
 pytestmark = pytest.mark.usefixtures("quick_polling")
 
@@ -52,7 +52,7 @@ def test_a_server_that_died_while_a_batch_expired_lets_it_expire(
             batch_id = submit(service, make_lines(6))
             await engine.until_stalled(2, 2)
             with monkeypatch.context() as patch:
-                patch.setattr(finish, "_write", die)
+                patch.setattr(result_saver, "_write", die)
                 service.store.update_batch(batch_id, expires_at=int(time.time()) - 1)
                 await writing.wait()
                 await service.stop()

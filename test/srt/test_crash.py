@@ -24,7 +24,7 @@ from prompts import questions
 from servers import SERVER_ARGS, kill_group, server
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-from sglang_batch.store.suspects import NEVER
+from sglang_batch.server.batch_run import NEVER
 
 NUM_LINES = 400
 # So few that a run takes ten seconds and more, in which it can be killed.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sglang_batch.errors import StoreWriteError
-from sglang_batch.store.append_log import AppendLog
+from sglang_batch.store.files import AppendLog
 
 
 class Records(dict[int, bytes]):

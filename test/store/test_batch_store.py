@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from sglang_batch.errors import StoreError
-from sglang_batch.store import batch_store, schema
+from sglang_batch.store import batch_store, database
 from sglang_batch.store.batch_store import BatchStore, Row
 
 
@@ -320,7 +320,7 @@ def columns_of(db: sqlite3.Connection) -> dict[str, str]:
 
 def test_a_new_database_has_the_final_schema() -> None:
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
-        schema.migrate(db)
+        database.migrate(db)
         assert columns_of(db) == COLUMNS
 
 
@@ -334,7 +334,7 @@ def test_migrating_again_changes_nothing(store: BatchStore) -> None:
     with closing(sqlite3.connect(store.directory / "batches.sqlite3")) as db:
         assert columns_of(db) == COLUMNS
         applied = [name for (name,) in db.execute("SELECT name FROM migrations")]
-    assert applied == list(schema.MIGRATIONS)
+    assert applied == list(database.MIGRATIONS)
 
 
 def test_a_new_migration_is_applied_once_to_an_old_database(
@@ -342,7 +342,7 @@ def test_a_new_migration_is_applied_once_to_an_old_database(
 ) -> None:
     store.add_file(make_file_row())
     more = ("ALTER TABLE files ADD COLUMN more TEXT DEFAULT 'x'",)
-    monkeypatch.setitem(schema.MIGRATIONS, "m999_more", more)
+    monkeypatch.setitem(database.MIGRATIONS, "m999_more", more)
     for _ in range(2):
         newer = BatchStore(store.directory)
         row = newer.get_file("file-1")
@@ -355,7 +355,7 @@ def test_a_migration_that_fails_leaves_the_old_schema(
     store: BatchStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = ("ALTER TABLE files ADD COLUMN more TEXT", "nonsense")
-    monkeypatch.setitem(schema.MIGRATIONS, "m999_bad", bad)
+    monkeypatch.setitem(database.MIGRATIONS, "m999_bad", bad)
     with pytest.raises(StoreError, match="nonsense"):
         BatchStore(store.directory)
     with closing(sqlite3.connect(store.directory / "batches.sqlite3")) as db:

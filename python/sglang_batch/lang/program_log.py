@@ -3,7 +3,7 @@
 Each record is one JSON line: the program's key, name and version, whether it succeeded,
 and its result. It is written when its program ends, and from then on survives the end of
 this process. It survives a power failure from the next commit, about a second later.
-:mod:`sglang_batch.store.append_log` describes how records are written and recovered.
+:mod:`sglang_batch.store.files` describes how records are written and recovered.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import platformdirs
 
 from ..errors import ConfigError, StoreError, StoreWriteError
 from ..request import json_line
-from ..store.append_log import AppendLog
-from ..store.files import FileLock
+from ..store.files import AppendLog, FileLock
 
 COMMIT_EVERY_S = 1.0
 

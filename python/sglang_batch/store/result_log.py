@@ -3,7 +3,7 @@
 Each record is one JSON line: the request's index, whether it is an answer or an
 error, its token counts and the finished output line itself. A request that is in the
 log never runs again. How records are written and recovered is described in
-:mod:`.append_log`.
+:mod:`.files`.
 
 A record that was damaged later is moved to ``<log>.damaged``, a blank line of the same
 length takes its place, and its request has no result again.
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..request import Cuts, Usage, as_one_line, json_line
-from .append_log import AppendLog, whole_lines
+from .files import AppendLog, whole_lines
 
 logger = logging.getLogger(__name__)
 

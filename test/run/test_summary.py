@@ -73,7 +73,9 @@ def test_rates_are_of_this_run_and_counts_of_the_job(tmp_path: Path) -> None:
     summary = Summary.of_log(log, before, seconds=2.0)
     assert (summary.completed, summary.failed) == (3, 3)
     assert summary.output_tokens == 30
-    assert summary.this_run == Counts(1, 2, 100, 60, 10)
+    assert summary.this_run == Counts(
+        completed=1, failed=2, prompt_tokens=100, cached_tokens=60, output_tokens=10
+    )
     assert summary.output_tokens_per_second == 5.0
     assert summary.computed_tokens_per_second == 20.0
     shown = " ".join(summary.as_table().split())

@@ -6,8 +6,10 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ..batch_api.error_reasons import line_error, without_details
 from ..batch_api.objects import dollars
@@ -26,12 +28,12 @@ MAX_REASON_CHARS = 160
 MOST_TRUNCATED = 0.05
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Counts:
     """Requests and tokens of a log, at some moment.
 
-    merged: requests that got the answer of an equal one. The tokens of these are among the
-        others, as if they had been computed.
+    merged: requests that got the answer of an equal one. Their tokens, in ``merged_*``, are
+        among the others as if they had been computed.
     cut_json, cut_regex, cut_repetition: answers that each stop rule has ended.
     truncated: answers that ended at their limit of tokens.
     """
@@ -52,7 +54,7 @@ class Counts:
 
     @classmethod
     def of(cls, log: ResultLog) -> Counts:
-        return cls(
+        return Counts(
             completed=log.num_completed,
             failed=log.num_failed,
             prompt_tokens=log.usage.input_tokens,
@@ -69,12 +71,12 @@ class Counts:
         )
 
     @property
-    def computed(self) -> Counts:
+    def computed(self) -> Usage:
         """The tokens of the requests that were computed, not merged."""
-        return Counts(
-            prompt_tokens=self.prompt_tokens - self.merged_prompt_tokens,
-            cached_tokens=self.cached_tokens - self.merged_cached_tokens,
-            output_tokens=self.output_tokens - self.merged_output_tokens,
+        return Usage(
+            self.prompt_tokens - self.merged_prompt_tokens,
+            self.cached_tokens - self.merged_cached_tokens,
+            self.output_tokens - self.merged_output_tokens,
         )
 
     def since(self, before: Counts) -> Counts:
@@ -85,11 +87,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class ErrorGroup:
-    """Requests that failed for one reason.
-
-    reason: message of the first one.
-    example: its ``custom_id``.
-    """
+    """Requests that failed for one reason: the first one's message and ``custom_id``."""
 
     reason: str
     count: int
@@ -98,7 +96,7 @@ class ErrorGroup:
 
 @dataclass(frozen=True, slots=True)
 class EngineWork:
-    """What one of several engines did in this run of a job.
+    """The work of one of several engines in this run of a job.
 
     status: at the end, a :class:`~sglang_batch.fleet.fleet_worker.WorkerStatus`.
     answered: lines that it answered, those included that ran again elsewhere.
@@ -127,7 +125,7 @@ class EngineWork:
             state.status,
             state.answered,
             state.tokens,
-            round(state.tokens / seconds, 1) if seconds else 0.0,
+            _rate(state.tokens, seconds),
             state.cached_share,
             state.losses,
             state.reason,
@@ -166,72 +164,54 @@ class LastRequests:
     last: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        said = f"{self.engine_s:,.1f} engine seconds less than half full"
         if not self.requests:
-            return f"{self.engine_s:,.1f} engine seconds less than half full"
-        named = f"{self.requests:,} requests, the last of them {self.last[0]}"
-        return f"{self.engine_s:,.1f} engine seconds less than half full, for {named}"
+            return said
+        return (
+            f"{said}, for {self.requests:,} requests, the last of them {self.last[0]}"
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Counts of a finished job, and rates of the run that finished it.
+@dataclass(frozen=True, kw_only=True)
+class Summary(Counts):
+    """Counts of a finished job, and rates of the run that finished it, all without merged
+    requests.
 
-    completed, failed: requests of the whole job, as are the tokens.
-    merged: those that got the answer of an equal request, so nothing was computed for
-        them, and their part of the tokens (``merged_prompt_tokens``, ...).
-    cut_json, cut_regex, cut_repetition: answers that each stop rule has ended.
-    truncated: answers that ended at their limit of tokens, of sequences with ``n``.
     refused: those of ``failed`` that were no valid requests.
+    given_up: requests without an answer, as enough of the others have one.
+    errors: failed requests by reason, most frequent first.
     seconds: wall time of this run of the job, from the first request rendered to
         the last answer stored. Excludes loading the model.
-    tokens_per_second: prompt and output tokens of this run over ``seconds``, as are all
-        rates without merged requests.
-    output_tokens_per_second, computed_tokens_per_second: of this run: generated, and
-        prompt tokens that were not cached.
-    cached_share: share of the prompt tokens that came from the prefix cache, 0 to 1,
-        without merged requests.
-    optimal_cached_share: share that a perfect prefix cache would have saved, 0 to 1: what the
-        prompts have in common, or ``cached_share`` where the cache held what other jobs computed.
-        None if the policy does not compute it, and if earlier runs did a part of the job.
+    tokens_per_second, output_tokens_per_second: prompt and output tokens of this run over
+        ``seconds``, and the latter alone.
+    computed_tokens_per_second: prompt tokens that were not cached.
+    cached_share: share of the job's prompt tokens that came from the prefix cache, 0 to 1.
+    optimal_cached_share: share that a perfect prefix cache would have saved: what the
+        prompts have in common, or ``cached_share`` where the cache held what other jobs
+        computed. None if the policy does not compute it, or earlier runs did a part.
     this_run: the part of the job that this run did. None: all of it.
-    given_up: requests without an answer, as enough of the others have one.
     engine_s: seconds of this run. Of a fleet: those in which its engines were there, loaded,
         added up.
     dollars: for these, at the price that the run was given. None without one.
-    tail: of this run.
-    errors: failed requests by reason, most frequent first.
     engines: the work of each engine, if there are several.
     fields: the saving by the order of the fields, if it was optimized: a
         :class:`~sglang_batch.inputs.field_sample.FieldSaving` as a dictionary.
     """
 
-    completed: int
-    failed: int
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
+    refused: int = 0
+    given_up: int = 0
+    errors: tuple[ErrorGroup, ...] = ()
     seconds: float
     tokens_per_second: float
-    cached_share: float
-    optimal_cached_share: float | None = None
-    refused: int = 0
     output_tokens_per_second: float = 0.0
     computed_tokens_per_second: float = 0.0
+    cached_share: float
+    optimal_cached_share: float | None = None
     this_run: Counts | None = None
-    errors: tuple[ErrorGroup, ...] = ()
-    engines: tuple[EngineWork, ...] = ()
-    merged: int = 0
-    merged_prompt_tokens: int = 0
-    merged_cached_tokens: int = 0
-    merged_output_tokens: int = 0
-    given_up: int = 0
     engine_s: float = 0.0
     dollars: float | None = None
     tail: LastRequests | None = None
-    cut_json: int = 0
-    cut_regex: int = 0
-    cut_repetition: int = 0
-    truncated: int = 0
+    engines: tuple[EngineWork, ...] = ()
     fields: dict[str, int] | None = None
 
     @classmethod
@@ -249,28 +229,25 @@ class Summary:
 
         Args:
             before: of the log when this run began.
-            seconds: see :class:`Summary`.
             engines: all of a fleet.
-            tail: of this run.
             price: dollars for an hour of an engine.
         """
         job = Counts.of(log)
-        # Lines that are refused have no tokens.
-        resumed = before.completed + before.failed > log.num_refused
-        return cls.of_counts(
-            job,
-            seconds,
-            None if resumed else optimal_cached_share,
+        done_before = before.completed + before.failed
+        if done_before > log.num_refused:  # which have no tokens
+            optimal_cached_share = None
+        this_run = job.since(before) if done_before else None
+        engine_s = sum(state.there_s for state in engines) if engines else seconds
+        several = engines if len(engines) > 1 else ()
+        return replace(
+            cls.of_counts(job, seconds, optimal_cached_share, this_run),
             refused=log.num_refused,
-            this_run=job.since(before) if before.completed or before.failed else None,
-            errors=_errors_of(log) if log.num_failed else (),
-            engines=tuple(EngineWork.of(state, seconds) for state in engines)
-            if len(engines) > 1
-            else (),
             given_up=len(log) - log.num_done,
-            engine_s=sum(state.there_s for state in engines) if engines else None,
+            errors=_errors_of(log) if log.num_failed else (),
+            engine_s=round(engine_s, 3),
+            dollars=None if price is None else dollars(engine_s, price),
             tail=tail,
-            price=price,
+            engines=tuple(EngineWork.of(state, seconds) for state in several),
         )
 
     @classmethod
@@ -279,63 +256,31 @@ class Summary:
         job: Counts,
         seconds: float,
         optimal_cached_share: float | None = None,
-        *,
-        refused: int = 0,
         this_run: Counts | None = None,
-        errors: tuple[ErrorGroup, ...] = (),
-        engines: tuple[EngineWork, ...] = (),
-        given_up: int = 0,
-        engine_s: float | None = None,
-        tail: LastRequests | None = None,
-        price: float | None = None,
     ) -> Summary:
-        """The summary of a job with these counts. See :class:`Summary`."""
+        """The summary of a job with these counts."""
         part, whole = (this_run or job).computed, job.computed
-
-        def rate(tokens: int) -> float:
-            return round(tokens / seconds, 1) if seconds else 0.0
-
-        if engine_s is None:
-            engine_s = seconds
         if optimal_cached_share is not None:
-            used = Usage(whole.prompt_tokens, whole.cached_tokens)
-            optimal_cached_share = round(
-                used.possible_hit_rate(optimal_cached_share), 4
-            )
+            possible = whole.possible_hit_rate(optimal_cached_share)
+            optimal_cached_share = round(possible, 4)
         return cls(
             **dataclasses.asdict(job),
             seconds=round(seconds, 3),
-            tokens_per_second=rate(part.prompt_tokens + part.output_tokens),
-            cached_share=round(whole.cached_tokens / max(whole.prompt_tokens, 1), 4),
+            tokens_per_second=_rate(part.input_tokens + part.output_tokens, seconds),
+            output_tokens_per_second=_rate(part.output_tokens, seconds),
+            computed_tokens_per_second=_rate(
+                part.input_tokens - part.cached_tokens, seconds
+            ),
+            cached_share=round(whole.cached_tokens / max(whole.input_tokens, 1), 4),
             optimal_cached_share=optimal_cached_share,
-            refused=refused,
-            output_tokens_per_second=rate(part.output_tokens),
-            computed_tokens_per_second=rate(part.prompt_tokens - part.cached_tokens),
             this_run=this_run,
-            errors=errors,
-            engines=engines,
-            given_up=given_up,
-            engine_s=round(engine_s, 3),
-            dollars=None if price is None else dollars(engine_s, price),
-            tail=tail,
+            engine_s=round(seconds, 3),
         )
 
     @classmethod
     def of_record(cls, values: dict[str, Any]) -> Summary:
         """The summary that an earlier run recorded, perhaps of an earlier version."""
-        values = dict(values)
-        if values.get("this_run") is not None:
-            values["this_run"] = Counts(**values["this_run"])
-        if values.get("tail") is not None:
-            tail = values["tail"]
-            values["tail"] = LastRequests(**{**tail, "last": tuple(tail["last"])})
-        values["errors"] = tuple(
-            ErrorGroup(**group) for group in values.get("errors", ())
-        )
-        values["engines"] = tuple(
-            EngineWork(**engine) for engine in values.get("engines", ())
-        )
-        return cls(**values)
+        return msgspec.convert(values, cls)
 
     def as_dict(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
@@ -355,93 +300,75 @@ class Summary:
         Args:
             outputs: the files to name.
         """
-        rows = [*self._request_rows(), *self._token_rows()]
-        if (run := self.this_run) is not None:
-            done = f"{run.completed + run.failed:,} requests"
-            rows.append(
-                ("this run", f"{done}, {run.output_tokens:,} output tokens; the rest "
-                 "is from earlier runs")
-            )  # fmt: skip
-        rows += [
-            ("seconds", f"{self.seconds:,.1f}"),
-            *self._cost_rows(),
-            ("output tokens/s", f"{self.output_tokens_per_second:,.0f}"),
-            (
-                "prompt tokens/s",
-                f"{self.computed_tokens_per_second:,.0f}, cached ones not counted",
-            ),
-        ]
-        rows += [
-            ("" if i else "engines", str(engine))
-            for i, engine in enumerate(self.engines)
-        ]
+        rows = [*self._request_rows(), *self._token_rows(), *self._rate_rows()]
         if outputs is not None:
             rows.append(("results", str(outputs.output)))
             if self.failed:
-                among = outputs.errors is None
-                where = "among the results" if among else str(outputs.errors)
-                rows.append(("errors", where))
+                where = outputs.errors or "among the results"
+                rows.append(("errors", str(where)))
         return "\n".join(f"{name:<20} {value}" for name, value in rows)
 
     def _request_rows(self) -> list[tuple[str, str]]:
         refused = f" ({self.refused:,} of them invalid)" if self.refused else ""
-        return [
+        rows = [
             ("requests completed", f"{self.completed:,}"),
             ("requests failed", f"{self.failed:,}{refused}"),
             *(("", shown) for shown in self._reasons()),
-            *self._given_up_row(),
         ]
+        if self.given_up:
+            given_up = f"{self.given_up:,}, as enough have an answer"
+            rows.append(("requests given up", given_up))
+        return rows
 
     def _token_rows(self) -> list[tuple[str, str]]:
-        possible = (
-            ""
-            if self.optimal_cached_share is None
-            else f" (possible: {self.optimal_cached_share:.1%})"
-        )
+        cached = f"{self.computed.cached_tokens:,} = {self.cached_share:.1%}"
+        if self.optimal_cached_share is not None:
+            cached += f" (possible: {self.optimal_cached_share:.1%})"
         rows = [
             ("prompt tokens", f"{self.prompt_tokens:,}"),
-            (
-                "cached tokens",
-                f"{self.cached_tokens - self.merged_cached_tokens:,} = "
-                f"{self.cached_share:.1%}{possible}",
-            ),
+            ("cached tokens", cached),
             ("output tokens", f"{self.output_tokens:,}"),
         ]
         if self.fields is not None:
             rows.append(("order of fields", str(FieldSaving(**self.fields))))
         if self.merged:
-            rows.append(
-                ("merged requests",
-                 f"{self.merged:,}, equal to others or in the cache: "
-                 f"{self.merged_prompt_tokens:,} prompt and "
-                 f"{self.merged_output_tokens:,} output tokens were not computed")
-            )  # fmt: skip
+            merged = (
+                f"{self.merged:,}, equal to others or in the cache: "
+                f"{self.merged_prompt_tokens:,} prompt and "
+                f"{self.merged_output_tokens:,} output tokens were not computed"
+            )
+            rows.append(("merged requests", merged))
         cuts = {rule: cut for rule in RULES if (cut := getattr(self, f"cut_{rule}"))}
         if cuts:
             shown = ", ".join(f"{cut:,} by {rule}" for rule, cut in cuts.items())
-            rows.append(
-                ("answers cut", f"{sum(cuts.values()):,} by stop rules: {shown}")
-            )
+            shown = f"{sum(cuts.values()):,} by stop rules: {shown}"
+            rows.append(("answers cut", shown))
         if self.truncated:
-            rows.append(("answers truncated", self._truncated()))
+            often = self.truncated > MOST_TRUNCATED * max(self.completed, 1)
+            advice = "; raise max_tokens" * often
+            shown = f"{self.truncated:,} at their limit of tokens{advice}"
+            rows.append(("answers truncated", shown))
         return rows
 
-    def _truncated(self) -> str:
-        share = self.truncated / max(self.completed, 1)
-        advice = "; raise max_tokens" if share > MOST_TRUNCATED else ""
-        return f"{self.truncated:,} at their limit of tokens{advice}"
-
-    def _given_up_row(self) -> list[tuple[str, str]]:
-        if not self.given_up:
-            return []
-        return [("requests given up", f"{self.given_up:,}, as enough have an answer")]
-
-    def _cost_rows(self) -> list[tuple[str, str]]:
-        rows = []
+    def _rate_rows(self) -> list[tuple[str, str]]:
+        rows = [("seconds", f"{self.seconds:,.1f}")]
+        if (run := self.this_run) is not None:
+            done = f"{run.completed + run.failed:,} requests, {run.output_tokens:,}"
+            done += " output tokens; the rest is from earlier runs"
+            rows.insert(0, ("this run", done))
         if self.dollars is not None:
             rows.append(("cost", f"${self.dollars:,.4f} of this run"))
         if self.tail is not None and self.tail.engine_s >= 0.05:
             rows.append(("tail", str(self.tail)))
+        computed = f"{self.computed_tokens_per_second:,.0f}, cached ones not counted"
+        rows += [
+            ("output tokens/s", f"{self.output_tokens_per_second:,.0f}"),
+            ("prompt tokens/s", computed),
+        ]
+        titles = ("engines", *[""] * len(self.engines))
+        rows += [
+            (title, str(x)) for title, x in zip(titles, self.engines, strict=False)
+        ]
         return rows
 
     def _reasons(self) -> list[str]:
@@ -454,6 +381,11 @@ class Summary:
             num = sum(group.count for group in rest)
             shown.append(f"{num:,} x {len(rest)} other reasons")
         return shown
+
+
+def _rate(tokens: int, seconds: float) -> float:
+    """Tokens per second, 0 of a run that took no time."""
+    return round(tokens / seconds, 1) if seconds else 0.0
 
 
 def error_groups(lines: Iterable[bytes]) -> tuple[ErrorGroup, ...]:
@@ -470,7 +402,7 @@ def error_groups(lines: Iterable[bytes]) -> tuple[ErrorGroup, ...]:
         groups[key] = (
             ErrorGroup(message, 1, str(entry.get("custom_id")))
             if found is None
-            else dataclasses.replace(found, count=found.count + 1)
+            else replace(found, count=found.count + 1)
         )
     return tuple(sorted(groups.values(), key=lambda group: -group.count))
 

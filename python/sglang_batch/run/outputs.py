@@ -20,22 +20,22 @@ from ..store.files import atomic_write
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A local result file.
+    """A result file.
 
-    name: as the user wrote it.
-    path: where results are written.
+    name: path or URL, as the user wrote it.
+    path: where results are written. Those of a URL are uploaded from here in the end.
     """
 
     name: str
     path: Path
 
     def __str__(self) -> str:
-        return self.name
+        return urls.shown(self.name) if self.is_remote else self.name
 
     @property
     def is_remote(self) -> bool:
         """Whether the file is uploaded in the end."""
-        return False
+        return urls.is_url(self.name)
 
     @property
     def location(self) -> str:
@@ -43,7 +43,9 @@ class OutputFile:
         return urls.location(self.name)
 
     def check(self) -> None:
-        """Raises ConfigError if the file cannot be created."""
+        """Raises ConfigError if the file cannot be created, or the URL not be used."""
+        if self.is_remote:
+            return urls.check_scheme(self.name)
         reason = None
         if self.path.is_dir():
             reason = "it is a directory"
@@ -67,34 +69,14 @@ class OutputFile:
             yield writer
 
     def upload(self) -> None:
-        """Nothing: the file is where it should be."""
+        """Upload the file if it is for a URL; raises StoreError."""
+        if self.is_remote:
+            urls.upload(self.path, self.name)
 
     def drop_copy(self) -> None:
-        """Nothing: the file is no copy."""
-
-
-@dataclass(frozen=True, slots=True)
-class UploadedFile(OutputFile):
-    """A result file that is uploaded to a URL."""
-
-    def __str__(self) -> str:
-        return urls.shown(self.name)
-
-    @property
-    def is_remote(self) -> bool:
-        return True
-
-    def check(self) -> None:
-        """Raises ConfigError if the scheme of the URL cannot be used."""
-        urls.check_scheme(self.name)
-
-    def upload(self) -> None:
-        """Upload the file; raises StoreError."""
-        urls.upload(self.path, self.name)
-
-    def drop_copy(self) -> None:
-        """Remove the local copy."""
-        self.path.unlink(missing_ok=True)
+        """Remove the local copy of an uploaded file."""
+        if self.is_remote:
+            self.path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +104,11 @@ class Outputs:
                 "results cannot go to standard output: a job is resumed by the "
                 "name of its output file. Name a file."
             )
-        file = OutputFile(output, Path(output))
-        if urls.is_url(output):
-            parent = upload_dir or platformdirs.user_cache_path("sglang-batch") / "run"
-            file = _uploaded(output, parent / urls.fingerprint(output), "output")
-        found = cls(file, None)
+        parent = upload_dir or platformdirs.user_cache_path("sglang-batch") / "run"
+        found = cls(_file(output, parent / urls.fingerprint(output), "output"), None)
         if errors is None:
             return found
-        if urls.is_url(errors):
-            return cls(file, _uploaded(errors, found.job_directory, "errors"))
-        return cls(file, OutputFile(errors, Path(errors)))
+        return cls(found.output, _file(errors, found.job_directory, "errors"))
 
     @property
     def files(self) -> list[OutputFile]:
@@ -159,5 +136,7 @@ class Outputs:
             file.check()
 
 
-def _uploaded(url: str, directory: Path, stem: str) -> UploadedFile:
-    return UploadedFile(url, directory / f"{stem}{urls.file_suffix(url)}")
+def _file(name: str, upload_from: Path, stem: str) -> OutputFile:
+    if urls.is_url(name):
+        return OutputFile(name, upload_from / f"{stem}{urls.file_suffix(name)}")
+    return OutputFile(name, Path(name))

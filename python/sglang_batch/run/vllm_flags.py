@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 from ..errors import ConfigError
 
@@ -26,60 +27,39 @@ class FlagUse(Enum):
 class VllmFlag:
     """An option of vLLM's.
 
-    names: its names.
-    target: SGLang's options for it, if it is renamed. A value follows the last of them.
-    why: why it has no effect, or what to use instead.
+    words: its names, with spaces between them.
+    text: SGLang's options for it, if it is renamed; a value follows the last of them.
+        Otherwise why it has no effect, or what to use instead.
     takes_value: whether a value follows.
     values: SGLang's word for some of vLLM's values. None: the option is left out.
     refused: values that are refused, with the reason. ``None`` is any that ``values`` lacks.
     is_size: whether the value may be such as ``16k``, where vLLM's suffixes differ.
     """
 
-    names: tuple[str, ...]
     use: FlagUse
-    target: tuple[str, ...] = ()
-    why: str = ""
+    words: str
+    text: str
     takes_value: bool = True
     values: Mapping[str, str | None] = field(default_factory=dict)
     refused: Mapping[str | None, str] = field(default_factory=dict)
     is_size: bool = False
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.words.split())
 
-def _renamed(
-    names: str,
-    target: str,
-    *,
-    takes_value: bool = True,
-    values: Mapping[str, str | None] | None = None,
-    refused: Mapping[str | None, str] | None = None,
-    is_size: bool = False,
-) -> VllmFlag:
-    return VllmFlag(
-        tuple(names.split()), FlagUse.RENAMED, tuple(target.split()),
-        takes_value=takes_value, values=values or {}, refused=refused or {},
-        is_size=is_size,
-    )  # fmt: skip
+    @property
+    def target(self) -> tuple[str, ...]:
+        return tuple(self.text.split()) if self.use is FlagUse.RENAMED else ()
+
+    @property
+    def why(self) -> str:
+        return "" if self.use is FlagUse.RENAMED else self.text
 
 
-def _ignored(
-    names: str,
-    why: str,
-    *,
-    takes_value: bool = False,
-    refused: Mapping[str | None, str] | None = None,
-    values: Mapping[str, str | None] | None = None,
-) -> VllmFlag:
-    return VllmFlag(
-        tuple(names.split()), FlagUse.IGNORED, why=why,
-        takes_value=takes_value, refused=refused or {}, values=values or {},
-    )  # fmt: skip
-
-
-def _refused(names: str, why: str, *, takes_value: bool = True) -> VllmFlag:
-    return VllmFlag(
-        tuple(names.split()), FlagUse.REFUSED, why=why, takes_value=takes_value
-    )
-
+_renamed = partial(VllmFlag, FlagUse.RENAMED)
+_ignored = partial(VllmFlag, FlagUse.IGNORED, takes_value=False)
+_refused = partial(VllmFlag, FlagUse.REFUSED)
 
 SAME_FLAGS = (
     *("--model", "--served-model-name", "--revision", "--trust-remote-code", "--dtype"),

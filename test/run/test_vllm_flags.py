@@ -11,10 +11,26 @@ import pytest
 
 from sglang_batch.cli import main
 from sglang_batch.errors import ConfigError
-from sglang_batch.run.vllm_flags import SAME_FLAGS, VLLM_FLAGS, FlagUse, sglang_argv
+from sglang_batch.run.vllm_flags import VLLM_FLAGS, FlagUse, sglang_argv
 from sglang_batch.srt.compat.command_line import OPTIONS, check_arguments
 
 RUN_PAGE = Path(__file__).parents[2] / "docs" / "run.md"
+# Options that SGLang has by the same name, with the same meaning.
+SAME_FLAGS = (
+    *("--model", "--served-model-name", "--revision", "--trust-remote-code", "--dtype"),
+    *("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"),
+    *("--quantization", "--load-format", "--download-dir", "--model-impl"),
+    *("--model-loader-extra-config", "--tokenizer-mode", "--skip-tokenizer-init"),
+    *("--chat-template", "--tool-call-parser", "--reasoning-parser"),
+    *(
+        "--enable-lora",
+        "--max-lora-rank",
+        "--cpu-offload-gb",
+        "--nnodes",
+        "--node-rank",
+    ),
+    "--disable-custom-all-reduce",
+)
 # An option that a text names.
 OPTION = re.compile(r"--[a-z][a-z-]*[a-z]")
 SGLANG = {

@@ -61,23 +61,6 @@ _renamed = partial(VllmFlag, FlagUse.RENAMED)
 _ignored = partial(VllmFlag, FlagUse.IGNORED, takes_value=False)
 _refused = partial(VllmFlag, FlagUse.REFUSED)
 
-SAME_FLAGS = (
-    *("--model", "--served-model-name", "--revision", "--trust-remote-code", "--dtype"),
-    *("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"),
-    *("--quantization", "--load-format", "--download-dir", "--model-impl"),
-    *("--model-loader-extra-config", "--tokenizer-mode", "--skip-tokenizer-init"),
-    *("--chat-template", "--tool-call-parser", "--reasoning-parser"),
-    *(
-        "--enable-lora",
-        "--max-lora-rank",
-        "--cpu-offload-gb",
-        "--nnodes",
-        "--node-rank",
-    ),
-    "--disable-custom-all-reduce",
-)
-"""What SGLang has by the same name, with the same meaning."""
-
 _EMBEDS = {"auto": None, "generate": None}
 _NO_POOLING: dict[str | None, str] = {
     None: "use --is-embedding for a model that embeds, scores or classifies"

@@ -224,14 +224,21 @@ def batches_table(batches: Sequence[Batch]) -> str:
     return aligned(rows)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of a table with columns of equal width."""
+def aligned(rows: Sequence[Sequence[str]], sides: str = "") -> str:
+    """Rows of a table with columns of equal width.
+
+    Args:
+        sides: ``<`` or ``>`` for each column. All are at the left by default.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = list(zip(sides or "<" * len(widths), widths, strict=True))
     return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        .rstrip()
+        "  ".join(
+            f"{cell:{side}{width}}"
+            for cell, (side, width) in zip(row, columns, strict=True)
+        ).rstrip()
         for row in rows
-    )  # fmt: skip
+    )
 
 
 def first_errors(batch: Batch) -> list[str]:

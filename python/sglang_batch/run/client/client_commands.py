@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -70,7 +69,7 @@ def status(server: BatchClient, options: argparse.Namespace) -> int:
     return ExitStatus.OK
 
 
-def list_batches(server: BatchClient, options: argparse.Namespace) -> int:
+def list_batches(server: BatchClient, options: argparse.Namespace) -> None:
     """``sglang-batch list``: list batches, newest first."""
     batches = server.newest(options.limit)
     if options.json:
@@ -79,17 +78,15 @@ def list_batches(server: BatchClient, options: argparse.Namespace) -> int:
     else:
         found = list(batches)
         print(batches_table(found) if found else "no batches")
-    return ExitStatus.OK
 
 
-def cancel(server: BatchClient, options: argparse.Namespace) -> int:
+def cancel(server: BatchClient, options: argparse.Namespace) -> None:
     """``sglang-batch cancel``: cancel a batch."""
     batch = server.cancel(options.batch_id)
     _show(options, batch, lambda batch: f"{batch['id']} {batch['status']}")
-    return ExitStatus.OK
 
 
-def results(server: BatchClient, options: argparse.Namespace) -> int:
+def results(server: BatchClient, options: argparse.Namespace) -> None:
     """``sglang-batch results``: download the results of a batch."""
     output, errors = options.output_file, options.error_file
     for path in (output, errors):
@@ -111,29 +108,6 @@ def results(server: BatchClient, options: argparse.Namespace) -> int:
     print(note, file=sys.stderr)
     if options.json and output != STDOUT:
         print(json.dumps(batch))
-    return ExitStatus.OK
-
-
-_COMMANDS: dict[str, Callable[[BatchClient, argparse.Namespace], int]] = {
-    "submit": submit,
-    "status": status,
-    "list": list_batches,
-    "cancel": cancel,
-    "results": results,
-}
-
-
-def run(name: str, options: argparse.Namespace) -> int:
-    """Run the command ``name`` and return the exit status."""
-    try:
-        with contextlib.closing(BatchClient(options.url, options.api_key)) as server:
-            status = _COMMANDS[name](server, options)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader of our output has closed it. Python must not flush again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitStatus.FAILED
-    return status
 
 
 def _show(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import re
-from collections.abc import Callable
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,7 @@ def add(commands: Subparsers) -> None:
     _add_cancel(commands)
     _add_results(commands)
     _add_tree(commands)
-    add_keys(commands, _command)
+    _add_keys(commands)
 
 
 def _add_submit(commands: Subparsers) -> None:
@@ -108,9 +110,7 @@ def _add_submit(commands: Subparsers) -> None:
         metavar="KEY=VALUE",
         help="a pair to store with the batch (repeatable)",
     )
-    submit.add_argument(
-        "--follow", action="store_true", help="show the progress until the batch ends"
-    )
+    _add_follow(submit)
 
 
 def _add_status(commands: Subparsers) -> None:
@@ -121,15 +121,17 @@ def _add_status(commands: Subparsers) -> None:
         "Show the status, counts, tokens and times of a batch.",
         _FOLLOW_EPILOG,
     )
-    status.add_argument("batch_id", type=_id, metavar="ID", help="id of the batch")
-    status.add_argument(
-        "--follow", action="store_true", help="show the progress until the batch ends"
-    )
+    _add_id(status)
+    _add_follow(status)
 
 
 def _add_list(commands: Subparsers) -> None:
     listing = _command(
-        commands, "list", "list batches, newest first", "List batches, newest first."
+        commands,
+        "list",
+        "list batches, newest first",
+        "List batches, newest first.",
+        function="client_commands.list_batches",
     )
     listing.add_argument(
         "--limit",
@@ -147,7 +149,7 @@ def _add_cancel(commands: Subparsers) -> None:
         "cancel a batch",
         "Cancel a batch. Lines that are already answered are kept: see `results`.",
     )
-    cancel.add_argument("batch_id", type=_id, metavar="ID", help="id of the batch")
+    _add_id(cancel)
 
 
 def _add_results(commands: Subparsers) -> None:
@@ -157,7 +159,7 @@ def _add_results(commands: Subparsers) -> None:
         "download the results of a batch",
         "Download the results of an ended batch, in input order.",
     )
-    results.add_argument("batch_id", type=_id, metavar="ID", help="id of the batch")
+    _add_id(results)
     results.add_argument(
         "-o",
         "--output-file",
@@ -187,7 +189,7 @@ def _add_tree(commands: Subparsers) -> None:
         "Show the largest shared prefixes of the running batches: which are in the KV "
         "cache, how many requests use them, and when the plan needs them next. A server "
         "with keys wants that of an admin.",
-        module="tree_command",
+        function="tree_command.show_tree",
     )
     tree.add_argument(
         "--limit",
@@ -205,9 +207,14 @@ def _command(
     text: str,
     description: str,
     epilog: str = "",
-    module: str = "client_commands",
+    function: str = "",
 ) -> argparse.ArgumentParser:
-    """Add a command with the options that all commands for servers have."""
+    """Add a command with the options that all commands for servers have.
+
+    Args:
+        function: as ``module.name``, by default of :mod:`.client_commands`, and as the
+            command. It takes the client and the options, and may return an exit status.
+    """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=text,
@@ -231,19 +238,35 @@ def _command(
     parser.add_argument(
         "--json", action="store_true", help="print JSON, one object per line"
     )
-    parser.set_defaults(run=_lazily(name, module))
+    parser.set_defaults(run=partial(_run, function or f"client_commands.{name}"))
     return parser
 
 
-def _lazily(name: str, module: str) -> Callable[[argparse.Namespace, list[str]], int]:
-    """Run a command of a module, which is imported only then."""
+def _run(function: str, options: argparse.Namespace, rest: list[str]) -> int:
+    """Call a function with a client of the server. Only then is its module imported."""
+    from .batch_client import BatchClient
 
-    def run(options: argparse.Namespace, rest: list[str]) -> int:
-        commands = importlib.import_module(f".{module}", __package__)
-        status: int = commands.run(name, options)
-        return status
+    module, _, name = function.rpartition(".")
+    command = getattr(importlib.import_module(f".{module}", __package__), name)
+    try:
+        with contextlib.closing(BatchClient(options.url, options.api_key)) as server:
+            status: int | None = command(server, options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output has closed it. Python must not flush again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitStatus.FAILED
+    return ExitStatus.OK if status is None else status
 
-    return run
+
+def _add_id(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("batch_id", type=_id, metavar="ID", help="id of the batch")
+
+
+def _add_follow(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--follow", action="store_true", help="show the progress until the batch ends"
+    )
 
 
 def _id(text: str) -> str:
@@ -271,12 +294,8 @@ MAX_DAYS = 366
 # The value of an option that removes a limit.
 NO_LIMIT = "none"
 
-# Adds a command with the options that every command for a server has.
-AddCommand = Callable[..., argparse.ArgumentParser]
 
-
-def add_keys(commands: Subparsers, add_command: AddCommand) -> None:
-    """Add ``sglang-batch keys`` with its commands."""
+def _add_keys(commands: Subparsers) -> None:
     keys = commands.add_parser(
         "keys",
         help="add, list, limit and revoke the keys of a server",
@@ -286,12 +305,12 @@ def add_keys(commands: Subparsers, add_command: AddCommand) -> None:
     )
     actions = keys.add_subparsers(dest="action", required=True)
 
-    add = add_command(
+    add = _command(
         actions,
         "add",
         "make a key for a client",
         "Make a key and print it. It cannot be shown again.",
-        module="key_commands",
+        function="key_commands.add",
     )
     add.add_argument(
         "name", metavar="NAME", help="owner of all files and batches made with the key"
@@ -311,31 +330,31 @@ def add_keys(commands: Subparsers, add_command: AddCommand) -> None:
     )
     _add_limits(add)
 
-    add_command(
+    _command(
         actions,
         "list",
         "list the keys that were added",
         "List the keys that were added with `keys add`, without the keys themselves.",
-        module="key_commands",
+        function="key_commands.list_keys",
     )
 
-    limit = add_command(
+    limit = _command(
         actions,
         "limit",
         "change the limits of a client",
         "Change the limits of a client, for all its keys, and print them. A limit that "
         "is left out keeps its value, and 'none' removes one.",
-        module="key_commands",
+        function="key_commands.limit",
     )
     limit.add_argument("name", metavar="NAME", help="name of the client")
     _add_limits(limit)
 
-    usage = add_command(
+    usage = _command(
         actions,
         "usage",
         "show the usage of each key per day",
         "Show batches, lines, online calls and tokens per key and day (UTC).",
-        module="key_commands",
+        function="key_commands.usage",
     )
     usage.add_argument(
         "--days",
@@ -345,12 +364,12 @@ def add_keys(commands: Subparsers, add_command: AddCommand) -> None:
         help="today and the N-1 days before (default: 1)",
     )
 
-    revoke = add_command(
+    revoke = _command(
         actions,
         "revoke",
         "revoke a key",
         "Revoke a key, effective at once. Batches of its name continue.",
-        module="key_commands",
+        function="key_commands.revoke",
     )
     revoke.add_argument("key_id", metavar="ID", help="id of the key, see `keys list`")
     revoke.add_argument(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
-from ...errors import ConfigError, ExitStatus
+from ...errors import ConfigError
 from .batch_client import BatchClient, aligned, short_time
 from .client_options import NO_LIMIT
 
@@ -79,22 +78,6 @@ def revoke(server: BatchClient, options: argparse.Namespace) -> None:
     cancelled = len(revoked["cancelled_batches"])
     more = f", {cancelled} batches cancelled" if options.cancel_batches else ""
     print(f"{options.key_id} revoked{more}")
-
-
-_COMMANDS = {
-    "add": add,
-    "list": list_keys,
-    "limit": limit,
-    "usage": usage,
-    "revoke": revoke,
-}
-
-
-def run(name: str, options: argparse.Namespace) -> int:
-    """Run ``sglang-batch keys`` with this action and return the exit status."""
-    with contextlib.closing(BatchClient(options.url, options.api_key)) as server:
-        _COMMANDS[name](server, options)
-    return ExitStatus.OK
 
 
 def _limits(options: argparse.Namespace) -> Answer:

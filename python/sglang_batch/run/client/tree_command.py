@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import ExitStatus
-from .batch_client import BatchClient
+from .batch_client import BatchClient, aligned
 
 PATH = "/offline_batch/tree"
 
@@ -18,17 +16,15 @@ Answer = Mapping[str, Any]
 _HEADER = ("prefix", "tokens", "state", "running", "to come", "next use", "density")
 
 
-def run(name: str, options: argparse.Namespace) -> int:
-    """Run ``sglang-batch tree`` and return the exit status."""
-    with contextlib.closing(BatchClient(options.url, options.api_key)) as server:
-        replicas = server.call("GET", PATH, limit=options.limit)["replicas"]
+def show_tree(server: BatchClient, options: argparse.Namespace) -> None:
+    """``sglang-batch tree``."""
+    replicas = server.call("GET", PATH, limit=options.limit)["replicas"]
     if options.json:
         for replica in replicas:
             for node in replica["nodes"]:
                 print(json.dumps({"replica": replica["replica"], **node}))
     else:
         print(tree_text(replicas))
-    return ExitStatus.OK
 
 
 def tree_text(replicas: Sequence[Answer]) -> str:
@@ -61,16 +57,7 @@ def _lines(job: Answer, nodes: Sequence[Answer]) -> list[str]:
     for node in nodes:
         level[node["node"]] = level.get(node["parent"], -1) + 1
         rows.append(_row(node, level[node["node"]]))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left_aligned = (0, 2)
-    lines = [
-        "  "
-        + "  ".join(
-            cell.ljust(width) if i in left_aligned else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = [f"  {line}" for line in aligned(rows, "<><>>>>").splitlines()]
     if len(nodes) < job["prefixes"]:
         lines.append(f"  and {job['prefixes'] - len(nodes):,} smaller ones")
     return lines

@@ -34,50 +34,34 @@ def number(text: str) -> float:
         return math.nan
 
 
-def positive(text: str) -> float:
-    value = number(text)
-    if not (math.isfinite(value) and value > 0):
-        raise ArgumentTypeError(f"{text!r} must be a number above 0")
-    return value
+def checked(
+    fits: Callable[[float], bool], wanted: str, *, percent: bool = False
+) -> Callable[[str], float]:
+    """A number that passes a test.
+
+    Args:
+        wanted: the rest of the message about one that does not.
+        percent: whether it may be a percentage such as 99%.
+    """
+
+    def parse(text: str) -> float:
+        value = number(text.removesuffix("%") if percent else text)
+        if percent and text.endswith("%"):
+            value /= 100
+        if not fits(value):  # NaN passes no test
+            raise ArgumentTypeError(f"{text!r} must be {wanted}")
+        return value
+
+    return parse
 
 
-def at_least_0(text: str) -> float:
-    value = number(text)
-    if not (math.isfinite(value) and value >= 0):
-        raise ArgumentTypeError(f"{text!r} must be a number of 0 or more")
-    return value
-
-
-def share(text: str) -> float:
-    value = number(text)
-    if not 0 <= value <= 1:
-        raise ArgumentTypeError(f"{text!r} must be a number from 0 to 1")
-    return value
-
-
-def positive_share(text: str) -> float:
-    value = share(text)
-    if value == 0:
-        raise ArgumentTypeError(f"{text!r} must be above 0")
-    return value
-
-
-def enough(text: str) -> float:
-    """A share above 0, also as a percentage such as 99%."""
-    value = number(text.removesuffix("%"))
-    if text.endswith("%"):
-        value /= 100
-    if not 0 < value <= 1:
-        raise ArgumentTypeError(
-            f"{text!r} must be a share above 0 and at most 1, such as 0.99 or 99%"
-        )
-    return value
-
-
-def exponent(text: str) -> float:
-    value = number(text)
-    if not value >= 1:
-        raise ArgumentTypeError(
-            f"{text!r} must be 1 (no overlap) or more; inf is perfect overlap"
-        )
-    return value
+positive = checked(lambda x: 0 < x < math.inf, "a number above 0")
+at_least_0 = checked(lambda x: 0 <= x < math.inf, "a number of 0 or more")
+share = checked(lambda x: 0 <= x <= 1, "a number from 0 to 1")
+positive_share = checked(lambda x: 0 < x <= 1, "a number above 0 and at most 1")
+enough = checked(
+    lambda x: 0 < x <= 1,
+    "a share above 0 and at most 1, such as 0.99 or 99%",
+    percent=True,
+)
+exponent = checked(lambda x: x >= 1, "1 (no overlap) or more; inf is perfect overlap")

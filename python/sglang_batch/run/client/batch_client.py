@@ -152,7 +152,8 @@ def _plain_errors(url: str) -> Iterator[None]:
         raise _refused(url, error) from None
     except (openai.APIConnectionError, httpx.HTTPError) as error:
         cause = error.__cause__ or error
-        raise ServerError(f"{url} does not answer ({_brief(cause)}).") from None
+        brief = str(cause) or type(cause).__name__
+        raise ServerError(f"{url} does not answer ({brief}).") from None
 
 
 def _refused(url: str, error: openai.APIStatusError) -> SGLangBatchError:
@@ -170,10 +171,6 @@ def _refused(url: str, error: openai.APIStatusError) -> SGLangBatchError:
     return ConfigError(f"{url}: {message}")
 
 
-def _brief(cause: BaseException) -> str:
-    return str(cause) or type(cause).__name__
-
-
 # Batches as text: tables, and a progress bar for a batch that is followed.
 
 # A batch object of the API.
@@ -188,19 +185,21 @@ _FORMAT = "{desc}: {percentage:3.0f}% | {n_fmt}/{total_fmt} [{elapsed}<{remainin
 
 def batch_table(batch: Batch) -> str:
     """All fields of a batch, one per line."""
+    metadata = batch.get("metadata") or {}
+    errors = zip(("errors", *[""] * MAX_ERRORS), first_errors(batch), strict=False)
     rows = [
         ("batch", batch["id"]),
         ("status", status_text(batch)),
         ("endpoint", batch["endpoint"]),
         ("model", batch.get("model")),
         ("priority", batch.get("priority")),
-        ("metadata", _metadata(batch)),
+        ("metadata", ", ".join(f"{k}={v}" for k, v in metadata.items())),
         ("requests", _requests(batch)),
         *_tokens(batch),
         *_times(batch),
         ("output file", batch.get("output_file_id")),
         ("error file", batch.get("error_file_id")),
-        *_errors(batch),
+        *errors,
     ]
     return "\n".join(f"{name:<16} {value}" for name, value in rows if value)
 
@@ -283,7 +282,14 @@ class BatchBar:
                 self.say(f"paused: {paused}")
             self._status = status_text(batch)
             if self._bar is None:
-                self._bar = _open_bar(batch)
+                self._bar = tqdm(
+                    initial=_num_done(batch),
+                    total=_counts(batch)["total"],
+                    bar_format=_FORMAT,
+                    unit="req",
+                    dynamic_ncols=True,
+                    file=sys.stderr,
+                )
             bar = self._bar
             bar.set_description_str(_title(batch), refresh=False)
             bar.set_postfix_str(_postfix(batch), refresh=False)
@@ -302,12 +308,12 @@ class BatchBar:
             return
         self._status, self._printed_at = status, now
         text = f"{batch['id']}: {status}"
-        total, done = _counts(batch)["total"], _num_done(batch)
-        if total:
-            began, initial = self._began = self._began or (now, done)
+        if _counts(batch)["total"]:
+            self._began = self._began or (now, _num_done(batch))
+            began, initial = self._began
             text = tqdm.format_meter(
-                done,
-                total,
+                _num_done(batch),
+                _counts(batch)["total"],
                 now - began,
                 prefix=text,
                 unit="req",
@@ -323,18 +329,6 @@ class BatchBar:
     def __exit__(self, *exc: object) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-def _open_bar(batch: Batch) -> tqdm[NoReturn]:
-    return tqdm(
-        desc=_title(batch),
-        total=_counts(batch)["total"],
-        initial=_num_done(batch),
-        unit="req",
-        bar_format=_FORMAT,
-        dynamic_ncols=True,
-        file=sys.stderr,
-    )
 
 
 def _title(batch: Batch) -> str:
@@ -391,28 +385,24 @@ def _tokens(batch: Batch) -> list[tuple[str, str]]:
     if possible is not None:
         cached += f" (possible: {possible:.1%})"
     reasoning = usage["output_tokens_details"]["reasoning_tokens"]
-    return [
+    truncated = usage.get("truncated_answers", 0)
+    merged, seconds = usage.get("merged_requests"), usage.get("engine_seconds")
+    cost = "" if usage.get("dollars") is None else f" = ${usage['dollars']:,.4f}"
+    rows = [
         ("prompt tokens", f"{row['input_tokens']:,}"),
         ("cached tokens", cached),
         ("output tokens", f"{usage['output_tokens']:,}"),
-        ("of reasoning", f"{reasoning:,}" if reasoning else ""),
-        ("truncated answers", f"{usage.get('truncated_answers', 0):,}".lstrip("0")),
-        ("merged requests", _merged(usage)),
-        ("engine seconds", _engine_seconds(usage)),
     ]
-
-
-def _merged(usage: dict[str, Any]) -> str:
-    if not (merged := usage.get("merged_requests")):
-        return ""
-    return f"{merged:,}, {usage['merged_tokens']:,} tokens not computed"
-
-
-def _engine_seconds(usage: dict[str, Any]) -> str:
-    if (seconds := usage.get("engine_seconds")) is None:
-        return ""
-    dollars = usage.get("dollars")
-    return f"{seconds:,.1f}" + (f" = ${dollars:,.4f}" if dollars is not None else "")
+    if reasoning:
+        rows.append(("of reasoning", f"{reasoning:,}"))
+    if truncated:
+        rows.append(("truncated answers", f"{truncated:,}"))
+    if merged:
+        saved = f"{usage['merged_tokens']:,} tokens not computed"
+        rows.append(("merged requests", f"{merged:,}, {saved}"))
+    if seconds is not None:
+        rows.append(("engine seconds", f"{seconds:,.1f}{cost}"))
+    return rows
 
 
 def _times(batch: Batch) -> list[tuple[str, str]]:
@@ -442,15 +432,6 @@ def _eta_s(batch: Batch) -> float | None:
     began = batch.get("in_progress_at") or batch["created_at"]
     seconds: float = time.time() - began
     return max(0.0, seconds) * (total - done) / done
-
-
-def _errors(batch: Batch) -> list[tuple[str, str]]:
-    lines = first_errors(batch)
-    return [("errors" if i == 0 else "", line) for i, line in enumerate(lines)]
-
-
-def _metadata(batch: Batch) -> str:
-    return ", ".join(f"{k}={v}" for k, v in (batch.get("metadata") or {}).items())
 
 
 def short_time(seconds: int) -> str:

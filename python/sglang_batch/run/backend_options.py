@@ -26,10 +26,11 @@ _KNOWN = (
     *("model_path", "tokenizer_path", "served_model_name", "revision", "nnodes"),
     "offline_batch_config",
 )
+SSL_OPTIONS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password")
 # Options of SGLang's HTTP server.
 _OF_SERVER = (
     *("host", "port", "log_level", "api_key", "admin_api_key", "offline_batch_dir"),
-    *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password"),
+    *SSL_OPTIONS,
 )
 
 StartEngine = Callable[[], AbstractContextManager[Any]]
@@ -98,21 +99,29 @@ def _parser(server: bool) -> argparse.ArgumentParser:
     parser = BackendParser(
         add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
-    for name in _OF_SERVER if server else ():
-        kind = int if name == "port" else str
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
     if server:
-        parser.add_argument("--enable-metrics", action="store_true")
+        add_server_options(parser)
     parser.add_argument("--model-path", "--model")
     for name in (*_SHARED, "dtype", "device"):
-        parser.add_argument(f"--{name.replace('_', '-')}")
-    for name in ("context-length", "max-running-requests", "max-total-tokens"):
-        parser.add_argument(f"--{name}", type=count)
+        parser.add_argument(_flag(name))
+    for name in ("context_length", "max_running_requests", "max_total_tokens"):
+        parser.add_argument(_flag(name), type=count)
     parser.add_argument("--attn-implementation")
     parser.add_argument("--random-seed", type=int)
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--is-embedding", action="store_true")
     return parser
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of SGLang's HTTP server that servers of ours have, too."""
+    for name in _OF_SERVER:
+        parser.add_argument(_flag(name), type=int if name == "port" else str)
+    parser.add_argument("--enable-metrics", action="store_true")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def check_remote_code(known: argparse.Namespace) -> None:
@@ -152,7 +161,7 @@ def chosen_backend(argv: list[str]) -> tuple[str, str]:
     """
     from ..srt.dense.start import why_not_sglang
 
-    known = _given(argv)
+    known = known_arguments("auto", argv)
     reason = why_not_sglang(
         known.model_path,
         revision=getattr(known, "revision", None),
@@ -161,14 +170,6 @@ def chosen_backend(argv: list[str]) -> tuple[str, str]:
     if reason is None:
         return "sglang", "SGLang runs this model"
     return "transformers", reason
-
-
-def _given(argv: list[str]) -> argparse.Namespace:
-    """The options that both engines know, of those of either."""
-    known, _ = _parser(False).parse_known_args(argv)
-    if "model_path" not in known:
-        raise ConfigError("--model-path MODEL is required.")
-    return known
 
 
 def transformers_engine(argv: list[str]) -> tuple[Any, StartEngine]:
@@ -206,15 +207,12 @@ def transformers_settings(
     given.setdefault("tokenizer_path", given["model_path"])
     given.setdefault("served_model_name", given["model_path"])
     passed += [
-        f"--{name.replace('_', '-')}={given[name]}"
+        f"{_flag(name)}={given[name]}"
         for name in (*_SHARED, *_OF_SERVER)
         if name in given
     ]
-    passed += [
-        f"--{name.replace('_', '-')}"
-        for name in ("trust_remote_code", "enable_metrics")
-        if given.get(name)
-    ]
+    flags = ("trust_remote_code", "enable_metrics")
+    passed += [_flag(name) for name in flags if given.get(name)]
     server_args = in_process.parse_server_args(passed)
     model = ModelOptions(
         path=given["model_path"],

@@ -220,9 +220,9 @@ def _check_sizes(seed: int, sizes: dict[str, int]) -> None:
                 f"{whole} is {sizes[whole]}, not a multiple of {part}, which is "
                 f"{sizes[part]}; change either"
             )
-    if sizes["head_dim"] % 2:
+    if (head_dim := sizes["head_dim"]) % 2:
         raise ValueError(
-            f"head_dim is {sizes['head_dim']}; rotary positions need an even number"
+            f"head_dim is {head_dim}; rotary positions need an even number"
         )
 
 
@@ -252,13 +252,11 @@ def _has_model(
     if mark == arguments:
         return (folder / _WEIGHTS).exists()
     if not overwrite:
-        differs = "another demo model"
-        if isinstance(mark, dict):
-            other = [name for name in mark if mark[name] != arguments.get(name)]
-            shown = ", ".join(f"{name} {mark[name]}" for name in other)
-            differs += f" ({shown})" if shown else ""
+        other = mark.items() if isinstance(mark, dict) else ()
+        shown = ", ".join(f"{n} {v}" for n, v in other if v != arguments.get(n))
         raise FileExistsError(
-            f"{folder} has {differs}; --overwrite replaces it, or name another folder"
+            f"{folder} has another demo model{f' ({shown})' if shown else ''}; "
+            "--overwrite replaces it, or name another folder"
         )
     return False
 
@@ -322,16 +320,11 @@ def _byte_tokenizer() -> Tokenizer:
 
 
 def _byte_symbols() -> dict[str, int]:
-    """Each byte's printable character in byte-level BPE, mapped to the byte's value.
+    """Each byte's printable character in byte-level BPE, mapped to the byte's value."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    A byte that is a visible Latin-1 character is its own symbol. The others have the
-    characters from U+0100, in order.
-    """
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    symbols = {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
-    symbols |= {chr(byte): byte for byte in visible}
-    return dict(sorted(symbols.items(), key=lambda item: item[1]))
+    symbols = sorted(bytes_to_unicode().items())
+    return {symbol: byte for byte, symbol in symbols}
 
 
 def _weights(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 
 from ..config import OfflineBatchConfig
 from ..errors import ConfigError
@@ -26,6 +27,9 @@ from .option_types import count, whole
 
 if TYPE_CHECKING:
     from .job_directory import JobDirectory
+
+
+_Amount = Annotated[float, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -301,19 +305,14 @@ def _resources(text: str | None) -> dict[str, float] | None:
     if text is None:
         return None
     try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--ray-resources {text} is no JSON: {error}.") from None
-    numbers = isinstance(found, dict) and all(
-        isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-        for value in found.values()
-    )
-    if not numbers:
+        return msgspec.json.decode(text, type=dict[str, _Amount])
+    except msgspec.ValidationError:
         raise ConfigError(
             f"--ray-resources {text} must be an object of numbers, such as "
             '{"CPU": 8, "GPU": 1}.'
-        )
-    return {name: float(value) for name, value in found.items()}
+        ) from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--ray-resources {text} is no JSON: {error}.") from None
 
 
 def _num_devices(server_args: Any) -> int:

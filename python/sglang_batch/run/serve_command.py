@@ -19,7 +19,9 @@ from ..errors import ConfigError, ExitStatus, StoreError
 from ..store.files import FileLock
 from .backend_options import (
     BACKENDS,
+    SSL_OPTIONS,
     BackendParser,
+    add_server_options,
     chosen_backend,
     transformers_options,
     transformers_settings,
@@ -28,7 +30,7 @@ from .fleet_options import EngineOptions, WorkerOptions
 from .model_place import check_model
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 30000
-_SSL = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def serve(engine: EngineOptions) -> int:
@@ -98,7 +100,11 @@ def _serve_front(fleet: WorkerOptions) -> int:
             api_key=known.api_key,
             admin_key=known.admin_api_key,
             metrics=known.enable_metrics,
-            ssl={n: getattr(known, n) for n in _SSL if getattr(known, n) is not None},
+            ssl={
+                n: getattr(known, n)
+                for n in SSL_OPTIONS
+                if getattr(known, n) is not None
+            },
         )
     )
     return ExitStatus.OK
@@ -111,17 +117,14 @@ def _front_options(argv: list[str]) -> argparse.Namespace:
         ConfigError: an option is not among them, or its value cannot be used.
     """
     parser = BackendParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--host", default=DEFAULT_HOST)
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
-    parser.add_argument("--offline-batch-dir")
+    add_server_options(parser)
     parser.add_argument("--offline-batch-config")
-    parser.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="info"
-    )
-    parser.add_argument("--enable-metrics", action="store_true")
-    for name in ("api_key", "admin_api_key", *_SSL):
-        parser.add_argument(f"--{name.replace('_', '-')}")
+    parser.set_defaults(host=DEFAULT_HOST, port=DEFAULT_PORT, log_level="info")
     known, unknown = parser.parse_known_args(argv)
+    if known.log_level not in LOG_LEVELS:
+        raise ConfigError(
+            f"--log-level {known.log_level} must be one of {', '.join(LOG_LEVELS)}."
+        )
     if unknown:
         flags = ", ".join(action.option_strings[0] for action in parser._actions)
         raise ConfigError(

@@ -49,8 +49,7 @@ def known_arguments(backend: str, argv: list[str]) -> argparse.Namespace:
 
     Only for options in a file (``--config``) is SGLang imported, which reads it.
 
-    Raises:
-        ConfigError: an option is unknown, or its value cannot be used.
+    Raises ConfigError if an option is unknown, or its value cannot be used.
     """
     if backend == "transformers":
         return transformers_options(argv)
@@ -79,8 +78,7 @@ def transformers_options(
     Args:
         server: those of the HTTP server are among them.
 
-    Raises:
-        ConfigError: an option is not among them, or its value cannot be used.
+    Raises ConfigError if an option is not among them, or its value cannot be used.
     """
     parser = _parser(server)
     known, unknown = parser.parse_known_args(argv)
@@ -129,8 +127,7 @@ def check_remote_code(known: argparse.Namespace) -> None:
 
     Models on the hub are checked when they are loaded.
 
-    Raises:
-        ConfigError: it is not allowed.
+    Raises ConfigError if it is not allowed.
     """
     file = Path(known.model_path).expanduser() / "config.json"
     if getattr(known, "trust_remote_code", False) or not file.is_file():
@@ -156,8 +153,7 @@ def _in_transformers(model_type: object) -> bool:
 def chosen_backend(argv: list[str]) -> tuple[str, str]:
     """The engine for ``--backend auto``, and why, in a few words.
 
-    Raises:
-        ConfigError: the model's configuration cannot be read.
+    Raises ConfigError if the model's configuration cannot be read.
     """
     from ..srt.dense.start import why_not_sglang
 
@@ -175,8 +171,7 @@ def chosen_backend(argv: list[str]) -> tuple[str, str]:
 def transformers_engine(argv: list[str]) -> tuple[Any, StartEngine]:
     """SGLang's arguments for rendering, and a function that starts the dense engine.
 
-    Raises:
-        ConfigError: an option cannot be used.
+    Raises ConfigError if an option cannot be used.
     """
     settings = transformers_settings(argv)
     from ..srt.dense import start
@@ -192,8 +187,7 @@ def transformers_settings(
     Args:
         server: options of the HTTP server are among them.
 
-    Raises:
-        ConfigError: an option cannot be used.
+    Raises ConfigError if an option cannot be used.
     """
     given = vars(transformers_options(argv, server=server))
     check_remote_code(argparse.Namespace(**given))
@@ -259,8 +253,7 @@ def engine_settings(
         resolve: have SGLang read the model's configuration and look at this machine. False
             where the engine runs on another one.
 
-    Raises:
-        ConfigError: an option or the model cannot be used.
+    Raises ConfigError if an option or the model cannot be used.
     """
     from ..srt.engine import in_process
     from ..srt.plugin import engine_death

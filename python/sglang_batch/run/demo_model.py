@@ -231,8 +231,7 @@ def _has_model(
 ) -> bool:
     """Whether a folder has the demo model with these arguments.
 
-    Raises:
-        FileExistsError: it has something that must not be overwritten.
+    Raises FileExistsError if it has something that must not be overwritten.
     """
     if not folder.exists():
         return False

@@ -46,8 +46,7 @@ class EngineOptions:
     def arguments(self) -> argparse.Namespace:
         """The engine's options by SGLang's names for them, as far as they are given.
 
-        Raises:
-            ConfigError: an option cannot be used, or no cluster or server answers.
+        Raises ConfigError if an option cannot be used, or no cluster or server answers.
         """
         return known_arguments(self.backend, [*self.argv])
 
@@ -61,8 +60,7 @@ class EngineOptions:
     def settings(self, known: argparse.Namespace) -> EngineSettings:
         """SGLang's own view of :meth:`arguments`, which takes its import.
 
-        Raises:
-            ConfigError: an option or the model cannot be used.
+        Raises ConfigError if an option or the model cannot be used.
         """
         return engine_settings(self.backend, [*self.argv])
 
@@ -221,8 +219,8 @@ def engine_options(options: argparse.Namespace, argv: list[str]) -> EngineOption
     Args:
         argv: the options that are the engine's.
 
-    Raises:
-        ConfigError: a value cannot be used, or the option that it belongs to is missing.
+    Raises ConfigError if a value cannot be used, or the option that it belongs to
+    is missing.
     """
     needs = {"engines": "ray", "ray_resources": "ray", "workers_key": "workers"}
     whose = {

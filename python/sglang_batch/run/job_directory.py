@@ -257,8 +257,7 @@ class JobDirectory:
 
         Only then is the job complete for other machines.
 
-        Raises:
-            StoreError: an upload failed. The results stay on this machine.
+        Raises StoreError if an upload failed. The results stay on this machine.
         """
         if not self.record.uploaded and any(f.is_remote for f in self.outputs.files):
             for file in self.outputs.files:

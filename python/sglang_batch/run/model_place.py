@@ -27,8 +27,7 @@ def check_model(known: argparse.Namespace) -> None:
     Args:
         known: SGLang's arguments, as far as they are known without SGLang.
 
-    Raises:
-        ConfigError: one of them cannot be there.
+    Raises ConfigError if one of them cannot be there.
     """
     places = {"model_path": _MODEL_FILES, "tokenizer_path": _TOKENIZER_FILES}
     for name, files in places.items():
@@ -53,8 +52,7 @@ def check_model_path(
         flag: the option that gave it, for messages.
         files: names and patterns, one of which is in a directory.
 
-    Raises:
-        ConfigError: it is in none of these places, or the hub does not answer.
+    Raises ConfigError if it is in none of these places, or the hub does not answer.
     """
     path = Path(name).expanduser()
     if path.is_file() or name in ("dummy", "none"):

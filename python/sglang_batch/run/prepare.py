@@ -55,8 +55,7 @@ class RunOptions:
     def of(cls, options: argparse.Namespace, server_argv: list[str]) -> RunOptions:
         """The options that were parsed, and those left for the engine.
 
-        Raises:
-            ConfigError: one of them cannot be used, whatever the others are.
+        Raises ConfigError if one of them cannot be used, whatever the others are.
         """
         argv = sglang_argv(server_argv, lambda note: print(note, file=sys.stderr))
         return cls(
@@ -161,8 +160,7 @@ def _starts_again(
 ) -> bool:
     """Whether other options make requests from rows, and no answer of the earlier is lost.
 
-    Raises:
-        InputError: there are other options, and answers.
+    Raises InputError if there are other options, and answers.
     """
     changed = [] if earlier is None else earlier.changed_options(options.job_input)
     if earlier is None or not changed:
@@ -188,8 +186,7 @@ def checked_requests(local: LocalInput, model: str, *, skip_invalid: bool) -> Ba
         skip_invalid: keep bad lines as such, if there is a good one. Otherwise they
             reject the file.
 
-    Raises:
-        InputError: lines are bad; the message lists them.
+    Raises InputError if lines are bad; the message lists them.
     """
     from ..srt.engine.checks.body_checks import body_errors
 

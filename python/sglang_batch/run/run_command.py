@@ -79,8 +79,7 @@ def _answered(prepared: PreparedRun) -> Summary | None:
 def _cached(prepared: PreparedRun, settings: EngineSettings) -> CachedAnswers | None:
     """The answers of earlier jobs, if they are kept.
 
-    Raises:
-        ConfigError: they cannot be.
+    Raises ConfigError if they cannot be.
     """
     if prepared.config.answer_cache is None:
         return None

@@ -250,8 +250,7 @@ def add_advanced_inputs(group: argparse._ActionsContainer) -> None:
 def job_input(options: argparse.Namespace) -> JobInput:
     """The input that these options name.
 
-    Raises:
-        ConfigError: the template cannot be used.
+    Raises ConfigError if the template cannot be used.
     """
     from ..inputs.job_input import JobInput, input_sources
     from ..inputs.template import Template
@@ -272,8 +271,7 @@ def plan_options(
 ) -> tuple[argparse.Namespace, list[str]]:
     """The options of ``plan`` for ``run --dry-run``, and those left for SGLang.
 
-    Raises:
-        ConfigError: no model is given, or an engine that cannot be predicted.
+    Raises ConfigError if no model is given, or an engine that cannot be predicted.
     """
     if options.backend == "transformers":
         raise ConfigError(

@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -47,6 +49,7 @@ from .summary import Counts, LastRequests, Summary
 
 COMMIT_EVERY_S = 0.5
 SHARE_EVERY_S = 10.0
+_T = TypeVar("_T")
 
 
 class RunningJob:
@@ -111,17 +114,15 @@ class RunningJob:
             f"{len(requests):,} requests{resumed}. Engine's log: {self._engine_log.path}"
         )
         _answer_invalid(log, self._local, requests, self._job_id)
-        summary: Summary | None
-        if self._is_over:
-            summary = Summary.of_log(log, self._before, seconds=0.0)
-        else:
+        summary: Summary | None = Summary.of_log(log, self._before, seconds=0.0)
+        if not self._is_over:
             summary = self._run_unfinished()
-        if summary is not None and self._local.fields is not None:
-            summary = replace(
-                summary, fields=msgspec.structs.asdict(self._local.fields)
-            )
-        if summary is not None:
-            self._directory.finish(summary, self._given_up_line)
+        if summary is None:
+            return None
+        if self._local.fields is not None:
+            fields = msgspec.structs.asdict(self._local.fields)
+            summary = replace(summary, fields=fields)
+        self._directory.finish(summary, self._given_up_line)
         return summary
 
     @property
@@ -143,10 +144,11 @@ class RunningJob:
 
     def _run_unfinished(self) -> Summary | None:
         try:
-            compiling = threading.Thread(target=self._compile, daemon=True)
-            compiling.start()
-            self._find_equal()
-            return self._run(compiling)
+            requests = with_stop_rules(self._requests, self._config.stop_rules)
+            todo, dedupe = self._log.unfinished(), self._config.dedupe
+            compiling = _in_background(partial(compile_planner, self._config))
+            equal = _in_background(partial(find_equal, requests, todo, dedupe))
+            return self._run(compiling, equal)
         except SGLangBatchError:
             raise
         except Exception as error:
@@ -155,7 +157,9 @@ class RunningJob:
                 raise
             raise self._failure(error) from error
 
-    def _run(self, compiling: threading.Thread) -> Summary | None:
+    def _run(
+        self, compiling: Future[None], equal: Future[EqualRequests]
+    ) -> Summary | None:
         from ..srt.plugin import engine_death
 
         engine_death.listen(self._died)
@@ -175,12 +179,12 @@ class RunningJob:
             if dashboard := _ray_dashboard():
                 self._display.say(f"Ray's dashboard: {dashboard}")
             summary: Summary | None = loop.run_until_complete(
-                self._run_requests(engine, compiling)
+                self._run_requests(engine, compiling, equal)
             )
             return summary
 
     async def _run_requests(
-        self, engine: Any, compiling: threading.Thread
+        self, engine: Any, compiling: Future[None], found: Future[EqualRequests]
     ) -> Summary | None:
         started = time.monotonic()
         log = self._log
@@ -188,7 +192,7 @@ class RunningJob:
             self._display,
             len(self._requests),
             log,
-            compiling.is_alive,
+            lambda: not compiling.done(),
             self._engines,
         )
 
@@ -207,7 +211,7 @@ class RunningJob:
                 stop.set()
 
         stop = asyncio.Event()
-        equal = await asyncio.wrap_future(self._equal)
+        equal = await asyncio.wrap_future(found)
         requests = equal.requests
         todo, sink = await answer_known(
             self._cached, requests, equal.todo, equal.sharing(store)
@@ -289,28 +293,6 @@ class RunningJob:
         """All engines of a fleet, none for an engine in this process."""
         return [] if self._fleet is None else self._fleet.states()
 
-    def _find_equal(self) -> None:
-        """Compare the requests while the engine starts."""
-        found: Future[EqualRequests] = Future()
-        self._equal = found
-        requests = with_stop_rules(self._requests, self._config.stop_rules)
-        todo = self._log.unfinished()
-
-        def find() -> None:
-            try:
-                found.set_result(find_equal(requests, todo, self._config.dedupe))
-            except BaseException as error:
-                found.set_exception(error)
-
-        # No pool: one would have a run that fails wait for it.
-        threading.Thread(target=find, daemon=True).start()
-
-    def _compile(self) -> None:
-        try:
-            compile_planner(self._config)
-        except Exception:  # planning reports it
-            traceback.print_exc()
-
     def _starting(self) -> str:
         activity = engines_running(self._engines()) or self._engine_log.activity()
         seconds = time.monotonic() - self._begun
@@ -366,6 +348,20 @@ class RunningJob:
 
         in_process.kill_children()
         os._exit(status)
+
+
+def _in_background(function: Callable[[], _T]) -> Future[_T]:
+    """Call a function in a thread. No pool: one would have a run that fails wait for it."""
+    found: Future[_T] = Future()
+
+    def call() -> None:
+        try:
+            found.set_result(function())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return found
 
 
 def _ray_dashboard() -> str:

@@ -113,8 +113,7 @@ def _serve_front(fleet: WorkerOptions) -> int:
 def _front_options(argv: list[str]) -> argparse.Namespace:
     """The options of a server without an engine.
 
-    Raises:
-        ConfigError: an option is not among them, or its value cannot be used.
+    Raises ConfigError if an option is not among them, or its value cannot be used.
     """
     parser = BackendParser(add_help=False, allow_abbrev=False)
     add_server_options(parser)

@@ -71,8 +71,7 @@ class StateUrl:
 
     Every method raises :class:`StoreError` if the store does not answer, or refuses.
 
-    Raises:
-        ConfigError: the scheme is unknown, is HTTP, or its package is missing.
+    Raises ConfigError if the scheme is unknown, is HTTP, or its package is missing.
     """
 
     def __init__(self, url: str) -> None:
@@ -95,8 +94,7 @@ class StateUrl:
     def check(self) -> None:
         """Write and remove a file.
 
-        Raises:
-            ConfigError: that failed.
+        Raises ConfigError if that failed.
         """
         name = f"probe-{secrets.token_hex(4)}"
         try:
@@ -172,8 +170,7 @@ class StateUrl:
     def records(self, parts: tuple[str, ...]) -> Iterator[bytes]:
         """The records of these parts.
 
-        Raises:
-            StoreError: a part is missing or damaged.
+        Raises StoreError if a part is missing or damaged.
         """
         for first in range(0, len(parts), _READ_AT_ONCE):
             names = parts[first : first + _READ_AT_ONCE]
@@ -206,8 +203,7 @@ class StateUrl:
         Args:
             claim: remove them only while this one is in force.
 
-        Raises:
-            TakenOver: it is not.
+        Raises TakenOver if it is not.
         """
         names = self._names(_PARTS)  # not those that a later head writes from here on
         if claim is not None:
@@ -419,8 +415,7 @@ class SharedState:
     def finish(self) -> None:
         """The job is complete and its output is in place: no result is needed any more.
 
-        Raises:
-            TakenOver: another head runs the job.
+        Raises TakenOver if another head runs the job.
         """
         if self._claim is None:  # it was complete before
             last, place = self._state.last_claim(), self._place()

@@ -194,8 +194,7 @@ def sglang_argv(argv: list[str], say: Callable[[str], None]) -> list[str]:
         argv: options of the engine. Those that are not in the table stay as they are.
         say: told once for each option that has no effect.
 
-    Raises:
-        ConfigError: an option means something else here, or lacks its value.
+    Raises ConfigError if an option means something else here, or lacks its value.
     """
     found: list[str] = []
     left = iter(argv)

@@ -39,8 +39,7 @@ class BatchClient:
         url: of the server, with or without ``/v1``.
         api_key: None for a server without keys.
 
-    Raises:
-        ConfigError: the URL is not valid.
+    Raises ConfigError if the URL is not valid.
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:
@@ -71,8 +70,7 @@ class BatchClient:
             name: of the file at the server.
             fields: further parameters of ``POST /v1/batches``.
 
-        Raises:
-            OSError: the file cannot be read.
+        Raises OSError if the file cannot be read.
         """
         with _plain_errors(self.url), open(path, "rb") as source:
             file = self.client.files.create(

@@ -69,7 +69,7 @@ def status(server: BatchClient, options: argparse.Namespace) -> int:
     return ExitStatus.OK
 
 
-def list_batches(server: BatchClient, options: argparse.Namespace) -> None:
+def list_(server: BatchClient, options: argparse.Namespace) -> None:
     """``sglang-batch list``: list batches, newest first."""
     batches = server.newest(options.limit)
     if options.json:
@@ -140,8 +140,7 @@ def _follow(server: BatchClient, batch: Batch, options: argparse.Namespace) -> i
 def until_ended(server: BatchClient, batch: Batch, bar: BatchBar) -> Batch:
     """Poll a batch until it ends.
 
-    Raises:
-        ServerError: the server has not answered for ``PATIENCE_S`` seconds.
+    Raises ServerError if the server has not answered for ``PATIENCE_S`` seconds.
     """
     answered_at = time.monotonic()
     waiting = False
@@ -258,8 +257,8 @@ def submission(
         check: look for all errors that the server would find, and check each body as
             the server does when it runs.
 
-    Raises:
-        InputError: an input cannot be read, or lines are bad; the message lists them.
+    Raises InputError if an input cannot be read, or lines are bad; the message
+    lists them.
     """
     inputs = JobInput(input_sources(names))
     inputs.check()

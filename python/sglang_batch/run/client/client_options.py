@@ -131,7 +131,6 @@ def _add_list(commands: Subparsers) -> None:
         "list",
         "list batches, newest first",
         "List batches, newest first.",
-        function="client_commands.list_batches",
     )
     listing.add_argument(
         "--limit",
@@ -189,7 +188,7 @@ def _add_tree(commands: Subparsers) -> None:
         "Show the largest shared prefixes of the running batches: which are in the KV "
         "cache, how many requests use them, and when the plan needs them next. A server "
         "with keys wants that of an admin.",
-        function="tree_command.show_tree",
+        module="tree_command",
     )
     tree.add_argument(
         "--limit",
@@ -207,13 +206,13 @@ def _command(
     text: str,
     description: str,
     epilog: str = "",
-    function: str = "",
+    module: str = "client_commands",
 ) -> argparse.ArgumentParser:
     """Add a command with the options that all commands for servers have.
 
     Args:
-        function: as ``module.name``, by default of :mod:`.client_commands`, and as the
-            command. It takes the client and the options, and may return an exit status.
+        module: has a function of this name, which takes the client and the options, and
+            may return an exit status.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -238,16 +237,18 @@ def _command(
     parser.add_argument(
         "--json", action="store_true", help="print JSON, one object per line"
     )
-    parser.set_defaults(run=partial(_run, function or f"client_commands.{name}"))
+    function = "list_" if name == "list" else name
+    parser.set_defaults(run=partial(_run, module, function))
     return parser
 
 
-def _run(function: str, options: argparse.Namespace, rest: list[str]) -> int:
+def _run(
+    module: str, function: str, options: argparse.Namespace, rest: list[str]
+) -> int:
     """Call a function with a client of the server. Only then is its module imported."""
     from .batch_client import BatchClient
 
-    module, _, name = function.rpartition(".")
-    command = getattr(importlib.import_module(f".{module}", __package__), name)
+    command = getattr(importlib.import_module(f".{module}", __package__), function)
     try:
         with contextlib.closing(BatchClient(options.url, options.api_key)) as server:
             status: int | None = command(server, options)
@@ -304,13 +305,12 @@ def _add_keys(commands: Subparsers) -> None:
         allow_abbrev=False,
     )
     actions = keys.add_subparsers(dest="action", required=True)
+    command = partial(_command, actions, module="key_commands")
 
-    add = _command(
-        actions,
+    add = command(
         "add",
         "make a key for a client",
         "Make a key and print it. It cannot be shown again.",
-        function="key_commands.add",
     )
     add.add_argument(
         "name", metavar="NAME", help="owner of all files and batches made with the key"
@@ -330,31 +330,25 @@ def _add_keys(commands: Subparsers) -> None:
     )
     _add_limits(add)
 
-    _command(
-        actions,
+    command(
         "list",
         "list the keys that were added",
         "List the keys that were added with `keys add`, without the keys themselves.",
-        function="key_commands.list_keys",
     )
 
-    limit = _command(
-        actions,
+    limit = command(
         "limit",
         "change the limits of a client",
         "Change the limits of a client, for all its keys, and print them. A limit that "
         "is left out keeps its value, and 'none' removes one.",
-        function="key_commands.limit",
     )
     limit.add_argument("name", metavar="NAME", help="name of the client")
     _add_limits(limit)
 
-    usage = _command(
-        actions,
+    usage = command(
         "usage",
         "show the usage of each key per day",
         "Show batches, lines, online calls and tokens per key and day (UTC).",
-        function="key_commands.usage",
     )
     usage.add_argument(
         "--days",
@@ -364,12 +358,10 @@ def _add_keys(commands: Subparsers) -> None:
         help="today and the N-1 days before (default: 1)",
     )
 
-    revoke = _command(
-        actions,
+    revoke = command(
         "revoke",
         "revoke a key",
         "Revoke a key, effective at once. Batches of its name continue.",
-        function="key_commands.revoke",
     )
     revoke.add_argument("key_id", metavar="ID", help="id of the key, see `keys list`")
     revoke.add_argument(

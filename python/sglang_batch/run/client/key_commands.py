@@ -25,7 +25,7 @@ def add(server: BatchClient, options: argparse.Namespace) -> None:
     print(json.dumps(made) if options.json else made["value"])
 
 
-def list_keys(server: BatchClient, options: argparse.Namespace) -> None:
+def list_(server: BatchClient, options: argparse.Namespace) -> None:
     """``sglang-batch keys list``: list the keys that were added."""
     keys = server.call("GET", KEYS)["data"]
     header = ("id", "name", "role", "key", "created", "state", "limits")

@@ -16,7 +16,7 @@ Answer = Mapping[str, Any]
 _HEADER = ("prefix", "tokens", "state", "running", "to come", "next use", "density")
 
 
-def show_tree(server: BatchClient, options: argparse.Namespace) -> None:
+def tree(server: BatchClient, options: argparse.Namespace) -> None:
     """``sglang-batch tree``."""
     replicas = server.call("GET", PATH, limit=options.limit)["replicas"]
     if options.json:

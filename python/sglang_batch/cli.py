@@ -7,10 +7,17 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from . import __version__
-from .errors import ConfigError, ExitStatus, InputError, SGLangBatchError
+from .errors import (
+    ConfigError,
+    ExitStatus,
+    InputError,
+    SGLangBatchError,
+    UnknownOption,
+    did_you_mean,
+)
 from .prediction import options as prediction_options
 from .run import run_options
 from .run.client import client_options
@@ -36,10 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
+    own: _Parser = options.parser
     if rest and options.command not in ("run", "plan", "serve", "calibrate"):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        own.error(f"unrecognized arguments: {' '.join(rest)}.")
     try:
         return int(options.run(options, rest))
+    except UnknownOption as error:
+        meant = own.meant(error.arguments, error.known)
+        print(f"error: {error}{meant}", file=sys.stderr)
+        return ExitStatus.BAD_INPUT
     except (ConfigError, InputError) as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitStatus.BAD_INPUT
@@ -51,8 +63,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitStatus.INTERRUPTED
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its errors name the option or command that an unknown one may be meant to be.
+
+    ``parser`` of the parsed options is the parser of their command.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = list(args)
+        found, rest = super().parse_known_args(args, namespace)
+        found.parser = getattr(found, "parser", self)
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        if meant := self.meant(self._given):
+            message = f"{message.removesuffix('.')}.{meant}"
+        super().error(message)
+
+    def meant(self, arguments: Sequence[str], others: Sequence[str] = ()) -> str:
+        """A sentence that names what the first misspelt argument may be meant to be.
+
+        Args:
+            others: options that this parser passes on.
+        """
+        known = {*self._option_string_actions, *others}
+        if self._subparsers is not None:
+            known |= {*self._subparsers._group_actions[0].choices}  # type: ignore[misc]
+        names = (argument.partition("=")[0] for argument in arguments)
+        found = (
+            did_you_mean(name, sorted(known))
+            for name in names
+            if name not in known
+            and (name.startswith("--") or self._subparsers is not None)
+        )
+        return next(filter(None, found), "")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="sglang-batch",
         description="Offline batch inference on SGLang.",
         allow_abbrev=False,

@@ -601,7 +601,7 @@ class OfflineBatchConfig:
         None,
         _FROM_1,
         "decode steps after which a waiting request joins first, with `length-aligned` and "
-        "`length-tree`. `null`: never (65,536 in dense batches)",
+        "`length-tree`. By default never (65,536 in dense batches)",
     )
     prefill_ahead_tokens: int = _experimental(
         0,

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import NoReturn
 
@@ -54,16 +54,17 @@ class ConfigError(SGLangBatchError, ValueError):
 
 
 class UnknownOption(ConfigError):
-    """An option that a command does not have.
+    """Arguments that a command does not have.
 
-    option: the text that was given.
-    known: the options that it may be meant to be.
+    arguments: as they were given.
+    known: the options that they may be meant to be.
     """
 
-    def __init__(self, message: str, option: str, known: Iterable[str] = ()) -> None:
+    def __init__(
+        self, message: str, arguments: Sequence[str], known: Iterable[str]
+    ) -> None:
         super().__init__(message)
-        self.option = option
-        self.known = list(known)
+        self.arguments, self.known = arguments, list(known)
 
 
 class InputError(SGLangBatchError, ValueError):
@@ -123,7 +124,9 @@ class ApiError(SGLangBatchError):
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence that names the closest known name, empty if none is close."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
+    # Options are many, and alike by their dashes.
+    cutoff = 0.75 if name.startswith("-") else 0.6
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

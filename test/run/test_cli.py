@@ -164,6 +164,32 @@ def test_every_command_has_help(
     assert "usage: sglang-batch" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("run --inputfile in -o out", "-i/--input-file. Did you mean '--input-file'?"),
+        ("submit -i in --folow", "arguments: --folow. Did you mean '--follow'?"),
+        ("keys add me --lines-per-dy 3", "Did you mean '--lines-per-day'?"),
+        (
+            f"plan -i {__file__} --model-path m --comparre dfs",
+            "Did you mean '--compare'?",
+        ),
+        ("calibrate --model-path m --tokns 3", "Did you mean '--tokens'?"),
+        ("simulat --trace 1", "Did you mean 'simulate'?"),
+        ("keys limt me", "Did you mean 'limit'?"),
+    ],
+)
+def test_a_misspelt_option_or_command_has_a_suggestion(
+    command: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(command.split())
+    except SystemExit as end:
+        status = int(str(end.code))
+    assert status == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_demo_model_is_replaced_only_on_demand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

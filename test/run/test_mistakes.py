@@ -52,7 +52,21 @@ MISTAKES = {
         f"{RUN} --tokenizer-path ./none", 2, "--tokenizer-path ./none: there is no"
     ),
     "unknown option": Mistake(
-        f"{RUN} --max-totl-tokens 9", 2, "did you mean --max-total-tokens?"
+        f"{RUN} --max-totl-tokens 9", 2, "Did you mean '--max-total-tokens'?"
+    ),
+    "option of ours": Mistake(f"{RUN} --polcy dfs", 2, "Did you mean '--policy'?"),
+    "serve: option of ours": Mistake(
+        "serve --model-path model --worker-key x", 2, "Did you mean '--workers-key'?"
+    ),
+    "transformers: option": Mistake(
+        f"{RUN} --backend transformers --max-runing-requests 4",
+        2,
+        "Did you mean '--max-running-requests'?",
+    ),
+    "workers: option": Mistake(
+        "serve --workers http://127.0.0.1:{free} --logg-level info",
+        2,
+        "Did you mean '--log-level'?",
     ),
     "stray word": Mistake(f"{RUN} more", 2, "unrecognized arguments: more"),
     "no number": Mistake(f"{RUN} --tp two", 2, "invalid int value: 'two'"),

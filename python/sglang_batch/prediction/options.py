@@ -79,6 +79,8 @@ Subparsers = Any
 
 def add_plan(commands: Subparsers, run: Callable[..., int]) -> None:
     """Add ``plan`` to the commands."""
+    from ..srt.compat.command_line import add_options
+
     plan = commands.add_parser(
         "plan",
         usage="sglang-batch plan -i INPUT [INPUT ...] --model-path MODEL [options] "
@@ -92,8 +94,8 @@ def add_plan(commands: Subparsers, run: Callable[..., int]) -> None:
     )
     add_inputs(plan, required=False)
     add_advanced_inputs(plan)
-    plan.add_argument(
-        "--model-path", "--model", metavar="MODEL",
+    add_options(
+        plan, "model_path", metavar="MODEL",
         help="directory, or name on the Hugging Face hub; only the configuration and "
         "the tokenizer are read",
     )  # fmt: skip
@@ -119,6 +121,8 @@ def add_plan(commands: Subparsers, run: Callable[..., int]) -> None:
 
 def add_simulate(commands: Subparsers, run: Callable[..., int]) -> None:
     """Add ``simulate`` to the commands."""
+    from ..srt.compat.command_line import add_options
+
     simulate = commands.add_parser(
         "simulate",
         usage="sglang-batch simulate [job] [machine] [options]",
@@ -148,13 +152,13 @@ def add_simulate(commands: Subparsers, run: Callable[..., int]) -> None:
         "--model-path", type=Path, metavar="PATH",
         help="config.json of another model, or its directory",
     )  # fmt: skip
-    simulate.add_argument(
-        "--quantization", metavar="METHOD",
+    add_options(
+        simulate, "quantization", choices=None, metavar="METHOD",
         help="how SGLang would quantise the weights, such as fp8 (default: as the "
         "model's config.json says)",
     )  # fmt: skip
-    simulate.add_argument(
-        "--kv-cache-dtype", default="auto", metavar="DTYPE",
+    add_options(
+        simulate, "kv_cache_dtype", choices=None, default="auto", metavar="DTYPE",
         help="dtype of KV, such as fp8_e4m3 (default: auto, that of the activations)",
     )  # fmt: skip
     simulate.add_argument(
@@ -240,6 +244,8 @@ DEFAULT_HARDWARE = "a100-sxm-80gb"
 
 def add_machine(parser: argparse.ArgumentParser, *, hardware: str) -> None:
     """Add the options. ``hardware`` is the default of ``--hardware``, in words."""
+    from ..srt.compat.command_line import add_options
+
     group = parser.add_argument_group("machine")
     group.add_argument(
         "--hardware", metavar="NAME",
@@ -254,21 +260,21 @@ def add_machine(parser: argparse.ArgumentParser, *, hardware: str) -> None:
         "--bandwidth-tbs", type=positive, metavar="Y",
         help="measured memory bandwidth in TB/s (default: its datasheet's)",
     )  # fmt: skip
-    group.add_argument(
-        "--tp", "--tp-size", "--tensor-parallel-size", type=count, default=1,
-        metavar="N", help="devices that share the model (default: 1)",
+    add_options(
+        group, "tp_size", also=("--tp",), dest="tp", type=count, default=1, metavar="N",
+        help="devices that share the model (default: 1)",
     )  # fmt: skip
     group.add_argument(
         "--kv-capacity-tokens", type=count, metavar="N",
         help="tokens that fit into the KV cache (default: computed from the memory "
         "that the weights leave free)",
     )  # fmt: skip
-    group.add_argument(
-        "--mem-fraction-static", type=positive_share, default=0.9, metavar="SHARE",
+    add_options(
+        group, "mem_fraction_static", type=positive_share, default=0.9, metavar="SHARE",
         help="share of the memory for weights and KV (default: 0.9)",
     )  # fmt: skip
-    group.add_argument(
-        "--chunked-prefill-size", type=count, default=2048, metavar="N",
+    add_options(
+        group, "chunked_prefill_size", type=count, default=2048, metavar="N",
         help="most tokens in one step, prompts and answers together (default: 2048)",
     )  # fmt: skip
     add_setting(group, "max_wait_steps", metavar="N")

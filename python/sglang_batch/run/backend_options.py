@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UnknownOption
 from .option_types import count
 
 BACKENDS = ("sglang", "transformers", "auto")
@@ -27,10 +27,11 @@ _KNOWN = (
     "offline_batch_config",
 )
 SSL_OPTIONS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_keyfile_password")
-# Options of SGLang's HTTP server.
-_OF_SERVER = (
+# Options of SGLang's HTTP server that servers of ours have, too.
+SERVER_OPTIONS = (
     *("host", "port", "log_level", "api_key", "admin_api_key", "offline_batch_dir"),
     *SSL_OPTIONS,
+    "enable_metrics",
 )
 
 StartEngine = Callable[[], AbstractContextManager[Any]]
@@ -84,9 +85,11 @@ def transformers_options(
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = [action.option_strings[0] for action in parser._actions]
-        raise ConfigError(
+        raise UnknownOption(
             f"{unknown[0].partition('=')[0]} is an option of SGLang's, which --backend "
-            f"transformers does not know. It knows {', '.join(flags)}."
+            f"transformers does not know. It knows {', '.join(flags)}.",
+            unknown,
+            flags,
         )
     if "model_path" not in known:
         raise ConfigError("--model-path MODEL is required.")
@@ -94,32 +97,26 @@ def transformers_options(
 
 
 def _parser(server: bool) -> argparse.ArgumentParser:
+    from ..srt.compat.command_line import add_options
+
     parser = BackendParser(
         add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
     if server:
-        add_server_options(parser)
-    parser.add_argument("--model-path", "--model")
-    for name in (*_SHARED, "dtype", "device"):
-        parser.add_argument(_flag(name))
+        add_options(parser, *SERVER_OPTIONS)
+    add_options(
+        parser,
+        "model_path",
+        "device",
+        "random_seed",
+        "trust_remote_code",
+        "is_embedding",
+    )
+    add_options(parser, "dtype", *_SHARED, choices=None)  # transformers has others
     for name in ("context_length", "max_running_requests", "max_total_tokens"):
-        parser.add_argument(_flag(name), type=count)
+        add_options(parser, name, type=count)
     parser.add_argument("--attn-implementation")
-    parser.add_argument("--random-seed", type=int)
-    parser.add_argument("--trust-remote-code", action="store_true")
-    parser.add_argument("--is-embedding", action="store_true")
     return parser
-
-
-def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of SGLang's HTTP server that servers of ours have, too."""
-    for name in _OF_SERVER:
-        parser.add_argument(_flag(name), type=int if name == "port" else str)
-    parser.add_argument("--enable-metrics", action="store_true")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def check_remote_code(known: argparse.Namespace) -> None:
@@ -201,12 +198,10 @@ def transformers_settings(
     given.setdefault("tokenizer_path", given["model_path"])
     given.setdefault("served_model_name", given["model_path"])
     passed += [
-        f"{_flag(name)}={given[name]}"
-        for name in (*_SHARED, *_OF_SERVER)
+        f"--{name.replace('_', '-')}" + f"={given[name]}" * (given[name] is not True)
+        for name in (*_SHARED, *SERVER_OPTIONS, "trust_remote_code")
         if name in given
     ]
-    flags = ("trust_remote_code", "enable_metrics")
-    passed += [_flag(name) for name in flags if given.get(name)]
     server_args = in_process.parse_server_args(passed)
     model = ModelOptions(
         path=given["model_path"],

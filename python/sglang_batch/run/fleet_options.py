@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from ..config import OfflineBatchConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, UnknownOption
 from ..fleet.head_state import HeadState
 from .backend_options import (
     BACKENDS,
@@ -266,18 +266,22 @@ def _urls(text: str) -> tuple[str, ...]:
 
 def _config_option(argv: list[str]) -> str | None:
     """Our settings in the options of a job whose engines have theirs already."""
+    from ..srt.compat.command_line import add_options
+
     parser = argparse.ArgumentParser(
         add_help=False, allow_abbrev=False, exit_on_error=False
     )
-    parser.add_argument("--offline-batch-config")
+    add_options(parser, "offline_batch_config")
     try:
         known, rest = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}.") from None
     if rest:
-        raise ConfigError(
+        raise UnknownOption(
             f"{rest[0].partition('=')[0]}: the servers of --workers have their model and "
-            "options already; leave it out."
+            "options already; leave it out.",
+            rest,
+            parser._option_string_actions,
         )
     config: str | None = known.offline_batch_config
     return config

@@ -15,13 +15,13 @@ from pathlib import Path
 import platformdirs
 
 from ..config import OfflineBatchConfig
-from ..errors import ConfigError, ExitStatus, StoreError
+from ..errors import ConfigError, ExitStatus, StoreError, UnknownOption
 from ..store.files import FileLock
 from .backend_options import (
     BACKENDS,
+    SERVER_OPTIONS,
     SSL_OPTIONS,
     BackendParser,
-    add_server_options,
     chosen_backend,
     transformers_options,
     transformers_settings,
@@ -115,9 +115,10 @@ def _front_options(argv: list[str]) -> argparse.Namespace:
 
     Raises ConfigError if an option is not among them, or its value cannot be used.
     """
+    from ..srt.compat.command_line import add_options
+
     parser = BackendParser(add_help=False, allow_abbrev=False)
-    add_server_options(parser)
-    parser.add_argument("--offline-batch-config")
+    add_options(parser, *SERVER_OPTIONS, "offline_batch_config")
     parser.set_defaults(host=DEFAULT_HOST, port=DEFAULT_PORT, log_level="info")
     known, unknown = parser.parse_known_args(argv)
     if known.log_level not in LOG_LEVELS:
@@ -125,10 +126,12 @@ def _front_options(argv: list[str]) -> argparse.Namespace:
             f"--log-level {known.log_level} must be one of {', '.join(LOG_LEVELS)}."
         )
     if unknown:
-        flags = ", ".join(action.option_strings[0] for action in parser._actions)
-        raise ConfigError(
+        flags = [action.option_strings[0] for action in parser._actions]
+        raise UnknownOption(
             f"{unknown[0].partition('=')[0]}: the servers of --workers have their model "
-            f"and options already; leave it out. The options here are {flags}."
+            f"and options already; leave it out. The options here are {', '.join(flags)}.",
+            unknown,
+            flags,
         )
     return known
 

@@ -7,13 +7,13 @@ release, ``python -m sglang_batch.srt.compat.command_line`` writes it again.
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
+from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...errors import ConfigError
+from ...errors import ConfigError, UnknownOption
 
 OPTIONS = Path(__file__).with_name("sglang_options.json")
 HELP = "`sglang serve --help` lists SGLang's options"
@@ -39,23 +39,22 @@ def check_arguments(argv: list[str]) -> argparse.Namespace:
     Raises:
         ConfigError: an option is unknown, or its value cannot be used.
     """
-    recorded = json.loads(OPTIONS.read_bytes())
+    release = _recorded()["release"]
     try:
-        if version("sglang") != recorded["release"]:
+        if version("sglang") != release:
             return argparse.Namespace()
     except PackageNotFoundError:
         raise ConfigError(
-            f"sglang is not installed; pip install sglang=={recorded['release']}."
+            f"sglang is not installed; pip install sglang=={release}."
         ) from None
-    known, unknown = _parser(recorded["options"]).parse_known_args(argv)
+    parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
+    add_options(parser)
+    known, unknown = parser.parse_known_args(argv)
     if unknown:
-        flags = [flag for option in recorded["options"] for flag in option["flags"]]
-        near = difflib.get_close_matches(
-            unknown[0].partition("=")[0], flags, 1, cutoff=0.75
-        )
-        meant = f" (did you mean {near[0]}?)" if near else ""
-        raise ConfigError(
-            f"unrecognized arguments: {' '.join(unknown)}{meant}; {HELP}."
+        raise UnknownOption(
+            f"unrecognized arguments: {' '.join(unknown)}; {HELP}.",
+            unknown,
+            parser._option_string_actions,
         )
     if "config" in known:
         if not Path(known.config).is_file():
@@ -84,23 +83,47 @@ def describe(parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
     return found
 
 
-def _parser(options: list[dict[str, Any]]) -> argparse.ArgumentParser:
-    parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
-    extended = any(
-        found.dist is None or found.dist.name not in _NO_CHOICES
-        for group in _PLUGINS
-        for found in entry_points(group=group)
-    )
-    for option in options:
+def add_options(
+    parser: argparse._ActionsContainer,
+    *names: str,
+    also: tuple[str, ...] = (),
+    **changed: Any,
+) -> None:
+    """Add options of SGLang as its own parser has them.
+
+    Args:
+        names: their names in SGLang's ``ServerArgs``; without any, all are added.
+        also: further flags of the option.
+        changed: other arguments of ``add_argument``, such as ``help``, which is not
+            recorded.
+    """
+    for option in _recorded()["options"]:
+        if names and option["dest"] not in names:
+            continue
         values: dict[str, Any] = {"dest": option["dest"]}
         if option.get("nargs") == 0:
             values["action"] = "store_true"
         else:
             values["nargs"] = option.get("nargs")
             values["type"] = _TYPES.get(option.get("type", ""), str)
-            values["choices"] = None if extended else option.get("choices")
-        parser.add_argument(*option["flags"], **values)
-    return parser
+            values["choices"] = None if _extended() else option.get("choices")
+        parser.add_argument(*also, *option["flags"], **values | changed)
+
+
+@cache
+def _recorded() -> dict[str, Any]:
+    recorded: dict[str, Any] = json.loads(OPTIONS.read_bytes())
+    return recorded
+
+
+@cache
+def _extended() -> bool:
+    """Whether another package may have added choices to SGLang's options."""
+    return any(
+        found.dist is None or found.dist.name not in _NO_CHOICES
+        for group in _PLUGINS
+        for found in entry_points(group=group)
+    )
 
 
 def _write() -> None:

@@ -97,8 +97,6 @@ class ResultResponse(msgspec.Struct):
 
 
 class ResultError(msgspec.Struct):
-    """Why a request never ran."""
-
     code: str
     message: str
 
@@ -164,7 +162,6 @@ def invalid_line(
 def unrun_line(
     request: BatchRequestInput, job_id: str, code: str, message: str
 ) -> bytes:
-    """One line of an error file, for a request that never ran."""
     error = ResultError(code, message)
     return _encode(request.index, request.custom_id, job_id, None, error)
 

@@ -57,7 +57,6 @@ ERROR_TYPES = {
 
 
 def shown_id(batch_id: str) -> str:
-    """The id that clients see for our ``batch_...``."""
     return _ID_PREFIX + batch_id.removeprefix("batch_")
 
 
@@ -150,7 +149,6 @@ def rejections(errors: list[LineError]) -> dict[int, LineError]:
 
 
 def rejected_line(custom_id: str, index: int, error: LineError) -> bytes:
-    """A line of an error file for a request that was rejected at once."""
     status_code = 404 if error.code == "model_not_found" else 400
     body = error_body(error.message, status_code)
     response = {"status_code": status_code, "request_id": None, "body": body}
@@ -165,7 +163,6 @@ def rejected_line(custom_id: str, index: int, error: LineError) -> bytes:
 
 
 def rejected_file_id(row: Row) -> str | None:
-    """The file of a batch's requests that were rejected at once."""
     found: str | None = json.loads(row["metadata"]).get("rejected_file_id")
     return found
 
@@ -173,7 +170,6 @@ def rejected_file_id(row: Row) -> str | None:
 def error_body(
     message: str, status_code: int = 400, request_id: str | None = None
 ) -> dict[str, Any]:
-    """The error object that Anthropic's clients understand."""
     default = "invalid_request_error" if status_code < 500 else "api_error"
     kind = _STATUS_ERROR_TYPES.get(status_code, default)
     error = {"type": kind, "message": message}
@@ -303,7 +299,6 @@ def _with_rejected(
 
 
 def _result_of(line: ResultLine) -> bytes:
-    """A result in Anthropic's format."""
     result: dict[str, Any]
     if line.response is not None:
         if line.response.status_code < 400:

@@ -67,7 +67,6 @@ def computed_usage(row: Row) -> Usage:
 
 
 def result_files(row: Row) -> list[str]:
-    """The ids of a batch's result files."""
     return [id for id in (row["output_file_id"], row["error_file_id"]) if id]
 
 
@@ -86,7 +85,6 @@ def _cost(row: Row, price: float | None) -> dict[str, Any]:
 
 
 def file_object(row: Row) -> dict[str, Any]:
-    """A file as the API shows it."""
     # Not validated: the client's type lacks a purpose that its uploads may have.
     fields = {key: row.get(key) for key in FileObject.model_fields}
     return fields | {"object": "file", "status": "processed"}
@@ -100,7 +98,6 @@ def upload_object(row: Row, file: Row | None = None) -> dict[str, Any]:
 
 
 def part_object(row: Row) -> dict[str, Any]:
-    """A part of an upload as the API shows it."""
     fields = {key: row.get(key) for key in UploadPart.model_fields}
     return fields | {"object": "upload.part"}
 

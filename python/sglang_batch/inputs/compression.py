@@ -22,7 +22,6 @@ DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)
 
 
 def plain_name(name: str) -> str:
-    """A file name without its compression suffix."""
     for suffix in SUFFIXES:
         if name.lower().endswith(suffix):
             return name[: -len(suffix)]

@@ -66,7 +66,6 @@ class FieldSample:
         self._clear()
 
     def add(self, head: str, fields: Sequence[str]) -> None:
-        """The next row."""
         if self._seen % self._step == 0:
             num_rows = len(self._values) // self._width
             if num_rows >= self._max_rows or self._chars > self._max_chars:

@@ -334,7 +334,6 @@ class DatasetSource(InputSource):
 
 
 def input_sources(names: Iterable[str]) -> tuple[InputSource, ...]:
-    """The sources of these values of ``-i``, in the same order."""
     return tuple(map(_input_source, names))
 
 

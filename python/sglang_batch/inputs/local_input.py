@@ -81,7 +81,6 @@ class LocalInput:
         raise InputError("\n".join(refusal))
 
     def sha256(self) -> str:
-        """Digest of the file, in hexadecimal."""
         if self.staged_sha256 is not None:
             return self.staged_sha256
         with open(self.path, "rb") as file:
@@ -175,7 +174,6 @@ Digests = NDArray[np.uint64]
 
 
 def write_digests(path: Path, local: LocalInput) -> None:
-    """Write the digests of an input's lines to ``path``: 8 bytes for each line."""
     with atomic_write(path) as file:
         file.write(_digests(local.path).tobytes())
 

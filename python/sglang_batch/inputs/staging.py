@@ -94,7 +94,6 @@ class Staging:
         return found if found.asked == job_input.fingerprint() else None
 
     def drop_copy(self) -> None:
-        """Remove the staged file and keep its record."""
         self.path.unlink(missing_ok=True)
 
     def _is_whole(self, manifest: Manifest) -> bool:
@@ -148,7 +147,6 @@ class _StagedFile(_Limited):
         self.parts: list[Part] = []
 
     def begin(self, title: str, *, rows: bool) -> None:
-        """The lines that follow come from this source."""
         self.parts.append(Part(title, self._num_lines + 1, rows))
 
     def add(self, line: bytes) -> None:
@@ -261,11 +259,9 @@ class SplitRows(_Limited):
         self._sources: list[tuple[str, int]] = []  # and the number of its first row
 
     def begin(self, title: str, *, rows: bool) -> None:
-        """The rows that follow come from this source."""
         self._sources.append((title, self.num_requests))
 
     def add_row(self, row: Row) -> None:
-        """The next row."""
         line = self._requests.split_line(row, self.num_requests)
         self._file.write(json_line(line))
         self._sample.add(line.head, line.fields)

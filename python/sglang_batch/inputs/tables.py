@@ -72,7 +72,6 @@ def reading(name: str, how: str = "") -> Iterator[None]:
 
 
 def rows_of_batches(batches: Iterable[Any]) -> Iterator[Row]:
-    """The rows of Arrow tables or record batches."""
     for batch in batches:
         for start in range(0, batch.num_rows, ROWS_AT_A_TIME):
             part = batch.slice(start, ROWS_AT_A_TIME)
@@ -180,12 +179,10 @@ _HUB_TIMEOUT_S = 10.0
 
 
 def is_dataset_name(name: str) -> bool:
-    """Whether a name begins with ``hf-dataset:``."""
     return name.startswith(PREFIX)
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether a directory was written by ``save_to_disk``."""
     return any((path / name).is_file() for name in _STATE_FILES)
 
 
@@ -244,7 +241,6 @@ def check_exists(name: str) -> None:
 
 
 def _is_cached(path: str) -> bool:
-    """Whether an earlier download of a dataset is on this machine."""
     from datasets.config import HF_DATASETS_CACHE
 
     return (Path(HF_DATASETS_CACHE) / path.replace("/", "___")).exists()

@@ -132,7 +132,6 @@ def _is_prompt(text: str) -> bool:
 
 
 def _prompt_body(prompt: str, endpoint: str, where: str) -> dict[str, Any]:
-    """The body of a request with this prompt."""
     key, *others = ENDPOINTS[endpoint].required
     if others or key not in ("messages", "prompt", "input"):
         raise ConfigError(
@@ -171,7 +170,6 @@ class RowRequests:
 
     @cached_property
     def columns(self) -> frozenset[str]:
-        """The columns that a row must have."""
         ids = set() if self.id_column is None else {self.id_column}
         return self.template.columns | ids
 
@@ -253,7 +251,6 @@ class FieldBlock:
 
     @cached_property
     def fields(self) -> tuple[int, ...]:
-        """The numbers of the lines that are fields."""
         return tuple(
             number
             for number, line in enumerate(self.lines)
@@ -294,7 +291,6 @@ def filled(parts: Iterable[TemplatePart], row: Mapping[str, Any]) -> str:
 
 
 def columns_of(parts: Iterable[TemplatePart]) -> Iterator[str]:
-    """The columns that parts use."""
     for part in parts:
         if isinstance(part, Slot):
             yield part.column
@@ -329,7 +325,6 @@ def parts_of(value: Any) -> list[TemplatePart]:
 
 
 def has_marker(text: str) -> bool:
-    """Whether a text has a beginning or an end of a block."""
     return _MARKER.search(text) is not None
 
 

@@ -54,7 +54,6 @@ class _Refused(Exception):
 
 
 def is_url(name: str) -> bool:
-    """Whether a name is a URL, not a path."""
     return "://" in name
 
 

@@ -92,7 +92,6 @@ class ProgressLog:
         return batch_progress(row, rate)
 
     def forget(self, batch_id: str) -> None:
-        """Drop a batch that does not run any more."""
         self._last.pop(batch_id, None)
 
 
@@ -139,7 +138,6 @@ def _end(row: Row) -> Row:
 
 
 def _some(row: Row, *keys: str) -> Row:
-    """The fields of these names that are not empty."""
     return {key: row[key] for key in keys if row.get(key)}
 
 

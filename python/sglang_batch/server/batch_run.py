@@ -163,7 +163,6 @@ class BatchRun:
         return f" {self._num_finishing:,} of its lines had begun and run to their end."
 
     def row(self) -> Row:
-        """The batch as it is in the store."""
         row = self.store.get_batch(self.batch_id)
         if row is None:
             raise StoreError(f"batch {self.batch_id} vanished from the store")
@@ -179,7 +178,6 @@ class BatchRun:
             self.stop.set(None)
 
     async def set_priority(self, priority: int) -> None:
-        """Of the batches that run, those of the highest priority go first."""
         if priority != self._priority:
             if self._answering is not None:
                 await self._answering.set_priority(priority)
@@ -194,7 +192,6 @@ class BatchRun:
             self._suspects.blame(self.engine.in_flight, num_lines, num_others)
 
     def fail(self, errors: FileErrors) -> None:
-        """End the batch without running it."""
         listed = errors_json(errors)
         # A client that was told that its batch is being cancelled never sees it fail.
         for statuses, end in (
@@ -226,7 +223,6 @@ class BatchRun:
                 saver.log.close()
 
     def clean_up(self) -> None:
-        """Remove the files that only an active batch needs."""
         shutil.rmtree(self.store.work_dir(self.batch_id), ignore_errors=True)
 
     async def _validate(self) -> bool:
@@ -259,7 +255,6 @@ class BatchRun:
         return True
 
     async def _wait_until_allowed(self) -> None:
-        """Wait until the batch may run or has to stop."""
         if self.row()["status"] == api.FINALIZING:
             return  # an earlier server was about to end it
         events = (self.may_run, self.stop.event)
@@ -370,7 +365,6 @@ class Answering:
         self._equal = find_equal(self._requests, (), config.dedupe)
 
     async def set_priority(self, priority: int) -> None:
-        """Change the priority of the lines that are sent from now on."""
         if self._job is not None:
             await self._job.set_priority(priority)
         self._options = dataclasses.replace(self._options, priority=priority)
@@ -502,7 +496,6 @@ class Suspects:
             file.write(json.dumps(kept).encode())
 
     def never(self) -> list[int]:
-        """Lines that must not run again, ascending."""
         return self._of(NEVER)
 
     def groups(self) -> list[list[int]]:

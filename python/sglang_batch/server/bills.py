@@ -41,7 +41,6 @@ class Bills:
         self._bills: dict[str, Bill] = {}
 
     def open(self, batch_id: str) -> Bill:
-        """The bill of a batch that begins to run, or runs again."""
         bill = self._bills.get(batch_id)
         if bill is None or bill.account.closed:
             row = self._store.get_batch(batch_id)

@@ -105,11 +105,9 @@ class History:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Take a sample now and every ``SAMPLE_S`` seconds."""
         self._task = asyncio.create_task(self._keep_sampling())
 
     async def stop(self) -> None:
-        """Take no more samples. Earlier ones remain."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -167,7 +165,6 @@ class History:
         )
 
     def rates(self) -> dict[str, Rate]:
-        """The rates of all batches that have one, by their ids."""
         found = {batch_id: self.rate(batch_id) for batch_id in self._tracks}
         return {batch_id: rate for batch_id, rate in found.items() if rate is not None}
 

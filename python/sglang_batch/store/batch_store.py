@@ -92,7 +92,6 @@ class BatchStore:
             self._db.execute("COMMIT")
 
     def rows(self, query: str, values: Iterable[Any] = ()) -> list[Row]:
-        """The rows that a query returns."""
         with self._lock:
             found = [dict(row) for row in self._db.execute(query, list(values))]
         if self._paused:
@@ -224,7 +223,6 @@ class BatchStore:
         self.insert("batches", row)
 
     def get_batch(self, batch_id: str, owner: str | None = None) -> Row | None:
-        """A batch, of this owner if one is named."""
         return self.get_row("batches", batch_id, owner)
 
     def list_batches(
@@ -336,7 +334,6 @@ class BatchStore:
             return db.execute(query, values).rowcount > 0
 
     def insert(self, table: str, row: Row) -> None:
-        """Insert a row with these columns."""
         names = ", ".join(row)
         marks = ", ".join("?" * len(row))
         with self.atomic() as db:

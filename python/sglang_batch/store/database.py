@@ -328,7 +328,6 @@ MIGRATIONS: dict[str, tuple[str, ...]] = {
 
 
 def migrate(db: sqlite3.Connection) -> None:
-    """Bring a database, new or old, to the newest schema."""
     db.execute("BEGIN IMMEDIATE")
     try:
         db.execute("CREATE TABLE IF NOT EXISTS migrations (name TEXT PRIMARY KEY)")

@@ -108,7 +108,6 @@ def epoch_after(last: int) -> int:
 
 
 def next_epoch(directory: Path) -> int:
-    """The epoch of a head that keeps its state in ``directory``, written there."""
     path = directory / NAME
     last = int(path.read_bytes()) if path.exists() else 0
     epoch = epoch_after(last)

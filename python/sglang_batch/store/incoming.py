@@ -182,8 +182,6 @@ _CHUNK = 1 << 20
 
 
 class UploadStore:
-    """The uploads of a store."""
-
     def __init__(self, store: BatchStore) -> None:
         self.store = store
 
@@ -192,7 +190,6 @@ class UploadStore:
         return self.store.directory / "uploads" / upload_id
 
     def add(self, row: Row) -> None:
-        """Record a new upload, pending and without parts."""
         expires_at = row["created_at"] + LIFETIME_S
         self.store.insert(
             "uploads", {**row, "status": PENDING, "expires_at": expires_at}
@@ -330,7 +327,6 @@ class UploadStore:
         self.remove_parts(upload_id)
 
     def remove_parts(self, upload_id: str) -> None:
-        """Delete the parts of an upload."""
         with self.store.atomic() as db:
             db.execute("DELETE FROM upload_parts WHERE upload_id = ?", (upload_id,))
         shutil.rmtree(self.directory(upload_id), ignore_errors=True)

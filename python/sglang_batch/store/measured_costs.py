@@ -153,7 +153,6 @@ class _MeasuredFile(Generic[Entry]):
         return self._read(path or self.path()) or []
 
     def of(self, key: object, path: Path | None = None) -> Entry | None:
-        """The entry for a key, if there is one."""
         return next((each for each in self.entries(path) if each.key == key), None)
 
     def keep(self, entry: Entry, path: Path | None = None) -> Path:
@@ -225,6 +224,5 @@ kept_row_shares = _ROW_SHARES.entries
 def kept_row_share(
     key: RowShareKey, entries: Iterable[KeptRowShare] | None = None
 ) -> KeptRowShare | None:
-    """The measurement for a key, if there is one."""
     found = kept_row_shares() if entries is None else entries
     return next((entry for entry in found if entry.key == key), None)

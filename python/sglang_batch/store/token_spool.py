@@ -98,7 +98,6 @@ class TokenSpool(_Spool):
         self._offsets.append(self._offsets[-1] + len(tokens))
 
     def read(self, index: int) -> list[int]:
-        """One prompt, by its place in the order of :meth:`append`."""
         begin, end = 4 * self._offsets[index], 4 * self._offsets[index + 1]
         if begin < end > self._flushed:
             self._file.flush()
@@ -131,11 +130,9 @@ class RecordSpool(_Spool):
         self._offsets = array("q", [0])
 
     def append(self, record: bytes) -> None:
-        """Add the next request's record."""
         self._file.write(record)
         self._offsets.append(self._offsets[-1] + len(record))
 
     def read(self, index: int) -> bytes:
-        """A record by its place in the order of :meth:`append`."""
         begin, end = self._offsets[index], self._offsets[index + 1]
         return os.pread(self._file.fileno(), end - begin, begin)

@@ -31,11 +31,9 @@ class Cut:
 
     @property
     def matched(self) -> str:
-        """What the answer's ``matched_stop`` says."""
         return f"stop_rules.{self.rule}"
 
     def to_reason(self) -> dict[str, str | int]:
-        """SGLang's finish reason of the answer."""
         return {
             "type": "stop",
             "matched": self.matched,

@@ -113,7 +113,6 @@ class StopRules:
         return cls.parse(value)
 
     def to_value(self) -> dict[str, Any]:
-        """The value that :meth:`parse` reads."""
         value: dict[str, Any] = {}
         if self.json:
             value["json"] = True
@@ -124,7 +123,6 @@ class StopRules:
         return value
 
     def to_text(self) -> str:
-        """The text that :meth:`from_text` reads."""
         return json.dumps(self.to_value())
 
 

@@ -78,7 +78,6 @@ class AccessControl:
         return found
 
     def fixed_role(self, name: str) -> str | None:
-        """The role of a name that the server was started with, or None."""
         for caller in self.fixed.values():
             if caller.name == name:
                 return key_table.ROLE_NAMES.get(caller.role)
@@ -86,7 +85,6 @@ class AccessControl:
 
     @property
     def has_admin(self) -> bool:
-        """Whether any key opens the admin's routes."""
         admins = [c for c in self.fixed.values() if c.role is Role.ADMIN and c.sees_all]
         return bool(admins) or key_table.has_admin(self._rows)
 
@@ -112,17 +110,14 @@ class AccessControl:
             check_limits(allowance, self.used_today(caller.name))
 
     def count(self, name: str, counts: Counter[str]) -> None:
-        """Count an online call of a client."""
         if name:
             with self._lock:
                 self._unwritten.setdefault(name, Counter()).update(counts)
 
     def start(self) -> None:
-        """Begin to write the counts."""
         self._writing = asyncio.create_task(self._keep_writing())
 
     async def stop(self) -> None:
-        """Write the rest."""
         if self._writing is not None:
             self._writing.cancel()
             with suppress(asyncio.CancelledError):

@@ -64,7 +64,6 @@ def add_key(
 
 
 def client_role(store: BatchStore, name: str) -> str | None:
-    """The role of a client with rows in the store, or None."""
     found = store.rows("SELECT role FROM clients WHERE name = ?", (name,))
     return found[0]["role"] if found else None
 
@@ -108,7 +107,6 @@ def keys_in(store: BatchStore, key_id: str | None = None) -> list[Row]:
 
 
 def has_keys(query: Query) -> bool:
-    """Whether a key was ever made."""
     return bool(query("SELECT 1 FROM keys LIMIT 1", ()))
 
 
@@ -144,7 +142,6 @@ def find_allowance(query: Query, name: str) -> Allowance:
 
 
 def allowance_of(row: Row) -> Allowance:
-    """The limits in a row of a client."""
     models = row["models"]
     return Allowance(
         models=None if models is None else tuple(json.loads(models)),

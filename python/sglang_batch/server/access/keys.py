@@ -74,7 +74,6 @@ class Caller:
 
     @property
     def sees(self) -> str | None:
-        """The owner whose objects the call sees, or None for all owners."""
         return None if self.sees_all else self.name
 
 
@@ -111,7 +110,6 @@ def check_name(name: Any) -> str:
 
 
 def caller_of(name: str, role: Role) -> Caller:
-    """The caller behind a key."""
     return Caller(name, role, sees_all=role is Role.ADMIN)
 
 

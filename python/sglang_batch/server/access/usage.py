@@ -36,7 +36,6 @@ def day_of(unix: float) -> str:
 
 
 def seconds_left(unix: float) -> int:
-    """Seconds until the next day (UTC) begins."""
     return int(_DAY_S - unix % _DAY_S)
 
 
@@ -95,7 +94,6 @@ def check_limits(
 
 
 def limit_error(kind: str, limit: int, used: int, more: int) -> ApiError:
-    """The error for a limit that a call would exceed."""
     left = seconds_left(now())
     asked = "" if kind == "tokens" else f", requested {more:,}"
     return ApiError(
@@ -123,7 +121,6 @@ def tokens_used_up(store: BatchStore, name: str) -> str | None:
 
 
 def usage_object(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as the API shows it."""
     shown = {key: row[key] for key in ("day", "name", *COUNTS)}
     shown["engine_seconds"] = round(shown.pop("engine_s"), 3)
     return shown | {"total_tokens": row["input_tokens"] + row["output_tokens"]}

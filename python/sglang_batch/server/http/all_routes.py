@@ -37,7 +37,6 @@ ROUTERS = (
 
 
 def make_router() -> APIRouter:
-    """A router with all of our routes."""
     router = APIRouter()
     for each in ROUTERS:
         router.include_router(each)

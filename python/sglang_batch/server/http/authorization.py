@@ -42,7 +42,6 @@ def owner_seen(request: Request) -> str | None:
 
 
 def access_of(request: Request) -> AccessControl:
-    """The keys of the server."""
     access: AccessControl = request.app.state.offline_batch_access
     return access
 
@@ -153,7 +152,6 @@ ADMIN = frozenset(
 
 
 def role_of(route: KnownRoute) -> Role:
-    """The role that a route needs."""
     if route.template in OPEN:
         return Role.NOBODY
     if route.template in CLIENT:
@@ -312,14 +310,12 @@ def _drop_overrides(scope: Scope) -> None:
 
 
 def _is_open(scope: Scope, route: KnownRoute) -> bool:
-    """Whether a route takes calls without a key."""
     if route.template == METRICS:
         return config_of(scope).open_metrics
     return role_of(route) is Role.NOBODY
 
 
 def _keys_of(scope: Scope) -> list[bytes]:
-    """Every key that a call carries."""
     keys = []
     for name, value in scope["headers"]:
         if name == b"x-api-key":

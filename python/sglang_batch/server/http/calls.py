@@ -32,7 +32,6 @@ class KnownRoute:
 
 
 def known_routes(app: FastAPI) -> list[KnownRoute]:
-    """The routes of an application in the order in which it matches them."""
     found = []
     for route in iter_route_contexts(app.router.routes):
         template: Any = route.path
@@ -113,7 +112,6 @@ def without_header(scope: Scope, name: bytes) -> Scope:
 
 
 def config_of(scope: Scope) -> OfflineBatchConfig:
-    """The settings of the server that received the call."""
     config: OfflineBatchConfig = scope["app"].state.offline_batch_service.config
     return config
 

@@ -30,8 +30,6 @@ _routes = RouteFinder()
 
 
 class OpenAIRoute(APIRoute):
-    """A route with OpenAI's errors."""
-
     def get_route_handler(
         self,
     ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -109,7 +107,6 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 def headers_of(error: ApiError) -> dict[str, str]:
-    """The headers of an error's answer in either API."""
     retry = {} if error.retry is None else {"x-should-retry": str(error.retry).lower()}
     return error.headers | retry
 

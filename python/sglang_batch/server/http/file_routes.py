@@ -267,7 +267,6 @@ async def complete_upload(request: Request, upload_id: str) -> Response:
 def _complete(
     service: BatchService, row: Row, body: dict[str, Any], on_made: OnMade
 ) -> Row:
-    """Check the parts, join them and record the file."""
     uploads = UploadStore(service.store)
     completed_with = json.dumps([body.get("part_ids"), body.get("md5")])
 

@@ -101,7 +101,6 @@ def keep_answer(
 
 
 def _key(header: str | None, body_key: Any) -> str | None:
-    """The key of a call, or None."""
     key = body_key if header is None else header
     if key is None:
         return None

@@ -163,7 +163,6 @@ def _write(file: IncomingFile, requests: Iterable[MessageBatchRequest]) -> None:
 def _problems(
     path: Path, models: tuple[str, ...] | None, check_body: BodyCheck | None
 ) -> list[LineError]:
-    """The errors in the lines of an input file."""
     most = 10 * messages.MAX_REQUESTS
     rules = LineRules(messages.URL, models, check_body=check_body, max_errors=most)
     checked = validate(path, rules)
@@ -396,7 +395,6 @@ def _object(request: Request, row: Row, url: str | None = None) -> dict[str, Any
 
 
 def _files_of(row: Row) -> list[str]:
-    """The ids of all files that belong to a message batch."""
     ids = (row["input_file_id"], messages.rejected_file_id(row))
     return [each for each in (*ids, *result_files(row)) if each]
 

@@ -152,8 +152,6 @@ class BodyPace:
 
 
 class _PacedBody:
-    """The body of a call as it arrives."""
-
     def __init__(self, receive: Receive, timeout_s: float) -> None:
         self.ended = False
         self.is_answered = False

@@ -236,7 +236,6 @@ async def _receive(request: Request, receiver: _FormReceiver) -> None:
 
 
 def too_large(max_bytes: int) -> ApiError:
-    """The error for a file of more than ``max_bytes``."""
     return ApiError(
         413,
         f"The file is larger than the {max_bytes} bytes that this server takes.",

@@ -442,7 +442,6 @@ def takes_json(model: type[BaseModel], repeatable: bool = True) -> Docs:
 
 
 def takes_form(model: type[BaseModel]) -> Docs:
-    """The ``openapi_extra`` of a route with this multipart form."""
     return _takes("multipart/form-data", model, True)
 
 

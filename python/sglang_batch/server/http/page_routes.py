@@ -263,7 +263,6 @@ def _error_reasons(row: Row) -> list[dict[str, Any]]:
 
 
 def _downloads(row: Row, path: str) -> dict[str, str]:
-    """The path of each download that a batch has, by its name."""
     files = {"output": row["output_file_id"], "errors": row["error_file_id"]}
     found = {name: file_id for name, file_id in files.items() if file_id is not None}
     if row["api"] == messages.API:

@@ -27,13 +27,11 @@ from .calls import header_of
 
 
 def service_of(request: Request) -> BatchService:
-    """The batch service of the application that received the request."""
     service: BatchService = request.app.state.offline_batch_service
     return service
 
 
 def bad_value(param: str, message: str) -> ApiError:
-    """The error for a value that is not allowed."""
     return ApiError(400, message, param=param, code="invalid_value")
 
 
@@ -71,7 +69,6 @@ page_limit = partial(whole_number, "limit", 1, code=None)
 
 
 def check_string(body: dict[str, Any], key: str) -> None:
-    """Check that a body has a string under a required key."""
     if body.get(key) is None:
         message = f"Missing required parameter: '{key}'."
         raise ApiError(400, message, param=key, code="missing_required_parameter")
@@ -102,7 +99,6 @@ def check_whole_number(param: str, value: Any, least: int, most: int) -> int:
 
 
 def check_purpose(purpose: Any) -> str:
-    """Check that files may be uploaded for a purpose."""
     if purpose not in api.FILE_PURPOSES:
         hint = f"Supported values are: {', '.join(api.FILE_PURPOSES)}."
         raise invalid("purpose", purpose, hint)
@@ -178,7 +174,6 @@ def check_dedupe(value: Any) -> str | None:
 
 
 def check_metadata(metadata: Any) -> None:
-    """Check a batch's metadata: None or a few pairs of short strings."""
     if metadata is None:
         return
     if not isinstance(metadata, dict):

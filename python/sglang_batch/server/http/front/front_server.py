@@ -185,7 +185,6 @@ async def _service(
     engine: FleetEngine,
     server: uvicorn.Server,
 ) -> AsyncIterator[BatchService]:
-    """Run batches during the block."""
     config = options.config
     service = BatchService(store, config, server_name=f"pid {os.getpid()}")
     threading.Thread(target=compile_planner, args=(config,), daemon=True).start()

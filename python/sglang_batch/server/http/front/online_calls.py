@@ -69,7 +69,6 @@ class OnlineCalls:
         self._turns = count()
 
     def router(self) -> APIRouter:
-        """The routes that are passed on."""
         router = APIRouter(route_class=OpenAIRoute, include_in_schema=False)
         for path in POSTED:
             router.add_api_route(path, self._forward, methods=["POST"])
@@ -80,7 +79,6 @@ class OnlineCalls:
         return router
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._client is not None:
             await self._client.close()
 

@@ -97,7 +97,7 @@ def test_a_batch_in_danger_of_missing_its_window_becomes_urgent(
         async with running_service(tmp_path, engine, max_inflight=1) as service:
             assert service.runner is not None
             rates = {}
-            service.runner._rate_of = rates.get  # type: ignore[assignment]
+            service.runner.rate_of = rates.get  # type: ignore[assignment]
             batch_id = submit(service, make_lines(4))
             await engine.until_stalled(1, 1)
             await some_polls()

@@ -334,6 +334,7 @@ class BatchRun:
         return await in_thread(opened)
 
 
+@dataclass(eq=False)
 class Answering:
     """One batch's way through the engine.
 
@@ -341,33 +342,25 @@ class Answering:
     results of earlier servers, too.
     """
 
-    def __init__(
-        self,
-        requests: Requests,
-        saver: ResultSaver,
-        suspects: Suspects,
-        engine: RetryingEngine,
-        config: OfflineBatchConfig,
-        options: JobOptions,
-        hooks: RunnerHooks,
-        on_answer: Callable[[], None],
-    ) -> None:
-        self._requests = with_stop_rules(requests, config.stop_rules)
-        self._saver = saver
-        self._suspects = suspects
-        self._engine = engine
-        self._config = config
-        self._options = options
-        self._hooks = hooks
-        self._on_answer = on_answer
+    requests: Requests
+    saver: ResultSaver
+    suspects: Suspects
+    engine: RetryingEngine
+    config: OfflineBatchConfig
+    options: JobOptions
+    hooks: RunnerHooks
+    on_answer: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._requests = with_stop_rules(self.requests, self.config.stop_rules)
         self._sink: Sink = self._store
         self._job: Job | None = None
-        self._equal = find_equal(self._requests, (), config.dedupe)
+        self._equal = find_equal(self._requests, (), self.config.dedupe)
 
     async def set_priority(self, priority: int) -> None:
         if self._job is not None:
             await self._job.set_priority(priority)
-        self._options = dataclasses.replace(self._options, priority=priority)
+        self.options = dataclasses.replace(self.options, priority=priority)
 
     async def run(self, stop: asyncio.Event, cached: CachedAnswers | None) -> None:
         """Answer the lines without a result.
@@ -376,15 +369,15 @@ class Answering:
         """
         counting = asyncio.create_task(self._count_regularly())
         try:
-            groups = self._suspects.groups()
+            groups = self.suspects.groups()
             suspects = {index for group in groups for index in group}
             # Lines that are equal to a suspect wait for its answer.
             self._equal = await asyncio.to_thread(
                 find_equal,
                 self._requests,
-                self._saver.log.unfinished(),
-                self._config.dedupe,
-                suspects | set(self._suspects.never()),
+                self.saver.log.unfinished(),
+                self.config.dedupe,
+                suspects | set(self.suspects.never()),
             )
             self._reject_deadly()
             left, self._sink = await answer_known(
@@ -394,43 +387,43 @@ class Answering:
                 self._equal.sharing(self._store),
             )
             computed = left.tolist()
-            done = suspects | set(self._suspects.never())
+            done = suspects | set(self.suspects.never())
             todo = [index for index in computed if index not in done]
             await self._run_job(todo, stop)
             unfinished = set(self._unfinished()) & suspects & set(computed)
             for group in groups:
                 if todo := [index for index in group if index in unfinished]:
-                    async with self._hooks.alone():
+                    async with self.hooks.alone():
                         await self._run_job(todo, stop)
-            await self._saver.all_saved(stop)
+            await self.saver.all_saved(stop)
         finally:
             counting.cancel()
             # Awaiting the task itself could swallow the cancellation of this one.
             await asyncio.wait({counting})
-            await self._saver.save_counts()
+            await self.saver.save_counts()
 
     def _unfinished(self) -> list[int]:
-        found: list[int] = self._saver.log.unfinished().tolist()
+        found: list[int] = self.saver.log.unfinished().tolist()
         return found
 
     def _reject_deadly(self) -> None:
         """Answer the lines that took the engine down while they were alone in it."""
-        for index in self._suspects.never():
-            rid = engine_request_id(self._saver.batch_id, index)
-            died = engine_died(rid, self._suspects.num_deaths)
+        for index in self.suspects.never():
+            rid = engine_request_id(self.saver.batch_id, index)
+            died = engine_died(rid, self.suspects.num_deaths)
             self._equal.sharing(self._store)(self._requests[index], died)
 
     async def _run_job(self, todo: list[int], stop: asyncio.Event) -> None:
         if not todo or stop.is_set():
             return
         self._job = Job(
-            self._saver.batch_id,
+            self.saver.batch_id,
             self._requests,
             todo,
-            self._engine,
-            self._config,
+            self.engine,
+            self.config,
             self._sink,
-            self._options,
+            self.options,
         )
         try:
             await self._job.run(stop)
@@ -440,17 +433,17 @@ class Answering:
             # The ratio of only some of the lines would not describe the batch.
             num_answered = len(todo) + self._equal.num_merged
             if ratio is not None and num_answered == len(self._requests):
-                self._saver.save_optimal_share(ratio)
+                self.saver.save_optimal_share(ratio)
 
     def _store(self, request: BatchRequestInput, output: RequestOutput) -> None:
-        line = result_line(request, self._saver.batch_id, output)
-        self._saver.put(request.index, line, output)
-        self._on_answer()
+        line = result_line(request, self.saver.batch_id, output)
+        self.saver.put(request.index, line, output)
+        self.on_answer()
 
     async def _count_regularly(self) -> None:
         while True:
-            await asyncio.sleep(self._hooks.count_every_s)
-            await self._saver.save_counts()
+            await asyncio.sleep(self.hooks.count_every_s)
+            await self.saver.save_counts()
 
 
 # How a line runs again, from least to most suspect.

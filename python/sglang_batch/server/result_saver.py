@@ -10,6 +10,7 @@ import sqlite3
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -95,6 +96,7 @@ class Pauses:
             batch_changed(row)
 
 
+@dataclass(eq=False)
 class ResultSaver:
     """The results of one batch on their way to disk.
 
@@ -103,20 +105,14 @@ class ResultSaver:
     flight are kept.
     """
 
-    def __init__(
-        self,
-        batch_id: str,
-        store: BatchStore,
-        log: ResultLog,
-        pauses: Pauses,
-        engine_s: Callable[[], float],
-    ) -> None:
-        self.batch_id = batch_id
-        self.store = store
-        self.log = log
-        self.errors = _errors_of(log)
-        self._pauses = pauses
-        self._engine_s = engine_s
+    batch_id: str
+    store: BatchStore
+    log: ResultLog
+    pauses: Pauses
+    engine_s: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self.errors = _errors_of(self.log)
         self._unsaved: deque[tuple[int, bytes, RequestOutput]] = deque()
         self._paused = False
 
@@ -188,7 +184,7 @@ class ResultSaver:
             "merged_input_tokens": log.merged_usage.input_tokens,
             "merged_cached_tokens": log.merged_usage.cached_tokens,
             "merged_output_tokens": log.merged_usage.output_tokens,
-            "engine_s": self._engine_s(),
+            "engine_s": self.engine_s(),
             "line_errors": json.dumps(codes) if codes else None,
             "error_reasons": self.errors.as_json(),
         }
@@ -220,12 +216,12 @@ class ResultSaver:
                 error,
             )
         self._paused = True
-        self._pauses.set("disk", f"Results cannot be written: {error}")
+        self.pauses.set("disk", f"Results cannot be written: {error}")
 
     def _resume(self) -> None:
         if self._paused and not self._unsaved:
             self._paused = False
-            self._pauses.set("disk", None)
+            self.pauses.set("disk", None)
 
 
 def _errors_of(log: ResultLog) -> ErrorReasons:

@@ -56,6 +56,7 @@ WAITS_AGAIN = (
 RateOf = Callable[[str], Rate | None]
 
 
+@dataclass(eq=False)
 class BatchRunner:
     """Runs the batches of a store.
 
@@ -65,36 +66,28 @@ class BatchRunner:
     the part of the engine for batches and waves.
     """
 
-    def __init__(
-        self,
-        store: BatchStore,
-        config: OfflineBatchConfig,
-        server_name: str,
-        engine: Engine,
-        closing: Callable[[], bool],
-        rate_of: RateOf = lambda batch_id: None,
-        answers: ModelAnswers | None = None,
-    ) -> None:
-        self.store = store
-        self._config = config
-        self._server_name = server_name
-        self._engine = engine
-        self._closing = closing
-        self._rate_of = rate_of
+    store: BatchStore
+    config: OfflineBatchConfig
+    server_name: str
+    engine: Engine
+    closing: Callable[[], bool]
+    rate_of: RateOf = lambda batch_id: None
+    answers: ModelAnswers | None = None
+
+    def __post_init__(self) -> None:
         most = None
-        if config.batch_share < 1:
-            most = int(config.batch_share * engine.max_running_requests)
+        if self.config.batch_share < 1:
+            most = int(self.config.batch_share * self.engine.max_running_requests)
         self.share = EngineShare(most)
-        self._lock = FileLock(store.directory / "lock")
+        self._lock = FileLock(self.store.directory / "lock")
         self._runs: dict[str, BatchRun] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._isolation = Isolation(self._runs)
-        self._answers = answers
-        self._bills = Bills(store, engine)
+        self._bills = Bills(self.store, self.engine)
         # How often each batch failed through an error of the server, without progress,
         # and the results that it had then.
         self._failures: dict[str, tuple[int, int]] = {}
-        self._collector = Collector(store, config)
+        self._collector = Collector(self.store, self.config)
         self._urgent: set[str] = set()
         self._num_retries = 0
         self._polling: asyncio.Task[None] | None = None
@@ -108,9 +101,9 @@ class BatchRunner:
         Raises StoreError if another server runs the batches of this directory.
         """
         deadline = time.monotonic() + LOCK_PATIENCE_S
-        while (holder := self._lock.acquire(self._server_name)) not in (
+        while (holder := self._lock.acquire(self.server_name)) not in (
             None,
-            self._server_name,
+            self.server_name,
         ):
             # It may be a process of this server that has not written its name yet.
             if time.monotonic() < deadline:
@@ -150,7 +143,7 @@ class BatchRunner:
 
     def engine_died(self, request_ids: Iterable[str] = ()) -> None:
         """Record which of these requests may have taken the engine down."""
-        if self._closing():
+        if self.closing():
             return  # it was told to stop
         jobs = (parse_request_id(rid)[0] for rid in request_ids)
         num_others = sum(job not in self._runs for job in jobs)
@@ -162,7 +155,7 @@ class BatchRunner:
         while True:
             self._woken.clear()
             try:
-                if self._lock.acquire(self._server_name) is None:
+                if self._lock.acquire(self.server_name) is None:
                     await self._look_around()
             except Exception:
                 # A busy database, say. The batches that run must not suffer from it.
@@ -173,7 +166,7 @@ class BatchRunner:
 
     async def _look_around(self) -> None:
         rows = self.store.batches_in(api.ACTIVE_STATUSES)
-        closing = self._closing()
+        closing = self.closing()
         for row in rows:
             batch_id = row["id"]
             if batch_id not in self._runs and not closing:
@@ -187,7 +180,7 @@ class BatchRunner:
             self._set_pauses(rows, used_up)
         for row in rows:
             if row["status"] == api.IN_PROGRESS:
-                self._progress.tick(row, self._rate_of(row["id"]))
+                self._progress.tick(row, self.rate_of(row["id"]))
         await self._bills.settle()
         self._collector.tick()
 
@@ -195,8 +188,8 @@ class BatchRunner:
         run = BatchRun(
             batch_id,
             self.store,
-            self._config,
-            self._engine,
+            self.config,
+            self.engine,
             self._bills.open(batch_id),
             RunnerHooks(
                 partial(self._isolation.alone, batch_id),
@@ -204,7 +197,7 @@ class BatchRunner:
                 partial(self._bills.settle, at_once=True),
                 POLL_S,
             ),
-            self._answers,
+            self.answers,
         )
         self._isolation.admit(run)
         self._runs[batch_id] = run
@@ -286,8 +279,8 @@ class BatchRunner:
                     "Batch %s may miss its window; it goes before others now", batch_id
                 )
         # SGLang's own scheduler does not distinguish jobs: several would only mix.
-        stock = self._config.scheduler == "stock"
-        most = 1 if stock else self._config.max_batches
+        stock = self.config.scheduler == "stock"
+        most = 1 if stock else self.config.max_batches
         runs = dict(self._runs)  # some may end meanwhile
         for batch_id in to_start(batches, priority, most):
             runs[batch_id].may_run.set()
@@ -308,7 +301,7 @@ class BatchRunner:
         run = self._runs.get(row["id"])
         if run is None or run.num_left is None or row["status"] != api.IN_PROGRESS:
             return None
-        rate = self._rate_of(row["id"])
+        rate = self.rate_of(row["id"])
         return RunnableBatch(
             row["id"],
             row["seq"],
@@ -328,11 +321,11 @@ class BatchRunner:
 
     def _set_pauses(self, rows: list[Row], used_up: dict[str, str | None]) -> None:
         """Pause the batches that may send nothing now, and resume the others."""
-        config = self._config
+        config = self.config
         hours = None
         if not in_hours(config.hours, local_minute()):
             hours = f"Batches of this server run from {config.batch_hours} only."
-        engine = ENGINE_PAUSED if self._engine.is_paused else None
+        engine = ENGINE_PAUSED if self.engine.is_paused else None
         for row in rows:
             run, limit = self._runs.get(row["id"]), used_up[row["owner"]]
             if run is None or run.num_left is None or row["status"] != api.IN_PROGRESS:

@@ -15,6 +15,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -45,28 +46,26 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
+@dataclass(eq=False)
 class BatchService:
     """Batches of one server process."""
 
-    def __init__(
-        self,
-        store: BatchStore,
-        config: OfflineBatchConfig,
-        server_name: str,
-        answers: ModelAnswers | None = None,
-    ) -> None:
-        self.store = store
-        self._answers = answers
-        self.config = config
-        self._server_name = server_name
+    store: BatchStore
+    config: OfflineBatchConfig
+    server_name: str
+    answers: ModelAnswers | None = None
+
+    def __post_init__(self) -> None:
         self._engine: Engine | None = None
         # Serves the head of a fleet, if there is one.
         self.worker: WorkerHost | None = None
         self.runner: BatchRunner | None = None
-        self.history = History(store)
+        self.history = History(self.store)
         # Calls for groups of samples that this process answers, by id.
         self.rollouts: dict[str, RolloutRun] = {}
-        self.room = Room(store, config.storage_bytes, config.min_free_bytes)
+        self.room = Room(
+            self.store, self.config.storage_bytes, self.config.min_free_bytes
+        )
         # Large bodies that this process is receiving, by owner.
         # Large bodies that are received or wait, by client, and their turns.
         self.num_receiving: Counter[str] = Counter()
@@ -78,17 +77,17 @@ class BatchService:
         """Begin to run batches, see :meth:`.runner.BatchRunner.start`."""
         self._engine = engine
         self.worker = WorkerHost(
-            engine, self._server_name, trusts=False, is_closing=closing
+            engine, self.server_name, trusts=False, is_closing=closing
         )
         self.history = History(self.store, engine)
         self.runner = BatchRunner(
             self.store,
             self.config,
-            self._server_name,
+            self.server_name,
             engine,
             closing,
             self.history.rate,
-            self._answers,
+            self.answers,
         )
         await self.runner.start()
         self.history.start()

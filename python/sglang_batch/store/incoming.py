@@ -21,6 +21,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ApiError
@@ -35,6 +36,7 @@ AHEAD_BYTES = 2 * STEP_BYTES
 _BLOCK_BYTES = 512  # the unit of st_blocks
 
 
+@dataclass(eq=False)
 class Room:
     """The space of a store for what clients send.
 
@@ -43,12 +45,9 @@ class Room:
         min_free_bytes: bytes of the disk that stay free.
     """
 
-    def __init__(
-        self, store: BatchStore, storage_bytes: int | None, min_free_bytes: int
-    ) -> None:
-        self._store = store
-        self._storage_bytes = storage_bytes
-        self._min_free_bytes = min_free_bytes
+    store: BatchStore
+    storage_bytes: int | None
+    min_free_bytes: int
 
     def check(self, num_bytes: int) -> None:
         """Check that this many more bytes may be stored.
@@ -57,13 +56,13 @@ class Room:
         the disk would have less than ``min_free_bytes`` left.
         """
         reserved, unwritten = self._incoming_bytes()
-        if self._storage_bytes is not None:
-            used = self._store.bytes_stored() + reserved
-            if used + num_bytes > self._storage_bytes:
-                raise _store_is_full(num_bytes, used, self._storage_bytes)
-        free = shutil.disk_usage(self._store.directory).free - unwritten
-        if free - num_bytes < self._min_free_bytes:
-            raise _disk_is_full(num_bytes, max(free, 0), self._min_free_bytes)
+        if self.storage_bytes is not None:
+            used = self.store.bytes_stored() + reserved
+            if used + num_bytes > self.storage_bytes:
+                raise _store_is_full(num_bytes, used, self.storage_bytes)
+        free = shutil.disk_usage(self.store.directory).free - unwritten
+        if free - num_bytes < self.min_free_bytes:
+            raise _disk_is_full(num_bytes, max(free, 0), self.min_free_bytes)
 
     def reserve(self, fd: int, reserved: int, num_bytes: int) -> int:
         """Extend a file in ``incoming/`` to hold ``num_bytes``, or more.
@@ -71,7 +70,7 @@ class Room:
         Returns its new length, ``reserved`` before. Raises as :meth:`check`.
         """
         # The database's lock is that of the account, too.
-        with self._store.atomic():
+        with self.store.atomic():
             wanted = max(num_bytes, reserved + STEP_BYTES if reserved else 0)
             try:
                 self.check(wanted - reserved)
@@ -97,7 +96,7 @@ class Room:
 
     @property
     def directory(self) -> Path:
-        return self._store.incoming
+        return self.store.incoming
 
     def _incoming_bytes(self) -> tuple[int, int]:
         """Bytes that are reserved, and how many of them are not on the disk yet."""

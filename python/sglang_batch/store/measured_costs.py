@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -123,30 +124,26 @@ class _Version(msgspec.Struct):
     version: int
 
 
+@dataclass(eq=False)
 class _MeasuredFile(Generic[Entry]):
     """A file with an entry for each key in its ``field``, oldest first, ``most`` of them.
 
     Warnings say which facts are ``lost`` without it, and how to get them.
     """
 
-    def __init__(
-        self,
-        name: str,
-        field: str,
-        kind: type[Entry],
-        lost: str,
-        most: int | None = None,
-    ) -> None:
-        self._name = name
-        self._field = field
-        fields = [("version", int), (field, list[kind])]  # type: ignore[valid-type]
+    name: str
+    field: str
+    kind: type[Entry]
+    lost: str
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        fields = [("version", int), (self.field, list[self.kind])]  # type: ignore[valid-type]
         self._document: Any = msgspec.defstruct("_Document", fields)
-        self._lost = lost
-        self._most = most
 
     def path(self) -> Path:
         """The file in ``$XDG_DATA_HOME/sglang-batch`` or where this system has it."""
-        return platformdirs.user_data_path("sglang-batch") / self._name
+        return platformdirs.user_data_path("sglang-batch") / self.name
 
     def entries(self, path: Path | None = None) -> list[Entry]:
         """All entries. Empty, with a warning, if the file is unusable."""
@@ -164,7 +161,7 @@ class _MeasuredFile(Generic[Entry]):
         path = path or self.path()
         before = self._read(path)
         kept = [each for each in before or () if each.key != entry.key] + [entry]
-        document = self._document(VERSION, kept[-self._most :] if self._most else kept)
+        document = self._document(VERSION, kept[-self.most :] if self.most else kept)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if before is None and path.exists():
@@ -181,14 +178,14 @@ class _MeasuredFile(Generic[Entry]):
             version = msgspec.json.decode(data, type=_Version).version
             if version == VERSION:
                 document = msgspec.json.decode(data, type=self._document)
-                found: list[Entry] = getattr(document, self._field)
+                found: list[Entry] = getattr(document, self.field)
                 return found
             reason = f"its version is {version}, not {VERSION}"
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             reason = str(error)
-        logger.warning("%s cannot be used: %s. %s", path, reason, self._lost)
+        logger.warning("%s cannot be used: %s. %s", path, reason, self.lost)
         return None
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +30,21 @@ WRITE_EVERY_S = 1.0
 current_caller: ContextVar[Caller | None] = ContextVar("current_caller", default=None)
 
 
+@dataclass(eq=False)
 class AccessControl:
     """The keys of a server process, and the use that it has not written yet.
 
     Without a key, callers are ``without_key``, or nobody once the store has a key.
     """
 
-    def __init__(
-        self, store: BatchStore, fixed: FixedKeys, without_key: Caller | None
-    ) -> None:
-        self._store = store
-        self.fixed = fixed
-        self.without_key = without_key
+    store: BatchStore
+    fixed: FixedKeys
+    without_key: Caller | None
+
+    def __post_init__(self) -> None:
         # A connection of its own: the store's is locked while a transaction waits for
         # the disk, and every call would wait with it.
-        self._db = _reader(store.directory)
+        self._db = _reader(self.store.directory)
         self._unwritten: dict[str, Counter[str]] = {}
         self._lock = threading.Lock()
         self._writing: asyncio.Task[None] | None = None
@@ -141,7 +142,7 @@ class AccessControl:
             with self._lock:
                 counts = Counter(self._unwritten[name])
             try:
-                add_usage(self._store, name, **counts)
+                add_usage(self.store, name, **counts)
             except sqlite3.Error as error:
                 logger.warning("The usage of %r is not written yet: %s", name, error)
                 continue

@@ -40,30 +40,25 @@ class Form:
     file: FormFile | None
 
 
+@dataclass(eq=False)
 class _FormReceiver:
     """Parses a body of ``size`` bytes: its fields, and the first file named ``key``."""
 
-    def __init__(
-        self,
-        boundary: bytes,
-        key: str,
-        room: Room,
-        max_bytes: int | None,
-        may_be_text: bool,
-        size: int | None,
-    ) -> None:
+    boundary: bytes
+    key: str
+    room: Room
+    max_bytes: int | None
+    may_be_text: bool
+    size: int | None
+
+    def __post_init__(self) -> None:
         self.fields: dict[str, str] = {}
         self.file: IncomingFile | None = None
         self._filename = ""
         self._digest = hashlib.sha256()
         self.ended = False
-        self._key = key
-        self._may_be_text = may_be_text
-        self._room = room
-        self._max_bytes = max_bytes
-        self._size = size
         # Bytes of the closing boundary, with the line breaks around it.
-        self._end_bytes = len(boundary) + len(b"\r\n----\r\n")
+        self._end_bytes = len(self.boundary) + len(b"\r\n----\r\n")
         self._num_bytes = 0
         self._num_parts = 0
         self._header = bytearray(), bytearray()
@@ -72,7 +67,7 @@ class _FormReceiver:
         self._field: tuple[str, bytearray] | None = None
         self._in_file = False
         self._parser = MultipartParser(
-            boundary,
+            self.boundary,
             {
                 "on_header_field": self._header_name,
                 "on_header_value": self._header_value,
@@ -129,13 +124,13 @@ class _FormReceiver:
         self._disposition = b""
         name = options.get(b"name", b"").decode(errors="replace")
         filename = options.get(b"filename")
-        if filename is None and self._may_be_text and name == self._key:
+        if filename is None and self.may_be_text and name == self.key:
             filename = b""
         if filename is None:
             self._field = name, bytearray()
-        elif name == self._key and self.file is None:
+        elif name == self.key and self.file is None:
             self._filename = filename.decode(errors="replace")
-            self.file = IncomingFile(self._room)
+            self.file = IncomingFile(self.room)
             self._in_file = True
 
     def _content(self, data: bytes, start: int, end: int) -> None:
@@ -144,12 +139,12 @@ class _FormReceiver:
         elif self._in_file and self.file is not None:
             file, most, content = (
                 self.file,
-                self._max_bytes,
+                self.max_bytes,
                 memoryview(data)[start:end],
             )
-            if self._size is not None and not file.num_bytes:
+            if self.size is not None and not file.num_bytes:
                 # The file is the last part of the forms that clients send.
-                rest = self._size - self._num_bytes - start - self._end_bytes
+                rest = self.size - self._num_bytes - start - self._end_bytes
                 file.reserve(min(rest, AHEAD_BYTES))
             if most is not None and file.num_bytes + len(content) > most:
                 raise too_large(most)

@@ -150,25 +150,21 @@ class IncomingFile:
 
 
 def _store_is_full(num_bytes: int, used: int, limit: int) -> ApiError:
-    return ApiError(
-        413,
+    message = (
         f"No room for {num_bytes} bytes: {used} of the {limit} bytes that this server "
         "keeps (storage_bytes) are used. Delete files that are no longer needed with "
-        "DELETE /v1/files/{file_id}, or let them expire with expires_after.",
-        code="storage_full",
-        retry=False,
+        "DELETE /v1/files/{file_id}, or let them expire with expires_after."
     )
+    return ApiError(413, message, code="storage_full", retry=False)
 
 
 def _disk_is_full(num_bytes: int, free: int, min_free: int) -> ApiError:
-    return ApiError(
-        507,
+    message = (
         f"No room for {num_bytes} bytes: the disk of this server has {free} bytes left, "
         f"and {min_free} of them are for the results of batches (min_free_bytes). "
-        "Delete files that are no longer needed with DELETE /v1/files/{file_id}.",
-        code="disk_full",
-        retry=False,
+        "Delete files that are no longer needed with DELETE /v1/files/{file_id}."
     )
+    return ApiError(507, message, code="disk_full", retry=False)
 
 
 PENDING = "pending"

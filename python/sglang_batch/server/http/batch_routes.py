@@ -42,12 +42,11 @@ async def create_batch(request: Request) -> Response:
     file = service.store.get_file(body["input_file_id"], caller.name)
     # As at OpenAI, a file that does not exist fails the batch, not this call.
     if file is not None and file["purpose"] != "batch":
-        raise ApiError(
-            400,
+        message = (
             f"File {file['id']} has purpose '{file['purpose']}'; "
-            "a batch needs a file uploaded with purpose 'batch'.",
-            param="input_file_id",
+            "a batch needs a file uploaded with purpose 'batch'."
         )
+        raise ApiError(400, message, param="input_file_id")
 
     def make(keep: Keep) -> dict[str, Any]:
         # A client that got no answer and calls again means the batch of its first call.
@@ -182,12 +181,11 @@ def delete_batch(request: Request, batch_id: str) -> JSONResponse:
         and not store.delete_batch(batch_id, api.ENDED_STATUSES, result_files(row))
         and not store.was_deleted(batch_id, API, owner)  # by another call
     ):
-        raise ApiError(
-            409,
+        message = (
             f"Cannot delete a batch with status '{row['status']}'. Cancel it, and "
-            "delete it when it has ended.",
-            retry=False,
+            "delete it when it has ended."
         )
+        raise ApiError(409, message, retry=False)
     return JSONResponse({"id": batch_id, "object": "batch", "deleted": True})
 
 

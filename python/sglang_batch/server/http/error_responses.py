@@ -71,23 +71,19 @@ def storage_error(error: Exception) -> ApiError | None:
     code = getattr(error, "errno", None)
     name = getattr(error, "sqlite_errorname", "")
     if code in (errno.ENOSPC, errno.EDQUOT) or name == "SQLITE_FULL":
-        return ApiError(
-            507,
+        message = (
             "The disk on which this server keeps its files is full. Delete files that "
             "are no longer needed with DELETE /v1/files/{file_id}, or make room in its "
-            "--offline-batch-dir.",
-            code="disk_full",
-            retry=False,
+            "--offline-batch-dir."
         )
+        return ApiError(507, message, code="disk_full", retry=False)
     denied = (errno.EROFS, errno.EACCES, errno.EPERM)
     if code in denied or name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN")):
-        return ApiError(
-            500,
+        message = (
             "This server cannot write to the directory in which it keeps its files; "
-            "make its --offline-batch-dir writable for the user it runs as.",
-            code="storage_not_writable",
-            retry=False,
+            "make its --offline-batch-dir writable for the user it runs as."
         )
+        return ApiError(500, message, code="storage_not_writable", retry=False)
     return None
 
 

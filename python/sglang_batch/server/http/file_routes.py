@@ -364,9 +364,8 @@ def _check_pending(row: Row) -> None:
 
 
 def _not_pending(row: Row) -> ApiError:
-    return ApiError(
-        409,
+    message = (
         f"Upload {row['id']} is {row['status']}; only a pending one takes parts and can "
-        "be completed or cancelled.",
-        retry=False,
+        "be completed or cancelled."
     )
+    return ApiError(409, message, retry=False)

@@ -73,13 +73,11 @@ async def answer_once(
         if not kept:
             return JSONResponse(make(keep))
         if kept[0]["request_sha256"] != sha256:
-            raise ApiError(
-                409,
+            message = (
                 f"The Idempotency-Key {key!r} was used for another request in the last "
-                "24 hours; use a new key for each request.",
-                code="idempotency_key_reused",
-                retry=False,
+                "24 hours; use a new key for each request."
             )
+            raise ApiError(409, message, code="idempotency_key_reused", retry=False)
         headers = {"idempotency-replayed": "true"}
         return JSONResponse(shown(json.loads(kept[0]["body"])), headers=headers)
 
@@ -137,12 +135,10 @@ async def _locked(store: BatchStore, owner: str, key: str) -> AsyncIterator[None
     # Not in a thread: waiting calls could use up all threads that the first one needs.
     while lock.acquire("a call") is not None:
         if time.monotonic() > deadline:
-            raise ApiError(
-                409,
-                f"A request with the Idempotency-Key {key!r} is still being executed.",
-                code="idempotency_key_in_use",
-                retry=True,
+            message = (
+                f"A request with the Idempotency-Key {key!r} is still being executed."
             )
+            raise ApiError(409, message, code="idempotency_key_in_use", retry=True)
         await asyncio.sleep(_POLL_S)
     try:
         yield

@@ -179,12 +179,10 @@ def _limits(body: dict[str, Any], *others: str) -> dict[str, Any]:
     known = (*others, "models", *PER_DAY.values())
     for field in body:
         if field not in known:
-            raise ApiError(
-                400,
-                f"Unknown parameter: '{field:.100}'. Supported are: {', '.join(known)}.",
-                param=field[:100],
-                code="unknown_parameter",
+            message = (
+                f"Unknown parameter: '{field:.100}'. Supported are: {', '.join(known)}."
             )
+            raise ApiError(400, message, param=field[:100], code="unknown_parameter")
     limits: dict[str, Any] = {}
     if "models" in body:
         limits["models"] = _models(body["models"])

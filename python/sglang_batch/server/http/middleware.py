@@ -190,13 +190,12 @@ class _PacedBody:
                     await self.receive()
 
     def _timed_out(self) -> ApiError:
-        return ApiError(
-            408,
+        message = (
             f"The body stopped after {self._num_bytes} bytes: none arrived for "
             f"{self._timeout_s:g} seconds (upload_timeout_s), or less than {MIN_RATE} "
-            "bytes per second.",
-            code="body_timeout",
+            "bytes per second."
         )
+        return ApiError(408, message, code="body_timeout")
 
 
 def _has_body(scope: Scope) -> bool:
@@ -210,13 +209,11 @@ def _encoding_error(scope: Scope) -> ApiError | None:
     for name in (b"content-encoding", b"x-body-compressed"):
         value = header_of(scope, name)
         if value and value.lower() != "identity":
-            return ApiError(
-                415,
+            message = (
                 f"The body is compressed ({name.decode()}: {value!r:.100}). Send it "
-                "uncompressed.",
-                code="unsupported_encoding",
-                retry=False,
+                "uncompressed."
             )
+            return ApiError(415, message, code="unsupported_encoding", retry=False)
     return None
 
 
@@ -289,14 +286,12 @@ def _is_same_origin(scope: Scope, origin: str, public_url: str | None) -> bool:
 
 
 def _refusal(origin: str) -> ApiError:
-    return ApiError(
-        403,
+    message = (
         f"Pages of {origin!r:.200} may not call this server. Its operator can add the "
         "origin to allowed_origins in --offline-batch-config, or set public_url if this "
-        "is the server's own address behind a proxy.",
-        code="origin_not_allowed",
-        retry=False,
+        "is the server's own address behind a proxy."
     )
+    return ApiError(403, message, code="origin_not_allowed", retry=False)
 
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"}

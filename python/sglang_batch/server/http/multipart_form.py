@@ -231,10 +231,5 @@ async def _receive(request: Request, receiver: _FormReceiver) -> None:
 
 
 def too_large(max_bytes: int) -> ApiError:
-    return ApiError(
-        413,
-        f"The file is larger than the {max_bytes} bytes that this server takes.",
-        param="file",
-        code="file_too_large",
-        retry=False,
-    )
+    message = f"The file is larger than the {max_bytes} bytes that this server takes."
+    return ApiError(413, message, param="file", code="file_too_large", retry=False)

@@ -324,12 +324,11 @@ async def large_body(request: Request) -> AsyncGenerator[None]:
             async with asyncio.timeout(0 if late else patience_s):
                 await turns.acquire()
         except TimeoutError:
-            raise ApiError(
-                429,
+            message = (
                 f"{most} bodies are being received from this client (max_uploads); wait "
-                "for one of them to end.",
-                code="too_many_uploads",
-            ) from None
+                "for one of them to end."
+            )
+            raise ApiError(429, message, code="too_many_uploads") from None
         try:
             yield
         finally:

@@ -195,13 +195,11 @@ async def _left(request: Request) -> None:
 
 
 async def _refuse_kept(response_id: str) -> Response:
-    raise ApiError(
-        501,
+    message = (
         "Each server keeps the responses that it made, and this one does not know which "
-        f"has {response_id!r:.100}; send such calls to one of the servers behind it.",
-        code="not_supported",
-        retry=False,
+        f"has {response_id!r:.100}; send such calls to one of the servers behind it."
     )
+    raise ApiError(501, message, code="not_supported", retry=False)
 
 
 # Streams of these calls have no usage unless it is asked for.

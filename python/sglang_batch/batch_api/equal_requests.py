@@ -73,10 +73,7 @@ def request_key(request: BatchRequestInput) -> bytes | None:
 
 
 def _is_greedy(url: str, body: dict[str, msgspec.Raw]) -> bool:
-    """Whether nothing is drawn.
-
-    Raises msgspec.DecodeError for a value that no engine takes.
-    """
+    """Whether nothing is drawn. Raises msgspec.DecodeError for unusable values."""
     greedy = _GREEDY.get(url)
     if greedy is None:
         return False

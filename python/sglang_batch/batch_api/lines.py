@@ -39,10 +39,7 @@ REQUIRED_KEYS = ("custom_id", "method", "url", "body")
 
 
 def decode_envelope(line: bytes) -> dict[str, Any]:
-    """The known keys of an input line, ``body`` as raw bytes.
-
-    Raises InvalidLine if it is no object.
-    """
+    """The known keys of a line, ``body`` as raw bytes. InvalidLine: it is no object."""
     try:
         envelope = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -56,10 +53,7 @@ def decode_envelope(line: bytes) -> dict[str, Any]:
 
 
 def loads_lenient(data: bytes) -> Any:
-    """Parse JSON as Python writes it: NaN, Infinity, any numbers.
-
-    Raises ValueError for anything else.
-    """
+    """Parse JSON with NaN, Infinity and any numbers, as Python writes it, or ValueError."""
     try:
         # Given bytes, json would also accept UTF-16 and lone surrogates.
         return json.loads(data.decode())
@@ -86,10 +80,7 @@ def _decode_lenient(line: bytes) -> dict[str, Any]:
 
 
 class ResultResponse(msgspec.Struct):
-    """The answer to a request that ran.
-
-    One that was rejected at once has no ``request_id``.
-    """
+    """The answer to a request that ran. One rejected at once has no ``request_id``."""
 
     status_code: int
     request_id: str | None
@@ -352,10 +343,7 @@ class _CheckedBody(msgspec.Struct):
 
 
 def _body_decoder(endpoint: Endpoint) -> msgspec.json.Decoder[Any]:
-    """Decodes the checked keys of an endpoint's body.
-
-    The required ones that are missing are UNSET.
-    """
+    """Decodes the checked keys of an endpoint's body. Missing ones are UNSET."""
     kind = msgspec.Raw | msgspec.UnsetType
     keys = [(key, kind, msgspec.UNSET) for key in endpoint.required]
     return msgspec.json.Decoder(msgspec.defstruct("_Body", keys, bases=(_CheckedBody,)))

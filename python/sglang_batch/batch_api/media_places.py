@@ -99,7 +99,7 @@ def parse_place(text: str) -> Place:
 
 
 def parse_source(text: str) -> Place | Network:
-    """An entry of ``media_sources``: a place, or a network of hosts.
+    """An entry of ``media_sources``: a place or a network.
 
     Raises ValueError otherwise.
     """

@@ -82,10 +82,7 @@ _body_decoder = msgspec.json.Decoder(_CreateBody)
 
 
 def requests_of(body: Any) -> list[MessageBatchRequest]:
-    """The requests of a create call, which refer to its bytes or mapped file.
-
-    Raises ApiError if they cannot be a batch.
-    """
+    """The requests in a buffer, to which they refer. Raises ApiError for no batch."""
     try:
         requests = _body_decoder.decode(body).requests
     except RecursionError:
@@ -133,10 +130,7 @@ def input_lines(requests: Iterable[MessageBatchRequest]) -> Iterator[bytes]:
 
 
 def rejections(errors: list[LineError]) -> dict[int, LineError]:
-    """The first error of each request that cannot run, by its index.
-
-    Raises ApiError for an error that a batch cannot have in its results.
-    """
+    """The first error of each request, by index. ApiError: it cannot be in results."""
     found: dict[int, LineError] = {}
     for error in errors:
         assert error.line is not None, error

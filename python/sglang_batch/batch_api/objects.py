@@ -19,10 +19,7 @@ def dollars(engine_s: float, price: float) -> float:
 
 
 def batch_object(row: Row, price: float | None = None) -> dict[str, Any]:
-    """A batch as the API shows it, with null values.
-
-    The price is in dollars for an engine's hour.
-    """
+    """A batch as the API shows it, nulls included, at dollars for an engine's hour."""
     fields = {
         key: row[key]
         for key in Batch.model_fields
@@ -103,10 +100,7 @@ def part_object(row: Row) -> dict[str, Any]:
 
 
 def list_object(objects: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """A page of a list.
-
-    An object beyond ``limit`` is not shown, but tells that there are more.
-    """
+    """A page of a list. An object beyond ``limit`` only tells that there are more."""
     shown = objects[:limit]
     return {
         "object": "list",

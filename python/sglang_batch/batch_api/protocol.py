@@ -44,10 +44,7 @@ INTERACTIVE_PRIORITY = MAX_PRIORITY + 1
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One endpoint a line may name, its title in messages and the keys it requires.
-
-    Of those that generate, answers come token by token.
-    """
+    """One endpoint a line may name, its title in messages and the keys it requires."""
 
     url: str
     title: str
@@ -87,10 +84,7 @@ def canonical_url(url: str) -> str:
 
 
 def window_seconds(window: str) -> int | None:
-    """Seconds of a window such as ``24h`` or ``1h30m``, up to a year.
-
-    None if it is not one.
-    """
+    """Seconds of a window such as ``24h`` or ``1h30m``, up to a year, or None."""
     if not _WINDOW.fullmatch(window):
         return None
     parts = re.findall(r"([0-9]+)([smhd])", window)
@@ -106,10 +100,7 @@ def error_body(
     code: str | None = None,
     kind: str | None = None,
 ) -> dict[str, dict[str, str | None]]:
-    """The nested error object that OpenAI's clients understand.
-
-    None takes its type from the status.
-    """
+    """The error object of OpenAI's clients. Its type follows from the status."""
     if kind is None:
         kind = "invalid_request_error" if status_code < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

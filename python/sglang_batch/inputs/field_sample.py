@@ -44,10 +44,7 @@ class FieldSaving(msgspec.Struct, frozen=True):
 
 
 class FieldSample:
-    """Every row of a table, or every second, fourth, ...
-
-    of one that is larger. Rows may have a text before their fields, the head.
-    """
+    """Every row of a table, or every second, fourth, ... of one that is larger."""
 
     def __init__(
         self,

@@ -167,10 +167,7 @@ class InputSource(ABC):
 
     @abstractmethod
     def check_exists(self) -> None:
-        """Ask for a remote input without fetching it.
-
-        Raises InputError if it is not there.
-        """
+        """Ask for a remote input without fetching it. Raises InputError if it is gone."""
 
     @abstractmethod
     def lines(self, scratch: Path) -> Generator[bytes]:

@@ -273,10 +273,7 @@ class SplitRows(_Limited):
         add: Callable[[bytes], None],
         add_own: Callable[[bytes], object] | None = None,
     ) -> FieldSaving:
-        """Find the order of the fields of each row, and write the lines.
-
-        ``add_own`` gets each line in the template's own order.
-        """
+        """Find and write the order of fields of each row, and the template's own."""
         with tqdm(
             desc="Ordering fields",
             total=self.num_requests,

@@ -24,10 +24,7 @@ _MAGIC_SUFFIXES = {b"PAR1": ".parquet", b"ARRO": ".arrow"}
 
 
 def table_suffix(name: str, path: Path) -> str:
-    """The format of a table as a suffix, from its first bytes or its name.
-
-    Default: ``.jsonl``.
-    """
+    """The format of a table as a suffix, by its first bytes, its name, or ``.jsonl``."""
     with open(path, "rb") as file:
         if found := _MAGIC_SUFFIXES.get(file.read(4)):
             return found
@@ -205,10 +202,7 @@ def split_name(name: str) -> tuple[str, str | None, str | None]:
 
 
 def check_exists(name: str) -> None:
-    """Look for a dataset here or on the hub, with one call.
-
-    Raises InputError if it is not there.
-    """
+    """Look for a dataset with one call. Raises InputError if it is not there."""
     path, _, _ = split_name(name)
     if Path(path).expanduser().exists():
         return

@@ -82,17 +82,11 @@ class Template:
         return cls(body)
 
     def fill(self, row: Mapping[str, Any]) -> str:
-        """The body for one row: JSON, ASCII only.
-
-        Raises InputError if it cannot be written.
-        """
+        """The body for one row in ASCII. Raises InputError if it cannot be JSON."""
         return filled(self._parts, row)
 
     def fill_around(self, row: Mapping[str, Any]) -> tuple[str, str]:
-        """The JSON text before the fields of a row, and that after them.
-
-        Raises as :meth:`fill`.
-        """
+        """The JSON text before and after the fields of a row, as :meth:`fill`."""
         return filled(self._before, row), filled(self._after, row)
 
     @cached_property
@@ -159,10 +153,7 @@ class SplitLine(msgspec.Struct, array_like=True):
 
 @dataclass(frozen=True)
 class RowRequests:
-    """Makes a batch line from each row.
-
-    Without an ``id_column``, its number is the custom_id.
-    """
+    """Makes batch lines from rows, with their numbers as ids if no column has any."""
 
     template: Template
     endpoint: str
@@ -184,10 +175,7 @@ class RowRequests:
         return f'{self._start}{custom_id}, "body": {body}}}\n'.encode()
 
     def split_line(self, row: Mapping[str, Any], number: int) -> SplitLine:
-        """The batch line for a row, cut around its block of fields.
-
-        Raises as :meth:`line`.
-        """
+        """The batch line for a row, cut around its block. Raises as :meth:`line`."""
         assert self.template.block is not None
         custom_id = json.dumps(self._custom_id(row, number))
         before, after = self.template.fill_around(row)
@@ -263,10 +251,7 @@ class FieldBlock:
             yield from columns_of(line)
 
     def texts(self, row: Mapping[str, Any]) -> list[str]:
-        """The fields of a row in the template's order, as JSON without quotes.
-
-        Raises as :meth:`Template.fill`.
-        """
+        """The fields of a row as JSON without quotes. Raises as :meth:`Template.fill`."""
         return [filled(self.lines[number], row) for number in self.fields]
 
     def joined(self, texts: Iterable[str]) -> str:
@@ -281,10 +266,7 @@ TemplatePart = str | Slot | FieldBlock
 
 
 def filled(parts: Iterable[TemplatePart], row: Mapping[str, Any]) -> str:
-    """The JSON text of parts for one row, fields in their own order.
-
-    Raises as :meth:`Template.fill`.
-    """
+    """The JSON text of parts for one row. Raises as :meth:`Template.fill`."""
     return "".join(
         part if isinstance(part, str) else _written(part, row) for part in parts
     )
@@ -413,10 +395,7 @@ _ONE_BLOCK = f"the template has several blocks {BEGIN}: only one can be reordere
 
 
 def block_at(parts: Sequence[TemplatePart]) -> int | None:
-    """The position of the block among the parts, if there is one.
-
-    Raises ConfigError for several.
-    """
+    """The position of the block among the parts. Raises ConfigError for several."""
     found = [i for i, part in enumerate(parts) if isinstance(part, FieldBlock)]
     if len(found) > 1:
         raise ConfigError(_ONE_BLOCK)

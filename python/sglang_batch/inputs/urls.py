@@ -154,10 +154,7 @@ def check_scheme(url: str) -> None:
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """The file system of fsspec for a URL, and the path there.
-
-    Raises ConfigError if the scheme is unknown, or its package is missing.
-    """
+    """The fsspec file system of a URL, and its path. ConfigError: it has none here."""
     import fsspec
 
     scheme = scheme_of(url)

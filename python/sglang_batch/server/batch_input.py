@@ -66,10 +66,7 @@ def model_check(
 
 
 def open_input(store: BatchStore, batch_id: str) -> BatchFile:
-    """The input of a batch that was found valid before.
-
-    Raises StoreError if its file has changed since.
-    """
+    """The input of a valid batch. Raises StoreError if its file has changed since."""
     # Nothing but the position of each line is needed again.
     rules = LineRules(require_model=False)
     found = validate(_input_path(store, batch_id), rules)
@@ -79,10 +76,7 @@ def open_input(store: BatchStore, batch_id: str) -> BatchFile:
 
 
 def errors_json(errors: FileErrors) -> str:
-    """A batch's errors as its object shows them.
-
-    ``total`` is not OpenAI's: the number of errors, of which the first are listed.
-    """
+    """A batch's errors as its object shows them. ``total``, of all, is not OpenAI's."""
     data = [
         {"code": e.code, "line": e.line, "message": e.message, "param": e.param}
         for e in errors.listed

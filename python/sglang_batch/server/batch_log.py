@@ -64,10 +64,7 @@ def batch_progress(row: Row, rate: Rate | None) -> str:
 
 
 class ProgressLog:
-    """Logs the progress of batches, each at most once in ``every_s`` seconds.
-
-    A batch without progress, such as a waiting one, is not logged again.
-    """
+    """Logs each batch with progress at most once in ``every_s`` seconds."""
 
     def __init__(
         self,
@@ -79,10 +76,7 @@ class ProgressLog:
         self._last: dict[str, tuple[float, tuple[Any, ...]]] = {}
 
     def tick(self, row: Row, rate: Rate | None) -> str | None:
-        """Log a batch if it is time and something has changed.
-
-        The first line comes after ``every_s``.
-        """
+        """Log a batch that has changed, for the first time after ``every_s`` seconds."""
         now = self._clock()
         counts = (row["completed"], row["failed"], row.get("paused_reason"))
         logged_at, logged = self._last.setdefault(row["id"], (now, counts))
@@ -96,9 +90,7 @@ class ProgressLog:
 
 
 def cached_percent(row: Row) -> str | None:
-    """Share of the prompt tokens that came from the cache, or None if there are no
-    prompt tokens. Merged lines do not count: theirs were not needed.
-    """
+    """Share of the computed prompt tokens that were cached. None without any."""
     usage = computed_usage(row)
     return f"{usage.cache_hit_rate:.0%}" if usage.input_tokens else None
 

@@ -54,9 +54,9 @@ from .result_saver import Pauses, ResultSaver, finish, in_thread
 
 @dataclass
 class Stop:
-    """An order to stop a batch.
+    """An order to stop a batch with this final status.
 
-    ``end`` is its final status, None if the next server resumes it.
+    None: the next server resumes it.
     """
 
     event: asyncio.Event
@@ -124,10 +124,7 @@ class BatchRun:
         self._answering: Answering | None = None
 
     async def process(self) -> None:
-        """Take the batch to its end, or to where it has to stop.
-
-        Another run resumes it after errors.
-        """
+        """Take the batch to its end, or to where it stops. Another run can resume it."""
         if not await self._validate():
             return
         self._hooks.on_valid()
@@ -184,10 +181,7 @@ class BatchRun:
             self._priority = priority
 
     def blame(self, num_lines: int, num_others: int) -> None:
-        """Record on disk that the engine died with this batch's lines in flight.
-
-        Of all batches it had ``num_lines``, and ``num_others`` online requests.
-        """
+        """Record that the engine died with lines in flight, online requests included."""
         if self._suspects is not None and self.engine.in_flight:
             self._suspects.blame(self.engine.in_flight, num_lines, num_others)
 
@@ -206,9 +200,9 @@ class BatchRun:
                 break
 
     async def give_up(self, errors: FileErrors) -> None:
-        """End the batch because the server failed, but keep the answers so far.
+        """End the batch, as the server failed, with its answers.
 
-        Raises StoreError if these cannot be read back.
+        StoreError: they are lost.
         """
         if not self.row()["total"]:
             self.fail(errors)
@@ -363,10 +357,7 @@ class Answering:
         self.options = dataclasses.replace(self.options, priority=priority)
 
     async def run(self, stop: asyncio.Event, cached: CachedAnswers | None) -> None:
-        """Answer the lines without a result.
-
-        Returns only when every answer is on disk, or ``stop`` is set.
-        """
+        """Answer lines until each answer is on disk, or ``stop`` is set."""
         counting = asyncio.create_task(self._count_regularly())
         try:
             groups = self.suspects.groups()

@@ -60,10 +60,7 @@ class Bills:
         bill.written_s = bill.seconds if row is None else row["engine_s"]
 
     async def settle(self, *, at_once: bool = False) -> None:
-        """Write what batches that have ended pay by now.
-
-        ``at_once``: also if it has hardly changed.
-        """
+        """Write what batches that have ended pay by now, ``at_once`` or if it is more."""
         changed = {}
         for batch_id, bill in list(self._bills.items()):
             if bill.written_s is None:

@@ -114,10 +114,7 @@ class History:
                 await self._task
 
     async def sample(self, now: float) -> None:
-        """Sample the batches that have not ended, and the engine.
-
-        ``now`` is a Unix time in seconds.
-        """
+        """Sample the active batches and the engine, at a Unix time in seconds."""
         before = self._sampled_at
         if before is not None and now <= before:
             # The clock was set back: rates across that would be wrong.
@@ -169,10 +166,7 @@ class History:
         return {batch_id: rate for batch_id, rate in found.items() if rate is not None}
 
     def points(self, after: float = 0.0) -> list[Point]:
-        """The points later than this Unix time, oldest first.
-
-        After the clock was set back, all.
-        """
+        """The points later than this Unix time, all if the clock was set back."""
         if self._points and after > self._points[-1].time:
             after = 0.0
         return [point for point in self._points if point.time > after]

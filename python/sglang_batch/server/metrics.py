@@ -115,10 +115,7 @@ _HISTOGRAMS = {
 
 
 class BatchMetrics:
-    """Reads the store and sets the metrics.
-
-    One per process. Raises ValueError if the registry has these metrics already.
-    """
+    """Reads the store and sets the metrics. ValueError: the registry has them already."""
 
     def __init__(self, service: BatchService, *, registry: Any = None) -> None:
         self._service = service

@@ -36,10 +36,7 @@ COLLECT_EVERY_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """Counts of removed items.
-
-    Deletions are the records of files and batches deleted long ago.
-    """
+    """Counts of removed items. Deletions are records of what was deleted long ago."""
 
     files: int = 0
     uploads: int = 0

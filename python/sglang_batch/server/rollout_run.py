@@ -27,10 +27,7 @@ from ..rollout.sample_groups import (
 
 
 class RolloutRun:
-    """The run of one call, which its owner may stop.
-
-    The id begins the engine's request ids.
-    """
+    """The run of one call, which its owner may stop. Its id begins those of requests."""
 
     def __init__(
         self, rollout_id: str, call: RolloutCall, engine: Engine, owner: str = ""

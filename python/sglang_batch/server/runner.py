@@ -96,10 +96,7 @@ class BatchRunner:
         self._progress = ProgressLog()
 
     async def start(self) -> None:
-        """Begin to run batches, those of an earlier server first.
-
-        Raises StoreError if another server runs the batches of this directory.
-        """
+        """Begin to run batches. Raises StoreError if another server runs those here."""
         deadline = time.monotonic() + LOCK_PATIENCE_S
         while (holder := self._lock.acquire(self.server_name)) not in (
             None,
@@ -382,10 +379,7 @@ def in_danger(batch: RunnableBatch, now: float, usual_rate: float) -> bool:
 
 
 def priorities(batches: Sequence[RunnableBatch], now: float) -> dict[str, int]:
-    """The present priority of each batch by its id.
-
-    Those in danger of missing their window are first.
-    """
+    """The present priority of each batch by its id. Those in danger come first."""
     usual_rate = sum(batch.lines_per_s for batch in batches if batch.running)
     return {
         batch.batch_id: URGENT
@@ -442,10 +436,7 @@ CHECK_EVERY_S = 0.05
 
 
 class Isolation:
-    """Gives the engine to the suspects of one batch at a time.
-
-    A batch that is paused gives it back until it may continue.
-    """
+    """Gives the engine to the suspects of one batch that is not paused at a time."""
 
     def __init__(self, runs: Mapping[str, BatchRun]) -> None:
         self._runs = runs
@@ -458,10 +449,7 @@ class Isolation:
 
     @asynccontextmanager
     async def alone(self, batch_id: str) -> AsyncIterator[None]:
-        """A block in which the engine has no line of another batch, if it dies.
-
-        A batch that has to stop does not wait.
-        """
+        """A block in which the engine has no line of another batch, unless this stops."""
         run = self._runs[batch_id]
         lending = None
         try:

@@ -125,10 +125,7 @@ class BatchService:
         kept_s: int | None,
         owner: str = "",
     ) -> Row:
-        """Store a copy of a file.
-
-        It expires after ``kept_s`` seconds, None for its purpose's default.
-        """
+        """Store a copy of a file, for ``kept_s`` seconds or its purpose's default."""
         with self.room.receive() as file:
             shutil.copyfileobj(source, file, 1 << 20)
             file.close()
@@ -143,10 +140,7 @@ class BatchService:
         owner: str = "",
         on_made: OnMade | None = None,
     ) -> Row:
-        """Make a file in ``incoming/`` one of the API.
-
-        It is moved, and expires as by :meth:`create_file`.
-        """
+        """Make a file in ``incoming/`` one of the API, kept as by :meth:`create_file`."""
         if kept_s is None:
             kept_s = self.default_lifetime(purpose)
         file_id = new_id("file-")

@@ -57,16 +57,10 @@ def _containing(text: str) -> str:
 
 
 class BatchStore:
-    """The store of one directory, opened by every process of a server.
-
-    Any thread may use it.
-    """
+    """The store of one directory, for every process and thread of a server."""
 
     def __init__(self, directory: Path) -> None:
-        """Open or create the store.
-
-        Raises StoreError if the directory or its database is unusable.
-        """
+        """Open or create the store. Raises StoreError if that is not possible."""
         self.directory = directory
         self._db = open_database(directory, DIRECTORIES)
         self._lock = threading.RLock()
@@ -182,17 +176,11 @@ class BatchStore:
             return with_spare_space(self._db, self.directory, forget)
 
     def was_deleted(self, row_id: str, kind: str, owner: str | None = None) -> bool:
-        """Whether a file or batch was there.
-
-        ``kind`` is ``files``, or the API of a batch.
-        """
+        """Whether a file or batch was there. ``kind``: ``files`` or the batch's API."""
         return bool(self.rows(f"SELECT 1 {_DELETED}", (row_id, kind, owner)))
 
     def place(self, row_id: str, kind: str, owner: str | None = None) -> int | None:
-        """Where lists go on after a file or batch, also after it has gone.
-
-        None: it never was there.
-        """
+        """Where lists go on after a file or batch, even a deleted one, or None."""
         table, own = ("files", "") if kind == "files" else ("batches", " AND api = ?")
         found = self.rows(
             f"SELECT seq FROM {table} WHERE id = ? AND owner = COALESCE(?, owner){own}"

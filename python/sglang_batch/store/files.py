@@ -59,10 +59,7 @@ class FileLock:
         self._fd: int | None = None
 
     def acquire(self, owner: str) -> str | None:
-        """Take the lock without waiting.
-
-        Returns the name of its holder unless that is this object.
-        """
+        """Take the lock without waiting. Returns the name of another holder, or None."""
         if self._fd is not None:
             return None
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -160,10 +157,7 @@ class AppendLog:
         return self._fd < 0
 
     def append(self, data: bytes) -> int:
-        """Write a record, which ends with a newline.
-
-        Returns its offset, or raises StoreWriteError.
-        """
+        """Write a record with its newline. Returns its offset, or StoreWriteError."""
         start = self._end
         try:
             written = os.pwrite(self._fd, data, start)

@@ -65,9 +65,9 @@ class Room:
             raise _disk_is_full(num_bytes, max(free, 0), self.min_free_bytes)
 
     def reserve(self, fd: int, reserved: int, num_bytes: int) -> int:
-        """Extend a file in ``incoming/`` to hold ``num_bytes``, or more.
+        """Extend a file in ``incoming/`` to hold ``num_bytes``.
 
-        Returns its new length, ``reserved`` before. Raises as :meth:`check`.
+        Returns its new length.
         """
         # The database's lock is that of the account, too.
         with self.store.atomic():
@@ -82,10 +82,7 @@ class Room:
 
     @contextmanager
     def receive(self, num_bytes: int = 0) -> Iterator[IncomingFile]:
-        """A new file in ``incoming/``, removed at the end unless it was moved.
-
-        Its size is reserved at once, if it is known. Raises as :meth:`check`.
-        """
+        """A new file in ``incoming/`` with reserved space, removed unless it was moved."""
         file = IncomingFile(self)
         try:
             if num_bytes:

@@ -92,10 +92,7 @@ class ResultLog:
     """
 
     def __init__(self, path: Path, num_requests: int) -> None:
-        """Open the log and read back earlier results.
-
-        Raises StoreWriteError if a damaged record cannot be kept.
-        """
+        """Read back earlier results. StoreWriteError: a damaged one cannot be kept."""
         self.path = path
         self.num_completed = 0
         self.num_failed = 0

@@ -120,10 +120,7 @@ class TokenSpool(_Spool):
 
 
 class RecordSpool(_Spool):
-    """Records of bytes, one for each request.
-
-    Its file is deleted when the spool is closed.
-    """
+    """Records of bytes, one for each request, in a file that is deleted at the end."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, buffering=0)

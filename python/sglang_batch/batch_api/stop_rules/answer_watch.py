@@ -272,10 +272,7 @@ class JsonRule:
         self._is_over = False
 
     def feed(self, text: str) -> int | None:
-        """Add text to the answer.
-
-        Returns where in it the value ends, in characters, or None.
-        """
+        """Add text. Returns where in it the value ends, in characters, or None."""
         if self._is_over:
             return None
         start = 0

@@ -117,10 +117,7 @@ def _forget(pattern: str) -> None:
 
 
 def _compile(pattern: str) -> Any:
-    """A matcher of answers with a match at their end.
-
-    Raises ValueError with the end of a sentence that names the pattern.
-    """
+    """A matcher of answers that end with a match. ValueError: the end of a sentence."""
     anchored = pattern.startswith("^")
     if anchored and _has_top_alternative(pattern):
         raise ValueError(

@@ -81,10 +81,7 @@ class StopRules:
 
     @classmethod
     def parse(cls, value: object) -> StopRules:
-        """The rules of JSON such as ``{"json": true}``.
-
-        Raises ValueError, one sentence without its full stop.
-        """
+        """The rules of JSON such as ``{"json": true}``. ValueError: one sentence."""
         if value is None:
             return cls()
         if not isinstance(value, Mapping):
@@ -180,10 +177,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def with_stop_rules(requests: Requests, rules: str | None) -> Requests:
-    """The requests that generate, with ``stop_rules`` in bodies without any.
-
-    The rules are JSON, None for none.
-    """
+    """The requests that generate, with these ``stop_rules`` in bodies without any."""
     return requests if rules is None else _WithStopRules(requests, rules.encode())
 
 

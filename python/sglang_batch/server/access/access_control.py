@@ -53,10 +53,7 @@ class AccessControl:
         self._db.close()
 
     def caller(self, given: Iterable[bytes]) -> Caller | None:
-        """Who calls with these keys, of which different ones are never accepted.
-
-        None if a key is needed and they are none.
-        """
+        """Who calls with these keys: nobody if they differ, or if a key is needed."""
         keys = set(given)
         found = self._find(digest(keys.pop())) if len(keys) == 1 else None
         if found is None:
@@ -102,10 +99,7 @@ class AccessControl:
         return used
 
     def check_tokens(self, caller: Caller) -> None:
-        """Check that a caller has tokens left today by the limits of now, or raise 429.
-
-        A session may be older than its caller's limits.
-        """
+        """Check that a caller has tokens left by the limits of now, or raise 429."""
         allowance = key_table.find_allowance(self._rows, caller.name)
         if allowance.tokens is not None:
             check_limits(allowance, self.used_today(caller.name))

@@ -152,10 +152,7 @@ def costs_by_label(
 
 
 def cost_object(row: Row, price: float | None) -> dict[str, Any]:
-    """The costs of a value as the API shows them.
-
-    The price is in dollars for an hour of an engine.
-    """
+    """The costs of a value as the API shows them, at dollars for an engine's hour."""
     cached = row["cached_tokens"] - row["merged_cached_tokens"]
     prompt = row["input_tokens"] - row["merged_input_tokens"]
     return {

@@ -288,10 +288,7 @@ class KeyMiddleware:
 
 
 def _is_preflight(scope: Scope, route: KnownRoute | None) -> bool:
-    """Whether a call is a browser's preflight, which carries no key and runs no route.
-
-    A mounted application has no list of methods and may answer any of them.
-    """
+    """Whether a call is a browser's preflight, which has no key and runs no route."""
     if scope.get("method") != "OPTIONS":
         return False
     names = {name for name, _ in scope["headers"]}

@@ -19,10 +19,7 @@ from ...config import OfflineBatchConfig
 
 @dataclass(frozen=True, slots=True)
 class KnownRoute:
-    """One route of an application.
-
-    A mounted application, which takes all methods, has none.
-    """
+    """One route of an application. A mounted application has no methods: it takes all."""
 
     template: str
     path_regex: Pattern[str]

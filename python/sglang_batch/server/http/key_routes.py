@@ -210,10 +210,7 @@ def _models(models: Any) -> tuple[str, ...] | None:
 
 
 def _cancel_batches(service: BatchService, key_id: str) -> list[str]:
-    """Cancel the batches of a revoked key's owner.
-
-    Returns all cancelled since it was revoked.
-    """
+    """Cancel a revoked key's batches. Returns all cancelled since it was revoked."""
     [key] = key_table.keys_in(service.store, key_id)
     for row in service.store.batches_in((api.VALIDATING, api.IN_PROGRESS)):
         if row["owner"] == key["name"]:

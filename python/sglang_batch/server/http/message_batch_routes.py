@@ -57,10 +57,7 @@ def most_bytes(request: Request) -> int:
 
 
 async def receive(request: Request, body: IncomingFile) -> str:
-    """Write a call's body to a file piece by piece.
-
-    Returns its SHA-256 in hex. Raises 413 or 507.
-    """
+    """Write a body to a file, or raise 413 or 507. Returns its SHA-256 in hex."""
     most = most_bytes(request)
     digest, held = hashlib.sha256(), bytearray()
 

@@ -228,10 +228,7 @@ def _batches(
 def _batch(
     row: Row, filename: str | None, rate: Rate | None, price: float | None
 ) -> dict[str, Any]:
-    """A batch as the API shows it, with further fields for the page.
-
-    Paths have no leading slash, so the page resolves them relative to its own address.
-    """
+    """A batch as the API shows it, and more, with paths relative to the page's."""
     batch = batch_object(row, price)
     found = batch["errors"] or {}
     errors = found.get("data") or []

@@ -271,10 +271,7 @@ def content_length(request: Request) -> int | None:
 
 
 async def pieces_of(request: Request, most: int, message: str) -> AsyncIterator[bytes]:
-    """The body piece by piece.
-
-    Raises 413 with this message if it is or announces to be larger.
-    """
+    """The body piece by piece. Raises 413 with this message if it is larger."""
     size = content_length(request) or 0
     if size <= most:
         size = 0
@@ -290,7 +287,7 @@ async def pieces_of(request: Request, most: int, message: str) -> AsyncIterator[
 async def json_object(
     request: Request, most: int = MAX_JSON_BYTES
 ) -> tuple[dict[str, Any], bytes]:
-    """A body, which must be a JSON object, and its bytes.
+    """A body, a JSON object, and its bytes.
 
     Raises 413 if too large, 400 if it is none.
     """

@@ -76,10 +76,7 @@ def _base_name(filename: str) -> str:
 def results_so_far(
     store: BatchStore, file_id: str, owner: str | None
 ) -> Response | None:
-    """The finished lines of a running batch's result file, as they end.
-
-    None if it is no such file.
-    """
+    """The finished lines of a running batch's result file, or None for other files."""
     found = _RESULT_ID.fullmatch(file_id)
     if found is None:
         return None
@@ -95,10 +92,7 @@ def results_so_far(
 
 
 def batch_results(store: BatchStore, batch: Row, after_line: int) -> Response:
-    """All lines of a batch but the first ``after_line``.
-
-    While it runs, they are in order of completion, then in input order.
-    """
+    """A batch's lines but the first ones: as they ended, then in input order."""
     log = _open_log(store, batch)
     if log is None:
         return _empty(store, batch) or _final_results(store, batch["id"], after_line)

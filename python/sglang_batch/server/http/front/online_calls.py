@@ -102,9 +102,9 @@ class OnlineCalls:
         )
 
     async def _ask(self, request: Request, body: bytes) -> aiohttp.ClientResponse:
-        """Send a call to the server whose turn it is, or to the next that answers.
+        """Ask the servers in turn.
 
-        Raises ApiError: 503, none runs. 502, the one that took the call failed.
+        Raises 503 if none runs, 502 if the one that took it failed.
         """
         if self._client is None:
             self._client = aiohttp.ClientSession(
@@ -146,10 +146,7 @@ class OnlineCalls:
 
 
 class PassedAnswer(StreamingResponse):
-    """An answer of another server.
-
-    If it breaks off, so does this one: the client sees it.
-    """
+    """An answer of another server. If it breaks off, so does this one."""
 
     def __init__(
         self,

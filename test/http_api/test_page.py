@@ -112,7 +112,9 @@ def test_a_batch_has_what_its_row_shows(server: Server) -> None:
 def test_errors_by_kind_and_of_the_file(server: Server) -> None:
     batch = server.ended(server.start("not json", EVIL, *make_lines(1)))
     assert batch.status == "failed"
-    server.service.store.update_batch(batch.id, line_errors=json.dumps({EVIL: 2}))
+    server.service.store.update_batch(
+        batch.id, error_reasons=json.dumps([{"code": EVIL, "message": "", "lines": 2}])
+    )
     (shown,) = data_of(server)["batches"]
     assert shown["num_errors"] == len(shown["errors"]) == 2
     assert shown["errors"][0]["line"] == 1

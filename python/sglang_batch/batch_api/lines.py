@@ -122,19 +122,16 @@ def result_line(
     request: BatchRequestInput, job_id: str, output: RequestOutput
 ) -> bytes:
     """One line of an output or error file, for a request that ran."""
-    response = ResultResponse(
-        output.status_code, output.request_id, msgspec.Raw(output.body)
-    )
-    merged_with = msgspec.UNSET if output.merged_with is None else output.merged_with
-    return _encode(
-        request.index,
+    body = msgspec.Raw(output.body)
+    line = ResultLine(
+        _line_id(job_id, request.index),
         request.custom_id,
-        job_id,
-        response,
+        ResultResponse(output.status_code, output.request_id, body),
         None,
-        merged_with,
+        msgspec.UNSET if output.merged_with is None else output.merged_with,
         output.from_cache or msgspec.UNSET,
     )
+    return json_line(line).removesuffix(b"\n")
 
 
 def invalid_line(
@@ -147,29 +144,22 @@ def invalid_line(
     """
     body = msgspec.json.encode(error_body(message, code=code))
     response = ResultResponse(400, engine_request_id(job_id, index), msgspec.Raw(body))
-    return _encode(index, custom_id, job_id, response, ResultError(code, message))
+    error = ResultError(code, message)
+    line = ResultLine(_line_id(job_id, index), custom_id, response, error)
+    return json_line(line).removesuffix(b"\n")
 
 
 def unrun_line(
     request: BatchRequestInput, job_id: str, code: str, message: str
 ) -> bytes:
     error = ResultError(code, message)
-    return _encode(request.index, request.custom_id, job_id, None, error)
-
-
-def _encode(
-    index: int,
-    custom_id: str | None,
-    job_id: str,
-    response: ResultResponse | None,
-    error: ResultError | None,
-    merged_with: str | msgspec.UnsetType = msgspec.UNSET,
-    from_cache: bool | msgspec.UnsetType = msgspec.UNSET,
-) -> bytes:
-    # The engine's id of the request, with OpenAI's prefix.
-    line_id = f"batch_req_{engine_request_id(job_id, index).removeprefix('batch_')}"
-    line = ResultLine(line_id, custom_id, response, error, merged_with, from_cache)
+    line = ResultLine(_line_id(job_id, request.index), request.custom_id, None, error)
     return json_line(line).removesuffix(b"\n")
+
+
+def _line_id(job_id: str, index: int) -> str:
+    """The engine's id of the request, with OpenAI's prefix."""
+    return f"batch_req_{engine_request_id(job_id, index).removeprefix('batch_')}"
 
 
 # JSON can escape a lone surrogate, but no result line could be written with it.

@@ -200,10 +200,7 @@ class BatchRun:
                 break
 
     async def give_up(self, errors: FileErrors) -> None:
-        """End the batch, as the server failed, with its answers.
-
-        StoreError: they are lost.
-        """
+        """End the batch because the server failed, or raise StoreError."""
         if not self.row()["total"]:
             self.fail(errors)
             return

@@ -79,16 +79,8 @@ class _Counts(NamedTuple):
     def since(self, before: _Counts) -> _Counts:
         return _Counts(*(now - then for now, then in zip(self, before, strict=True)))
 
-    def plus(self, other: _Counts) -> _Counts:
-        return _Counts(*(one + two for one, two in zip(self, other, strict=True)))
-
 
 _NOTHING = _Counts(0, 0, 0, 0)
-
-
-class _Sample(NamedTuple):
-    time: float
-    counts: _Counts
 
 
 class History:
@@ -98,7 +90,7 @@ class History:
         self._store = store
         self._engine = engine
         self._points: deque[Point] = deque(maxlen=NUM_POINTS)
-        self._tracks: dict[str, deque[_Sample]] = {}
+        self._tracks: dict[str, deque[tuple[float, _Counts]]] = {}
         self._left: dict[str, int] = {}
         self._sampled_at: float | None = None
         self._last_seq = 0
@@ -122,9 +114,8 @@ class History:
             self._points.clear()
             before = None
         rows = self._rows()
-        grown = _NOTHING
-        for row in rows:
-            grown = grown.plus(self._note(row, now, before))
+        growths = [self._note(row, now, before) for row in rows]
+        grown = _Counts(*map(sum, zip(_NOTHING, *growths, strict=True)))
         active = {
             row["id"]: row for row in rows if row["status"] in api.ACTIVE_STATUSES
         }
@@ -150,8 +141,8 @@ class History:
         track = self._tracks.get(batch_id)
         if track is None or len(track) < 2:
             return None
-        seconds = track[-1].time - track[0].time
-        grown = track[-1].counts.since(track[0].counts)
+        (began, first), (ended, last) = track[0], track[-1]
+        seconds, grown = ended - began, last.since(first)
         lines_per_s = grown.lines / seconds
         eta_s = self._left[batch_id] / lines_per_s if lines_per_s else None
         return Rate(
@@ -206,8 +197,8 @@ class History:
             track = self._tracks[row["id"]] = deque()
             if before is not None:
                 # It began since the last sample, with all its counters at 0.
-                track.append(_Sample(before, _NOTHING))
-        last = track[-1].counts if track else counts
+                track.append((before, _NOTHING))
+        last = track[-1][1] if track else counts
         if min(counts.since(last)) < 0:
             # It was resumed from results that are slightly older.
             track.clear()
@@ -215,8 +206,8 @@ class History:
         if len(track) == 1 and counts == last:
             # The time before the first line would make the rate too low.
             track.clear()
-        track.append(_Sample(now, counts))
-        while len(track) > 2 and track[1].time <= now - WINDOW_S:
+        track.append((now, counts))
+        while len(track) > 2 and track[1][0] <= now - WINDOW_S:
             track.popleft()
         return counts.since(last)
 

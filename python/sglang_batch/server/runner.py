@@ -449,7 +449,7 @@ class Isolation:
 
     @asynccontextmanager
     async def alone(self, batch_id: str) -> AsyncIterator[None]:
-        """A block in which the engine has no line of another batch, unless this stops."""
+        """A block in which the engine has no line of any other batch."""
         run = self._runs[batch_id]
         lending = None
         try:

@@ -59,10 +59,22 @@ class Room:
         if self.storage_bytes is not None:
             used = self.store.bytes_stored() + reserved
             if used + num_bytes > self.storage_bytes:
-                raise _store_is_full(num_bytes, used, self.storage_bytes)
+                message = (
+                    f"No room for {num_bytes} bytes: {used} of the {self.storage_bytes} "
+                    "bytes that this server keeps (storage_bytes) are used. Delete files "
+                    "that are no longer needed with DELETE /v1/files/{file_id}, or let "
+                    "them expire with expires_after."
+                )
+                raise ApiError(413, message, code="storage_full", retry=False)
         free = shutil.disk_usage(self.store.directory).free - unwritten
         if free - num_bytes < self.min_free_bytes:
-            raise _disk_is_full(num_bytes, max(free, 0), self.min_free_bytes)
+            message = (
+                f"No room for {num_bytes} bytes: the disk of this server has "
+                f"{max(free, 0)} bytes left, and {self.min_free_bytes} of them are for "
+                "the results of batches (min_free_bytes). Delete files that are no longer "
+                "needed with DELETE /v1/files/{file_id}."
+            )
+            raise ApiError(507, message, code="disk_full", retry=False)
 
     def reserve(self, fd: int, reserved: int, num_bytes: int) -> int:
         """Extend a file in ``incoming/`` to hold ``num_bytes``.
@@ -144,24 +156,6 @@ class IncomingFile:
             os.close(self._fd)
             self._fd = -1
         self.path.unlink(missing_ok=True)
-
-
-def _store_is_full(num_bytes: int, used: int, limit: int) -> ApiError:
-    message = (
-        f"No room for {num_bytes} bytes: {used} of the {limit} bytes that this server "
-        "keeps (storage_bytes) are used. Delete files that are no longer needed with "
-        "DELETE /v1/files/{file_id}, or let them expire with expires_after."
-    )
-    return ApiError(413, message, code="storage_full", retry=False)
-
-
-def _disk_is_full(num_bytes: int, free: int, min_free: int) -> ApiError:
-    message = (
-        f"No room for {num_bytes} bytes: the disk of this server has {free} bytes left, "
-        f"and {min_free} of them are for the results of batches (min_free_bytes). "
-        "Delete files that are no longer needed with DELETE /v1/files/{file_id}."
-    )
-    return ApiError(507, message, code="disk_full", retry=False)
 
 
 PENDING = "pending"

@@ -128,13 +128,10 @@ class AnswerText:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._before = list(prompt_ids[-NUM_BEFORE:])
-        self._num_pending = 0
         try:
-            self._open()
+            self._open(prompt_ids[-NUM_BEFORE:])
         except Exception:  # a prompt with images has ids of no token
-            self._before = []
-            self._open()
+            self._open(())
 
     def feed(self, token: int) -> str:
         """The text that a token completes, empty if it completes none."""
@@ -143,8 +140,7 @@ class AnswerText:
         except Exception:
             # The library raises for an id that it does not have, and where the text of some
             # tokens is not the beginning of that of more.
-            self._before = []
-            self._open()
+            self._open(())
             return ""
         if text:
             self._num_pending = 0
@@ -152,11 +148,10 @@ class AnswerText:
         self._num_pending += 1
         if self._num_pending > _MAX_PENDING:
             # Otherwise each further token would have all of them decoded again.
-            self._before = []
-            self._open()
+            self._open(())
         return ""
 
-    def _open(self) -> None:
+    def _open(self, before: Sequence[int]) -> None:
         self._num_pending = 0
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         self._stream = (
@@ -164,7 +159,7 @@ class AnswerText:
             if backend is None
             else _FastStream(backend, self._skip_special_tokens)
         )
-        for token in self._before:
+        for token in before:
             self._stream.step(token)
 
 

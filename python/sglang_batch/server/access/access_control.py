@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...store.batch_store import BatchStore, Row
+from ..result_saver import in_thread
 from . import key_table
 from .keys import Caller, FixedKeys, Role, digest
 from .usage import add_usage, check_limits, used_today
@@ -123,12 +124,7 @@ class AccessControl:
         while True:
             await asyncio.sleep(WRITE_EVERY_S)
             if self._unwritten:
-                work = asyncio.ensure_future(asyncio.to_thread(self.write))
-                try:
-                    await asyncio.shield(work)
-                except asyncio.CancelledError:
-                    await asyncio.wait({work})
-                    raise
+                await in_thread(self.write)
 
     def write(self) -> None:
         """Write the counts. A full disk only delays it."""

@@ -180,32 +180,26 @@ async def with_checked_model(
         )
     if template not in ONLINE:
         return receive
-    body, last = await _read(receive)
+    received = await _received(receive)
+    body = b"".join(message.get("body", b"") for message in received)
     if why := body_refusal(allowed, served, template, body):
         raise _refused(*why)
-    sent = False
 
     async def replay() -> Message:
-        nonlocal sent
-        if last is not None:
-            return last
-        if sent:
-            return await receive()
-        sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return received.pop(0) if received else await receive()
 
     return replay
 
 
-async def _read(receive: Receive) -> tuple[bytes, Message | None]:
-    """The whole body, and the message that ended it early if the client left."""
-    body = bytearray()
-    while True:
+async def _received(receive: Receive) -> list[Message]:
+    """The messages with the whole body, or until the client left."""
+    received: list[Message] = []
+    size, more = 0, True
+    while more:
         message = await receive()
-        if message["type"] != "http.request":
-            return bytes(body), message
-        body += message.get("body", b"")
-        if len(body) > MAX_BODY_BYTES:
+        received.append(message)
+        size += len(message.get("body", b""))
+        if size > MAX_BODY_BYTES:
             raise ApiError(
                 413,
                 f"The body has more than {MAX_BODY_BYTES} bytes, the most for an API key "
@@ -213,8 +207,8 @@ async def _read(receive: Receive) -> tuple[bytes, Message | None]:
                 code="request_too_large",
                 retry=False,
             )
-        if not message.get("more_body", False):
-            return bytes(body), None
+        more = message["type"] == "http.request" and message.get("more_body", False)
+    return received
 
 
 def _refused(message: str, param: str | None = None) -> ApiError:

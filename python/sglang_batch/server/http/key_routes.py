@@ -173,7 +173,7 @@ def _limits_object(allowance: Allowance) -> dict[str, Any]:
 def _limits(body: dict[str, Any], *others: str) -> dict[str, Any]:
     """The limits in a body by field of an allowance.
 
-    Raises 400 for parameters.invalid values and for fields that are neither limits nor
+    Raises 400 for invalid values and for fields that are neither limits nor
     ``others``.
     """
     known = (*others, "models", *PER_DAY.values())

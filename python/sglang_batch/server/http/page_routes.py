@@ -242,21 +242,9 @@ def _batch(
         "errors": errors[:MAX_ERRORS],
         "num_errors": found.get("total") or len(errors),
         "input_filename": filename,
-        "error_reasons": _error_reasons(row),
+        "error_reasons": json.loads(row["error_reasons"] or "[]"),
         "rate": dataclasses.asdict(rate) if rate else None,
     }
-
-
-def _error_reasons(row: Row) -> list[dict[str, Any]]:
-    """The reasons of a batch's error lines: code, message and number of lines."""
-    if row["error_reasons"]:
-        reasons: list[dict[str, Any]] = json.loads(row["error_reasons"])
-        return reasons
-    # An earlier version counted codes only.
-    codes: dict[str, int] = json.loads(row["line_errors"] or "{}")
-    return [
-        {"code": code, "message": "", "lines": lines} for code, lines in codes.items()
-    ]
 
 
 def _downloads(row: Row, path: str) -> dict[str, str]:

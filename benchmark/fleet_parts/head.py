@@ -103,7 +103,7 @@ def commit(num_records: int) -> Figure:
             for data in (call, again):
                 if data is None:
                     continue
-                for event in end.receive(messages.decode_reply(data)):
+                for event in end.receive(messages.READ_ANSWER["exchange"](data)):
                     assert isinstance(event, LineAnswer)
                     output = event.output()
                     request = requests[parse_request_id(event.rid)[1]]

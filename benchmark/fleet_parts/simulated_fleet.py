@@ -21,17 +21,7 @@ from sglang_batch.config import OfflineBatchConfig
 from sglang_batch.errors import EngineError
 from sglang_batch.fleet.fleet_engine import FleetEngine
 from sglang_batch.fleet.head_state import CrashCounts
-from sglang_batch.fleet.messages import (
-    About,
-    EngineQuery,
-    Exchange,
-    RenderCall,
-    Rendering,
-    Reply,
-    Session,
-    SessionRefused,
-)
-from sglang_batch.fleet.places import WorkerLost
+from sglang_batch.fleet.places import WorkerLost, WorkerPort
 from sglang_batch.fleet.worker_host import WorkerHost
 from sglang_batch.job.bucketed_job import BucketedJob
 from sglang_batch.job.engine import KvUse, PreparedRequest
@@ -248,7 +238,7 @@ class SimulatedPlace:
         return task.result()
 
 
-class SimulatedPort:
+class SimulatedPort(WorkerPort):
     """Calls over the simulated network."""
 
     trusted = True
@@ -257,26 +247,11 @@ class SimulatedPort:
         self._place = place
         self._host = host
 
-    async def attach(self, session: Session) -> About | SessionRefused:
-        found: About | SessionRefused = await self._call(
-            lambda: self._host.attach(session)
-        )
-        return found
+    async def ask(self, name: str, data: bytes) -> bytes:
+        answer: bytes = await self._carried(lambda: self._host.call(name, data))
+        return answer
 
-    async def exchange(self, call: Exchange) -> Reply | SessionRefused:
-        reply: Reply | SessionRefused = await self._call(
-            lambda: self._host.exchange(call)
-        )
-        return reply
-
-    async def render(self, call: RenderCall) -> list[Rendering]:
-        found: list[Rendering] = await self._call(lambda: self._host.render(call))
-        return found
-
-    async def query(self, query: EngineQuery) -> object:
-        return await self._call(lambda: self._host.query(query))
-
-    async def _call(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def _carried(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         world, place = self._place._world, self._place
         random_, now = world.random, asyncio.get_running_loop().time
         await asyncio.sleep(world.delay_s())

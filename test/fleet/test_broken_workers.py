@@ -30,14 +30,11 @@ Answer = Callable[[str, bytes], web.Response | bytes]
 MODEL = tuple(FakeEngine().model_names)
 
 
-class GoodPort:
+class GoodPort(WorkerPort):
     """A worker in this process."""
 
-    trusted = False
-
     def __init__(self, host: WorkerHost) -> None:
-        self.attach, self.exchange, self.query = host.attach, host.exchange, host.query
-        self.render = host.render
+        self.ask = host.call  # type: ignore[method-assign]
 
 
 class GoodPlace:

@@ -279,13 +279,8 @@ _NO_MESSAGES = {
     "no ids": encode({"type": "run", "input_ids": b"123"}),
 }
 _READERS = [
-    messages.decode_session,
-    messages.decode_exchange,
-    messages.decode_reply,
-    messages.decode_about,
-    messages.decode_render_call,
-    messages.decode_renderings,
-    messages.decode_query,
+    *messages.READ_CALL.values(),
+    *(messages.READ_ANSWER[name] for name in ("attach", "exchange", "render")),
 ]
 
 

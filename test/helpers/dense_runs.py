@@ -22,6 +22,7 @@ from sglang_batch.dense.row_request import (
 )
 from sglang_batch.dense.rows import Rows, SlabRows
 from sglang_batch.dense.worker import DenseWorker
+from sglang_batch.srt.dense.grammars import Grammars
 
 
 def prompts(
@@ -92,7 +93,9 @@ class Run:
             rows = SlabRows(model, settings.prefill_tokens, settings.shortest_shared)
         self.rows: Any = rows
         self.answers: dict[str, DenseAnswer] = {}
-        self.loop = DecodeLoop(model, rows, settings, self._answered, tokenizer)
+        self.loop = DecodeLoop(
+            model, rows, settings, self._answered, tokenizer, Grammars
+        )
 
     def add(self, requests: Sequence[DenseRequest]) -> Run:
         """Open requests."""

@@ -12,8 +12,8 @@ import torch
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
 from transformers import AutoTokenizer
 
-from sglang_batch.dense.grammar import Grammars
 from sglang_batch.run.demo_model import SPECIAL_IDS, VOCAB_SIZE, write_demo_model
+from sglang_batch.srt.dense.grammars import Grammars
 from sglang_batch.srt.scheduler.answer_ends import keep_to_json
 
 EOS = SPECIAL_IDS["<|end|>"]
@@ -86,7 +86,6 @@ LIMITED: dict[str, tuple[str, Any, str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:max_rollback_tokens")
 @pytest.mark.parametrize("case", LIMITED)
 @pytest.mark.parametrize("allowed", [dense_allowed, sglang_allowed])
 def test_strings_of_limited_length_are_json(

@@ -19,7 +19,7 @@ from ..batch_api.stop_rules.answer_watch import Cut
 from .length_admission import ByLength, LengthAdmission
 from .model import LoadedModel
 from .prefill import Prefilled
-from .query import LoopCounts, Query, QueryOpener, WaitingQueries
+from .query import LoopCounts, MakeGrammars, Query, QueryOpener, WaitingQueries
 from .row_request import (
     DenseAnswer,
     DenseRequest,
@@ -47,6 +47,7 @@ class DecodeLoop:
 
     Args:
         tokenizer: of transformers, for stop strings and grammars. May be None without.
+        make_grammars: see :class:`.QueryOpener`.
     """
 
     def __init__(
@@ -56,12 +57,13 @@ class DecodeLoop:
         settings: DenseSettings,
         on_answer: OnAnswer,
         tokenizer: Any = None,
+        make_grammars: MakeGrammars | None = None,
     ) -> None:
         self._model = model
         self._rows = rows
         self._settings = settings
         self._on_answer = on_answer
-        self._opener = QueryOpener(model, settings.seed, tokenizer)
+        self._opener = QueryOpener(model, settings.seed, tokenizer, make_grammars)
         # Those that join in their order, and those that join by length.
         self._waiting, self._by_length = WaitingQueries(), WaitingQueries()
         self._running: list[Query] = []

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from .admission import Row, expected_left
-from .grammar import GrammarRow, Grammars
 from .model import LoadedModel
 from .row_request import DenseRequest, TokenLogprobs
 from .sampling import RowSampler, drawn_seed
@@ -22,6 +21,7 @@ class Query:
 
     number: in the order of arrival.
     tokens: of the answer so far. The last one has no KV yet.
+    grammar: the row's place in its grammar, of ``make_grammars``; None without.
     kv: while it does not run and its prompt has been computed. In host memory if it ran.
     """
 
@@ -29,7 +29,7 @@ class Query:
     number: int
     sampler: RowSampler
     stopping: RowStopping
-    grammar: GrammarRow | None
+    grammar: Any
     tokens: list[int]
     logprobs: list[TokenLogprobs]
     prompt_logprobs: Sequence[TokenLogprobs] = ()
@@ -110,26 +110,38 @@ class LoopCounts:
     recomputed_tokens: int = 0
 
 
+MakeGrammars = Callable[..., Any]
+"""Makes a ``Grammars`` of :mod:`sglang_batch.srt.dense.grammars`, by its arguments."""
+
+
 class QueryOpener:
     """Opens requests for one model, and numbers them as they come.
 
     Args:
         seed: of the engine, for rows that name none.
-        tokenizer: of transformers, for stop strings and grammars. May be None without.
+        tokenizer: of transformers, for stop strings. May be None without.
+        make_grammars: makes the grammars of all rows, when the first has one.
     """
 
-    def __init__(self, model: LoadedModel, seed: int, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        seed: int,
+        tokenizer: Any,
+        make_grammars: MakeGrammars | None,
+    ) -> None:
         self._model = model
         self._seed = seed
         self._tokenizer = tokenizer
+        self._make_grammars = make_grammars
         self._num_opened = 0
 
     @cached_property
-    def grammars(self) -> Grammars:
+    def grammars(self) -> Any:
         """Those of all rows. Raises ValueError without a tokenizer."""
-        if self._tokenizer is None:
+        if self._tokenizer is None or self._make_grammars is None:
             raise ValueError("A grammar needs the model's tokenizer.")
-        return Grammars(
+        return self._make_grammars(
             self._tokenizer,
             vocab_size=self._model.vocab_size,
             eos_ids=self._model.eos_token_ids,

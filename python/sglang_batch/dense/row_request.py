@@ -25,7 +25,7 @@ class Sampling:
     logit_bias: added to logits, by token id.
     seed: the same seed, row and logits give the same tokens, whatever other rows run.
         None draws one.
-    grammar: the name of a kind that :mod:`.grammar` knows (``json_schema``, ``regex``,
+    grammar: the name of a kind that :mod:`sglang_batch.srt.dense.grammars` has (``json_schema``, ``regex``,
         ``ebnf``, ``structural_tag``) and its text, or None.
     """
 

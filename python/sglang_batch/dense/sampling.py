@@ -28,8 +28,6 @@ from .row_request import LogprobsWanted, Sampling, TokenLogprobs
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from .grammar import GrammarMask
-
 GREEDY_BELOW = 1e-6
 """A temperature below this takes the most probable token."""
 
@@ -140,7 +138,7 @@ def choose(
     logits: Any,
     samplers: Sequence[RowSampler],
     *,
-    mask: GrammarMask | None = None,
+    mask: Any = None,
     wanted: Sequence[LogprobsWanted | None] | None = None,
 ) -> Chosen:
     """Choose a token for each row. The caller adds it with the sampler's ``append``.
@@ -152,7 +150,8 @@ def choose(
     Args:
         logits: ``[rows, vocab]``, float32 on any device. Changed in place.
         samplers: one per row.
-        mask: of the rows that have a grammar.
+        mask: of the rows that have a grammar, whose ``apply`` changes logits in place.
+            None without.
         wanted: log probabilities, one per row.
     """
     with torch.inference_mode():
@@ -279,9 +278,7 @@ def _most_probable(logits: Any) -> tuple[Any, Any]:
     return logits.gather(-1, tokens).squeeze(-1), tokens.squeeze(-1)
 
 
-def _change(
-    logits: Any, samplers: Sequence[RowSampler], mask: GrammarMask | None
-) -> bool:
+def _change(logits: Any, samplers: Sequence[RowSampler], mask: Any) -> bool:
     """Apply penalties, grammar and bias in place. Whether there were any."""
     changed = mask is not None
     for step in (RowSampler.additive, RowSampler.forbidden):

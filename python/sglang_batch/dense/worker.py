@@ -7,38 +7,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from .decode_loop import DecodeLoop
 from .embedding import EmbeddingLoop, EmbeddingModel
 from .model import LoadedModel
+from .query import MakeGrammars
 from .row_request import DenseAnswer, DenseRequest, DenseSettings, OnAnswer
 from .rows import rows_for
 
 logger = logging.getLogger(__name__)
 
-
-class RowLoop(Protocol):
-    """Runs rows step by step: a :class:`.DecodeLoop` or an :class:`.EmbeddingLoop`."""
-
-    @property
-    def can_step(self) -> bool:
-        """Whether a step does anything."""
-
-    def running(self) -> list[str]:
-        """Ids of the rows that the next step computes."""
-
-    def add(self, request: DenseRequest) -> None:
-        """Open a request."""
-
-    def abort(self, rid: str) -> None:
-        """End a request. An unknown one is ignored."""
-
-    def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:
-        """Change the plan of open requests."""
-
-    def step(self) -> None:
-        """Compute something of each row that runs."""
+RowLoop = DecodeLoop | EmbeddingLoop
 
 
 class DenseWorker:
@@ -167,12 +147,16 @@ class DenseWorker:
 
 
 def worker_of(
-    loaded: LoadedModel, settings: DenseSettings, on_answer: OnAnswer, tokenizer: Any
+    loaded: LoadedModel,
+    settings: DenseSettings,
+    on_answer: OnAnswer,
+    tokenizer: Any,
+    make_grammars: MakeGrammars,
 ) -> DenseWorker:
     """The worker of a model, with the loop and the rows that it can have.
 
     Args:
-        tokenizer: of transformers, for stop strings and grammars.
+        tokenizer, make_grammars: see :class:`.DecodeLoop`.
 
     Raises:
         ConfigError: the model cannot run.
@@ -182,6 +166,6 @@ def worker_of(
         if isinstance(loaded, EmbeddingModel):
             return EmbeddingLoop(loaded, settings, answered)
         rows, _ = rows_for(loaded, settings)  # which logs a reason against sharing
-        return DecodeLoop(loaded, rows, settings, answered, tokenizer)
+        return DecodeLoop(loaded, rows, settings, answered, tokenizer, make_grammars)
 
     return DenseWorker(loop, on_answer)

@@ -33,16 +33,6 @@ class HeadState:
     epoch: int
     crashes: CrashCounts
 
-    @classmethod
-    def begin(cls, job_id: str, directory: Path, epoch: int) -> HeadState:
-        """The state of a new head that keeps it in ``directory``.
-
-        Raises:
-            StoreError: the state of the last one cannot be read.
-        """
-        crashes = CrashCounts(directory / CRASHES)
-        return cls(job_id, epoch, crashes)
-
 
 # A line in so many crashes is a suspect. In two more, alone, and it is the reason: one may
 # be a coincidence, such as a machine that is gone.

@@ -10,35 +10,29 @@ import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import uvloop
 
-from ..errors import ConfigError, InputError
+from ..errors import ConfigError
 from ..job.engine import WORKER_PATH
-from . import messages
 from .head_state import HeadState
-from .messages import (
-    About,
-    EngineQuery,
-    Exchange,
-    RenderCall,
-    Rendering,
-    Reply,
-    Session,
-    SessionRefused,
-)
-from .places import WorkerLost, WorkerUnusable
+from .places import WorkerLost, WorkerPort, WorkerUnusable
 
 if TYPE_CHECKING:
     from .fleet_engine import FleetEngine
 
 CONNECT_S = 5.0
-# Most bytes of an answer: of events and rendered lines, and of a worker's description.
-_MOST_LINES, _MOST_WORDS = 512 << 20, 32 << 20
+# Most bytes of the answer to each call.
+_MOST_BYTES = {
+    "attach": 32 << 20,
+    "exchange": 512 << 20,
+    "render": 512 << 20,
+    "query": 32 << 20,
+}
 
 
 class HttpPlace:
@@ -78,68 +72,36 @@ class HttpPlace:
             self._client = None
 
 
-class HttpPort:
-    """Calls an offline server."""
-
-    # What one server has pickled is not sent to another.
-    trusted = False
+class HttpPort(WorkerPort):
+    """Calls an offline server. What one server has pickled is not sent to another."""
 
     def __init__(self, url: str, client: aiohttp.ClientSession) -> None:
         self._url = url
         self._client = client
         self._answered = False
 
-    async def attach(self, session: Session) -> About | SessionRefused:
-        found = await self._ask("attach", session, messages.decode_about, _MOST_WORDS)
-        self._answered = True
-        answer: About | SessionRefused = found
-        return answer
-
-    async def exchange(self, call: Exchange) -> Reply | SessionRefused:
-        found = await self._ask("exchange", call, messages.decode_reply, _MOST_LINES)
-        reply: Reply | SessionRefused = found
-        return reply
-
-    async def render(self, call: RenderCall) -> list[Rendering]:
-        decode = messages.decode_renderings
-        found: list[Rendering] = await self._ask("render", call, decode, _MOST_LINES)
-        return found
-
-    async def query(self, query: EngineQuery) -> object:
-        return await self._ask("query", query, messages.decode_answer, _MOST_WORDS)
-
-    async def _ask(
-        self, route: str, message: object, decode: Callable[[bytes], Any], most: int
-    ) -> Any:
-        """Call the server, and read its answer of ``most`` bytes or fewer.
-
-        Raises:
-            WorkerUnusable: the answer is none, or the server refuses.
-        """
-        url = f"{self._url}{WORKER_PATH}/{route}"
-        sent = messages.encode(message)
+    async def ask(self, name: str, data: bytes) -> bytes:
+        most = _MOST_BYTES[name]
         try:
             # A server that sends its head elsewhere would have it call any address.
             async with self._client.post(
-                url, data=sent, allow_redirects=False
+                f"{self._url}{WORKER_PATH}/{name}", data=data, allow_redirects=False
             ) as answer:
-                data = await content_of(answer, most)
+                found = await content_of(answer, most)
         except aiohttp.ClientConnectorError as error:
             if self._answered and isinstance(error.os_error, ConnectionRefusedError):
                 raise WorkerLost("its server is gone", crashed=True) from None
             raise OSError(str(error)) from None
         except (TimeoutError, aiohttp.ClientError) as error:
             raise OSError(f"{type(error).__name__}: {error}") from None
-        if data is None:
+        if found is None:
             raise WorkerUnusable(
-                f"its answer to {route} has more than {most} bytes; it is no worker"
+                f"its answer to {name} has more than {most} bytes; it is no worker"
             )
         if answer.status == 200:
-            try:
-                return decode(data)
-            except InputError as error:
-                raise WorkerUnusable(f"its answer to {route}: {error}") from None
-        reason = _reason(data) or answer.reason
+            self._answered = True
+            return found
+        reason = _reason(found) or answer.reason
         if answer.status >= 500 or answer.status == 429:
             raise OSError(f"status {answer.status}: {reason}")
         raise WorkerUnusable(

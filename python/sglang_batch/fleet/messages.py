@@ -9,6 +9,7 @@ objects anyway.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Annotated, Any
 
 import msgspec
@@ -134,25 +135,9 @@ class LineAnswer(msgspec.Struct, tag="answer", frozen=True):
 
     @classmethod
     def of(cls, rid: str, output: RequestOutput) -> LineAnswer:
-        usage, work = output.usage, output.work
-        return cls(
-            rid,
-            output.status_code,
-            output.body,
-            (
-                usage.input_tokens,
-                usage.cached_tokens,
-                usage.output_tokens,
-                usage.reasoning_tokens,
-            ),
-            (
-                output.cuts.json,
-                output.cuts.regex,
-                output.cuts.repetition,
-                output.cuts.length,
-            ),
-            None if work is None else (work.tokens, work.attended, work.reads),
-        )
+        usage, cuts = astuple(output.usage), astuple(output.cuts)
+        work = None if output.work is None else astuple(output.work)
+        return cls(rid, output.status_code, output.body, usage, cuts, work)
 
     def output(self) -> RequestOutput:
         return RequestOutput(
@@ -310,18 +295,11 @@ def _reader(kind: Any) -> Callable[[bytes], Any]:
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_exchange = _reader(Exchange)
-decode_reply = _reader(Reply | SessionRefused)
-decode_session = _reader(Session)
-decode_render_call = _reader(RenderCall)
-decode_renderings = _reader(list[Rendering])
-decode_query = _reader(EngineQuery)
-decode_answer = _reader(Any)
 _decode_version = _reader(_AboutVersion | SessionRefused)
 _decode_about = _reader(About | SessionRefused)
 
 
-def decode_about(data: bytes) -> About | SessionRefused:
+def _decode_worker(data: bytes) -> About | SessionRefused:
     """What a worker is. Its version is looked at first: others say other things.
 
     Raises:
@@ -335,6 +313,21 @@ def decode_about(data: bytes) -> About | SessionRefused:
         )
     about: About | SessionRefused = _decode_about(data)
     return about
+
+
+# The calls of a head by name: how a worker reads each, and how the head reads the answer.
+READ_CALL = {
+    "attach": _reader(Session),
+    "exchange": _reader(Exchange),
+    "render": _reader(RenderCall),
+    "query": _reader(EngineQuery),
+}
+READ_ANSWER = {
+    "attach": _decode_worker,
+    "exchange": _reader(Reply | SessionRefused),
+    "render": _reader(list[Rendering]),
+    "query": _reader(Any),
+}
 
 
 def _check_ids(data: bytes) -> None:

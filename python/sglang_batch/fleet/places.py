@@ -7,9 +7,11 @@ there, starts again there when it is lost.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from ..errors import InputError
 from .messages import (
+    READ_ANSWER,
     About,
     EngineQuery,
     Exchange,
@@ -18,10 +20,11 @@ from .messages import (
     Reply,
     Session,
     SessionRefused,
+    encode,
 )
 
 
-class WorkerPort(Protocol):
+class WorkerPort:
     """Calls one worker. Any number of calls may run at a time.
 
     Each raises:
@@ -33,23 +36,37 @@ class WorkerPort(Protocol):
         trusted: whether rendered requests, which are pickles, may be sent to it.
     """
 
-    trusted: bool
+    trusted = False
+
+    async def ask(self, name: str, data: bytes) -> bytes:
+        """Carry a call to :meth:`.WorkerHost.call`, and its answer back."""
+        raise NotImplementedError
 
     async def attach(self, session: Session) -> About | SessionRefused:
         """Begin a session, which ends any other."""
-        ...
+        found: About | SessionRefused = await self._call("attach", session)
+        return found
 
     async def exchange(self, call: Exchange) -> Reply | SessionRefused:
         """Send commands and receive events, see :mod:`.session_ends`."""
-        ...
+        reply: Reply | SessionRefused = await self._call("exchange", call)
+        return reply
 
     async def render(self, call: RenderCall) -> list[Rendering]:
         """Render lines, in their order."""
-        ...
+        found: list[Rendering] = await self._call("render", call)
+        return found
 
     async def query(self, query: EngineQuery) -> object:
         """Ask about the running engine. Returns the JSON answer."""
-        ...
+        return await self._call("query", query)
+
+    async def _call(self, name: str, message: object) -> Any:
+        data = await self.ask(name, encode(message))
+        try:
+            return READ_ANSWER[name](data)
+        except InputError as error:
+            raise WorkerUnusable(f"its answer to {name}: {error}") from None
 
 
 class Place(Protocol):

@@ -17,6 +17,7 @@ from ..job.engine import Engine
 from ..request import RequestOutput
 from . import plan_bytes
 from .messages import (
+    READ_CALL,
     AbortLine,
     About,
     Broken,
@@ -39,6 +40,7 @@ from .messages import (
     Session,
     SessionRefused,
     SetPriority,
+    encode,
     ids_of_bytes,
     ids_to_bytes,
 )
@@ -97,6 +99,15 @@ class WorkerHost:
         return self._end.session is not None
 
     # Calls of the head ----------------------------------------------------------------
+
+    async def call(self, name: str, data: bytes) -> bytes:
+        """Answer an encoded call of one of the names of ``messages.READ_CALL``.
+
+        Raises:
+            InputError: the bytes are no message of this version.
+        """
+        message = READ_CALL[name](data)
+        return encode(await getattr(self, name)(message))
 
     async def attach(self, session: Session) -> About | SessionRefused:
         """Begin a session. All that the last one began has ended when this returns."""

@@ -14,7 +14,7 @@ import msgspec
 
 from ..config import OfflineBatchConfig
 from ..errors import ConfigError, UnknownOption
-from ..fleet.head_state import HeadState
+from ..fleet.head_state import CRASHES, CrashCounts, HeadState
 from .backend_options import (
     BACKENDS,
     EngineSettings,
@@ -177,7 +177,8 @@ def _head(directory: JobDirectory) -> HeadState:
     logging.basicConfig(
         level=logging.INFO, format="[%(asctime)s] %(message)s", force=True
     )
-    return HeadState.begin(directory.job_id, directory.path, directory.epoch())
+    crashes = CrashCounts(directory.path / CRASHES)
+    return HeadState(directory.job_id, directory.epoch(), crashes)
 
 
 def add_fleet(parser: argparse.ArgumentParser) -> None:

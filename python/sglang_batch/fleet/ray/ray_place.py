@@ -16,19 +16,8 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from ...errors import ConfigError, InputError
-from .. import messages
-from ..messages import (
-    About,
-    EngineQuery,
-    Exchange,
-    RenderCall,
-    Rendering,
-    Reply,
-    Session,
-    SessionRefused,
-)
-from ..places import WorkerLost, WorkerUnusable
+from ...errors import ConfigError
+from ..places import WorkerLost, WorkerPort
 from .ray_worker import RayWorker, StartEngine
 
 NAMESPACE = "sglang-batch"
@@ -37,7 +26,7 @@ _CALLS = "calls"
 _NUM_CALLS = 8
 
 
-class RayPort:
+class RayPort(WorkerPort):
     """Calls the worker in an actor."""
 
     trusted = True
@@ -46,30 +35,11 @@ class RayPort:
         self._actor = actor
         self._node = node
 
-    async def attach(self, session: Session) -> About | SessionRefused:
-        data = await self._ask(self._actor.attach, session)
+    async def ask(self, name: str, data: bytes) -> bytes:
         try:
-            return messages.decode_about(data)
-        except InputError as error:
-            raise WorkerUnusable(str(error)) from None
-
-    async def exchange(self, call: Exchange) -> Reply | SessionRefused:
-        data = await self._ask(self._actor.exchange, call)
-        reply: Reply | SessionRefused = messages.decode_reply(data)
-        return reply
-
-    async def render(self, call: RenderCall) -> list[Rendering]:
-        data = await self._ask(self._actor.render, call)
-        found: list[Rendering] = messages.decode_renderings(data)
-        return found
-
-    async def query(self, query: EngineQuery) -> object:
-        return await self._ask(self._actor.query, query)
-
-    async def _ask(self, method: Any, message: object) -> Any:
-        try:
-            call = method.options(concurrency_group=_CALLS)
-            return await call.remote(messages.encode(message))
+            call = self._actor.call.options(concurrency_group=_CALLS)
+            answer: bytes = await call.remote(name, data)
+            return answer
         except ActorUnavailableError as error:
             raise OSError(_one_line(error)) from None
         except RayActorError as error:

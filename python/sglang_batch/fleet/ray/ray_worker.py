@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ...errors import ConfigError
-from .. import messages
 from ..worker_host import WorkerHost
 
 logger = logging.getLogger(__name__)
@@ -87,21 +86,10 @@ class RayWorker:
 
         return str(ray.get_runtime_context().get_node_id())
 
-    def attach(self, data: bytes) -> bytes:
-        """See :class:`~sglang_batch.fleet.places.WorkerPort`, as are the others."""
-        session = messages.decode_session(data)
-        return messages.encode(self._do(self._host.attach(session)))
-
-    def exchange(self, data: bytes) -> bytes:
-        call = messages.decode_exchange(data)
-        return messages.encode(self._do(self._host.exchange(call)))
-
-    def render(self, data: bytes) -> bytes:
-        call = messages.decode_render_call(data)
-        return messages.encode(self._do(self._host.render(call)))
-
-    def query(self, data: bytes) -> object:
-        return self._do(self._host.query(messages.decode_query(data)))
+    def call(self, name: str, data: bytes) -> bytes:
+        """See :meth:`.WorkerHost.call`."""
+        answer: bytes = self._do(self._host.call(name, data))
+        return answer
 
     # ------------------------------------------------------------------------------------
 

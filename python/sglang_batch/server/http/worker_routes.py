@@ -6,13 +6,12 @@ documented API: head and workers have the same version of this package.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter, Request, Response
 
 from ...errors import ApiError, InputError
-from ...fleet import messages
+from ...fleet.messages import READ_CALL
 from ...fleet.worker_host import WorkerHost
 from ...job.engine import WORKER_PATH
 from .error_responses import OpenAIRoute
@@ -25,32 +24,23 @@ MAX_CALL_BYTES = 512 << 20
 router = APIRouter(route_class=OpenAIRoute, prefix=WORKER_PATH, include_in_schema=False)
 
 
-@router.post("/attach")
-async def attach(request: Request) -> Response:
-    """Begin a session, which ends any other."""
-    session = await _message(request, messages.decode_session)
-    return _answer(await _host(request).attach(session))
+def _answers(name: str) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        host, data = _host(request), await _body(request)
+        try:
+            return Response(await host.call(name, data), media_type=MSGPACK)
+        except InputError as error:
+            raise ApiError(
+                400,
+                f"The body is no message of a head of this version: {error}. Install the "
+                "same version of sglang-batch everywhere.",
+            ) from None
+
+    return answer
 
 
-@router.post("/exchange")
-async def exchange(request: Request) -> Response:
-    """Take commands and reply with events."""
-    call = await _message(request, messages.decode_exchange)
-    return _answer(await _host(request).exchange(call))
-
-
-@router.post("/render")
-async def render(request: Request) -> Response:
-    """Render lines."""
-    call = await _message(request, messages.decode_render_call)
-    return _answer(await _host(request).render(call))
-
-
-@router.post("/query")
-async def query(request: Request) -> Response:
-    """Answer a question about the running engine."""
-    asked = await _message(request, messages.decode_query)
-    return _answer(await _host(request).query(asked))
+for _name in READ_CALL:
+    router.add_api_route(f"/{_name}", _answers(_name), methods=["POST"])
 
 
 def _host(request: Request) -> WorkerHost:
@@ -60,21 +50,9 @@ def _host(request: Request) -> WorkerHost:
     return host
 
 
-async def _message(request: Request, decode: Callable[[bytes], Any]) -> Any:
+async def _body(request: Request) -> bytes:
     message = (
         f"The body has more than the {MAX_CALL_BYTES} bytes that this route takes."
     )
     pieces = pieces_of(request, MAX_CALL_BYTES, message)
-    data = b"".join([piece async for piece in pieces])
-    try:
-        return decode(data)
-    except InputError as error:
-        raise ApiError(
-            400,
-            f"The body is no message of a head of this version: {error}. Install the same "
-            "version of sglang-batch everywhere.",
-        ) from None
-
-
-def _answer(message: object) -> Response:
-    return Response(messages.encode(message), media_type=MSGPACK)
+    return b"".join([piece async for piece in pieces])

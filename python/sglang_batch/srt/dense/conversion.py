@@ -40,8 +40,8 @@ from ...dense.row_request import (
     TokenLogprobs,
 )
 from ..compat.server_types import JsonObject
+from .grammars import KINDS
 
-_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 # Fields of a request that only SGLang's own engine knows.
 _UNKNOWN = (
     *("input_embeds", "mm_inputs", "positional_embed_overrides", "session_params"),
@@ -197,7 +197,7 @@ def _sampling(params: Any, grammar: tuple[str, str] | None, rid: str) -> Samplin
 
 
 def _grammar(params: Any) -> tuple[str, str] | None:
-    found = ((kind, getattr(params, kind)) for kind in _GRAMMARS)
+    found = ((kind, getattr(params, kind)) for kind in KINDS)
     return next(((kind, text) for kind, text in found if text is not None), None)
 
 

@@ -27,6 +27,7 @@ from ..engine.sglang_engine import (
     SGLangEngine,
     longest_of_lines,
 )
+from .grammars import Grammars
 from .manager import DenseTokenizerManager, PlannedPlace
 
 # Most requests that wait in the engine, and tokens of their prompts, which take about 36
@@ -123,7 +124,9 @@ class DenseEngine(SGLangEngine):
         self._manager = manager
         self._loaded = loaded
         self._settings = settings = _with_costs(loaded, settings)
-        self._worker = worker_of(loaded, settings, manager.answered, manager.tokenizer)
+        self._worker = worker_of(
+            loaded, settings, manager.answered, manager.tokenizer, Grammars
+        )
         manager.attach(self._worker)
         self._machine = dense_machine(loaded, settings)
         self._connected = False

@@ -11,12 +11,14 @@ requests of everyone. Here only the request with that grammar fails.
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xgrammar
 from sglang.srt.managers.schedule_batch import (
     FINISH_ABORT,
     FINISH_LENGTH,
@@ -32,7 +34,6 @@ from ...batch_api.stop_rules.answer_watch import (
 )
 from ...batch_api.stop_rules.regex_rule import RegexTooComplex
 from ...batch_api.stop_rules.rule_settings import FIELD, StopRules
-from ...dense.grammar import JsonCompiler
 from ..compat.scheduler_types import Req
 from ..compat.server_types import ModelConfig
 
@@ -174,6 +175,57 @@ def trim_matched_stop(
         if trimmed is not None:
             return trimmed
     return original(detokenizer, output, finished_reason, no_stop_trim)
+
+
+# xgrammar's set of the characters of a string whose length is limited, and that set without
+# the control characters that a JSON string has to escape.
+_LIMITED, _JSON_LIMITED = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
+_LENGTHS = ("minLength", "maxLength")
+
+
+class JsonCompiler(xgrammar.GrammarCompiler):
+    """A compiler of xgrammar whose answers to JSON schemas are JSON.
+
+    xgrammar 0.2 allows bare tabs and other control characters in strings with ``minLength`` or
+    ``maxLength``.
+    """
+
+    def compile_json_schema(
+        self, schema: Any, **kwargs: Any
+    ) -> xgrammar.CompiledGrammar:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        if not any(name in text for name in _LENGTHS):
+            return super().compile_json_schema(schema, **kwargs)
+        return self.compile_grammar(_json_grammar(schema, **kwargs))
+
+    def compile_structural_tag(
+        self, *args: Any, **kwargs: Any
+    ) -> xgrammar.CompiledGrammar:
+        if len(args) == 1 and not kwargs:
+            tag = args[0]
+            text = tag if isinstance(tag, str) else tag.model_dump_json()
+            if any(name in text for name in _LENGTHS):
+                args = (json.dumps(_with_grammars(json.loads(text))),)
+        return super().compile_structural_tag(*args, **kwargs)
+
+
+def _json_grammar(schema: Any, **kwargs: Any) -> str:
+    grammar = str(xgrammar.Grammar.from_json_schema(schema, **kwargs))
+    return grammar.replace(_LIMITED, _JSON_LIMITED)
+
+
+def _with_grammars(part: Any) -> Any:
+    """A part of a structural tag, with the grammars of its schemas in their place."""
+    if isinstance(part, list):
+        return [_with_grammars(each) for each in part]
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "json_schema" and part.get("style") in (None, "json"):
+        text = json.dumps(part.get("json_schema"))
+        if any(name in text for name in _LENGTHS):
+            return {"type": "grammar", "grammar": _json_grammar(text)}
+        return part
+    return {name: _with_grammars(value) for name, value in part.items()}
 
 
 def keep_to_json(_result: object, backend: Any, *_args: object, **_kw: object) -> None:

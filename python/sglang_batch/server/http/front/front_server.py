@@ -20,7 +20,7 @@ from fastapi import APIRouter, FastAPI, Response
 from ....config import OfflineBatchConfig
 from ....errors import EngineError
 from ....fleet.fleet_engine import FleetEngine
-from ....fleet.head_state import HeadState
+from ....fleet.head_state import CRASHES, CrashCounts, HeadState
 from ....fleet.http_fleet import HttpPlace
 from ....job.job_planner import compile_planner
 from ....store.batch_store import BatchStore
@@ -78,7 +78,11 @@ def serve(options: FrontOptions) -> None:
 
 async def _serve(options: FrontOptions, keys: tuple[FixedKeys, Caller | None]) -> None:
     store = BatchStore(options.directory)
-    head = HeadState.begin("front", options.directory, next_epoch(options.directory))
+    head = HeadState(
+        "front",
+        next_epoch(options.directory),
+        CrashCounts(options.directory / CRASHES),
+    )
     engine = FleetEngine(
         [HttpPlace(url, options.workers_key) for url in options.urls],
         head.epoch,

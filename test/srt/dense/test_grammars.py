@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from sglang_batch.dense.grammar import ANY_JSON, GrammarRow, Grammars
 from sglang_batch.dense.row_request import Sampling
 from sglang_batch.dense.sampling import RowSampler, choose
 from sglang_batch.run.demo_model import SPECIAL_IDS, VOCAB_SIZE, write_demo_model
+from sglang_batch.srt.dense.grammars import GrammarRow, Grammars
 
 EOS = SPECIAL_IDS["<|end|>"]
 WIDTH = VOCAB_SIZE + 50  # of the logits, more than the tokenizer has
@@ -144,7 +144,7 @@ def test_answers_under_a_schema_fit_it(grammars: Grammars, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_answers_of_any_json_are_json(grammars: Grammars, seed: int) -> None:
-    json.loads(answer(grammars, "json_schema", ANY_JSON, seed))
+    json.loads(answer(grammars, "json_schema", "$$ANY$$", seed))
 
 
 def test_answers_under_a_regex_match_it(grammars: Grammars) -> None:
@@ -218,9 +218,9 @@ def test_an_invalid_grammar_is_named(grammars: Grammars, kind: str, text: str) -
 @pytest.mark.parametrize(
     ("schema", "named"),
     [
-        ({"items": {"multipleOf": 3}}, "multipleOf at #/items"),
-        ({"anyOf": [{}, {"not": {}}]}, "not at #/anyOf/1"),
-        ({"$defs": {"a": {"format": "phone"}}}, "format 'phone' at #/$defs/a"),
+        ({"items": {"multipleOf": 3}}, "at #/items .*multipleOf"),
+        ({"anyOf": [{}, {"not": {}}]}, "at #/anyOf/1 .*not would be"),
+        ({"$defs": {"a": {"format": "phone"}}}, r"at #/\$defs/a .*format 'phone'"),
         ({"properties": {"a": {"pattern": "b", "maxLength": 3}}}, "#/properties/a"),
     ],
     ids=str,
@@ -228,7 +228,7 @@ def test_an_invalid_grammar_is_named(grammars: Grammars, kind: str, text: str) -
 def test_a_schema_with_a_limit_that_is_not_kept_is_refused(
     grammars: Grammars, schema: Any, named: str
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(named)):
+    with pytest.raises(ValueError, match=named):
         grammars.row("json_schema", json.dumps(schema))
 
 

@@ -1,0 +1,173 @@
+"""Answers that keep to a grammar, by SGLang's compiler of grammars and xgrammar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import xgrammar
+from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
+from sglang.srt.constrained.xgrammar_backend import (
+    TokenizerNotSupportedError,
+    XGrammarGrammarBackend,
+)
+
+from ..scheduler.answer_ends import JsonCompiler
+
+# Kinds of grammars, and SGLang's methods that compile them.
+KINDS = {
+    "json_schema": XGrammarGrammarBackend.dispatch_json,
+    "regex": XGrammarGrammarBackend.dispatch_regex,
+    "ebnf": XGrammarGrammarBackend.dispatch_ebnf,
+    "structural_tag": XGrammarGrammarBackend.dispatch_structural_tag,
+}
+# Compiled grammars that are kept for rows to come.
+_KEPT = 256
+
+
+class GrammarRow:
+    """The place of one row in its grammar."""
+
+    def __init__(self, named: str, compiled: xgrammar.CompiledGrammar):
+        self._named = named
+        self._matcher = xgrammar.GrammarMatcher(compiled)
+
+    @property
+    def terminated(self) -> bool:
+        """Whether the grammar has ended with an ending token of the model."""
+        return bool(self._matcher.is_terminated())
+
+    def accept(self, token: int) -> None:
+        """Advance by a token of the answer.
+
+        Raises:
+            ValueError: the grammar does not allow it here.
+        """
+        if not self._matcher.accept_token(token):
+            raise ValueError(
+                f"token {token} is not allowed here by the {self._named}; "
+                "choose tokens under its mask"
+            )
+
+    def fill(self, bitmask: Any, row: int) -> None:
+        """Write which tokens may follow to one row of a bitmask."""
+        self._matcher.fill_next_token_bitmask(bitmask, row)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarMask:
+    """The tokens that may follow, of the rows of a step that have a grammar.
+
+    rows: the rows, ascending.
+    bitmask: int32 ``[all rows, ceil(vocab / 32)]`` on the CPU, one bit per token.
+    vocab_size: width of the logits.
+    """
+
+    rows: Sequence[int]
+    bitmask: Any
+    vocab_size: int
+
+    def apply(self, logits: Any) -> None:
+        """Set the logits of other tokens to minus infinity, in place.
+
+        Args:
+            logits: float32 ``[all rows, vocab]``, on any device.
+
+        Raises:
+            ValueError: the logits have another width.
+        """
+        if logits.shape[-1] != self.vocab_size:
+            raise ValueError(
+                f"the logits have {logits.shape[-1]} columns, the grammars "
+                f"{self.vocab_size}; make the grammars with the width of the logits"
+            )
+        xgrammar.apply_token_bitmask_inplace(
+            logits,
+            self.bitmask.to(logits.device),
+            vocab_size=self.vocab_size,
+            indices=list(self.rows),
+        )
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer and keeps the last ones.
+
+    Args:
+        tokenizer: of transformers.
+        vocab_size: width of the model's logits, which may be more or less than the
+            tokens of the tokenizer.
+        eos_ids: the ending tokens of the model, which a finished grammar allows.
+
+    Raises:
+        ValueError: xgrammar does not know this kind of tokenizer, or there are no
+            ending tokens.
+    """
+
+    def __init__(self, tokenizer: Any, *, vocab_size: int, eos_ids: Iterable[int]):
+        self._vocab_size = vocab_size
+        stop_ids = sorted(set(eos_ids))
+        if not stop_ids:
+            raise ValueError(
+                "eos_ids is empty, so no grammar could end; give the ending tokens "
+                "of the model"
+            )
+        try:
+            self._backend = XGrammarGrammarBackend(tokenizer, vocab_size, stop_ids)
+        except TokenizerNotSupportedError as error:
+            raise ValueError(f"{error}; send requests without a grammar") from error
+        info = self._backend._tokenizer_info
+        # Its own cache takes some structural tags with tokens for others.
+        self._backend.grammar_compiler = JsonCompiler(info, cache_enabled=False)
+        self._compiled = lru_cache(maxsize=_KEPT)(self._compile)
+
+    def row(self, kind: str, text: str) -> GrammarRow:
+        """The start of a grammar, for one row.
+
+        Args:
+            kind: one of :data:`KINDS`.
+            text: the grammar; of kind ``json_schema`` also ``$$ANY$$``, for any value.
+
+        Raises:
+            ValueError: the grammar cannot be compiled, or answers would not be kept to
+                all of it.
+        """
+        return GrammarRow(_named(kind, text), self._compiled(kind, text))
+
+    def fill(self, rows: Sequence[GrammarRow | None]) -> GrammarMask | None:
+        """The mask of a step, None if no row needs one.
+
+        Args:
+            rows: one per row of the logits, None for a row without a grammar.
+        """
+        filled = [
+            (place, row)
+            for place, row in enumerate(rows)
+            if row is not None and not row.terminated
+        ]
+        if not filled:
+            return None
+        bitmask = xgrammar.allocate_token_bitmask(len(rows), self._vocab_size)
+        for place, row in filled:
+            row.fill(bitmask, place)
+        return GrammarMask([place for place, _ in filled], bitmask, self._vocab_size)
+
+    def _compile(self, kind: str, text: str) -> xgrammar.CompiledGrammar:
+        if kind not in KINDS:
+            raise ValueError(
+                f"{kind!r} is no kind of grammar; give one of {', '.join(KINDS)}"
+            )
+        try:
+            found = KINDS[kind](self._backend, text)
+        except Exception as error:  # of tags that are none
+            found = InvalidGrammarObject(f"{type(error).__name__} {error}")
+        if isinstance(found, InvalidGrammarObject):
+            reason = found.error_message
+            raise ValueError(f"the {_named(kind, text)} is invalid: {reason}")
+        return found.ctx
+
+
+def _named(kind: str, text: str) -> str:
+    shown = text if len(text) <= 200 else f"{text[:200]}..."
+    return f"{kind} {shown!r}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from sgl_kernel_ext.merge_state.merge_state_kernel import merge_parts_kernel
-from sgl_kernel_ext.merge_state.merge_state_reference import merge_parts_ref
 from sgl_kernel_ext.utils import (
     FLOAT_DTYPES,
     check_device,
@@ -102,3 +101,36 @@ def merge_parts(
         BLOCK_D=block_d,
         HAS_LSE=lse is not None,
     )
+
+
+def merge_parts_ref(
+    o_parts: torch.Tensor,
+    lse_parts: torch.Tensor,
+    indptr: torch.Tensor,
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """:func:`merge_parts` in plain PyTorch, float32, of the tokens of ``indptr``."""
+    num_parts = int(indptr[-1])
+    if num_parts == 0:
+        return
+    counts = indptr.diff().long()
+    device = o_parts.device
+    token = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
+    part_lse = lse_parts[:num_parts].float()
+    filled = part_lse > -torch.inf
+    top = part_lse.new_full((len(counts), part_lse.shape[1]), -torch.inf)
+    index = token[:, None].expand_as(part_lse)
+    top = top.scatter_reduce(0, index, part_lse, "amax")
+    weight = torch.where(filled, torch.exp(part_lse - top[token]), 0.0)
+    value = torch.where(filled[..., None], o_parts[:num_parts].float(), 0.0)
+    total = torch.zeros_like(top).index_add_(0, token, weight)
+    merged = value.new_zeros(len(counts), *value.shape[1:])
+    merged.index_add_(0, token, weight[..., None] * value)
+    merged /= torch.where(total > 0, total, 1.0)[..., None]
+    written = counts > 0
+    target = rows.long()[written]
+    out[target] = merged[written].to(out.dtype)
+    if lse is not None:
+        lse[target] = (top + torch.log(total))[written]

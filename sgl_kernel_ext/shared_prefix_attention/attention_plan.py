@@ -119,13 +119,11 @@ class PlanBuffers:
         def ints(size: int) -> np.ndarray:
             return np.zeros(size, np.int32)
 
-        self.keep = np.zeros(max_nodes, np.bool_)
-        self.node_start = ints(max_nodes)
-        self.node_tokens = ints(max_nodes)
-        self.node_above = ints(max_nodes)
-        self.node_row = ints(max_nodes)
-        self.request_start = ints(max_requests)
-        self.request_above = ints(max_requests)
+        self.layout = forest.Layout(
+            np.zeros(max_nodes, np.bool_),
+            *(ints(max_nodes) for _ in range(4)),
+            *(ints(max_requests) for _ in range(2)),
+        )
         self.scratch = np.zeros((max_tasks, NUM_FIELDS), np.int32)
         self.keys = np.zeros(max_tasks, np.int64)
         self.results = np.zeros(NUM_RESULTS, np.int64)
@@ -250,6 +248,13 @@ class AttentionPlanner:
         # Per KV head: bytes of a KV token, and of a row's part, written and read.
         self._kv_bytes = 2 * head_dim * dtype.itemsize
         self._part_bytes = 2 * 4 * (head_dim + 1)
+        self._costs = forest.Costs(
+            self.group,
+            max_tile,
+            self._kv_bytes,
+            self._part_bytes,
+            self.config.task_bytes,
+        )
         self._settings = self._make_settings()
         # Balanced splits at most double the target number of tasks.
         splits = 2 * int(self._settings[tasks.TARGET_TASKS])
@@ -320,14 +325,16 @@ class AttentionPlanner:
             ValueError: for arrays that do not fit together, a node that reaches into
                 the queries of a request below it, or buffers that are too small.
         """
-        batch = (q_len, kv_len, table_row, node_parent, node_end, request_node)
-        check_batch(*batch)
+        batch = forest.Batch(
+            q_len, kv_len, table_row, node_parent, node_end, request_node
+        )
+        check_batch(batch)
         num_tokens = int(q_len.sum())
         check_limit("requests", len(q_len), self.max_requests)
         check_limit("nodes", len(node_parent), self.max_nodes)
         check_limit("tokens", num_tokens, self.max_tokens)
         host = self.buffers.next_host()
-        num_kept = self._fill(host, num_tokens, *batch)
+        num_kept = self._fill(host, num_tokens, batch)
         results = self.buffers.results.tolist()
         num_tasks, num_parts = results[tasks.NUM_TASKS], results[tasks.NUM_PARTS]
         check_limit("tasks", num_tasks, self.max_tasks)
@@ -355,66 +362,14 @@ class AttentionPlanner:
             reusable=results[tasks.NUM_TAILS] == len(q_len),
         )
 
-    def _fill(
-        self,
-        host: HostPlan,
-        num_tokens: int,
-        q_len: np.ndarray,
-        kv_len: np.ndarray,
-        table_row: np.ndarray,
-        node_parent: np.ndarray,
-        node_end: np.ndarray,
-        request_node: np.ndarray,
-    ) -> int:
+    def _fill(self, host: HostPlan, num_tokens: int, batch: forest.Batch) -> int:
         """Write the plan into a host buffer. Returns the number of kept nodes."""
         own = self.buffers
-        keep = own.keep[: len(node_parent)]
-        num_kept = forest.keep_nodes(
-            q_len,
-            node_parent,
-            node_end,
-            request_node,
-            self.group,
-            self.max_tile,
-            self._kv_bytes,
-            self._part_bytes,
-            self.config.task_bytes,
-            keep,
-        )
-        forest.lay_out(
-            q_len,
-            table_row,
-            node_parent,
-            node_end,
-            request_node,
-            keep,
-            own.node_start,
-            own.node_tokens,
-            own.node_above,
-            own.node_row,
-            own.request_start,
-            own.request_above,
-            host.gather,
-        )
-        tasks.emit_tasks(
-            q_len,
-            kv_len,
-            table_row,
-            own.request_start,
-            own.request_above,
-            keep,
-            node_end,
-            own.node_above,
-            own.node_start,
-            own.node_tokens,
-            own.node_row,
-            self._settings,
-            own.scratch,
-            own.keys,
-            host.tasks,
-            host.part_indptr[: num_tokens + 1],
-            own.results,
-        )
+        num_kept = forest.keep_nodes(batch, self._costs, own.layout.keep)
+        forest.lay_out(batch, own.layout, host.gather)
+        table = tasks.Table(own.scratch, own.keys, host.tasks, own.results)
+        indptr = host.part_indptr[: num_tokens + 1]
+        tasks.emit_tasks(batch, own.layout, self._settings, table, indptr)
         return int(num_kept)
 
 
@@ -448,7 +403,7 @@ def cascade_levels(
         kv_len: int32 ``[n]``, the planned KV lengths, or any for which the plan is
             ``still_valid``.
     """
-    own = plan.planner.buffers
+    own = plan.planner.buffers.layout
     num_nodes = len(node_end)
     # Index -1 is for no node.
     ends = np.zeros(num_nodes + 1, np.int32)
@@ -468,7 +423,7 @@ def cascade_levels(
 
 def _node_level(plan: AttentionPlan, nodes: np.ndarray, ends: np.ndarray) -> Level:
     """The given nodes, none above another, with empty ranges between them."""
-    own = plan.planner.buffers
+    own = plan.planner.buffers.layout
     starts = own.node_start[nodes]
     stops = starts + own.node_tokens[nodes]
     outer = np.array([0, plan.num_tokens], np.int32)
@@ -489,7 +444,7 @@ def _suffix_level(
     ends: np.ndarray,
 ) -> Level:
     """One range per request, in gather order."""
-    own = plan.planner.buffers
+    own = plan.planner.buffers.layout
     order = np.argsort(own.request_start[: plan.num_requests])
     token_indptr = np.zeros(plan.num_requests + 1, np.int32)
     np.cumsum(q_len[order], dtype=np.int32, out=token_indptr[1:])

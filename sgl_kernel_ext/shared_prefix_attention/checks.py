@@ -66,30 +66,16 @@ def check_limit(name: str, needed: int, available: int) -> None:
         )
 
 
-def check_batch(
-    q_len: np.ndarray,
-    kv_len: np.ndarray,
-    table_row: np.ndarray,
-    node_parent: np.ndarray,
-    node_end: np.ndarray,
-    request_node: np.ndarray,
-) -> None:
+def check_batch(batch: forest.Batch) -> None:
     """Raise a ValueError for arrays that do not describe a batch and its forest."""
+    q_len, kv_len, table_row, node_parent, node_end, request_node = batch
     _check_arrays(
         q_len=q_len, kv_len=kv_len, table_row=table_row, request_node=request_node
     )
     _check_arrays(node_parent=node_parent, node_end=node_end)
     if len(q_len) == 0:
         raise ValueError("the batch has no requests; there is nothing to plan")
-    fault, i = forest.check_forest(
-        q_len,
-        kv_len,
-        table_row,
-        node_parent,
-        node_end,
-        request_node,
-        tasks.NO_CAUSAL - 1,
-    )
+    fault, i = forest.check_forest(batch, tasks.NO_CAUSAL - 1)
     if fault == forest.VALID:
         return
     facts = {"i": i, "num_nodes": len(node_parent)}

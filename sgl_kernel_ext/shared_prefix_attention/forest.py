@@ -24,9 +24,45 @@ node's tokens would be split in the same way.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from sgl_kernel_ext.utils import jit
+
+
+class Batch(NamedTuple):
+    """A batch and its forest, see :meth:`.AttentionPlanner.plan`. int32."""
+
+    q_len: np.ndarray  # [n]
+    kv_len: np.ndarray  # [n]
+    table_row: np.ndarray  # [n]
+    node_parent: np.ndarray  # [m]
+    node_end: np.ndarray  # [m]
+    request_node: np.ndarray  # [n]
+
+
+class Costs(NamedTuple):
+    """What the choice of nodes depends on. Bytes are those of one KV head."""
+
+    group: int  # query heads per KV head
+    max_tile: int  # rows of the largest tile
+    kv_bytes: int  # of one token
+    part_bytes: int  # of one query row's partial result, written and read
+    task_bytes: int  # that could have been read while a task starts
+
+
+class Layout(NamedTuple):
+    """The chosen nodes, and where query tokens are in gather order. Arrays may be longer."""
+
+    keep: np.ndarray  # bool [m]
+    node_start: np.ndarray  # int32 [m]: first position in gather order
+    node_tokens: np.ndarray  # int32 [m]: query tokens below
+    node_above: np.ndarray  # int32 [m]: nearest kept ancestor, or -1
+    node_row: np.ndarray  # int32 [m]: table row of a request below
+    request_start: np.ndarray  # int32 [n]: first position in gather order
+    request_above: np.ndarray  # int32 [n]: deepest kept node, or -1
+
 
 # The faults that check_forest returns.
 VALID = 0
@@ -40,16 +76,9 @@ BAD_TABLE_ROW = 7
 
 
 @jit
-def check_forest(
-    q_len: np.ndarray,  # int32 [n]
-    kv_len: np.ndarray,  # int32 [n]
-    table_row: np.ndarray,  # int32 [n]
-    node_parent: np.ndarray,  # int32 [m]
-    node_end: np.ndarray,  # int32 [m]
-    request_node: np.ndarray,  # int32 [n]
-    max_kv_len: int,
-) -> tuple[int, int]:
+def check_forest(batch: Batch, max_kv_len: int) -> tuple[int, int]:
     """The first fault of a forest, and the index of the node or request."""
+    q_len, kv_len, table_row, node_parent, node_end, request_node = batch
     for node in range(len(node_parent)):
         parent = node_parent[node]
         if parent < -1 or parent >= node:
@@ -73,13 +102,15 @@ def check_forest(
 
 @jit
 def count_below(
-    q_len: np.ndarray,
-    node_parent: np.ndarray,
-    request_node: np.ndarray,
-    group: int,
-    max_tile: int,
+    batch: Batch, costs: Costs
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Requests and query tokens below each node, and tiles of its own requests."""
+    q_len, node_parent, request_node = (
+        batch.q_len,
+        batch.node_parent,
+        batch.request_node,
+    )
+    group, max_tile = costs.group, costs.max_tile
     requests = np.zeros(len(node_parent), np.int64)
     tokens = np.zeros(len(node_parent), np.int64)
     own_tiles = np.zeros(len(node_parent), np.int64)
@@ -125,22 +156,11 @@ def list_options(
 
 
 @jit
-def keep_nodes(
-    q_len: np.ndarray,  # int32 [n]
-    node_parent: np.ndarray,  # int32 [m]
-    node_end: np.ndarray,  # int32 [m]
-    request_node: np.ndarray,  # int32 [n]
-    group: int,  # query heads per KV head
-    max_tile: int,  # rows of the largest tile
-    kv_bytes: int,  # of one token and KV head
-    part_bytes: int,  # of one query row's partial result, written and read
-    task_bytes: int,
-    keep: np.ndarray,  # bool [m], written
-) -> int:
-    """Mark the nodes to keep at the least total cost. Returns their number."""
-    requests, tokens, own_tiles = count_below(
-        q_len, node_parent, request_node, group, max_tile
-    )
+def keep_nodes(batch: Batch, costs: Costs, keep: np.ndarray) -> int:
+    """Mark the nodes to keep, bool ``[m]``, at the least total cost. Returns their number."""
+    node_parent, node_end = batch.node_parent, batch.node_end
+    group, max_tile, kv_bytes, part_bytes, task_bytes = costs
+    requests, tokens, own_tiles = count_below(batch, costs)
     depth, row, starts = list_options(node_parent, node_end)
     # Cost below each node per option. The end of a suffix adds the same cost to every
     # choice, so it is left out.
@@ -173,26 +193,19 @@ def keep_nodes(
 
 
 @jit
-def lay_out(
-    q_len: np.ndarray,  # int32 [n]
-    table_row: np.ndarray,  # int32 [n]
-    node_parent: np.ndarray,  # int32 [m]
-    node_end: np.ndarray,  # int32 [m]
-    request_node: np.ndarray,  # int32 [n]
-    keep: np.ndarray,  # bool [m]
-    node_start: np.ndarray,  # int32 [m], written: first position in gather order
-    node_tokens: np.ndarray,  # int32 [m], written: query tokens below
-    node_above: np.ndarray,  # int32 [m], written: nearest kept ancestor, or -1
-    node_row: np.ndarray,  # int32 [m], written: table row of a request below
-    request_start: np.ndarray,  # int32 [n], written: first position in gather order
-    request_above: np.ndarray,  # int32 [n], written: deepest kept node, or -1
-    gather: np.ndarray,  # int32 [num_tokens], written: flat token per position
-) -> None:
+def lay_out(batch: Batch, layout: Layout, gather: np.ndarray) -> None:
     """Order the query tokens so that those below a kept node are contiguous.
 
     Depth first: a node's children in the order of their indices, then its own requests
     in the batch's order. Requests without a node come last.
+
+    Args:
+        layout: ``keep`` is read, the rest is written.
+        gather: int32 ``[num_tokens]``, written: the flat token of each position.
     """
+    q_len, _, table_row, node_parent, _, request_node = batch
+    keep, node_start, node_tokens, node_above, node_row = layout[:5]
+    request_start, request_above = layout[5:]
     num_nodes = len(node_parent)
     cursor = np.zeros(num_nodes + 1, np.int64)  # the last one is for no node at all
     for node in range(num_nodes):

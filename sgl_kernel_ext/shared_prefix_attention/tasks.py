@@ -15,8 +15,11 @@ request's KV length, so the table stays valid while requests only grow.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
+from sgl_kernel_ext.shared_prefix_attention.forest import Batch, Layout
 from sgl_kernel_ext.utils import jit
 
 # Fields of a task.
@@ -106,6 +109,15 @@ def split_length(tokens: int, span: int, budget: int, settings: np.ndarray) -> i
     return rounded
 
 
+class Table(NamedTuple):
+    """The task table, and what is needed to write it."""
+
+    scratch: np.ndarray  # int32 [max_tasks, NUM_FIELDS], in the order of adding
+    keys: np.ndarray  # int64 [max_tasks], for sorting
+    tasks: np.ndarray  # int32 [max_tasks, NUM_FIELDS], largest first
+    results: np.ndarray  # int64 [NUM_RESULTS]
+
+
 @jit
 def add_tasks(
     start: int,
@@ -119,14 +131,13 @@ def add_tasks(
     part: int,
     is_node: bool,
     settings: np.ndarray,
-    tasks: np.ndarray,
-    keys: np.ndarray,
-    results: np.ndarray,
+    table: Table,
 ) -> int:
     """Add one task per split of a span. Returns the number of splits.
 
     Tasks past the end of the table are only counted.
     """
+    tasks, keys, results = table.scratch, table.keys, table.results
     splits = max(1, (end - begin + length - 1) // length)
     tile = tile_of(count * settings[GROUP])
     for i in range(splits):
@@ -160,20 +171,14 @@ def add_tasks(
 
 
 @jit
-def split_budget(
-    q_len: np.ndarray,
-    kv_len: np.ndarray,
-    request_above: np.ndarray,
-    keep: np.ndarray,
-    node_end: np.ndarray,
-    node_above: np.ndarray,
-    node_tokens: np.ndarray,
-    settings: np.ndarray,
-) -> int:
+def split_budget(batch: Batch, layout: Layout, settings: np.ndarray) -> int:
     """The most that a task should cost, so that there are enough tasks."""
+    q_len, kv_len, node_end = batch.q_len, batch.kv_len, batch.node_end
+    node_above, node_tokens = layout.node_above, layout.node_tokens
+    request_above = layout.request_above
     total = 0
-    for node in range(len(keep)):
-        if keep[node]:
+    for node in range(len(node_end)):
+        if layout.keep[node]:
             above = node_above[node]
             span = node_end[node] - (node_end[above] if above >= 0 else 0)
             count = tokens_per_tile(node_tokens[node], settings)
@@ -193,24 +198,16 @@ def split_budget(
 
 @jit
 def add_node_tasks(
-    keep: np.ndarray,
-    node_end: np.ndarray,
-    node_above: np.ndarray,
-    node_start: np.ndarray,
-    node_tokens: np.ndarray,
-    node_row: np.ndarray,
-    budget: int,
-    settings: np.ndarray,
-    tasks: np.ndarray,
-    keys: np.ndarray,
-    results: np.ndarray,
+    batch: Batch, layout: Layout, budget: int, settings: np.ndarray, table: Table
 ) -> np.ndarray:
     """Add all node tasks. Returns the parts per token of each node and those above.
 
     The last entry of the result is for no node.
     """
-    parts_up_to = np.zeros(len(keep) + 1, np.int64)
-    for node in range(len(keep)):
+    node_end = batch.node_end
+    keep, node_start, node_tokens, node_above, node_row = layout[:5]
+    parts_up_to = np.zeros(len(node_end) + 1, np.int64)
+    for node in range(len(node_end)):
         if not keep[node]:
             continue
         above = node_above[node]
@@ -226,30 +223,27 @@ def add_node_tasks(
             row = node_row[node]
             splits = add_tasks(
                 start, here, begin, end, length, row, NO_CAUSAL, -1, part, True,
-                settings, tasks, keys, results,
+                settings, table,
             )  # fmt: skip
         parts_up_to[node] = part + splits
-        results[KV_TOKENS] += end - begin
+        table.results[KV_TOKENS] += end - begin
     return parts_up_to
 
 
 @jit
 def add_suffix_tasks(
-    q_len: np.ndarray,
-    kv_len: np.ndarray,
-    table_row: np.ndarray,
-    request_start: np.ndarray,
-    request_above: np.ndarray,
-    node_end: np.ndarray,
+    batch: Batch,
+    layout: Layout,
     parts_up_to: np.ndarray,
     budget: int,
     settings: np.ndarray,
-    tasks: np.ndarray,
-    keys: np.ndarray,
+    table: Table,
     counts: np.ndarray,  # int32 [num_tokens], written: parts in gather order
-    results: np.ndarray,
 ) -> None:
     """Add the tasks of every request after its deepest kept node."""
+    q_len, kv_len, node_end = batch.q_len, batch.kv_len, batch.node_end
+    request_start, request_above = layout.request_start, layout.request_above
+    results = table.results
     for i in range(len(q_len)):
         above = request_above[i]
         begin = node_end[above] if above >= 0 else 0
@@ -263,8 +257,8 @@ def add_suffix_tasks(
             end = position + here
             length = split_length(here, end - begin, budget, settings)
             parts = part + add_tasks(
-                start, here, begin, end, length, table_row[i], position, tail_of, part,
-                False, settings, tasks, keys, results,
+                start, here, begin, end, length, batch.table_row[i], position, tail_of,
+                part, False, settings, table,
             )  # fmt: skip
             counts[start : start + here] = 0 if parts == 1 else parts
             results[COST_UNSHARED] += settings[TASK_BYTES]
@@ -275,41 +269,22 @@ def add_suffix_tasks(
 
 @jit
 def emit_tasks(
-    q_len: np.ndarray,  # int32 [n]
-    kv_len: np.ndarray,  # int32 [n]
-    table_row: np.ndarray,  # int32 [n]
-    request_start: np.ndarray,  # int32 [n]
-    request_above: np.ndarray,  # int32 [n]
-    keep: np.ndarray,  # bool [m]
-    node_end: np.ndarray,  # int32 [m]
-    node_above: np.ndarray,  # int32 [m]
-    node_start: np.ndarray,  # int32 [m]
-    node_tokens: np.ndarray,  # int32 [m]
-    node_row: np.ndarray,  # int32 [m]
+    batch: Batch,
+    layout: Layout,
     settings: np.ndarray,  # int64 [NUM_SETTINGS]
-    scratch: np.ndarray,  # int32 [max_tasks, NUM_FIELDS], overwritten
-    keys: np.ndarray,  # int64 [max_tasks], overwritten
-    tasks: np.ndarray,  # int32 [max_tasks, NUM_FIELDS], written, largest first
+    table: Table,  # written
     indptr: np.ndarray,  # int32 [num_tokens + 1], written: parts in gather order
-    results: np.ndarray,  # int64 [NUM_RESULTS], written
 ) -> None:
     """Write the task table and the CSR of parts.
 
     A token whose only result is written to the output directly has no parts.
     ``results[NUM_TASKS]`` can exceed the size of the table, which is then not written.
     """
+    _, keys, tasks, results = table
     results[:] = 0
-    budget = split_budget(
-        q_len, kv_len, request_above, keep, node_end, node_above, node_tokens, settings
-    )
-    parts_up_to = add_node_tasks(
-        keep, node_end, node_above, node_start, node_tokens, node_row, budget,
-        settings, scratch, keys, results,
-    )  # fmt: skip
-    add_suffix_tasks(
-        q_len, kv_len, table_row, request_start, request_above, node_end, parts_up_to,
-        budget, settings, scratch, keys, indptr[1:], results,
-    )  # fmt: skip
+    budget = split_budget(batch, layout, settings)
+    parts_up_to = add_node_tasks(batch, layout, budget, settings, table)
+    add_suffix_tasks(batch, layout, parts_up_to, budget, settings, table, indptr[1:])
     indptr[0] = 0
     for j in range(len(indptr) - 1):
         indptr[j + 1] += indptr[j]
@@ -321,4 +296,4 @@ def emit_tasks(
         order.sort()
         for i in range(num_tasks):
             index = MAX_TASKS - 1 - (order[num_tasks - 1 - i] & (MAX_TASKS - 1))
-            tasks[i] = scratch[index]
+            tasks[i] = table.scratch[index]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,10 @@ from sglang_batch.dense.row_request import (
 )
 from sglang_batch.dense.rows import Rows, SlabRows
 from sglang_batch.dense.worker import DenseWorker
-from sglang_batch.srt.dense.grammars import Grammars
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # SGLang's
+    from sglang_batch.srt.dense.grammars import Grammars
 
 
 def prompts(

@@ -12,8 +12,8 @@ from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sgl_kernel_ext.shared_prefix_attention import forest
 from sgl_kernel_ext.shared_prefix_attention import tasks as fields
-from sgl_kernel_ext.shared_prefix_attention.forest import keep_nodes
 
 
 def brute_force_cost(
@@ -57,18 +57,8 @@ def test_no_other_choice_of_nodes_is_cheaper(
 ) -> None:
     num_nodes = len(batch.node_parent)
     keep = np.zeros(num_nodes, np.bool_)
-    keep_nodes(
-        batch.q_len,
-        batch.node_parent,
-        batch.node_end,
-        batch.request_node,
-        3,
-        64,
-        128,
-        part,
-        task,
-        keep,
-    )
+    arrays = (getattr(batch, name) for name in forest.Batch._fields)
+    forest.keep_nodes(forest.Batch(*arrays), forest.Costs(3, 64, 128, part, task), keep)
     chosen = brute_force_cost(
         batch, set(np.flatnonzero(keep).tolist()), 64, 128, part, task
     )

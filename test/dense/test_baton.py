@@ -151,7 +151,7 @@ class TestVectorEmbedding:
             run.add([request]).steps(1)
         assert len(run.loop.running()) == 16
         # To 3, 6, 10 and 16 rows, and never for want of columns.
-        assert run.rows.num_resized == 4
+        assert run.rows._slab.num_resized == 4
         run.finish()
         assert run.tokens() == expected(gpt2, requests)
 

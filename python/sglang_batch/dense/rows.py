@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
@@ -25,93 +25,96 @@ from .slab import EncodedCache, RowKv, Slab, SlabCache
 logger = logging.getLogger(__name__)
 
 
-class Rows(Protocol):
+class Rows:
     """A batch as the decode loop sees it. Rows are numbered from 0, without gaps.
 
-    are_padded: whether a step takes as long for every row as for the longest.
+    Attributes:
+        are_padded: whether a step takes as long for every row as for the longest.
+        computed_tokens: prompt tokens that were computed.
+        lengths: tokens of KV of each row.
+        allocated_cells: rows times columns in memory.
     """
 
-    are_padded: bool
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Tokens of KV of each row."""
-
-    @property
-    def cells(self) -> int:
-        """Rows times columns in use."""
-
-    @property
-    def allocated_cells(self) -> int:
-        """Rows times columns in memory."""
+    are_padded = True
+    computed_tokens = 0
+    lengths: Sequence[int]
+    allocated_cells: int
 
     def prefill(
         self, requests: Sequence[DenseRequest], following: DenseRequest | None
     ) -> Iterator[Prefilled]:
         """Compute prompts. ``following`` is the request after these, if it is known."""
+        raise NotImplementedError
 
     def allow(self, max_rows: int, max_cells: int) -> None:
         """Memory may be allocated ahead for so many rows, and rows times columns."""
 
     def join(self, kvs: Sequence[Any]) -> None:
         """Add rows at the end, each from a prefill or from :meth:`take`."""
+        raise NotImplementedError
 
     def decode(self, tokens: Sequence[int]) -> torch.Tensor:
         """One step: the last token of each row in, float32 ``[rows, vocab]`` out."""
+        raise NotImplementedError
 
     def take(self, row: int) -> Any:
         """A copy of a row's KV, in host memory."""
+        raise NotImplementedError
 
     def to_host(self, kv: Any) -> Any:
         """The KV of a prefill, in host memory."""
+        return kv.to("cpu")
 
     def leave(self, row: int, *, wipe: bool = False) -> None:
         """Remove a row; the last one takes its place. ``wipe``: its KV is not finite."""
+        raise NotImplementedError
 
     def forget(self) -> None:
         """Release KV that is kept for prefixes of the next prompts."""
 
 
-class SlabRows:
+class _InSlabs(Rows):
+    """Rows whose KV is in slabs, each with a part of every row."""
+
+    def __init__(self, model: LoadedModel, *slabs: Slab) -> None:
+        self._model = model
+        self._slabs = slabs
+
+    @property
+    def lengths(self) -> Sequence[int]:  # type: ignore[override]
+        parts = zip(*(slab.lengths for slab in self._slabs), strict=True)
+        return [sum(lengths) for lengths in parts]
+
+    @property
+    def allocated_cells(self) -> int:  # type: ignore[override]
+        return sum(slab.allocated_cells for slab in self._slabs)
+
+    def allow(self, max_rows: int, max_cells: int) -> None:
+        for slab in self._slabs:
+            slab.max_rows, slab.max_cells = max_rows, max_cells
+
+    def leave(self, row: int, *, wipe: bool = False) -> None:
+        for slab in self._slabs:
+            slab.remove(row, wipe=wipe)
+
+
+class SlabRows(_InSlabs):
     """Rows in one slab: one forward pass for all."""
 
-    are_padded = True
-
     def __init__(self, model: LoadedModel, max_tokens: int, shortest: int) -> None:
-        self._model = model
-        self._prefill = Prefill(model, max_tokens, shortest)
         self._slab = Slab()
+        super().__init__(model, self._slab)
+        self._prefill = Prefill(model, max_tokens, shortest)
         self._cache: SlabCache | None = None
 
     @property
-    def lengths(self) -> Sequence[int]:
-        return self._slab.lengths
-
-    @property
-    def cells(self) -> int:
-        return len(self._slab) * self._slab.width
-
-    @property
-    def allocated_cells(self) -> int:
-        return self._slab.allocated_cells
-
-    @property
-    def computed_tokens(self) -> int:
-        """Prompt tokens that were computed."""
+    def computed_tokens(self) -> int:  # type: ignore[override]
         return self._prefill.computed_tokens
-
-    @property
-    def num_resized(self) -> int:
-        """How often all rows were copied to tensors of another size."""
-        return self._slab.num_resized
 
     def prefill(
         self, requests: Sequence[DenseRequest], following: DenseRequest | None
     ) -> Iterator[Prefilled]:
         return self._prefill.compute(requests, following)
-
-    def allow(self, max_rows: int, max_cells: int) -> None:
-        self._slab.max_rows, self._slab.max_cells = max_rows, max_cells
 
     def join(self, kvs: Sequence[RowKv]) -> None:
         device = self._model.device
@@ -132,12 +135,6 @@ class SlabRows:
     def take(self, row: int) -> RowKv:
         return self._slab.row(row)
 
-    def to_host(self, kv: RowKv) -> RowKv:
-        return kv.to("cpu")
-
-    def leave(self, row: int, *, wipe: bool = False) -> None:
-        self._slab.remove(row, wipe=wipe)
-
     def forget(self) -> None:
         self._prefill.forget()
 
@@ -155,7 +152,7 @@ class OwnState:
     logits: torch.Tensor | None = None
 
 
-class SeparateRows:
+class SeparateRows(Rows):
     """Rows one at a time, with the cache that the model makes for itself.
 
     Slower, and right for every model: states of recurrent layers, positions that count
@@ -163,23 +160,18 @@ class SeparateRows:
     """
 
     are_padded = False
-    computed_tokens = 0
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._rows: list[OwnState] = []
 
     @property
-    def lengths(self) -> Sequence[int]:
+    def lengths(self) -> Sequence[int]:  # type: ignore[override]
         return [int(row.ids.shape[1]) for row in self._rows]
 
     @property
-    def cells(self) -> int:
+    def allocated_cells(self) -> int:  # type: ignore[override]
         return sum(self.lengths)
-
-    @property
-    def allocated_cells(self) -> int:
-        return self.cells
 
     def prefill(
         self, requests: Sequence[DenseRequest], following: DenseRequest | None
@@ -188,12 +180,9 @@ class SeparateRows:
             state = self._begin(request.input_ids)
             logits = self._forward(state)
             self.computed_tokens += len(request.input_ids)
-            start = None if request.logprobs is None else request.logprobs.prompt_from
+            start = prompt_from(request)
             prompt = None if start is None else logits[start:]
             yield Prefilled(request, state, logits[-1], prompt, 0)
-
-    def allow(self, max_rows: int, max_cells: int) -> None:
-        """Nothing is allocated ahead."""
 
     def join(self, kvs: Sequence[OwnState]) -> None:
         self._rows += kvs
@@ -217,9 +206,6 @@ class SeparateRows:
     def leave(self, row: int, *, wipe: bool = False) -> None:
         self._rows[row] = self._rows[-1]
         self._rows.pop()
-
-    def forget(self) -> None:
-        """Nothing is kept."""
 
     def _step(self, row: OwnState, token: int) -> None:
         before = row.ids
@@ -296,53 +282,32 @@ class EncodedKv:
         return EncodedKv(self.answer.to(device), self.prompt.to(device))
 
 
-class EncodedRows:
+class EncodedRows(_InSlabs):
     """Rows of an encoder-decoder in two slabs.
 
     Each row has two parts, of which all rows end at one column: the KV of its answer, which
     grows, and that of its encoded prompt, to which the decoder attends and which stays.
-
-    Both slabs have as many rows. Together they are as wide as the longest prompt and the
-    longest answer, which may be those of different rows: a batch can have more cells than
-    the rows times the longest one that admission counts.
+    Together the slabs are as wide as the longest prompt and the longest answer, which may
+    be those of different rows: a batch can have more cells than the rows times the longest
+    one that admission counts. No prefix is kept: an encoder sees whole prompts.
 
     Args:
         max_tokens: of a batch that is encoded, padding included.
     """
 
-    are_padded = True
-
     def __init__(self, model: LoadedModel, max_tokens: int) -> None:
-        self._model = model
-        self._max_tokens = max_tokens
         self._answers, self._prompts = Slab(), Slab()
+        super().__init__(model, self._answers, self._prompts)
+        self._max_tokens = max_tokens
         self._cache: tuple[SlabCache, EncodedCache] | None = None
         # The last output of the encoder: only its shape is looked at once the KV is there.
         self._encoded: Any = None
-        self.computed_tokens = 0
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        both = zip(self._prompts.lengths, self._answers.lengths, strict=True)
-        return [prompt + answer for prompt, answer in both]
-
-    @property
-    def cells(self) -> int:
-        return len(self._answers) * (self._answers.width + self._prompts.width)
-
-    @property
-    def allocated_cells(self) -> int:
-        return self._answers.allocated_cells + self._prompts.allocated_cells
 
     def prefill(
         self, requests: Sequence[DenseRequest], following: DenseRequest | None
     ) -> Iterator[Prefilled]:
         for batch in padded_batches(requests, self._model.device, self._max_tokens):
             yield from self._encode(batch)
-
-    def allow(self, max_rows: int, max_cells: int) -> None:
-        for slab in (self._answers, self._prompts):
-            slab.max_rows, slab.max_cells = max_rows, max_cells
 
     def join(self, kvs: Sequence[EncodedKv]) -> None:
         on_device = [kv.to(self._model.device) for kv in kvs]
@@ -374,16 +339,6 @@ class EncodedRows:
 
     def take(self, row: int) -> EncodedKv:
         return EncodedKv(self._answers.row(row), self._prompts.row(row))
-
-    def to_host(self, kv: EncodedKv) -> EncodedKv:
-        return kv.to("cpu")
-
-    def leave(self, row: int, *, wipe: bool = False) -> None:
-        self._answers.remove(row, wipe=wipe)
-        self._prompts.remove(row, wipe=wipe)
-
-    def forget(self) -> None:
-        """Nothing is kept: an encoder sees whole prompts, so prefixes are not shared."""
 
     def _encode(self, batch: Sequence[DenseRequest]) -> Iterator[Prefilled]:
         device = self._model.device

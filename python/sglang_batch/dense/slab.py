@@ -180,13 +180,15 @@ class Slab:
 
     def _fit(self, rows: int, width: int, like: RowKv | None) -> None:
         """Have so many rows, and a width up to the column with one free behind it."""
+        columns = width + slack(width)
         if not self.layers:
             assert like is not None
-            self.column = width
-            self.front = width
-            self._allocate(rows, width + slack(width), like)
+            self.front = self.column = width
+            self.layers = [
+                (_zeros(rows, columns, keys), _zeros(rows, columns, values))
+                for keys, values in like.layers
+            ]
             return
-        columns = width + slack(width)
         if rows > self._rows:
             self._resize(rows, max(self._columns, columns), width)
         elif self.column < width or self.column == self._columns:
@@ -216,15 +218,6 @@ class Slab:
                 tensor[: len(self), :, begin:column] = used
                 self.moved_bytes += used.nbytes
         self.front, self.column = begin, column
-
-    def _allocate(self, rows: int, columns: int, like: RowKv) -> None:
-        self.layers = [
-            (
-                _zeros(rows, columns, keys),
-                _zeros(rows, columns, values),
-            )
-            for keys, values in like.layers
-        ]
 
     def _reallocate(self, rows: int, columns: int, column: int | None = None) -> None:
         """Move all rows to tensors of another size, one layer at a time.

@@ -13,20 +13,19 @@ batch.
 from __future__ import annotations
 
 import math
-from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .row_request import LogprobsWanted, Sampling, TokenLogprobs
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+Changes: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 GREEDY_BELOW = 1e-6
 """A temperature below this takes the most probable token."""
@@ -71,47 +70,50 @@ class RowSampler:
         self._ending = _ids(i for i in ending_ids if 0 <= i < vocab_size)
         self._bias_ids = _ids(sampling.logit_bias)
         self._bias = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
-        adds = bool(sampling.frequency_penalty or sampling.presence_penalty)
-        self._counts = _TokenCounts() if adds else None
-        self._seen = _TokenCounts() if sampling.repetition_penalty != 1.0 else None
+        # How often each token of the answer came, in the order of their first coming.
+        self._counts: Counter[int] = Counter()
+        self._counted = bool(
+            sampling.frequency_penalty
+            or sampling.presence_penalty
+            or sampling.repetition_penalty != 1.0
+        )
 
     def append(self, token: int) -> None:
         """Add a token to the answer."""
         self.num_tokens += 1
-        for counts in (self._counts, self._seen):
-            if counts is not None:
-                counts.add(token)
+        if self._counted:
+            self._counts[token] += 1
 
     def uniform(self) -> float:
         """The number in (0, 1) that draws the next token."""
         # With 50 bits, the product with any sum of probabilities is less than that sum.
         return ((_hash(self.seed, self.num_tokens) >> 14) + 0.5) / 2.0**50
 
-    def additive(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
-        """Token ids, int64, and the changes of their logits, float32, or None."""
-        if not self._counts:
-            return None
-        ids, counts = self._counts.arrays()
-        amounts = (
-            -self.sampling.frequency_penalty * counts - self.sampling.presence_penalty
-        )
-        return ids, amounts.astype(np.float32)
+    # Each returns token ids, int64, and as many float32 values; or None for no change.
 
-    def scaling(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
-        """Token ids, int64, and their repetition penalty, float32, or None."""
-        if not self._seen:
+    def additive(self) -> Changes | None:
+        """What frequency and presence penalties add to logits."""
+        each, once = self.sampling.frequency_penalty, self.sampling.presence_penalty
+        if not self._counts or not (each or once):
             return None
-        ids, _ = self._seen.arrays()
-        return ids, np.full(len(ids), self.sampling.repetition_penalty, np.float32)
+        counts = np.array(list(self._counts.values()), np.int64)
+        return _ids(self._counts), (-each * counts - once).astype(np.float32)
 
-    def forbidden(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
-        """Token ids, int64, that may not be chosen yet, and minus infinity, or None."""
+    def scaling(self) -> Changes | None:
+        """The repetition penalty of tokens in the answer."""
+        penalty = self.sampling.repetition_penalty
+        if not self._counts or penalty == 1.0:
+            return None
+        return _ids(self._counts), np.full(len(self._counts), penalty, np.float32)
+
+    def forbidden(self) -> Changes | None:
+        """Minus infinity for tokens that may not be chosen yet."""
         if self.num_tokens >= self._min_new_tokens or not len(self._ending):
             return None
         return self._ending, np.full(len(self._ending), -np.inf, np.float32)
 
-    def bias(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
-        """Token ids, int64, and the changes of their logits, float32, or None."""
+    def bias(self) -> Changes | None:
+        """The logit bias."""
         return (self._bias_ids, self._bias) if len(self._bias_ids) else None
 
 
@@ -205,29 +207,6 @@ def prompt_logprobs(
         return found
 
 
-class _TokenCounts:
-    """Distinct tokens in the order of their first coming, and how often each came."""
-
-    def __init__(self) -> None:
-        self._place: dict[int, int] = {}
-        self._ids = array("q")
-        self._counts = array("q")
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def add(self, token: int) -> None:
-        place = self._place.setdefault(token, len(self._ids))
-        if place == len(self._ids):
-            self._ids.append(token)
-            self._counts.append(1)
-        else:
-            self._counts[place] += 1
-
-    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return np.array(self._ids, np.int64), np.array(self._counts, np.int64)
-
-
 def _check(sampling: Sampling, vocab_size: int) -> None:
     for name, fits, allowed in (
         ("temperature", 0.0 <= sampling.temperature < math.inf, "0 or more"),
@@ -281,41 +260,37 @@ def _most_probable(logits: Any) -> tuple[Any, Any]:
 def _change(logits: Any, samplers: Sequence[RowSampler], mask: Any) -> bool:
     """Apply penalties, grammar and bias in place. Whether there were any."""
     changed = mask is not None
-    for step in (RowSampler.additive, RowSampler.forbidden):
+    scaling = RowSampler.scaling
+    for step in (RowSampler.additive, RowSampler.forbidden, scaling, RowSampler.bias):
+        if step is RowSampler.bias and mask is not None:
+            mask.apply(logits)
         if at := _gathered(logits, [step(sampler) for sampler in samplers]):
             rows, ids, values = at
-            logits[rows, ids] += values
+            old = logits[rows, ids]
+            if step is scaling:
+                logits[rows, ids] = torch.where(old < 0, old * values, old / values)
+            else:
+                logits[rows, ids] = old + values
             changed = True
-    if at := _gathered(logits, [sampler.scaling() for sampler in samplers]):
-        rows, ids, values = at
-        old = logits[rows, ids]
-        logits[rows, ids] = torch.where(old < 0, old * values, old / values)
-        changed = True
-    if mask is not None:
-        mask.apply(logits)
-    if at := _gathered(logits, [sampler.bias() for sampler in samplers]):
-        rows, ids, values = at
-        logits[rows, ids] += values
-        changed = True
     return changed
 
 
 def _gathered(
     logits: Any,
-    of_rows: Sequence[tuple[NDArray[np.int64], NDArray[np.float32]] | None],
+    of_rows: Sequence[Changes | None],
 ) -> tuple[Any, Any, Any] | None:
     """Row, token id and value of each entry, on the device of the logits."""
     found = [(row, *entry) for row, entry in enumerate(of_rows) if entry is not None]
     if not found:
         return None
-    rows = np.repeat([row for row, _, _ in found], [len(ids) for _, ids, _ in found])
-    ids = np.concatenate([ids for _, ids, _ in found])
-    values = np.concatenate([values for _, _, values in found])
-    return (
-        torch.from_numpy(rows).to(logits.device),
-        torch.from_numpy(ids).to(logits.device),
-        torch.from_numpy(values).to(logits.device),
+    rows, ids, values = zip(*found, strict=True)
+    at = (
+        np.repeat(rows, list(map(len, ids))),
+        np.concatenate(ids),
+        np.concatenate(values),
     )
+    first, second, third = (torch.from_numpy(each).to(logits.device) for each in at)
+    return first, second, third
 
 
 def _scaled(logits: Any, samplers: Sequence[RowSampler]) -> Any:

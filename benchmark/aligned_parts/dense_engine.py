@@ -24,8 +24,7 @@ from report import Figure, print_table
 
 from sglang_batch.dense.decode_loop import DecodeLoop
 from sglang_batch.dense.length_admission import ByLength
-from sglang_batch.dense.model import LoadedModel, wrap
-from sglang_batch.dense.packed_linear import pack_linears
+from sglang_batch.dense.model import LoadedModel, pack_linears, wrap
 from sglang_batch.dense.prefill import Prefilled
 from sglang_batch.dense.row_request import (
     DenseAnswer,

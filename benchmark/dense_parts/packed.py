@@ -16,7 +16,7 @@ from report import Figure, print_table
 from torch import nn
 from transformers import BertConfig, BertModel
 
-from sglang_batch.dense.packed_linear import pack_linears
+from sglang_batch.dense.model import pack_linears
 
 IN_FEATURES, OUT_FEATURES = 1024, 4096
 ROWS = (1, 4, 16, 256)

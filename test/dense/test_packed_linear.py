@@ -9,8 +9,7 @@ import torch
 from tiny_models import tiny_model
 from torch import nn
 
-from sglang_batch.dense.model import wrap
-from sglang_batch.dense.packed_linear import PackedLinear, pack_linears, unpack_linears
+from sglang_batch.dense.model import PackedLinear, pack_linears, unpack_linears, wrap
 from sglang_batch.dense.row_request import DenseSettings
 from sglang_batch.dense.rows import rows_for
 

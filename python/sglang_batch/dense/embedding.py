@@ -21,8 +21,8 @@ from .model import (
     context_length,
     differ_by,
     nearly_equal,
+    packed_if_possible,
 )
-from .packed_linear import packed_if_possible
 from .pooling import (
     CheckpointFiles,
     SentencePooling,

@@ -16,8 +16,7 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ..errors import ConfigError
-from .model import LoadedModel, nearly_equal
-from .packed_linear import packed_if_possible
+from .model import LoadedModel, nearly_equal, packed_if_possible
 from .prefill import Prefill, Prefilled, padded_batches, prompt_from, row_of
 from .row_request import DenseRequest, DenseSettings, Stopping
 from .slab import EncodedCache, RowKv, Slab, SlabCache

@@ -9,10 +9,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from .decode_loop import DecodeLoop
+from .decode_loop import DecodeLoop, MakeGrammars
 from .embedding import EmbeddingLoop, EmbeddingModel
 from .model import LoadedModel
-from .query import MakeGrammars
 from .row_request import DenseAnswer, DenseRequest, DenseSettings, OnAnswer
 from .rows import rows_for
 

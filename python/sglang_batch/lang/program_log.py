@@ -1,4 +1,4 @@
-"""The log of a job of frontend programs, and named jobs, which keep it between runs.
+"""Named jobs of frontend programs: their log, and the keys by which a program is known.
 
 Each record is one JSON line: the program's key, name and version, whether it succeeded,
 and its result. It is written when its program ends, and from then on survives the end of
@@ -8,16 +8,26 @@ this process. It survives a power failure from the next commit, about a second l
 
 from __future__ import annotations
 
+import base64
+import dataclasses
+import hashlib
+import inspect
+import json
+import math
 import os
 import re
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import NamedTuple
+from pathlib import Path, PurePath
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import platformdirs
 
 from ..errors import ConfigError, StoreError, StoreWriteError
@@ -31,7 +41,7 @@ class ProgramRecord(msgspec.Struct):
     """One finished program.
 
     Attributes:
-        key: identifies the program, see :mod:`.program_key`.
+        key: identifies the program, see :func:`program_keys`.
         program: its name.
         version: digest of its code.
         ok: whether it succeeded.
@@ -246,3 +256,223 @@ class ProgramJob:
                     "names another directory."
                 ) from error
             raise
+
+
+# Arguments and results are written as JSON without loss. Types that JSON lacks, such as tuples
+# and bytes, become objects with one key that begins with ``$``, such as ``{"$tuple": [1, 2]}``.
+
+
+def to_plain(value: Any, other: Callable[[Any], Any]) -> Any:
+    """Rewrite a value with the types of JSON.
+
+    Args:
+        value: None, a bool, number, string, bytes, list, tuple or dict, also nested.
+        other: rewrites a value of any other type, or raises.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if kind is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if kind is list:
+        return [to_plain(item, other) for item in value]
+    if kind is tuple:
+        return {"$tuple": [to_plain(item, other) for item in value]}
+    if kind is dict:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: to_plain(item, other) for key, item in value.items()}
+        pairs = [[key, item] for key, item in value.items()]
+        return {"$dict": to_plain(pairs, other)}
+    if isinstance(value, np.generic):
+        return to_plain(value.item(), other)
+    return other(value)
+
+
+def from_plain(plain: Any) -> Any:
+    """The value that was passed to :func:`to_plain`."""
+    if isinstance(plain, list):
+        return [from_plain(item) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if len(plain) == 1:
+        ((name, content),) = plain.items()
+        if name == "$float":
+            return float(content)
+        if name == "$bytes":
+            return base64.b64decode(content)
+        if name == "$tuple":
+            return tuple(from_plain(content))
+        if name == "$dict":
+            return {from_plain(key): from_plain(item) for key, item in content}
+    return {key: from_plain(item) for key, item in plain.items()}
+
+
+# Two programs have the same key if they have the same code, arguments, sampling parameters
+# and model. Code is compared compiled, so layout and comments do not matter. It includes
+# the functions of the same module that it calls, and the strings and numbers that it reads
+# from outside. Lists and dicts outside are left out, since programs may change them.
+
+_CONSTANTS = (str, bytes, int, float, bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramKeys:
+    """The keys of the programs of one ``run_batch``.
+
+    Attributes:
+        name: qualified name of the function.
+        version: digest of its code.
+        keys: one per program, in the order of the arguments. All are different: the
+            same arguments given twice differ in a number at the end.
+    """
+
+    name: str
+    version: str
+    keys: list[str]
+
+
+def program_keys(
+    program: Any,
+    batch_arguments: Sequence[dict[str, Any]],
+    sampling_params: Any,
+    model: list[str],
+) -> ProgramKeys:
+    """Compute the keys of the programs of one ``run_batch``.
+
+    Args:
+        program: a ``sgl.function``.
+        batch_arguments: of each program, by name.
+        sampling_params: the dataclass of defaults made by ``run_batch``.
+        model: identifies the model, such as by its path and chat template.
+
+    Raises:
+        ConfigError: an argument has a type that cannot be compared between runs.
+    """
+    code = _ProgramCode()
+    code.read(program.func)
+    version = _digest(code.parts)
+    name = program.func.__qualname__
+    parameters = dataclasses.asdict(sampling_params)
+    speculated = getattr(program, "num_api_spec_tokens", None)
+    common = [name, version, code.constants, parameters, speculated, model]
+    start = _digest(to_plain(common, repr))
+    defaults = _defaults(program.func)
+    occurrences: Counter[str] = Counter()
+    keys = []
+    for number, arguments in enumerate(batch_arguments):
+        given = {**defaults, **arguments, **program.bind_arguments}
+        digest = _digest([start, _plain_arguments(given, number)])
+        keys.append(f"{digest}-{occurrences[digest]}")
+        occurrences[digest] += 1
+    return ProgramKeys(name, version, keys)
+
+
+def _digest(plain: Any) -> str:
+    """Digest of a JSON value: 32 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _defaults(function: FunctionType) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    empty = inspect.Parameter.empty
+    return {p.name: p.default for p in parameters if p.default is not empty}
+
+
+def _plain_arguments(arguments: dict[str, Any], number: int) -> dict[str, Any]:
+    plain = {}
+    for name, value in arguments.items():
+        try:
+            plain[name] = to_plain(value, _content)
+        except TypeError as error:
+            raise ConfigError(
+                f"argument {name!r} of program number {number} has a {error}, which a "
+                "job cannot compare between runs. Pass strings, numbers, lists, dicts, "
+                "bytes, arrays or images, or run without job=."
+            ) from None
+    return plain
+
+
+def _content(value: Any) -> Any:
+    """JSON that identifies an argument without a JSON type: a digest or a string."""
+    if isinstance(value, PurePath):
+        return {"$path": str(value)}
+    if isinstance(value, bytearray | memoryview):
+        return to_plain(bytes(value), _content)
+    shape: list[Any]
+    # An image can be an argument only if its library was imported.
+    library = sys.modules.get("PIL.Image")
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        shape = [str(value.dtype), list(value.shape)]
+    elif library is not None and isinstance(value, library.Image):
+        shape = [value.mode, list(value.size)]
+    else:
+        kind = type(value)
+        raise TypeError(f"{kind.__module__}.{kind.__qualname__}")
+    return {"$sha256": [*shape, hashlib.sha256(value.tobytes()).hexdigest()]}
+
+
+class _ProgramCode:
+    """The compiled code of a program and of the functions that it calls.
+
+    Attributes:
+        parts: one description per function.
+        constants: values that the functions read from outside, by function and name.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+        self.constants: dict[str, Any] = {}
+        self._seen: set[int] = set()
+
+    def read(self, function: FunctionType) -> None:
+        if id(function) in self._seen:
+            return
+        self._seen.add(id(function))
+        self.parts.append(_describe(function.__code__))
+        for name, value in _outside(function):
+            # A program refers to another one as an object with a func.
+            called = inspect.getattr_static(value, "func", value)
+            if isinstance(called, FunctionType):
+                if called.__module__ == function.__module__:
+                    self.read(called)
+            elif _is_constant(value):
+                self.constants[f"{function.__qualname__}: {name}"] = value
+
+
+def _outside(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Names that a function reads from its module and its closure, with values."""
+    for name in sorted(_names(function.__code__)):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+    names = function.__code__.co_freevars
+    for name, cell in zip(names, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:
+            continue  # not bound yet
+
+
+def _is_constant(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(_is_constant(item) for item in value)
+    return type(value) in _CONSTANTS
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (_names(c) for c in code.co_consts if isinstance(c, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _describe(code: CodeType) -> list[Any]:
+    constants = [
+        _describe(constant)
+        if isinstance(constant, CodeType)
+        # Sets are ordered differently in each process.
+        else sorted(map(repr, constant))
+        if isinstance(constant, frozenset)
+        else repr(constant)
+        for constant in code.co_consts
+    ]
+    return [code.co_code.hex(), list(code.co_names), constants]

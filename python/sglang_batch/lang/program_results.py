@@ -22,8 +22,14 @@ from sglang.lang.interpreter import (
 )
 
 from ..errors import EngineError
-from .program_key import from_plain, program_keys, to_plain
-from .program_log import ProgramJob, ProgramLog, ProgramRecord
+from .program_log import (
+    ProgramJob,
+    ProgramLog,
+    ProgramRecord,
+    from_plain,
+    program_keys,
+    to_plain,
+)
 from .wave_transports import RequestError
 
 logger = logging.getLogger(__name__)

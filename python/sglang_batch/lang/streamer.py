@@ -10,8 +10,7 @@ from typing import Any
 from ..batch_api.protocol import MAX_PRIORITY
 from ..errors import ConfigError
 from .own_server import OwnServer
-from .stream_rows import RowLines, StreamAnswer
-from .stream_windows import StreamWindows
+from .stream_rows import RowLines, StreamAnswer, StreamWindows
 
 WINDOW = 8192
 CHAT = "/v1/chat/completions"

@@ -152,7 +152,7 @@ def chosen_backend(argv: list[str]) -> tuple[str, str]:
 
     Raises ConfigError if the model's configuration cannot be read.
     """
-    from ..srt.dense.start import why_not_sglang
+    from ..srt.dense.engine import why_not_sglang
 
     known = known_arguments("auto", argv)
     reason = why_not_sglang(
@@ -171,9 +171,9 @@ def transformers_engine(argv: list[str]) -> tuple[Any, StartEngine]:
     Raises ConfigError if an option cannot be used.
     """
     settings = transformers_settings(argv)
-    from ..srt.dense import start
+    from ..srt.dense.engine import engine
 
-    return settings[0], partial(start.engine, *settings)
+    return settings[0], partial(engine, *settings)
 
 
 def transformers_settings(

@@ -66,9 +66,9 @@ def serve(engine: EngineOptions) -> int:
 def _serve_transformers(argv: list[str]) -> int:
     check_server(transformers_options(argv, server=True))
     settings = transformers_settings(argv, server=True)
-    from ..srt.dense import start
+    from ..srt.dense.engine import serve as serve_dense
 
-    start.serve(*settings)
+    serve_dense(*settings)
     return ExitStatus.OK
 
 

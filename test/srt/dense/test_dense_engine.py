@@ -29,8 +29,7 @@ from sglang_batch.request import (
 )
 from sglang_batch.run.backend_options import transformers_engine
 from sglang_batch.scheduling.job_plan import JobPlan, unplanned
-from sglang_batch.srt.dense.engine import DenseEngine, OpenPlans
-from sglang_batch.srt.dense.start import why_not_sglang
+from sglang_batch.srt.dense.engine import DenseEngine, OpenPlans, why_not_sglang
 
 # SGLang answers errors with a class that its web framework wants to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse")

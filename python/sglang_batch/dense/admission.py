@@ -1,9 +1,9 @@
 """Which rows of a dense batch join, and which leave for a while.
 
-The keys and values of a dense batch take rows x width cells, where width is the length
-of the longest row: all rows end at one column, and shorter ones have dead cells in
-front. Each step makes every row one cell longer. Rows may be preempted and the batch
-may be larger or smaller from step to step, as in Baton, section 4.3.
+A dense batch takes rows x width cells of KV, where width is the length of the longest row:
+all rows end at one column, and shorter ones have dead cells in front. Each step makes every
+row one cell longer. Rows may be preempted, and the batch may change its size from step to
+step, as in Baton, section 4.3.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ class Row:
 class RowChanges:
     """What changes before the next step.
 
-    leaving: indices of running rows whose keys and values go to the host.
+    leaving: indices of running rows whose KV goes to the host.
     joining: indices of waiting rows, in the order in which they join.
-    too_long: indices of waiting rows that cannot make a step even alone. They wait
-        until the limit is higher; if it never will be, they can be refused. Only rows
-        up to the last one that was considered.
+    too_long: indices of waiting rows that cannot make a step even alone, up to the last one
+        that was considered. They wait until the limit is higher, or can be refused.
     """
 
     leaving: Sequence[int]
@@ -59,9 +58,8 @@ class RowChanges:
 def expected_left(expected: int, so_far: int, most: int) -> int:
     """Steps until an answer of ``so_far`` tokens is expected to end, at least 1.
 
-    An answer that is longer than the ``expected`` tokens is expected to become longer
-    by half, so that it does not look as if it ended at every next step. ``most``: the
-    limit on its tokens.
+    One that is longer than the ``expected`` tokens is expected to become longer by half, so
+    that it does not look as if it ended at every next step. ``most``: the limit on its tokens.
     """
     left = expected - so_far if so_far < expected else so_far // 2
     return max(1, min(left, most - so_far))
@@ -75,8 +73,8 @@ def cells(rows: Sequence[Row], steps: int = 0) -> int:
 def peak_cells(rows: Sequence[Row]) -> int:
     """The most cells at any step from now on, if rows end as expected and none joins.
 
-    Between two ends only the width changes, and it grows: the peak is at the last step
-    of some row. The rows that still run there are those with no fewer steps left.
+    Between two ends only the width grows, so the peak is at the last step of some row. The
+    rows that still run there are those with no fewer steps left.
     """
     peak = longest = 0
     by_end = sorted(rows, key=lambda row: row.left, reverse=True)
@@ -89,9 +87,8 @@ def peak_cells(rows: Sequence[Row]) -> int:
 def preempted(running: Sequence[Row], max_cells: int, steps: int = 0) -> list[int]:
     """Indices of rows that must leave so that the others fit for so many steps.
 
-    Of all choices, the one with the fewest tokens of the highest priority leaves; among
-    equal ones that with the fewest of the next priority, and so on; then the one with
-    the fewest rows.
+    The choice is the one that moves the fewest tokens of the highest priority, then of the
+    next one, and so on, then the fewest rows.
     """
     choice = _least_moved(
         running,
@@ -109,10 +106,9 @@ def preempted(running: Sequence[Row], max_cells: int, steps: int = 0) -> list[in
 def displaced_by(
     running: Sequence[Row], newcomer: Row, max_rows: int, max_cells: int
 ) -> list[int] | None:
-    """Indices of rows that must leave so that ``newcomer`` can join.
+    """Indices of rows of lower priority that must leave so that ``newcomer`` can join.
 
-    Only rows of lower priority leave, the lowest first, and none that could as well
-    stay. None if the newcomer cannot join even without them.
+    The lowest leave first, and none that could as well stay. None: it cannot join anyway.
     """
     return _least_moved(
         running,
@@ -124,8 +120,7 @@ def displaced_by(
 class Offer(Enum):
     """What becomes of a waiting row that could join.
 
-    IN_VAIN: it does not fit now.
-    STAYS_BEHIND: it may not pass another one that waits.
+    IN_VAIN: it does not fit now. STAYS_BEHIND: it may not pass another one that waits.
     TOO_LONG: it cannot make a step even alone.
     """
 
@@ -162,12 +157,11 @@ class BatchChange:
 class Admission:
     """Chooses who runs. The limits may be changed between any two calls.
 
-    max_rows: most rows of the batch, at least 1. If it is lowered, none joins until
-        enough have ended.
+    max_rows: most rows of the batch, at least 1. If it is lowered, none joins until enough
+        have ended.
     max_cells: most cells of the batch.
-    max_passes: a waiting row can be passed by so many rows of its own priority that
-        were behind it. 0 keeps to the order. Rows of lower priority never pass it, and
-        those of higher priority are not counted.
+    max_passes: rows of its own priority behind a waiting row that may pass it. 0 keeps to the
+        order. Rows of lower priority never pass, and those of higher ones are not counted.
     """
 
     max_rows: int
@@ -186,13 +180,14 @@ class Admission:
     def changes(self, running: Sequence[Row], waiting: Sequence[Row]) -> RowChanges:
         """Who leaves and who joins before the next step.
 
-        ``waiting``: rows that have left before come first, then the others in their
-        order. Rows of higher priority are considered first, whatever their place.
+        Rows leave if the next step would exceed ``max_cells``, or for a waiting row of higher
+        priority. A row joins if the batch is not expected to exceed ``max_cells`` later. If none
+        runs, the first that can make a step joins without regard to expectations. At most
+        ``max_passes`` + 1 rows are tried in vain.
 
-        Rows leave if the next step would exceed ``max_cells``, or for a waiting row of
-        higher priority. A row joins if the batch is not expected to exceed ``max_cells``
-        later. If none runs, the first that can make a step joins without regard to
-        expectations. At most ``max_passes`` + 1 rows are tried in vain.
+        Args:
+            waiting: in their order, rows that have left before first. Rows of higher priority
+                are considered first, whatever their place.
         """
         change = self.begin(running)
         self._forget_except(waiting)
@@ -281,10 +276,9 @@ def _least_moved(
 ) -> list[int] | None:
     """Indices of ``movable`` rows without which the others fit, or None.
 
-    ``fits`` holds for fewer rows wherever it holds for more. For each width, all longer
-    rows leave, and then as many of the others as necessary: those of lowest priority
-    first, the shortest of them first. If ``fits`` depends on the number and the width
-    only, one of these choices is the least of all.
+    ``fits`` holds for fewer rows wherever it holds for more. For each width, all longer rows
+    leave, and then as many others as necessary: of the lowest priority first, of these the
+    shortest. If ``fits`` depends on the number and the width only, one of these is the best.
     """
     if fits(list(rows)):
         return []

@@ -100,10 +100,8 @@ class DecodeLoop:
         return [query.request.rid for query in self._running]
 
     def limit_cells(self, max_cells: int) -> None:
-        """Change the limit on KV cells. Rows that do not fit leave before the next step.
-
-        Those that do not even fit alone wait until the limit is higher, unless they do
-        not fit the one of the settings either.
+        """Change the limit on KV cells. Rows that do not fit leave before the next step. Those that
+        do not even fit alone wait for a higher limit, unless they exceed that of the settings.
         """
         self._admission.max_cells = max_cells
         too_long, self._too_long = self._too_long, []
@@ -112,13 +110,12 @@ class DecodeLoop:
         self._changed = True
 
     def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:
-        """Change the plan of open requests.
-
-        Rows leave for others that now have a higher priority, before the next step.
+        """Change the plan of open requests. Rows leave before the next step for others that now have
+        a higher priority.
 
         Args:
-            revised: of each request the same one, or one with another ``place``,
-                ``priority``, ``expected_len`` or ``by_length``.
+            revised: of each request the same one, or one with another ``place``, ``priority``,
+                ``expected_len`` or ``by_length``.
         """
         for query in tuple(self._all_waiting()):
             if (request := revised(query.request)) is not query.request:
@@ -189,10 +186,8 @@ class DecodeLoop:
             self._grow()
 
     def _decode(self) -> torch.Tensor | None:
-        """Logits of the next tokens, None if there is too little memory.
-
-        Memory is freed only after this returns: until then the error holds the tensors
-        of the step.
+        """Logits of the next tokens, None if there is too little memory. It is freed only after this
+        returns: until then the error holds the tensors of the step.
         """
         try:
             return self._rows.decode([query.tokens[-1] for query in self._running])
@@ -310,9 +305,8 @@ class DecodeLoop:
         return self._waiting.first(count)
 
     def _taken_ahead(self, new: Sequence[Query]) -> list[Query]:
-        """Take waiting requests whose prompts are computed with those of new rows.
-
-        One prompt alone costs nearly what several do. They join later (4.2).
+        """Take waiting requests whose prompts are computed with those of new rows, and that join
+        later (4.2): one prompt alone costs nearly what several do.
         """
         if not (new and self._computes_ahead):
             return []
@@ -412,10 +406,7 @@ class DecodeLoop:
     # Tokens -----------------------------------------------------------------------------
 
     def _begin(self, query: Query, found: Prefilled) -> bool:
-        """Take the first token after a prompt. Whether the row continues.
-
-        After a row whose KV was dropped, the prompt ends with its answer so far.
-        """
+        """Take the first token after a prompt, or none if its answer goes on. Whether the row continues."""
         if query.tokens:
             return True  # its last token was chosen before
         query.cached_tokens = found.cached_tokens
@@ -560,7 +551,6 @@ class WaitingQueries:
         return iter(self._ordered)
 
     def first(self, count: int) -> list[Query]:
-        """The first ones."""
         return self._ordered[:count]
 
     def after(self, query: Query, count: int) -> list[Query]:
@@ -587,8 +577,7 @@ class WaitingQueries:
 class LoopCounts:
     """Counts of a loop's work so far.
 
-    steps: forward passes that decode.
-    decoded_rows: rows of these, summed.
+    steps: forward passes that decode. decoded_rows: rows of these, summed.
     peak_cells: most KV cells that were allocated.
     preempted: times that a row went to the host.
     recomputed_tokens: of rows that did not fit the host, or whose step ran out of memory.

@@ -59,8 +59,7 @@ class EmbeddingModel(LoadedModel):
         """The vectors of prompts, computed in one batch that is padded behind.
 
         Args:
-            prompts: token ids, at least one of each prompt. Of one length unless the
-                model ``pads``.
+            prompts: token ids, at least one of each. Of one length unless the model ``pads``.
 
         Returns:
             float32 ``[rows, dims]`` on the CPU.
@@ -143,10 +142,7 @@ def _states(
     ids: torch.Tensor,
     mask: torch.Tensor,
 ) -> torch.Tensor:
-    """The last layer's states, ``[rows, tokens, width]``.
-
-    Types of tokens are left out: all are of the first type, as models assume.
-    """
+    """The last layer's states, ``[rows, tokens, width]``. All tokens are of the first type."""
     inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
     found = model(**{key: value for key, value in inputs.items() if key in parameters})
     states: torch.Tensor = found[0]
@@ -282,13 +278,12 @@ def _class_of(path: str, config: Any) -> Any:
 class EmbeddingLoop:
     """Answers requests with vectors, one batch at a step. All calls come from one thread.
 
-    All rows that wait are sorted by length, of one priority at a time. Their places in the
-    plan are ignored: no prefix is shared.
+    Rows of the highest priority are sorted by length. Their places in the plan are ignored:
+    no prefix is shared.
 
     Args:
-        settings: ``max_cells`` are most rows times the longest one's tokens, by default
-            1024 on a CPU and ``prefill_tokens`` elsewhere. ``max_rows`` is for rows that
-            decode.
+        settings: ``max_cells`` are most rows times the longest one's tokens, by default 1024
+            on a CPU and ``prefill_tokens`` elsewhere. ``max_rows`` is for rows that decode.
 
     Attributes:
         batches: that have run.

@@ -1,9 +1,8 @@
 """Rows of a dense batch that join by their length, so that little of it is padding.
 
-The rules are those of ``planner.kv_lengths.batch_switch``. All requests that wait are
-known to it, and it is told of each that comes or goes. Rows without a rule join in their
-order, as :class:`.dense_rows.Admission` has it. Where both wait with one priority, the kind
-with fewer rows in the batch is next.
+The rules are those of ``planner.kv_lengths.batch_switch``, which is told of each request
+that comes or goes. Rows without a rule join in their order, as :class:`.Admission` has it.
+Where both wait with one priority, the kind with fewer rows in the batch is next.
 """
 
 from __future__ import annotations
@@ -59,11 +58,10 @@ class ByLength:
 
 @dataclass(frozen=True, slots=True)
 class LengthChanges(RowChanges):
-    """What changes before the next step. See :class:`.dense_rows.RowChanges`.
+    """What changes before the next step, besides :class:`.RowChanges`.
 
     chosen: numbers of rows that join by length, in the order in which they join.
-    chosen_too_long: numbers of those that cannot make a step even alone. They no longer
-        wait.
+    chosen_too_long: numbers of those that cannot make a step even alone. They no longer wait.
     """
 
     chosen: Sequence[int]
@@ -71,12 +69,7 @@ class LengthChanges(RowChanges):
 
 
 class _Level:
-    """The rows of one priority that join by length.
-
-    Attributes:
-        waiting: those that wait, by number.
-        running: numbers of those that run.
-    """
+    """The rows of one priority that join by length: those that wait, and numbers of those that run."""
 
     def __init__(self, rule: int, max_ticks: int) -> None:
         self.rule = rule
@@ -212,8 +205,7 @@ class _Round:
 class LengthAdmission(Admission):
     """Chooses who runs, of rows that join by length and of others.
 
-    It is told of the former by :meth:`add` and :meth:`remove`, and of those that it lets
-    run or leave it knows itself.
+    It is told of the former by :meth:`add` and :meth:`remove`.
 
     step_cells: KV cells that are read in the time of a decode step without rows.
     most_cells: of a batch where ``max_cells`` is no limit.
@@ -276,7 +268,7 @@ class LengthAdmission(Admission):
         """Who leaves and who joins before the next step.
 
         Args:
-            waiting: rows without a rule, as of :meth:`.dense_rows.Admission.changes`.
+            waiting: rows without a rule, as of :meth:`.Admission.changes`.
             host_room: KV cells for which there is room in host memory. None: no limit.
         """
         self._ticks = 0
@@ -393,9 +385,8 @@ class LengthAdmission(Admission):
 
 
 def _soon_parked(row: Row) -> Row:
-    """A row as if it had no more steps left than until the next question.
-
-    It leaves when the batch grows too large. So it need not fit to its end.
+    """A row as if it ended at the next question: it leaves when the batch grows too large, so it
+    need not fit to its end.
     """
     return replace(row, left=min(row.left, CHECK_TICKS))
 

@@ -76,8 +76,8 @@ class LoadedModel:
         """One forward pass of tokens behind those in a cache.
 
         Args:
-            input_ids, positions: ``[rows, tokens]``, int64.
-            mask: ``[rows, tokens in the cache and new ones]``, int64, 1 for real tokens.
+            input_ids, positions: int64 ``[rows, tokens]``.
+            mask: int64 ``[rows, tokens in the cache and new ones]``, 1 for real tokens.
             last: the token of each row whose logits are wanted. None for all tokens.
 
         Returns:
@@ -105,7 +105,7 @@ class LoadedModel:
 
         Args:
             inputs: by name. Those that the model does not take are left out.
-            positions: of the tokens, int64 ``[rows, tokens]``.
+            positions: int64 ``[rows, tokens]``.
         """
         known = {name: each for name, each in inputs.items() if name in self.parameters}
         given = nullcontext() if self.learned is None else self.learned.given(positions)
@@ -236,11 +236,7 @@ def _decoder_start(model: PreTrainedModel) -> int:
 
 
 def nearly_equal(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether two results of a model are equal but for rounding.
-
-    Args:
-        dtype: of the model. NaN is equal to nothing.
-    """
+    """Whether results of a model of this dtype are equal but for rounding. NaN is equal to nothing."""
     return differ_by(one, other) <= _TOLERANCE.get(dtype, _LOW_PRECISION)
 
 
@@ -266,12 +262,10 @@ _POSITIONS, _COUNTED = "position_ids", "past_key_values_length"
 class LearnedPositions:
     """Position embeddings that count columns, made to count the tokens of each row.
 
-    Decoders such as those of BART, Pegasus and Whisper take no ``position_ids``. They count
-    from the length of the cache, which is the width of the batch and not the length of a
-    row. Most of their embeddings do take positions, which :meth:`given` hands to them.
-    Those of M2M100 and a few others do not, and are asked for each row alone.
-
-    Otherwise the model is as it was. Calls come from one thread.
+    Decoders such as those of BART, Pegasus and Whisper take no ``position_ids``. They count from
+    the length of the cache, which is the width of the batch and not the length of a row. Most
+    of their embeddings do take positions, which :meth:`given` hands to them. Those of M2M100 and
+    a few others do not, and are asked for each row alone. Calls come from one thread.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
@@ -298,10 +292,8 @@ class LearnedPositions:
 
     @contextmanager
     def given(self, positions: torch.Tensor) -> Iterator[None]:
-        """Forward passes in this block have these positions.
-
-        Args:
-            positions: int64 ``[rows, tokens]``, consecutive in each row.
+        """Forward passes in this block have these positions, int64 ``[rows, tokens]``, consecutive in
+        each row.
         """
         self._positions = positions
         try:
@@ -386,18 +378,16 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
 def pack_linears(model: nn.Module) -> None:
     """Pack the linear layers of a model, in place, that are float32 and on a CPU.
 
-    Layers of other classes than ``nn.Linear`` stay as they are, and all layers where torch
-    has no oneDNN. A weight that the model uses elsewhere, too, is copied.
+    Layers of other classes than ``nn.Linear`` stay as they are, and all where torch has no
+    oneDNN. A weight that the model uses elsewhere, too, is copied.
     """
     if torch.backends.mkldnn.is_available():
         _replace(model, _packed)
 
 
 def packed_if_possible(model: nn.Module, run: Callable[[], T]) -> T:
-    """Pack the linear layers of a model, and run it.
-
-    Models that compute with the weights of their layers themselves fail. They are unpacked,
-    and run again.
+    """Pack the linear layers of a model, and run it. A model that fails, since it computes with
+    their weights itself, is unpacked and run again.
     """
     pack_linears(model)
     try:

@@ -82,15 +82,12 @@ class SentencePooling:
         return len(self.steps) > 0 and isinstance(self.steps[-1], UnitLength)
 
     def __call__(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """The vectors of texts.
+        """The vectors of texts, float32 ``[rows, dims]``.
 
         Args:
             states: ``[rows, tokens, width]``, of any floating dtype.
-            mask: int64 ``[rows, tokens]``, 1 for tokens and 0 for padding, which is
-                behind them. Each row has a token.
-
-        Returns:
-            float32 ``[rows, dims]``.
+            mask: int64 ``[rows, tokens]``, 1 for tokens and 0 for padding, which is behind them.
+                Each row has a token.
         """
         states = states.float()
         pooled = [_pooled(mode, states, mask) for mode in self.modes]
@@ -160,10 +157,8 @@ class CheckpointFiles:
     revision: str | None = None
 
     def find(self, name: str) -> Path | None:
-        """A file, downloaded if need be, or None if there is none.
-
-        Raises:
-            ConfigError: it cannot be downloaded.
+        """A file, downloaded if need be, or None if there is none. Raises ConfigError if it cannot be
+        downloaded.
         """
         folder = Path(self.path).expanduser()
         if folder.is_dir():
@@ -176,10 +171,8 @@ class CheckpointFiles:
             raise ConfigError(f"{name} of {self.path}: {error}") from error
 
     def json(self, name: str) -> Any:
-        """A file's JSON value, or None if there is no such file.
-
-        Raises:
-            ConfigError: it cannot be read.
+        """A file's JSON value, or None if there is no such file. Raises ConfigError if it cannot be
+        read.
         """
         found = self.find(name)
         try:
@@ -197,11 +190,7 @@ def declares_pooling(files: CheckpointFiles) -> bool:
 
 
 def declared_pooling(files: CheckpointFiles) -> SentencePooling | None:
-    """The pooling that a checkpoint declares, or None if it declares none.
-
-    Raises:
-        ConfigError: it declares something that is not known here.
-    """
+    """The pooling that a checkpoint declares, None if none. Raises ConfigError if it is not known."""
     modules = files.json("modules.json")
     if modules is None:
         config = files.json("1_Pooling/config.json")

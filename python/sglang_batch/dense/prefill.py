@@ -31,8 +31,7 @@ class Prefilled:
     kv: of the row, for :meth:`.rows.Rows.join`.
     logits: float32 ``[vocab]``, for the first token of the answer.
     prompt_logits: float32 ``[tokens, vocab]`` from ``logprobs.prompt_from`` on, or None.
-    cached_tokens: tokens of it that were computed before, for another. Over all prompts, these
-        and :attr:`Prefill.computed_tokens` are the tokens of the prompts.
+    cached_tokens: tokens of it that were computed before, for another prompt.
     """
 
     request: DenseRequest
@@ -43,9 +42,8 @@ class Prefilled:
 
 
 class Prefill:
-    """Computes prompts in the order of a plan, in which those that share a prefix follow
-    each other. Then the KV of the last prompt is all that has to be kept: it is the path
-    from the root of the prefix tree to the present leaf.
+    """Computes prompts in the order of a plan, in which those that share a prefix follow each
+    other: the KV of the last prompt is all that has to be kept.
 
     Args:
         max_tokens: of a batch, padding included.
@@ -66,10 +64,8 @@ class Prefill:
     def compute(
         self, requests: Sequence[DenseRequest], following: DenseRequest | None = None
     ) -> Iterator[Prefilled]:
-        """Prefill requests, in their order as far as prefixes are concerned.
-
-        Args:
-            following: the request after the last of these, if it is known.
+        """Prefill requests, in their order as far as prefixes are concerned. ``following``: the
+        request after the last of these, if it is known.
         """
         todo = list(requests)
         while todo:
@@ -93,10 +89,8 @@ class Prefill:
     def _prepare_path(
         self, first: DenseRequest, second: DenseRequest | None
     ) -> tuple[int, int]:
-        """Have the prefix that a request shares, with the one before or after it.
-
-        Returns:
-            Its length, or 0 if it is too short, and how much of it was there before.
+        """Have the prefix that a request shares, with the one before or after it. Returns its length,
+        0 if it is too short, and how much of it was there before.
         """
         limit = len(first.input_ids) - 1
         start = prompt_from(first)
@@ -151,11 +145,7 @@ class Prefill:
     def _run(
         self, batch: Sequence[DenseRequest], shared: int, cached: Sequence[int]
     ) -> Iterator[Prefilled]:
-        """Compute the tokens after the path.
-
-        Args:
-            cached: of each request, :attr:`Prefilled.cached_tokens`.
-        """
+        """Compute the tokens after the path. ``cached``: see :class:`Prefilled`."""
         device = self._model.device
         suffixes = [list(request.input_ids[shared:]) for request in batch]
         longest = max(map(len, suffixes))
@@ -237,10 +227,8 @@ def padded_batches(
 def cheapest_cuts(
     lengths: Sequence[int], each: int, most: int
 ) -> list[tuple[int, int]]:
-    """Where to cut prompts of falling length into batches, as ranges.
-
-    A batch has as many tokens as it has prompts times the longest, at most ``most`` unless
-    it is one prompt. It costs its tokens and ``each``.
+    """Where to cut prompts of falling length into batches, as ranges. A batch costs ``each`` and
+    its tokens, prompts times the longest: at most ``most`` unless it is one prompt.
     """
     costs, begins = [0], [0]
     for end in range(1, len(lengths) + 1):

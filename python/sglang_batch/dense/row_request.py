@@ -18,15 +18,13 @@ class Sampling:
     top_k: the k most probable tokens, -1 for all.
     top_p: the smallest set of tokens whose probabilities sum to this.
     min_p: tokens with at least this share of the largest probability.
-    frequency_penalty, presence_penalty: subtracted from the logits of tokens in the answer
-        so far, by count and once.
-    repetition_penalty: divides positive logits and multiplies negative ones of tokens in
-        the answer so far.
+    frequency_penalty, presence_penalty: subtracted from the logits of tokens in the answer, by
+        count and once.
+    repetition_penalty: divides positive logits of these tokens and multiplies negative ones.
     logit_bias: added to logits, by token id.
-    seed: the same seed, row and logits give the same tokens, whatever other rows run.
-        None draws one.
-    grammar: the name of a kind that :mod:`sglang_batch.srt.dense.grammars` has (``json_schema``, ``regex``,
-        ``ebnf``, ``structural_tag``) and its text, or None.
+    seed: the same seed, row and logits give the same tokens, whatever other rows run. None
+        draws one.
+    grammar: a kind of :mod:`sglang_batch.srt.dense.grammars` and its text, or None.
     """
 
     temperature: float = 0.0
@@ -150,17 +148,15 @@ class DenseSettings:
     """Limits of the batch.
 
     max_rows: most rows that decode together.
-    max_cells: most KV cells, which are rows times columns, of the batch. None: no limit
-        but that of the memory.
-    host_cells: most KV cells of rows that wait: those that ran are in host memory, and
-        prompts that were computed ahead on the device. The rest is computed again.
-    prefill_tokens: most tokens of a prefill, padding included. A longer prompt is
-        prefilled alone.
+    max_cells: most KV cells, rows times columns, of the batch. None: as the memory allows.
+    host_cells: most KV cells of rows that wait: those that ran are in host memory, and prompts
+        that were computed ahead on the device. The rest is computed again.
+    prefill_tokens: most tokens of a prefill, padding included, unless it is one prompt.
     shortest_shared: a shared prefix of fewer tokens is computed for each prompt.
     seed: of rows that name none.
-    step_cells: KV cells that are read in the time of a decode step without rows. Rows that
-        join by length are compared with it. By default that of a model with 24 times as
-        many parameters as numbers in a token's keys and values.
+    step_cells: KV cells that are read in the time of a decode step without rows, with which rows
+        that join by length are compared. By default that of a model with 24 times as many
+        parameters as numbers in a token's keys and values.
     """
 
     max_rows: int = 32

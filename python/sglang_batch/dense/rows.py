@@ -282,13 +282,11 @@ class EncodedKv:
 
 
 class EncodedRows(_InSlabs):
-    """Rows of an encoder-decoder in two slabs.
+    """Rows of an encoder-decoder in two slabs: the KV of answers, which grows, and that of encoded
+    prompts, to which the decoder attends.
 
-    Each row has two parts, of which all rows end at one column: the KV of its answer, which
-    grows, and that of its encoded prompt, to which the decoder attends and which stays.
-    Together the slabs are as wide as the longest prompt and the longest answer, which may
-    be those of different rows: a batch can have more cells than the rows times the longest
-    one that admission counts. No prefix is kept: an encoder sees whole prompts.
+    The longest prompt and answer may be those of different rows, so a batch can have more cells
+    than admission counts. No prefix is kept: an encoder sees whole prompts.
 
     Args:
         max_tokens: of a batch that is encoded, padding included.
@@ -407,8 +405,7 @@ def rows_for(model: LoadedModel, settings: DenseSettings) -> tuple[Rows, str]:
     """The rows that a model can have.
 
     Its linear layers are packed, unless it computes with their weights itself. Two rows of
-    different lengths in one slab must have the logits of rows that run alone with the
-    model's own cache.
+    different lengths in one slab must have the logits of rows that run alone.
 
     Returns:
         The rows, and why they are separate, which is empty if they are not.

@@ -39,11 +39,8 @@ class RowSampler:
     """The sampling settings of one row, and the tokens that its penalties count.
 
     Args:
-        sampling: the row's settings.
-        vocab_size: width of the logits.
         seed: of the row if ``sampling`` has none; see :func:`drawn_seed`.
         ending_ids: tokens that are not chosen before ``min_new_tokens``.
-        min_new_tokens: tokens of the answer before an ending token may be chosen.
 
     Raises:
         ValueError: a setting is out of its range.
@@ -145,15 +142,12 @@ def choose(
 ) -> Chosen:
     """Choose a token for each row. The caller adds it with the sampler's ``append``.
 
-    Log probabilities are those that SGLang reports: of the logits with penalties,
-    grammar, bias and temperature, before top-k, top-p and min-p. Temperature 0 counts
-    as 1.
+    Log probabilities are those that SGLang reports: of the logits with penalties, grammar, bias
+    and temperature, where 0 counts as 1, before top-k, top-p and min-p.
 
     Args:
         logits: ``[rows, vocab]``, float32 on any device. Changed in place.
-        samplers: one per row.
         mask: of the rows that have a grammar, whose ``apply`` changes logits in place.
-            None without.
         wanted: log probabilities, one per row.
     """
     with torch.inference_mode():
@@ -190,13 +184,11 @@ def choose(
 def prompt_logprobs(
     logits: Any, tokens: Sequence[int], wanted: LogprobsWanted
 ) -> list[TokenLogprobs]:
-    """Log probabilities of tokens of a prompt.
+    """Log probabilities of tokens of a prompt. ``prompt_from`` is not looked at.
 
     Args:
-        logits: ``[tokens, vocab]``, of any floating type; row i is the model's
-            output at the position before that of ``tokens[i]``.
-        tokens: as many as ``logits`` has rows.
-        wanted: ``prompt_from`` is not looked at.
+        logits: ``[tokens, vocab]``, of any floating type; row i is the model's output at the
+            position before that of ``tokens[i]``.
     """
     with torch.inference_mode():
         found: list[TokenLogprobs] = []
@@ -433,7 +425,7 @@ def keep_nucleus(probs: Any, top_ps: Any) -> None:
 
 
 def outside(ordered: Any, top_ps: Any) -> Any:
-    """Which of the most probable tokens are outside top-p, bool like ``ordered``.
+    """Which tokens are outside top-p, bool like ``ordered``.
 
     Args:
         ordered: probabilities in descending order, float32 ``[rows, tokens]``.

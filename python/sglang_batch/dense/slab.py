@@ -5,9 +5,6 @@ allocated ahead: a row that joins is written so that it ends at the present colu
 that leaves is overwritten by the last one, and the front that no row reaches is released.
 Columns of a row are its tokens in order, so a sliding window, relative positions and ALiBi
 need not know of the alignment.
-
-transformers sees a slab as a :class:`SlabCache`, and calls :func:`attend` for one new token
-per row.
 """
 
 from __future__ import annotations
@@ -108,8 +105,7 @@ class Slab:
         """Remove a row. The last row takes its place.
 
         Args:
-            wipe: its KV is not finite. Masked KV is still multiplied by zero, and
-                so must be finite.
+            wipe: its KV is not finite, and masked KV is still multiplied by zero.
         """
         last = len(self) - 1
         for keys, values in self.layers:
@@ -312,10 +308,8 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]
         *args: object,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new token of each row, ``[rows, heads, 1, head_dim]``.
-
-        Returns:
-            Keys and values of all columns in use, ``[rows, heads, width + 1, head_dim]``.
+        """Write the new token of each row, ``[rows, heads, 1, head_dim]``. Returns keys and values of
+        all columns in use, ``[rows, heads, width + 1, head_dim]``.
         """
         slab = self._slab
         keys, values = slab.layers[self._number]
@@ -326,11 +320,9 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]
         return keys[:rows, :, used], values[:rows, :, used]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns of the mask, and the first of them."""
         return self._slab.width + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Columns in use before this step."""
         return self._slab.width
 
     def get_max_length(self) -> int:
@@ -386,8 +378,8 @@ def attend(
     """Attention as transformers' ``sdpa``, of one new token per row over a masked slab.
 
     transformers repeats the heads of keys and values where there is a mask. Here the query
-    heads that share a KV head become its rows, so nothing is copied. On a CPU, rows that
-    see little of a wide slab attend one by one, each to the columns that it sees.
+    heads that share a KV head become its rows. On a CPU, rows that see little of a wide slab
+    attend one by one, each to the columns that it sees.
 
     Args:
         query: ``[rows, heads, new tokens, head_dim]``.

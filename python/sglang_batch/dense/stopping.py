@@ -1,9 +1,9 @@
 """When a row's answer ends.
 
-As in SGLang, a stop string wins over a regex, that over an ending token, that over the
-length, and that over the end of the grammar, where several come with one token. A stop rule
-wins over the length.
-``min_new_tokens`` is kept when tokens are chosen, and holds back no stop string.
+Where several reasons come with one token, a stop string wins over a regex, that over an
+ending token, that over a stop rule, that over the length, and that over the end of the
+grammar, as in SGLang. ``min_new_tokens`` is kept when tokens are chosen, and holds back no
+stop string.
 """
 
 from __future__ import annotations
@@ -49,14 +49,12 @@ def ending_ids(stopping: Stopping, eos_ids: Iterable[int]) -> frozenset[int]:
 class RowStopping:
     """Decides after each token of one row whether it is the last.
 
-    Only the last tokens, as many as the longest stop string has bytes and a few more,
-    are made into text. A regex that can match text of any length needs all of them.
+    Only the last tokens, as many as the longest stop string has bytes and a few more, are made
+    into text. A regex that can match text of any length needs all of them.
 
     Args:
-        stopping: the row's settings.
         eos_ids: the ending tokens of the model.
         tokenizer: of transformers; not used where nothing reads text.
-        prompt_ids: the prompt's token ids.
 
     Raises:
         ValueError: a regex is invalid, or ``max_new_tokens`` is less than 1.
@@ -89,14 +87,10 @@ class RowStopping:
             self._watch = AnswerWatch(rules, text, stopping.reasoning_end)
 
     def append(self, token: int, *, grammar_ended: bool = False) -> Ending | None:
-        """Add a token to the answer.
+        """Add a token to the answer. Returns why the answer ends with it, None if it continues.
 
         Args:
-            token: its id.
             grammar_ended: whether the row's grammar takes no token after this one.
-
-        Returns:
-            Why the answer ends with this token, None if it continues.
         """
         self.num_tokens += 1
         self._tail.append(token)

@@ -66,11 +66,7 @@ class DenseWorker:
         self.call(lambda: self._abort(rid))
 
     def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:
-        """Change the plan of open requests, see :meth:`.DecodeLoop.revise`.
-
-        Args:
-            revised: called in the worker's thread.
-        """
+        """Change the plan of open requests in the worker's thread, see :meth:`.DecodeLoop.revise`."""
         self.call(lambda: self._loop.revise(revised))
 
     def running(self) -> dict[str, float]:

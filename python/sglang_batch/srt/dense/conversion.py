@@ -73,11 +73,9 @@ def dense_request(
 
     Args:
         longest: most tokens that the context leaves for the answer, at least 1.
-        end_ids: tokens that end an answer besides the model's own, unless it ignores
-            them.
+        end_ids: tokens that end an answer besides the model's own, unless it ignores them.
         reasoning_end: tokens that end the reasoning of this request, if it reasons.
-        place, priority, expected_len, by_length: see
-            :class:`~sglang_batch.dense.row_request.DenseRequest`.
+        place, priority, expected_len, by_length: see :class:`.DenseRequest`.
 
     Raises:
         ValueError: it asks for something that only SGLang's own engine can do.
@@ -118,11 +116,7 @@ def _refuse(asked: Sequence[str]) -> None:
 def embedding_request(
     message: TokenizedEmbeddingReqInput, *, place: int = 0, priority: int = 0
 ) -> DenseRequest:
-    """A request for a vector, as a row that decodes nothing.
-
-    Raises:
-        ValueError: as of :func:`dense_request`.
-    """
+    """A request for a vector, as a row that decodes nothing. Raises as :func:`dense_request`."""
     _refuse(_asked(message, _UNKNOWN_OF_VECTORS))
     ids = list(message.input_ids)
     return DenseRequest(message.rid, ids, Stopping(1), place=place, priority=priority)
@@ -131,11 +125,7 @@ def embedding_request(
 def embedding_output(
     message: TokenizedEmbeddingReqInput, answer: DenseAnswer, *, normalizes: bool
 ) -> BatchEmbeddingOutput:
-    """A vector as a scheduler sends it.
-
-    Args:
-        normalizes: vectors have length 1, also those of fewer dimensions.
-    """
+    """A vector as a scheduler sends it. ``normalizes``: it has length 1, also with fewer dimensions."""
     vector = list(answer.vector)
     if message.dimensions is not None:
         kept = torch.tensor(vector[: message.dimensions])
@@ -261,11 +251,7 @@ def token_output(
 
 
 def finish_reason(answer: DenseAnswer, length: int) -> JsonObject:
-    """How an answer ended, in SGLang's words.
-
-    Args:
-        length: number of tokens of the answer.
-    """
+    """How an answer of ``length`` tokens ended, in SGLang's words."""
     reason: Any
     if answer.reason == "abort":
         status = None if answer.error is None else HTTPStatus.BAD_REQUEST

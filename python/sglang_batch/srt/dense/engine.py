@@ -309,11 +309,7 @@ logger = logging.getLogger(__name__)
 
 
 def _load(options: ModelOptions) -> LoadedModel:
-    """The model, which is an :class:`EmbeddingModel` if it makes embeddings.
-
-    Raises:
-        ConfigError: it cannot be loaded.
-    """
+    """The model, which is an :class:`EmbeddingModel` if it makes embeddings."""
     reason = embedding_reason(options)
     if reason is None:
         return load_model(options)
@@ -393,11 +389,7 @@ async def _cancel_tasks() -> None:
 def serve(
     server_args: OfflineArgs, model: ModelOptions, settings: DenseSettings
 ) -> None:
-    """Load the model and serve it until a signal ends the server.
-
-    Raises:
-        ConfigError: the model, its tokenizer or its template cannot be loaded.
-    """
+    """Load the model and serve it until a signal ends the server. Raises as :func:`loaded_engine`."""
     from sglang.srt.entrypoints import http_server
 
     from ..plugin.main_process import enter_offline_main
@@ -439,10 +431,8 @@ def _end_process() -> None:
 def why_not_sglang(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> str | None:
-    """Why SGLang cannot run a model, or None if it can.
-
-    It runs models that it has a class for, and those of transformers whose attention it
-    can replace.
+    """Why SGLang cannot run a model, or None if it can: it has a class for it, or can replace the
+    attention of transformers' class.
 
     Raises:
         ConfigError: the model's configuration cannot be read.

@@ -1,9 +1,9 @@
 """SGLang's tokenizer manager over the dense engine.
 
-SGLang's serving classes need nothing but a tokenizer manager. This one has no sockets.
-Its messages to a scheduler go to the dense engine, and each answer comes back
-through SGLang's own detokenizer, so usage, log probabilities, stop strings, tool calls
-and reasoning are SGLang's.
+SGLang's serving classes need nothing but a tokenizer manager. This one has no sockets. Its
+messages to a scheduler go to the dense engine, and each answer comes back through SGLang's
+own detokenizer, so usage, log probabilities, stop strings, tool calls and reasoning are
+SGLang's.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class PlannedPlace(NamedTuple):
 
 class DenseModelConfig(ModelConfig):  # type: ignore[misc]
     """The fields of a text model's configuration that SGLang's manager and serving classes read.
-
-    SGLang's own class refuses or misreads models that it does not know.
+    Its own class refuses or misreads models that it does not know.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -121,8 +120,8 @@ class DenseTokenizerManager(TokenizerManager):  # type: ignore[misc]
         place_of: where a request is in the plans of the open jobs, by its id.
 
     Attributes:
-        on_failure: called on the event loop if the worker has failed, before its rows
-            are answered.
+        on_failure: called on the event loop if the worker has failed, before its rows are
+            answered.
     """
 
     def __init__(

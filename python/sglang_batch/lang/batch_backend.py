@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from sglang.lang import interpreter
 from sglang.lang.backend.base_backend import BaseBackend
@@ -155,6 +155,8 @@ class BatchBackend(RuntimeEndpoint):  # type: ignore[misc]
                 f"server={engine!r} must be the URL of a server or a sglang.Engine."
             )
         BaseBackend.__init__(self)
+        for name in ("flush_cache", "get_server_info", "start_profile", "stop_profile"):
+            setattr(self, name, getattr(engine, name))
         self.base_url, self.api_key, self.verify = "", None, None
         self.model_info = {"model_path": engine.server_args.model_path}
         if template:
@@ -207,7 +209,11 @@ class BatchBackend(RuntimeEndpoint):  # type: ignore[misc]
     def generate_stream(self, s: Any, sampling_params: Any) -> Any:
         """Stream one generation, outside of any wave."""
         if self._engine is not None:
-            self._no_http("run(stream=True)")
+            raise EngineError(
+                "run(stream=True) needs a server, but this backend uses an engine in this "
+                "process. Launch a server and use BatchBackend(url), or run without "
+                "streaming."
+            )
         return super().generate_stream(s, sampling_params)
 
     def commit_lazy_operations(self, s: Any) -> None:
@@ -234,33 +240,6 @@ class BatchBackend(RuntimeEndpoint):  # type: ignore[misc]
             _mark_unscored_tokens(answer)
         return answer
 
-    # The server itself ---------------------------------------------------------------
-
-    def flush_cache(self) -> Any:
-        """Empty the prefix cache."""
-        return self._engine_or_server().flush_cache()
-
-    def get_server_info(self) -> Any:
-        """Arguments and state of the server or engine."""
-        return self._engine_or_server().get_server_info()
-
-    def start_profile(self) -> Any:
-        """Start SGLang's profiler."""
-        return self._engine_or_server().start_profile()
-
-    def stop_profile(self) -> Any:
-        """Stop SGLang's profiler."""
-        return self._engine_or_server().stop_profile()
-
-    def _engine_or_server(self) -> Any:
-        return super() if self._engine is None else self._engine
-
-    def _no_http(self, what: str) -> NoReturn:
-        raise EngineError(
-            f"{what} needs a server, but this backend uses an engine in this process. "
-            "Launch a server and use BatchBackend(url), or run without streaming."
-        )
-
 
 def _mark_unscored_tokens(choices: list[dict[str, Any]]) -> None:
     """Keep ``select`` from subtracting a log probability that SGLang does not return.
@@ -286,35 +265,12 @@ def _install() -> None:
 
     @functools.wraps(stock)
     def run_program_batch(
-        program: Any,
-        backend: Any,
-        batch_arguments: Any,
-        default_sampling_para: Any,
-        num_threads: Any,
-        progress_bar: bool,
-        generator_style: bool = False,
+        program: Any, backend: Any, *args: Any, generator_style: bool = False
     ) -> Any:
         endpoint = getattr(backend, "endpoint", backend)
         if not isinstance(endpoint, BatchBackend):
-            return stock(
-                program,
-                backend,
-                batch_arguments,
-                default_sampling_para,
-                num_threads,
-                progress_bar,
-                generator_style=generator_style,
-            )
-        if num_threads == "auto":
-            num_threads = endpoint.max_live_programs
-        states = run_programs(
-            program,
-            endpoint,
-            batch_arguments,
-            default_sampling_para,
-            num_threads,
-            progress_bar,
-        )
+            return stock(program, backend, *args, generator_style=generator_style)
+        states = run_programs(program, endpoint, *args)
         return states if generator_style else list(states)
 
     run_program_batch.serves_batch_backend = True  # type: ignore[attr-defined]

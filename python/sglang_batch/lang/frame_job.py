@@ -28,6 +28,7 @@ from ..errors import ConfigError, EngineError, ExitStatus, InputError, ServerErr
 from ..inputs.job_input import DEFAULT_ENDPOINT, JobInput, input_sources
 from ..inputs.staging import Staging
 from ..inputs.template import Template
+from .own_server import flags_of
 
 
 class DataFrame:
@@ -288,7 +289,7 @@ def map_table(
             return given.with_columns({answer: []})
         results = place / "results.jsonl"
         if model_path is not None:
-            flags = _flags({"model_path": model_path, "url": endpoint, **options})
+            flags = flags_of({"model_path": model_path, "url": endpoint, **options})
             body = json.dumps(parsed.body)
             arguments = ["-i", str(rows), "-o", str(results), "--template", body]
             _run([*arguments, *["--optimize-fields"] * optimize, *flags])
@@ -328,19 +329,6 @@ def _write(table: Any, path: Path) -> None:
 
     with pyarrow.ipc.new_file(path, table.schema) as file:
         file.write_table(table)
-
-
-def _flags(options: Mapping[str, Any]) -> list[str]:
-    """Options as the command line has them."""
-    flags = []
-    for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        if value is True:
-            flags.append(flag)
-        elif value is not None and value is not False:
-            values = value if isinstance(value, list | tuple) else [value]
-            flags += [flag, *map(str, values)]
-    return flags
 
 
 def _run(arguments: list[str]) -> None:

@@ -15,12 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from ..errors import ConfigError, EngineError, ExitStatus
 
@@ -28,7 +28,7 @@ POLL_S = 0.2
 # The server ends its processes within this time, or is killed.
 STOP_S = 20.0
 # Options that say where the server is.
-_OURS = ("host", "port", "api_key", "admin_api_key", "offline_batch_dir")
+_OURS = {"host", "port", "api_key", "admin_api_key", "offline_batch_dir"}
 
 
 class OwnServer:
@@ -40,7 +40,7 @@ class OwnServer:
     Args:
         model_path: of the model, as for ``sglang-batch serve``.
         backend: its ``--backend``.
-        options: further options, by name: ``tp=2`` is ``--tp 2``, and ``name=True`` a flag.
+        options: further options, see :func:`flags_of`.
 
     Raises:
         ConfigError: an option is one that the stream sets.
@@ -49,7 +49,12 @@ class OwnServer:
     def __init__(
         self, model_path: str, backend: str, options: Mapping[str, Any]
     ) -> None:
-        argv = ["--backend", backend, f"--model-path={model_path}", *_argv(options)]
+        for name in _OURS & options.keys():
+            raise ConfigError(
+                f"{name}={options[name]!r}: the engine of a stream has an address of its "
+                "own; start `sglang-batch serve` and pass server=URL instead."
+            )
+        argv = ["--backend", backend, f"--model-path={model_path}", *flags_of(options)]
         self.key = secrets.token_urlsafe(16)
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -92,15 +97,12 @@ class OwnServer:
         self._scratch.cleanup()
 
     def _answers(self) -> bool:
-        call = urllib.request.Request(
-            f"{self.url}/health", headers={"Authorization": f"Bearer {self.key}"}
-        )
-        # No proxy of the environment is between this process and its own server.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        headers = {"Authorization": f"Bearer {self.key}"}
         try:
-            with opener.open(call, timeout=5):
-                return True
-        except (urllib.error.URLError, OSError):
+            # No proxy of the environment is between this process and its own server.
+            with httpx.Client(trust_env=False, headers=headers, timeout=5) as client:
+                return client.get(f"{self.url}/health").is_success
+        except httpx.HTTPError:
             return False
 
     def _failure(self, status: int) -> ConfigError | EngineError:
@@ -113,14 +115,10 @@ class OwnServer:
         return EngineError(f"the engine did not start: {why}\n{tail}")
 
 
-def _argv(options: Mapping[str, Any]) -> list[str]:
+def flags_of(options: Mapping[str, Any]) -> list[str]:
+    """Options by name as a command line: ``tp=2`` is ``--tp 2``, ``name=True`` a flag."""
     argv = []
     for name, value in options.items():
-        if name in _OURS:
-            raise ConfigError(
-                f"{name}={value!r}: the engine of a stream has an address of its own; "
-                "start `sglang-batch serve` and pass server=URL instead."
-            )
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             argv.append(flag)

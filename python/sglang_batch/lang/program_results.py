@@ -137,23 +137,6 @@ class ProgramExecutor(_ForkingExecutor):
             self.release()
             raise
 
-    def restore(
-        self,
-        text: str,
-        variables: dict[str, Any],
-        meta_info: dict[str, Any],
-        messages: list[Any],
-        error: BaseException | None,
-    ) -> ProgramState:
-        """The state of a program that finished in an earlier run."""
-        self.text_ = text
-        self.variables = variables
-        self.meta_info = meta_info
-        self.messages_ = messages
-        self.error_ = error
-        self.is_finished = True
-        return ProgramState(self)
-
     def run(self, program: Any) -> ProgramState:
         """Run a program to its end. An exception becomes the error of the state."""
         state = ProgramState(self)
@@ -214,6 +197,7 @@ class KeptResults:
 
     Attributes:
         finished: indices of the programs that need not run again.
+        log: of the job.
 
     Raises:
         ConfigError: an argument cannot be compared between runs.
@@ -229,7 +213,7 @@ class KeptResults:
         model: list[str],
     ) -> None:
         self._job = job
-        self._log = log
+        self.log = log
         self._ids = program_keys(program, batch_arguments, sampling_params, model)
         wanted = (True,) if job.retry_failed else (True, False)
         self.finished = {
@@ -241,7 +225,7 @@ class KeptResults:
         self._report()
 
     def _report(self) -> None:
-        versions = self._log.versions(self._ids.name)
+        versions = self.log.versions(self._ids.name)
         if not versions:
             return
         total = len(self._ids.keys)
@@ -262,14 +246,14 @@ class KeptResults:
 
     def restore(self, index: int, executor: ProgramExecutor) -> Any:
         """The state of a program that finished earlier, on a new executor."""
-        result = _decoder.decode(self._log.result(self._ids.keys[index]))
-        state = executor.restore(
-            result.text,
-            {name: from_plain(value) for name, value in result.variables.items()},
-            from_plain(result.meta_info),
-            from_plain(result.messages),
-            _exception(result.error),
-        )
+        result = _decoder.decode(self.log.result(self._ids.keys[index]))
+        executor.text_ = result.text
+        executor.variables = {n: from_plain(v) for n, v in result.variables.items()}
+        executor.meta_info = from_plain(result.meta_info)
+        executor.messages_ = from_plain(result.messages)
+        executor.error_ = _exception(result.error)
+        executor.is_finished = True
+        state = ProgramState(executor)
         if result.error is None:
             itself = result.returned == _ITSELF
             state.ret_value = state if itself else from_plain(result.returned)
@@ -291,7 +275,7 @@ class KeptResults:
         except (TypeError, ValueError, OverflowError, RecursionError) as reason:
             self._warn(index, reason)
             return
-        self._log.put(
+        self.log.put(
             ProgramRecord(
                 self._ids.keys[index],
                 self._ids.name,
@@ -300,14 +284,6 @@ class KeptResults:
                 msgspec.Raw(result),
             )
         )
-
-    def commit_sometimes(self) -> None:
-        """Make stored results survive a power failure, about once a second."""
-        self._log.commit_sometimes()
-
-    def commit(self) -> None:
-        """Make all stored results survive a power failure."""
-        self._log.commit()
 
     def _warn(self, index: int, reason: Exception) -> None:
         if not self._warned:

@@ -27,7 +27,7 @@ def run_programs(
     backend: Any,
     batch_arguments: Sequence[dict[str, Any]],
     sampling_params: Any,
-    num_threads: int,
+    num_threads: int | str,
     progress_bar: bool,
 ) -> Iterator[Any]:
     """Run a program over many arguments on a BatchBackend.
@@ -41,6 +41,8 @@ def run_programs(
             be compared between runs.
         StoreError: another process runs the job, or its file cannot be used.
     """
+    if num_threads == "auto":
+        num_threads = int(backend.max_live_programs)
     if not isinstance(num_threads, int) or num_threads < 1:
         raise ConfigError(
             f'num_threads={num_threads!r} must be "auto" or a number of 1 or more.'
@@ -168,9 +170,9 @@ class _ProgramRun:
             while thread.is_alive() and not self._group.stopped_for(STOP_PATIENCE_S):
                 thread.join(POLL_S)
                 if self._kept is not None:
-                    self._kept.commit_sometimes()
+                    self._kept.log.commit_sometimes()
         if self._kept is not None:
-            self._kept.commit()
+            self._kept.log.commit()
 
     def _start(self, lane: WaveLane, num_threads: int) -> list[threading.Thread]:
         threads: list[threading.Thread] = []

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -224,12 +224,6 @@ _Found = StreamAnswer | BaseException | None
 """An answer, the error that ended the stream early, or None for its end."""
 
 
-class WindowTransport(WaveTransport, Protocol):
-    """Sends windows, and knows after the first how many requests keep the engine full."""
-
-    max_inflight: int | None
-
-
 class StreamWindows:
     """Sends the lines of rows in windows and collects their answers.
 
@@ -243,7 +237,7 @@ class StreamWindows:
         self,
         rows: Iterable[Any],
         lines: RowLines,
-        transport: WindowTransport,
+        transport: WaveTransport,
         window: int,
     ) -> None:
         self._rows = rows

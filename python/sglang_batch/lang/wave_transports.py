@@ -133,20 +133,14 @@ class _WaveAnswer(msgspec.Struct):
     body: msgspec.Raw
 
 
-class HttpTransport:
+class HttpTransport(WaveTransport):
     """Sends waves to a server launched with ``--offline-batch``, one POST each.
 
     Args:
         verify: file with the certificate authority of the server's certificate.
         priority: see ``BatchBackend``.
         kind: ``requests`` for native bodies, ``lines`` for lines of a batch file.
-
-    Attributes:
-        max_inflight: how many requests keep the server's engine full, as it said with its
-            last wave. None before the first.
     """
-
-    max_inflight: int | None = None
 
     def __init__(
         self,
@@ -164,15 +158,6 @@ class HttpTransport:
         self._start = f'{{"{kind}":['.encode()
         self._end = b"]}" if priority is None else b'],"priority":%d}' % priority
         self._session: aiohttp.ClientSession | None = None
-
-    def check_caller(self) -> None:
-        """Any thread may block."""
-
-    def open_loop(self) -> asyncio.AbstractEventLoop:
-        return asyncio.new_event_loop()
-
-    def close_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        loop.close()
 
     async def close(self) -> None:
         if self._session is not None:
@@ -238,7 +223,7 @@ def _keepalive_socket(address: Any) -> socket.socket:
     return connection
 
 
-class EngineTransport:
+class EngineTransport(WaveTransport):
     """Sends waves to a ``sglang.Engine(offline_batch=True)`` in this process.
 
     Args:
@@ -279,9 +264,6 @@ class EngineTransport:
 
     def close_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Nothing: the loop belongs to the engine."""
-
-    async def close(self) -> None:
-        """Nothing was opened."""
 
     async def send(self, bodies: list[bytes], on_answer: OnAnswer) -> None:
         if self._engine.closing:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import EngineError
 
@@ -35,16 +35,21 @@ ALIVE_CHECK_S = 2.0
 OnAnswer = Callable[[int, int, bytes], None]
 
 
-class WaveTransport(Protocol):
-    """Sends waves to an engine."""
+class WaveTransport:
+    """Sends waves to an engine.
+
+    Attributes:
+        max_inflight: how many requests keep the engine full, None before it has said so.
+    """
+
+    max_inflight: int | None = None
 
     def check_caller(self) -> None:
         """Raise EngineError if the current thread must not block for an answer."""
-        ...
 
     def open_loop(self) -> asyncio.AbstractEventLoop:
         """The event loop on which ``send`` must run."""
-        ...
+        return asyncio.new_event_loop()
 
     async def send(self, bodies: list[bytes], on_answer: OnAnswer) -> None:
         """Run a wave of native ``/generate`` bodies, each answered once.
@@ -52,15 +57,14 @@ class WaveTransport(Protocol):
         Raises:
             EngineError: some answers are missing.
         """
-        ...
+        raise NotImplementedError
 
     async def close(self) -> None:
         """Close everything that ``send`` opened. The last call on the loop."""
-        ...
 
     def close_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Close the loop if the transport owns it. It no longer runs."""
-        ...
+        loop.close()
 
 
 class ProgramGroup:

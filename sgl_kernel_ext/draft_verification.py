@@ -1,9 +1,7 @@
 """Verification of drafts (``--speculative-algorithm NGRAM``) in PyTorch, for SGLang on a CPU.
 
 SGLang drafts with a C++ library that runs anywhere. The steps after a draft need Triton or
-compiled operators. Each function here has the arguments of the kernel whose place it takes,
-which may be more than eight.
-
+compiled operators. Each function here has the arguments of the kernel whose place it takes.
 A step verifies a tree of ``num_drafts`` tokens per request. Node 0 is the request's last
 token, and the children of a node are its first child and that one's siblings.
 """

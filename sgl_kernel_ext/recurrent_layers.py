@@ -1,8 +1,7 @@
 """Recurrent layers in PyTorch, for SGLang on a CPU.
 
-SGLang's kernels for these layers need Triton or compiled CPU operators. Each function here
-has the arguments of the kernel whose place it takes, as far as SGLang gives them: some have
-more than eight. All recurrences are those of the papers, token by token:
+Each function has the arguments of the kernel whose place it takes, as far as SGLang gives
+them. All recurrences are those of the papers, token by token:
 
 - gated delta nets (Qwen3-Next, Qwen3.5 and later): Yang et al., Gated Delta Networks, 2024,
   equation 10;
@@ -36,14 +35,11 @@ def causal_conv1d_fn(
 ) -> Tensor:
     """Convolve prompts, one after the other, and keep their last inputs.
 
-    x: ``[dim, num_tokens]``, of all prompts.
+    x: ``[dim, num_tokens]``, of all prompts. Returned with this shape.
     weight: ``[dim, width]``.
     conv_states: ``[num_slots, dim, width - 1]``, changed in place.
     cache_indices: the slot of each prompt.
     has_initial_state: of each prompt, whether its slot has what came before.
-
-    Returns:
-        ``[dim, num_tokens]``.
     """
     outputs = []
     begin = 0
@@ -70,11 +66,8 @@ def causal_conv1d_update(
 ) -> Tensor:
     """Convolve one token of each request.
 
-    x: ``[num_requests, dim]``.
+    x: ``[num_requests, dim]``. Returned with this shape.
     conv_state: ``[num_slots, dim, width - 1]``, changed in place.
-
-    Returns:
-        ``[num_requests, dim]``.
     """
     slots = conv_state_indices.long()
     inputs = torch.cat([conv_state[slots].to(x.dtype), x.unsqueeze(-1)], -1)
@@ -124,12 +117,10 @@ def chunk_gated_delta_rule(
 
     q, k: ``[1, num_tokens, key_heads, key_dim]``.
     v: ``[1, num_tokens, heads, value_dim]``, ``heads`` is a multiple of ``key_heads``.
+        Returned with this shape, and None twice, where the kernel has what nobody asks for
+        here.
     g, beta: as :func:`fused_gdn_gating` returns them.
     initial_state: ``[num_slots, heads, value_dim, key_dim]``, changed in place.
-
-    Returns:
-        ``[1, num_tokens, heads, value_dim]``, and None twice, where the kernel has what
-        nobody asks for here.
     """
     heads = v.shape[2]
     queries, keys = (_per_head(x[0], heads) for x in (q, k))
@@ -161,13 +152,10 @@ def attend_prompts(
     """The recurrence over the tokens of prompts, one after the other.
 
     queries, keys: ``[num_tokens, heads, key_dim]``, scaled, float32.
-    v: ``[1, num_tokens, heads, value_dim]``.
+    v: ``[1, num_tokens, heads, value_dim]``. Returned with this shape.
     decays: ``[num_tokens, heads, key_dim or 1]``, float32.
     strengths: ``[num_tokens, heads]``, float32.
     initial_state: ``[num_slots, heads, value_dim, key_dim]``, changed in place.
-
-    Returns:
-        ``[1, num_tokens, heads, value_dim]``, like ``v``.
     """
     values, strengths = v[0].float(), strengths.unsqueeze(-1)
     output = torch.empty_like(values)
@@ -231,12 +219,9 @@ def attend_tokens(
     slots: Tensor,
     out: Tensor,
 ) -> None:
-    """The recurrence over one token of each request.
-
-    As :func:`attend_prompts`, with a row for each request instead of each token, and:
-
-    slots: ``[num_requests]``, where the requests' states are.
-    out: ``[num_requests, 1, heads, value_dim]``, written.
+    """The recurrence over one token of each request, with a row for each instead of each token
+    of :func:`attend_prompts`. ``slots``: ``[num_requests]``, where their states are.
+    ``out``: ``[num_requests, 1, heads, value_dim]``, written.
     """
     slots = slots.long()
     state, output = delta_step(
@@ -385,12 +370,9 @@ def chunk_kda(
     """Attend the tokens of prompts, one after the other. Queries and keys are normalised.
 
     q, k, g: ``[1, num_tokens, heads, key_dim]``.
-    v: ``[1, num_tokens, heads, value_dim]``.
+    v: ``[1, num_tokens, heads, value_dim]``. Returned with this shape.
     beta: ``[1, num_tokens, heads]``.
     initial_state: ``[num_slots, heads, value_dim, key_dim]``, changed in place.
-
-    Returns:
-        ``[1, num_tokens, heads, value_dim]``.
     """
     strengths = beta[0].float()
     return attend_prompts(
@@ -458,7 +440,8 @@ def mamba_chunk_scan_combined(
     out: Tensor,
     **_: object,
 ) -> tuple[None, Tensor, None]:
-    """Scan prompts, one after the other.
+    """Scan prompts, one after the other. Returns the last states of the prompts between two
+    None.
 
     x: ``[1, num_tokens, heads, head_dim]``.
     dt: ``[1, num_tokens, heads]``, before its bias and softplus.
@@ -466,10 +449,6 @@ def mamba_chunk_scan_combined(
     B, C: ``[1, num_tokens, groups, state_dim]``, ``heads`` is a multiple of ``groups``.
     initial_states: ``[num_prompts, heads, head_dim, state_dim]``. None: zero.
     out: ``[1, num_tokens, heads, head_dim]``, written.
-
-    Returns:
-        The last states of the prompts, like ``initial_states``, between what nobody asks
-        for here.
     """
     heads = x.shape[2]
     steps = functional.softplus(dt[0].float() + dt_bias.float())

@@ -1,19 +1,17 @@
 """Attention of one engine step that reads every shared KV prefix once.
 
-``AttentionPlanner.plan`` turns a batch and its forest of shared prefixes into a task
-table, once per step or less often. ``run`` executes it for each layer. Without a GPU,
-``run_reference`` executes the same plan in PyTorch.
+``AttentionPlanner.plan`` turns a batch and its forest of shared prefixes into a task table,
+once per step or less often. ``run`` executes it for each layer; without a GPU,
+``run_reference`` does so in PyTorch.
 
     planner = AttentionPlanner(num_q_heads=32, num_kv_heads=8, head_dim=128, ...)
     plan = planner.plan(q_len, kv_len, table_row, node_parent, node_end, request_node)
     for layer in layers:
         run(plan, q, k_cache, v_cache, table, kv_len_on_device, out, scale)
 
-If only the lengths have grown by the next step, check ``plan.still_valid(kv_len)`` and
-call ``run`` with the same plan: the ends of the decodes are read on the device.
-
-``cascade_levels`` converts a plan for kernels that attend level by level, such as
-FlashInfer's.
+If only the lengths have grown by the next step, check ``plan.still_valid(kv_len)`` and use the
+same plan: the ends of the decodes are read on the device. ``cascade_levels`` converts a plan
+for kernels that attend level by level, such as FlashInfer's.
 """
 
 from sgl_kernel_ext.shared_prefix_attention.attention_plan import (

@@ -168,14 +168,12 @@ class AttentionPlan:
     def still_valid(self, kv_len: np.ndarray) -> bool:
         """Whether the plan can run the same batch with these lengths.
 
-        Args:
-            kv_len: int32 ``[num_requests]``, of the same requests in the same order
-                with the same table rows and nodes, each with one query.
+        Only decodes may have grown, and none by more than ``planner.growth_tokens``: beyond
+        that, the tasks would be out of balance.
 
-        Returns:
-            True if the plan has only decodes and as many requests, none of them has
-            shrunk, and none has grown by more than ``planner.growth_tokens``. Beyond
-            that, the tasks would be out of balance.
+        Args:
+            kv_len: int32 ``[num_requests]``, of the same requests in the same order with
+                the same table rows and nodes, each with one query.
         """
         if not self.reusable or len(kv_len) != self.num_requests:
             return False

@@ -1,8 +1,8 @@
 """Shared-prefix attention in plain PyTorch.
 
-``attention_ref`` uses no plan and is the reference for all tests. ``run_reference``
-executes a plan's task table, for machines without a GPU. ``try_out`` compares a planner's
-kernels with them on their device before they are used.
+``attention_ref`` uses no plan and is the reference for all tests. ``run_reference`` executes a
+plan's tasks, for machines without a GPU. ``try_out`` compares a planner's kernels with them
+on their device before they are used.
 """
 
 from __future__ import annotations
@@ -72,9 +72,8 @@ def run_reference(
     *,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """Execute a plan task by task, each a few batched matrix products in float32.
-
-    Arguments and errors as in ``run``.
+    """Execute a plan task by task, each a few batched matrix products in float32. Arguments
+    and errors are those of ``run``.
     """
     check_run(plan, q, k_cache, v_cache, table, kv_len, out, scale, lse)
     workspace = plan.planner.workspace

@@ -1,9 +1,8 @@
 """A fleet of workers as one :class:`~sglang_batch.job.engine.Engine` with many replicas.
 
-The head of a fleet runs jobs as on one machine: it plans, sends lines and keeps the results,
-each once, in its result log. Here its replicas are in workers, which start, die, leave and
-join while jobs run. A line that a lost worker had is given back to the job, which sends it
-to another one. What the lost worker may still send is of a session that has ended.
+The head of a fleet runs jobs as on one machine. Here its replicas are in workers, which start,
+die, leave and join while jobs run. A line that a lost worker had is given back to the job,
+which sends it to another one. The lost worker's session has ended: it is not heard any more.
 """
 
 from __future__ import annotations
@@ -55,9 +54,8 @@ class FleetEngine:
     Args:
         epoch: higher than that of any earlier head of these workers.
         min_workers: the job starts with so many, or with all that can start if these are
-            fewer. The others join when they are ready.
-        gives_up: whether a place is left out where no worker lasts. False: it is tried
-            again as long as the fleet is there.
+            fewer.
+        gives_up: whether a place is left out where no worker lasts, and not tried again.
         crashes: of earlier heads of the same jobs.
 
     Raises:
@@ -93,8 +91,8 @@ class FleetEngine:
         """Start the workers, and wait until there are enough of them.
 
         Raises:
-            ConfigError: a worker cannot run with this model and these options, or
-                workers differ.
+            ConfigError: a worker cannot run with this model and these options, or workers
+                differ.
             EngineError: too few could start.
         """
         await self.workers.start(self._min_workers)
@@ -326,8 +324,8 @@ class FleetJob:
         """What opens the job at a worker, or gives it the last plans.
 
         Args:
-            slots: the fleet's numbers of the worker's replicas. One that has no plan yet
-                gets one without requests.
+            slots: the fleet's numbers of the worker's replicas. One without a plan gets one
+                without requests.
             machine: that jobs are planned for.
         """
         if not self.plans:

@@ -76,10 +76,8 @@ class FleetLine:
         return _encode(msgspec.structs.replace(rendering, rid="", input_ids=None))
 
     def command(self, job_id: str, replica: int, *, trusted: bool) -> RunLine:
-        """The command that runs the line.
-
-        Args:
-            trusted: whether the worker may be sent objects pickled by another one.
+        """The command that runs the line. ``trusted``: the worker may be sent objects pickled
+        by another.
         """
         line = Line.of(self.request)
         rendering = self.rendering
@@ -96,11 +94,7 @@ _decode = msgspec.msgpack.Decoder(RenderedLine).decode
 def restored(
     request: BatchRequestInput, rid: str, stored: bytes, input_ids: Sequence[int]
 ) -> FleetLine:
-    """The line of :meth:`FleetLine.stored`.
-
-    Args:
-        rid: its id from now on.
-    """
+    """The line of :meth:`FleetLine.stored`, with the id ``rid`` from now on."""
     ids = ids_to_bytes(list(input_ids))
     return FleetLine(
         request,
@@ -138,10 +132,8 @@ class FleetRenderer:
         return await future
 
     async def serve(self, port: WorkerPort) -> None:
-        """Have a worker render, until this is cancelled or the worker is lost.
-
-        Raises:
-            WorkerUnusable: it answers something else. Others render its lines.
+        """Have a worker render, until this is cancelled or the worker is lost. Raises
+        WorkerUnusable if it answers something else: others render its lines.
         """
         try:
             async with asyncio.TaskGroup() as group:

@@ -32,7 +32,7 @@ class WorkerMeter:
         rate: predicted seconds of the work that was done in each second, about constant for
             workers whose costs are right. None until it is known.
         tokens_per_s: prompt and output tokens of the last measurement, None before it.
-        answers, usage: of all lines.
+        num_answers, usage: of all lines.
     """
 
     def __init__(self) -> None:
@@ -55,13 +55,8 @@ class WorkerMeter:
         self._begun = None
 
     def answered(self, cost: CostModel, usage: Usage, now: float) -> bool:
-        """Add an answer.
-
-        Args:
-            cost: of the worker's machine.
-
-        Returns:
-            Whether :attr:`rate` is new.
+        """Add an answer. Returns whether :attr:`rate` is new. ``cost``: of the worker's
+        machine.
         """
         self.num_answers += 1
         self.usage += usage
@@ -106,11 +101,7 @@ class WorkerStatus(Enum):
 
 @dataclass(slots=True)
 class SentLine:
-    """A line that a worker has.
-
-    index: its number in the job.
-    joined: whether it has begun to run.
-    """
+    """A line that a worker has: its number in the job, and whether it has begun to run."""
 
     job_id: str
     index: int
@@ -267,10 +258,7 @@ def speeds_of(slots: Sequence[FleetWorker], cost: CostModel) -> ShardSpeeds:
     """The speed of each slot: by its worker's costs, and as measured.
 
     A worker that does less of what its costs predict than the others, in the median, is so
-    much slower.
-
-    Args:
-        cost: of the machine that jobs are planned for.
+    much slower. ``cost``: of the machine that jobs are planned for.
     """
     costs = [w.machine.cost if w.is_live and w.machine else None for w in slots]
     speeds = ShardSpeeds.of_costs(cost, costs)
@@ -312,13 +300,8 @@ class Superseded(Exception):
 
 
 class WorkerLink:
-    """Sends commands to a worker and passes on its events, each once and in order.
-
-    Args:
-        on_event: called with each event.
-
-    Attributes:
-        about: the worker, once it is attached.
+    """Sends commands to a worker and passes on its events, each once and in order, to
+    ``on_event``. ``about``: the worker, once it is attached.
     """
 
     about: About
@@ -334,10 +317,7 @@ class WorkerLink:
         self._heard = 0.0
 
     async def attach(self, patience_s: float) -> None:
-        """Begin the session.
-
-        Args:
-            patience_s: so long, calls are repeated that fail.
+        """Begin the session, and repeat calls that fail for ``patience_s``.
 
         Raises:
             WorkerLost: the worker does not answer.
@@ -368,10 +348,8 @@ class WorkerLink:
         self._commands.set()
 
     async def run(self) -> Loss:
-        """Exchange calls until the worker is lost. Returns why.
-
-        Raises:
-            Superseded: it serves a later head.
+        """Exchange calls until the worker is lost. Returns why. Raises Superseded if it serves
+        a later head.
         """
         tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._talk())]
         try:

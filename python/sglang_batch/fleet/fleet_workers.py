@@ -67,8 +67,7 @@ class FleetWorkers:
     """Has a worker at each of ``places``, and tells when they come, go and change speed.
 
     Args:
-        epoch, gives_up, crashes: see
-            :class:`~sglang_batch.fleet.fleet_engine.FleetEngine`.
+        epoch, gives_up, crashes: see :class:`.FleetEngine`.
         renderer: is served by all of them.
         on_join: a worker is there, and is sent its first commands.
         on_event: it has answered lines, or runs them now.
@@ -132,10 +131,8 @@ class FleetWorkers:
         raise failure
 
     def forget(self) -> list[asyncio.Task[None]]:
-        """Look after the workers no longer, and leave them as they are.
-
-        Returns:
-            What is being cancelled.
+        """Look after the workers no longer, and leave them as they are. Returns what is being
+        cancelled.
         """
         keepers = [worker.keeper for worker in self._all if worker.keeper is not None]
         for keeper in keepers:
@@ -283,11 +280,8 @@ class FleetWorkers:
             self._leave_out(worker)
 
     async def _serve(self, worker: FleetWorker) -> None:
-        """One life of a worker: find it, attach it, until it is lost.
-
-        Raises:
-            Superseded, ConfigError, WorkerUnusable, Exception: there is no use in looking
-                for it again.
+        """One life of a worker: find it, attach it, until it is lost. Raises where there is
+        no use in looking for it again.
         """
         worker.status = WorkerStatus.STARTING
         answers, attached = worker.meter.num_answers, False
@@ -423,11 +417,7 @@ class FleetWorkers:
 
 
 def _check_model(name: str, about: About, new_name: str, new: About) -> None:
-    """Check that a job can run on both workers.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raise ConfigError unless a job can run on both workers."""
     if new.model_names != about.model_names:
         raise ConfigError(
             f"{name} serves {about.model_names[0]} and {new_name} serves "

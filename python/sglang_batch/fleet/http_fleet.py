@@ -138,10 +138,8 @@ _MOST_MODELS = 1 << 20
 
 
 def served_model(urls: Sequence[str], api_key: str | None) -> str:
-    """The name of the model that all of these servers serve.
-
-    Raises:
-        ConfigError: one does not answer, refuses the key, or serves another model.
+    """The name of the model that all of these servers serve. Raises ConfigError if one does
+    not answer, refuses the key, or serves another model.
     """
     names = [_model_at(url.rstrip("/"), api_key) for url in urls]
     for url, name in zip(urls, names, strict=True):

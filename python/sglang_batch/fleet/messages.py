@@ -1,9 +1,8 @@
 """What the head of a fleet and its workers tell each other, as msgpack.
 
-The head sends commands and a worker answers with events. Both are numbered within a
-session, see :mod:`.session_ends`. Plans and machines are bytes of :mod:`.plan_bytes`, which
-are safe to read. Rendered requests are pickles, and only travel over ports that carry Python
-objects anyway.
+The head sends commands and a worker answers with events, both numbered within a session, see
+:mod:`.session_ends`. Plans and machines are bytes of :mod:`.plan_bytes`, which are safe to
+read. Rendered requests are pickles, and only travel over ports that carry Python objects.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ _Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 
 
 class Session(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """A time during which a worker serves one head.
-
-    epoch: of the head. Each start of a head has a higher one than the last.
-    number: rises whenever the head attaches to this worker.
+    """A time during which a worker serves one head, by the epoch of the head, which rises with
+    each start of one, and a number, which rises whenever the head attaches to this worker.
     """
 
     epoch: int
@@ -81,8 +78,7 @@ class RunLine(msgspec.Struct, tag="run", frozen=True):
     """Run a line.
 
     replica: the replica of this worker, None for any.
-    stored: the rendered request without its tokens, as of ``Engine.stored``. None: the
-        worker renders the line itself.
+    stored: the rendered request without its tokens, as of ``Engine.stored``. None: render it.
     input_ids: int32, with ``stored``.
     """
 
@@ -276,11 +272,7 @@ class _AboutVersion(msgspec.Struct, tag="about"):
 
 
 def _reader(kind: Any) -> Callable[[bytes], Any]:
-    """Reads messages of a type.
-
-    Raises:
-        InputError: the bytes are none.
-    """
+    """Reads messages of a type. It raises InputError for bytes that are none."""
     decode = msgspec.msgpack.Decoder(kind).decode
 
     def read(data: bytes) -> Any:
@@ -300,11 +292,7 @@ _decode_about = _reader(About | SessionRefused)
 
 
 def _decode_worker(data: bytes) -> About | SessionRefused:
-    """What a worker is. Its version is looked at first: others say other things.
-
-    Raises:
-        InputError: the bytes are no message, or the worker has another version.
-    """
+    """What a worker is. Its version is looked at first: others say other things."""
     found = _decode_version(data)
     if isinstance(found, _AboutVersion) and found.version != __version__:
         raise InputError(
@@ -331,11 +319,7 @@ READ_ANSWER = {
 
 
 def _check_ids(data: bytes) -> None:
-    """Refuse bytes that are no token ids.
-
-    Raises:
-        ValueError: they are none.
-    """
+    """Raise ValueError for bytes that are no token ids."""
     if len(data) % 4 or (data and np.frombuffer(data, "<i4").min() < 0):
         raise ValueError(f"{len(data)} bytes are no token ids")
 

@@ -1,9 +1,8 @@
 """Plans and machines as bytes that can only hold data.
 
-They are msgpack, read by the types of :class:`JobPlan` and :class:`Machine`: numbers, strings,
-lists and arrays. Nothing in them names a class or a function. An array is its dtype and its
-shape, and the bytes of all arrays follow the rest, which is small: a value of msgpack takes a
-byte, and an object in memory seventy. What was read is checked before it is used, since compiled
+They are msgpack, read by the types of :class:`JobPlan` and :class:`Machine`; nothing in them
+names a class or a function. An array is its dtype and shape, and the bytes of all arrays
+follow the rest, which is small. What was read is checked before it is used, since compiled
 code follows the numbers of a plan without checks of its own.
 """
 
@@ -53,11 +52,8 @@ def to_bytes(value: JobPlan | Machine) -> bytes:
 
 
 def plan_of(data: bytes) -> JobPlan:
-    """The plan of :func:`to_bytes`.
-
-    Raises:
-        InputError: the bytes are something else, too large, or a plan that contradicts
-            itself.
+    """The plan of :func:`to_bytes`. Raises InputError if the bytes are something else, too
+    large, or a plan that contradicts itself.
     """
     plan = _read(data, JobPlan, MAX_PLAN_BYTES)
     _check_plan(plan)
@@ -65,10 +61,8 @@ def plan_of(data: bytes) -> JobPlan:
 
 
 def machine_of(data: bytes) -> Machine:
-    """The machine of :func:`to_bytes`.
-
-    Raises:
-        InputError: the bytes are something else, too large, or no machine that can be.
+    """The machine of :func:`to_bytes`. Raises InputError if the bytes are something else, too
+    large, or no machine that can be.
     """
     machine = _read(data, Machine, MAX_MACHINE_BYTES)
     _check_machine(machine)
@@ -153,11 +147,7 @@ def _expanded(data: bytes, limit: int) -> bytes:
 
 
 def _check_plan(plan: JobPlan) -> None:
-    """Refuse a plan whose arrays do not fit each other.
-
-    Raises:
-        InputError: names the part that does not.
-    """
+    """Raise InputError for a plan whose arrays do not fit each other."""
     n, m = plan.num_requests, len(plan.parent)
     _check_sizes(plan, n, m)
     _check_ranges(plan, n, m)
@@ -226,11 +216,7 @@ def _check_ranges(plan: JobPlan, n: int, m: int) -> None:
 
 
 def _check_cost(cost: StepCost) -> None:
-    """Refuse times by which a scheduler cannot compute.
-
-    Raises:
-        InputError: names the value that is none.
-    """
+    """Raise InputError for times by which a scheduler cannot compute."""
     for field in fields(cost):
         value = getattr(cost, field.name)
         if isinstance(value, float) and not value >= 0:
@@ -246,11 +232,7 @@ def _check_cost(cost: StepCost) -> None:
 
 
 def _check_machine(machine: Machine) -> None:
-    """Refuse a machine with which planning cannot compute.
-
-    Raises:
-        InputError: says why.
-    """
+    """Raise InputError for a machine with which planning cannot compute."""
     table = machine.cost.table
     if table is not None and not (
         table.ndim == 2

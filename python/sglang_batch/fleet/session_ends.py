@@ -1,13 +1,12 @@
 """The two ends of a session: each command and each event arrives once, in order.
 
-Calls between a head and a worker may be lost, delayed, doubled and reordered. Each end
-numbers its messages and repeats each until the other end has it, and passes on only the
-next number that it waits for. An end knows nothing of networks, and of clocks only the
-times that it is given.
+Calls between a head and a worker may be lost, delayed, doubled and reordered. Each end numbers
+its messages, repeats each until the other end has it, and passes on only the next number that
+it waits for. An end knows nothing of networks, and of clocks only the times that it is given.
 
 A worker serves one session at a time. A higher one ends it, with everything that the worker
-did for it; a lower one is refused. So a head that was replaced, or that was cut off from
-the worker for long enough to count it as lost, hears nothing of it any more.
+did for it; a lower one is refused. So a head that was replaced, or that was cut off for long
+enough to count the worker as lost, hears nothing of it any more.
 """
 
 from __future__ import annotations
@@ -74,13 +73,10 @@ class HeadEnd:
 
 
 class WorkerEnd:
-    """A worker's end of its sessions.
+    """A worker's end of its sessions. ``session``: the one that is served, or None.
 
     Args:
         lease_s: seconds without a call of the head after which the session ends.
-
-    Attributes:
-        session: the one that is served, or None.
     """
 
     def __init__(self, lease_s: float) -> None:
@@ -96,10 +92,8 @@ class WorkerEnd:
         self._first = 1  # number of the first event that the head may lack
 
     def attach(self, session: Session, now: float) -> bool | SessionRefused:
-        """Begin a session.
-
-        Returns:
-            Whether it is a new one, so that everything of the last one has to end.
+        """Begin a session. Returns whether it is new, so that everything of the last one has
+        to end.
         """
         if session == self.session:
             self._heard = now

@@ -101,10 +101,8 @@ class WorkerHost:
     # Calls of the head ----------------------------------------------------------------
 
     async def call(self, name: str, data: bytes) -> bytes:
-        """Answer an encoded call of one of the names of ``messages.READ_CALL``.
-
-        Raises:
-            InputError: the bytes are no message of this version.
+        """Answer an encoded call of one of the names of ``messages.READ_CALL``. Raises
+        InputError for bytes that are no message of this version.
         """
         message = READ_CALL[name](data)
         return encode(await getattr(self, name)(message))

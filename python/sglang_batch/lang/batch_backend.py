@@ -60,37 +60,35 @@ class BatchBackend(RuntimeEndpoint):  # type: ignore[misc]
 
     Args:
         server: URL of a server launched with ``--offline-batch``, or a
-            ``sglang.Engine(offline_batch=True, ...)``. Create the backend of an engine
-            in the main thread, which handles the process's signals. While programs
-            run, do not use the engine otherwise: they occupy its event loop.
+            ``sglang.Engine(offline_batch=True, ...)``. Create the backend of an engine in
+            the main thread, which handles signals. While programs run, they occupy its
+            event loop.
         api_key: of the server.
         verify: file with the certificate authority of the server's certificate.
-        chat_template_name: SGLang's name of a chat template. By default it is chosen
-            by the path of the model.
+        chat_template_name: SGLang's name of a chat template, by default that of the model.
         max_live_programs: most programs that ``run_batch`` runs at a time, each in a
             thread, unless its ``num_threads`` is given.
         quiet_s: a wave is sent when no call has arrived for this many seconds.
-        priority: of the waves among the batches of the server, -1000 to 1000. Those of
-            equal priority share the engine. None is above all batches, since programs
-            wait for their answers.
-        job: name under which ``run_batch`` keeps the result of each program that it
-            finishes. Kept programs are not run again: their states are restored.
-            Programs are the same if their code (with the strings and numbers that it
-            reads from its module), arguments, sampling parameters and model are. An
-            image given as a path is compared by its path, any other by its content.
-            Several programs may share a job. Only one process at a time may run it.
+        priority: of the waves among the batches of the server, -1000 to 1000. None is above
+            all batches, since programs wait for their answers.
+        job: name under which ``run_batch`` keeps the result of each finished program. It is
+            not run again: its state is restored. Programs are the same if their code (with
+            the strings and numbers that it reads from its module), arguments, sampling
+            parameters and model are. An image given as a path is compared by its path, any
+            other by its content. Several programs may share a job, but only one process may
+            run it.
         job_dir: directory of the jobs' files, ``<job>.jsonl``. By default
             ``sglang-batch/programs`` in the user's data directory.
-        retry_failed: whether a job runs failed programs again. If not, their states
-            have the earlier error: a RequestError as it was, any other error as an
-            EarlierError. Programs that failed because of the engine always run again.
+        retry_failed: whether a job runs failed programs again. If not, their states have
+            the earlier error: a RequestError as it was, any other error as an EarlierError.
+            Programs that failed because of the engine always run again.
 
     Raises:
         EngineError: the server or engine was not launched for offline batches.
         ConfigError: an option cannot be used. Also raised by ``run_batch`` if a job's
             arguments cannot be compared between runs.
-        StoreError: from ``run_batch``: another process runs the job, or its file
-            cannot be read or written.
+        StoreError: from ``run_batch``: another process runs the job, or its file cannot be
+            used.
     """
 
     def __init__(
@@ -171,10 +169,7 @@ class BatchBackend(RuntimeEndpoint):  # type: ignore[misc]
         return self.client.wave_sizes
 
     def submit(self, body: dict[str, Any]) -> Any:
-        """Run one native ``/generate`` body with the next wave, and block until it ends.
-
-        Returns:
-            The parsed answer.
+        """Run one native ``/generate`` body with the next wave, and return its parsed answer.
 
         Raises:
             RequestError: the engine rejected the request.
@@ -217,11 +212,9 @@ class BatchBackend(RuntimeEndpoint):  # type: ignore[misc]
         return super().generate_stream(s, sampling_params)
 
     def commit_lazy_operations(self, s: Any) -> None:
-        """Prefill a program's text into the prefix cache, for its forks."""
         self._prefill(s)
 
     def fill_image(self, s: Any) -> None:
-        """Prefill a program's text and images into the prefix cache."""
         self._prefill(s)
 
     def cache_prefix(self, prefix_str: str) -> None:

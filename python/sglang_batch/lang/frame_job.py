@@ -32,14 +32,7 @@ from .own_server import flags_of
 
 
 class DataFrame:
-    """A frame of some library.
-
-    Args:
-        frame: the frame.
-
-    Raises:
-        ConfigError: it is no frame.
-    """
+    """A frame of some library. Raises ConfigError if it is none."""
 
     def __init__(self, frame: Any) -> None:
         if not hasattr(frame, "__arrow_c_stream__"):
@@ -71,10 +64,8 @@ class DataFrame:
         return name in self.columns
 
     def arrow(self, columns: Collection[str]) -> Any:
-        """These columns, as a ``pyarrow.Table``.
-
-        Raises:
-            InputError: a column is missing, or Arrow has no type for it.
+        """These columns, as a ``pyarrow.Table``. Raises InputError if one is missing, or has
+        no type in Arrow.
         """
         import pyarrow
 
@@ -145,10 +136,8 @@ def _table_of(columns: Mapping[str, Sequence[Any]]) -> Any:
 def answers_of(
     path: Path, endpoint: str, num_rows: int
 ) -> tuple[list[Any], list[str | None]]:
-    """The answer and the error of each row. One of both is None.
-
-    Args:
-        path: lines of results, whose custom ids are the numbers of rows.
+    """The answer and the error of each row, one of which is None. ``path``: lines of results,
+    whose custom ids are the numbers of rows.
     """
     answers: list[Any] = [None] * num_rows
     errors: list[str | None] = ["no answer"] * num_rows
@@ -332,10 +321,8 @@ def _write(table: Any, path: Path) -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    """Run ``sglang-batch run`` and pass on its output.
-
-    It has a process of its own, so that the engine's memory is free afterwards, and its end
-    is not that of the caller. Signals reach it through this one.
+    """Run ``sglang-batch run`` and pass on its output, in a process of its own: the engine's
+    memory is free afterwards, and its end is not that of the caller.
     """
     said: list[str] = []
     with subprocess.Popen(

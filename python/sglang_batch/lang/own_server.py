@@ -1,8 +1,8 @@
 """A server for one stream: started on a free port of the loopback, ended with its user.
 
-The engine is in other processes, so it cannot harm the program that streams: that program may
-have threads, an event loop or a GPU of its own. A keeper between the two ends the server when the
-program has ended, however it did: its end of a pipe is closed then.
+The engine is in other processes, so it cannot harm the program that streams. A keeper
+between the two ends the server when the program has ended, however it did: its end of a
+pipe is closed then.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Named jobs of frontend programs: their log, and the keys by which a program is known.
 
-Each record is one JSON line: the program's key, name and version, whether it succeeded,
-and its result. It is written when its program ends, and from then on survives the end of
-this process. It survives a power failure from the next commit, about a second later.
-:mod:`sglang_batch.store.files` describes how records are written and recovered.
+Each record of the log is one JSON line. It is written when its program ends, and from then
+on survives the end of this process; from the next commit, about a second later, also a power
+failure. :mod:`sglang_batch.store.append_log` has how records are written and recovered.
 """
 
 from __future__ import annotations
@@ -40,12 +39,9 @@ COMMIT_EVERY_S = 1.0
 class ProgramRecord(msgspec.Struct):
     """One finished program.
 
-    Attributes:
-        key: identifies the program, see :func:`program_keys`.
-        program: its name.
-        version: digest of its code.
-        ok: whether it succeeded.
-        result: JSON, see :mod:`.program_results`.
+    key: see :func:`program_keys`. program: its name. version: digest of its code.
+    ok: whether it succeeded.
+    result: JSON, see :mod:`.program_results`.
     """
 
     key: str
@@ -109,9 +105,8 @@ class ProgramLog:
             raise _unreadable(self._log.path, entry.offset) from None
 
     def put(self, record: ProgramRecord) -> None:
-        """Append a record, which replaces an earlier one with the same key.
-
-        Does nothing after close(): only an abandoned program can end that late.
+        """Append a record, which replaces an earlier one with the same key. Does nothing after
+        close(): only an abandoned program can end that late.
         """
         if self._sync_error:
             raise StoreWriteError(self._sync_error)
@@ -128,10 +123,8 @@ class ProgramLog:
             self.commit()
 
     def commit(self) -> None:
-        """Make all records put so far survive a power failure.
-
-        If the disk fails, put() and close() raise from then on, because the operating
-        system reports lost data only once.
+        """Make all records put so far survive a power failure. If the disk fails, put() and
+        close() raise from then on: the operating system reports lost data only once.
         """
         with self._sync_lock:
             try:
@@ -216,10 +209,8 @@ class ProgramJob:
 
     @contextmanager
     def open(self) -> Iterator[ProgramLog]:
-        """The job's log, shared by all blocks of this process that have it open.
-
-        Raises:
-            StoreError: another process runs the job, or its log cannot be used.
+        """The job's log, shared by all blocks of this process that have it open. Raises
+        StoreError if another process runs the job, or its log cannot be used.
         """
         with self._mutex:
             if self._log is None:
@@ -263,7 +254,7 @@ class ProgramJob:
 
 
 def to_plain(value: Any, other: Callable[[Any], Any]) -> Any:
-    """Rewrite a value with the types of JSON.
+    """A value with the types of JSON.
 
     Args:
         value: None, a bool, number, string, bytes, list, tuple or dict, also nested.
@@ -321,11 +312,9 @@ _CONSTANTS = (str, bytes, int, float, bool)
 class ProgramKeys:
     """The keys of the programs of one ``run_batch``.
 
-    Attributes:
-        name: qualified name of the function.
-        version: digest of its code.
-        keys: one per program, in the order of the arguments. All are different: the
-            same arguments given twice differ in a number at the end.
+    name: qualified name of the function. version: digest of its code.
+    keys: one per program, in the order of the arguments, all different: the same arguments
+        given twice differ in a number at the end.
     """
 
     name: str
@@ -414,11 +403,8 @@ def _content(value: Any) -> Any:
 
 
 class _ProgramCode:
-    """The compiled code of a program and of the functions that it calls.
-
-    Attributes:
-        parts: one description per function.
-        constants: values that the functions read from outside, by function and name.
+    """The compiled code of a program and of the functions that it calls: a description of
+    each, and the constants that they read from outside, by function and name.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Runs a frontend program and its forks, and keeps the results of a named job's programs.
 
-SGLang's own executor runs in a thread per program. A program there notices a failure
-only when it reads a variable, and waits forever for everything submitted afterwards.
-Here a program fails in the line that caused the failure.
+SGLang's own executor runs in a thread per program. A program there notices a failure only
+when it reads a variable, and waits forever for everything submitted afterwards. Here a
+program fails in the line that caused the failure.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class _ForkingExecutor(StreamExecutor):  # type: ignore[misc]
 class ForkExecutor(_ForkingExecutor):
     """One branch of a fork, executed in a thread of its own.
 
-    It executes nothing more after an error. Reading from it or joining it raises the
-    error, so the program fails with the cause and not with a missing variable.
+    It executes nothing after an error. Reading from it or joining it raises the error, so the
+    program fails with the cause and not with a missing variable.
     """
 
     ended: bool
@@ -121,9 +121,8 @@ class ForkExecutor(_ForkingExecutor):
 
 
 class ProgramExecutor(_ForkingExecutor):
-    """Executes one program inline, in the thread of its function.
-
-    A generation that fails raises in the line that requested it.
+    """Executes one program inline, in the thread of its function. A generation that fails
+    raises in the line that requested it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -260,10 +259,8 @@ class KeptResults:
         return state
 
     def keep(self, index: int, state: Any) -> None:
-        """Store a program's result.
-
-        A program that failed because of the engine or the connection has no result,
-        and is run again next time.
+        """Store a program's result. One that failed because of the engine or the connection
+        has none, and is run again next time.
         """
         error = state.stream_executor.error_
         if isinstance(error, EngineError) or (

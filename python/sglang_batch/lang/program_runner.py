@@ -32,13 +32,13 @@ def run_programs(
 ) -> Iterator[Any]:
     """Run a program over many arguments on a BatchBackend.
 
-    Yields the states in the order of the arguments, each as soon as it and all before
-    it are finished. Calls in flight are aborted if the caller stops early or is
-    interrupted. If the backend has a job, its finished programs are not run again.
+    Yields the states in the order of the arguments, each as soon as it and all before it
+    are finished. Calls in flight are aborted if the caller stops early or is interrupted.
+    If the backend has a job, its finished programs are not run again.
 
     Raises:
-        ConfigError: ``num_threads`` cannot be used, or the arguments of a job cannot
-            be compared between runs.
+        ConfigError: ``num_threads`` cannot be used, or arguments cannot be compared between
+            runs.
         StoreError: another process runs the job, or its file cannot be used.
     """
     if num_threads == "auto":
@@ -83,8 +83,8 @@ def _kept_results(
 class _ProgramRun:
     """The threads of one ``run_batch``, and their results.
 
-    A supervisor thread starts and ends the others. The caller's thread only waits, so
-    an interrupt, which can arrive at any point of it, leaves nothing half done.
+    A supervisor thread starts and ends the others. The caller's thread only waits, so an
+    interrupt, which can arrive at any point of it, leaves nothing half done.
     """
 
     def __init__(

@@ -272,8 +272,8 @@ class StreamWindows:
         """The answers as they arrive.
 
         Raises:
-            EngineError: the engine or the connection failed. Answers that came before are
-                yielded first.
+            EngineError: the engine or the connection failed, after the answers that came
+                before.
             Exception: an error of the rows, after the answers to those before it.
         """
         while (found := self._found.get()) is not None and not self._closed.is_set():

@@ -37,13 +37,12 @@ class RequestError(ApiError, RuntimeError):
 class WaveClient:
     """Sends calls from any thread in waves over one transport.
 
-    The transport's event loop runs in a thread of this client, but only while calls
-    are in flight or a lane is held. At other times the owner of an engine can use its
-    loop.
+    The transport's event loop runs in a thread of this client, but only while calls are in
+    flight or a lane is held. At other times the owner of an engine can use its loop.
 
     Args:
-        quiet_s: while the engine is busy, a wave is sent when no call has arrived for
-            this many seconds.
+        quiet_s: while the engine is busy, a wave is sent when no call has arrived for this
+            many seconds.
 
     Raises:
         ConfigError: ``quiet_s`` is not above 0.
@@ -65,10 +64,7 @@ class WaveClient:
         self._transport.check_caller()
 
     def submit(self, body: dict[str, Any]) -> Any:
-        """Run one native ``/generate`` body, and block until its answer.
-
-        Returns:
-            The parsed answer.
+        """Run one native ``/generate`` body, and return its parsed answer.
 
         Raises:
             RequestError: the engine rejected the request.
@@ -224,13 +220,8 @@ def _keepalive_socket(address: Any) -> socket.socket:
 
 
 class EngineTransport(WaveTransport):
-    """Sends waves to a ``sglang.Engine(offline_batch=True)`` in this process.
-
-    Args:
-        priority: see ``BatchBackend``.
-
-    Raises:
-        EngineError: the engine is not an offline one.
+    """Sends waves to a ``sglang.Engine(offline_batch=True)`` in this process. ``priority``:
+    see ``BatchBackend``. Raises EngineError if the engine is not an offline one.
     """
 
     def __init__(self, engine: Any, priority: int | None = None) -> None:
@@ -289,10 +280,9 @@ class EngineTransport(WaveTransport):
 
 
 def _handle_signals(tokenizer_manager: Any, loop: asyncio.AbstractEventLoop) -> None:
-    """Let SGLang's signal handlers run while its loop is not in the main thread.
-
-    SGLang installs them on its loop, which handles signals in the main thread only.
-    One of them reports that a scheduler died. Without it, requests would wait forever.
+    """Let SGLang's signal handlers run while its loop is not in the main thread, which alone
+    handles signals. One of them reports that a scheduler died: without it, requests would
+    wait forever.
     """
     handler = tokenizer_manager.signal_handler_class(tokenizer_manager)
     for signum, handle in (

@@ -1,9 +1,8 @@
 """Waves: calls from many threads, collected and sent to the engine together.
 
-A frontend program blocks its thread during each generation. If calls were sent one by
-one, the engine could not plan them. A :class:`WaveLane` collects the calls of all
-threads and sends them as a wave once waiting longer would gain nothing. Each thread
-continues as soon as *its* answer arrives.
+A frontend program blocks its thread during each generation. If calls were sent one by one,
+the engine could not plan them. A :class:`WaveLane` sends the calls of all threads as a wave
+once waiting longer would gain nothing. Each thread continues as soon as *its* answer arrives.
 """
 
 from __future__ import annotations
@@ -68,10 +67,8 @@ class WaveTransport:
 
 
 class ProgramGroup:
-    """The programs of one ``run_batch``, which are stopped together.
-
-    Attributes:
-        stop_reason: set by a stop; later calls of the programs fail with it.
+    """The programs of one ``run_batch``, which are stopped together. Later calls of the
+    programs fail with ``stop_reason``.
     """
 
     def __init__(self) -> None:
@@ -80,10 +77,8 @@ class ProgramGroup:
         self._on_stop: Callable[[], None] | None = None
 
     def enter(self, *, program: bool) -> None:
-        """Make the calls of the current thread belong to this group.
-
-        Args:
-            program: whether the thread executes programs.
+        """Make the calls of the current thread belong to this group. ``program``: it executes
+        programs.
         """
         _caller.set((self, threading.get_ident() if program else 0))
 
@@ -135,9 +130,9 @@ class WaveCall:
 class WaveLane:
     """Collects calls and sends them as waves, on the transport's event loop.
 
-    A wave is sent when every live program waits for an answer and no call is in
-    flight, since nothing could join it. It is also sent when no call has arrived for
-    the quiet time: some programs may wait for something else, such as their forks.
+    A wave is sent when every live program waits for an answer and no call is in flight, since
+    nothing could join it; and when no call has arrived for the quiet time, since some programs
+    may wait for something else, such as their forks.
 
     Args:
         quiet_s: the quiet time, in seconds.
@@ -175,14 +170,10 @@ class WaveLane:
             self._loop.call_soon_threadsafe(change, *args)
 
     def answer_to(self, call: WaveCall) -> tuple[int, bytes]:
-        """Send a call with the next wave, and block until its answer.
-
-        Returns:
-            HTTP status and body of the answer.
+        """Send a call with the next wave, and block until its HTTP status and body.
 
         Raises:
-            EngineError: the wave failed, the call was stopped, or the loop no longer
-                runs.
+            EngineError: the wave failed, the call was stopped, or the loop no longer runs.
         """
         self.post(self._add, call)
         while True:

@@ -36,11 +36,7 @@ _TIMEOUT = httpx.Timeout(None, connect=5.0)
 
 
 class RunningRollout:
-    """The groups of a call as they end.
-
-    Attributes:
-        id: of the call at the server.
-    """
+    """The groups of a call as they end. ``id``: of the call at the server."""
 
     def __init__(
         self,
@@ -69,8 +65,7 @@ class RunningRollout:
         """Abort everything that runs. Its groups follow, with their tokens.
 
         Raises:
-            ConfigError: the server refuses it.
-            ServerError: it does not answer.
+            ConfigError: the server refuses it. ServerError: it does not answer.
         """
         with self._client.plain_errors():
             answer = await self._http.post(f"{ROLLOUTS_PATH}/{self.id}/stop")
@@ -98,13 +93,10 @@ class RolloutClient:
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
 
     def run(self, groups: Sequence[RolloutGroup], **options: Any) -> list[GroupResult]:
-        """Sample groups, and wait for all of them.
+        """Sample groups, and return them in the order of ``groups`` once all have ended.
 
         Args:
             options: further fields of :class:`RolloutCall`, such as ``n`` and ``k``.
-
-        Returns:
-            The groups in the order of ``groups``.
 
         Raises:
             InputError: a field is not valid.
@@ -131,12 +123,8 @@ class RolloutClient:
     async def start(
         self, groups: Sequence[RolloutGroup], **options: Any
     ) -> AsyncGenerator[RunningRollout]:
-        """Sample groups, and take them as they end.
-
-        Leaving the block early aborts the rest, without its tokens.
-
-        Args, Raises:
-            As :meth:`run`.
+        """Sample groups, and take them as they end. Leaving the block early aborts the rest,
+        without its tokens. Arguments and errors are those of :meth:`run`.
         """
         call = self._call(groups, options)
         async with httpx.AsyncClient(**self._http_options) as http:
@@ -220,8 +208,8 @@ class LengthHistory:
     """Expects of a prompt's answers the mean length of its last ones.
 
     Answers that were aborted count as longer than they are (Kaplan-Meier, see
-    :mod:`sglang_batch.planner.output_lengths.estimates`). Otherwise groups that end with their
-    ``k``-th sample would teach that all answers are short.
+    :mod:`sglang_batch.planner.output_lengths.estimates`): groups that end with their ``k``-th
+    sample would teach that all answers are short.
 
     Args:
         keep: answers to each prompt that count, the newest ones.

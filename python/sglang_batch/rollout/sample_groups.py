@@ -1,9 +1,9 @@
 """Which samples of a rollout run, which are aborted, and when a group is complete.
 
-A state machine without an engine. Samples are numbered over all groups, group by group. A
-group is complete once ``k`` of its samples have finished: its others are no longer wanted.
-Once enough groups are complete, nothing else is wanted. A sample that is no longer wanted is
-aborted, keeps its tokens, and may also finish meanwhile.
+Samples are numbered over all groups, group by group. A group is complete once ``k`` of its
+samples have finished: its others are no longer wanted. Once enough groups are complete,
+nothing else is. A sample that is no longer wanted is aborted, keeps its tokens, and may also
+finish meanwhile.
 """
 
 from __future__ import annotations
@@ -84,13 +84,11 @@ class GroupBoard:
         return not self.is_stopped and not group.is_complete
 
     def ended(self, number: int, how: SampleEnd) -> list[int]:
-        """A sample has ended.
+        """A sample has ended. Returns those without an end that were wanted until now, to be
+        aborted.
 
-        An abort of a sample that is wanted was somebody else's, such as that of a trainer
-        who wants to load new weights. It stops the whole call.
-
-        Returns:
-            Samples without an end that were wanted until now: they are to be aborted.
+        An abort of a wanted sample was somebody else's, such as that of a trainer who wants
+        to load new weights. It stops the whole call.
         """
         was_wanted = self.is_wanted(number)
         place, _ = self.place(number)
@@ -112,11 +110,7 @@ class GroupBoard:
         return unwanted
 
     def stop(self) -> list[int]:
-        """Nothing is wanted any more.
-
-        Returns:
-            As :meth:`ended`.
-        """
+        """Nothing is wanted any more. Returns as :meth:`ended`."""
         if self.is_stopped:
             return []
         wanted = [group for group in self._groups if not group.is_complete]
@@ -143,10 +137,9 @@ _OVERRUN = 0.5
 
 
 def body_of(call: RolloutCall, place: int, nth: int) -> bytes:
-    """The body of a ``/generate`` request for sample ``nth`` of a group.
-
-    The tokens of an earlier call become part of the prompt, and count against
-    ``max_new_tokens`` and ``min_new_tokens``.
+    """The body of a ``/generate`` request for sample ``nth`` of a group. The tokens of an
+    earlier call become part of the prompt, and count against ``max_new_tokens`` and
+    ``min_new_tokens``.
     """
     group, sample = call.groups[place], call.sample_of(place, nth)
     params = call.sampling_of(place, nth)
@@ -180,13 +173,8 @@ def expected_len(call: RolloutCall, place: int, nth: int) -> int | None:
 def result_of(
     nth: int, sample: RolloutSample, output: RequestOutput
 ) -> tuple[SampleResult, list[int] | None]:
-    """A sample's result from SGLang's answer.
-
-    Args:
-        sample: its part of the call.
-
-    Returns:
-        The result, and the tokens of the prompt if SGLang tells them.
+    """A sample's result from SGLang's answer, and the tokens of the prompt if SGLang tells
+    them. ``sample``: its part of the call.
     """
     body = msgspec.json.decode(output.body)
     if not output.ok:

@@ -42,11 +42,7 @@ class RayFleet:
 
 
 def check_ray(address: str) -> None:
-    """Check that Ray is installed and that its cluster answers.
-
-    Raises:
-        ConfigError: neither.
-    """
+    """Raise ConfigError unless Ray is installed and its cluster answers."""
     try:
         import ray  # noqa: F401
     except ImportError:
@@ -72,11 +68,7 @@ def check_ray(address: str) -> None:
 
 
 def join_cluster(address: str) -> None:
-    """Connect this process to the cluster.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Connect this process to the cluster. Raises ConfigError if there is none."""
     import ray
 
     from .ray_place import NAMESPACE
@@ -100,10 +92,8 @@ def join_cluster(address: str) -> None:
 
 
 def cluster_resources(address: str) -> dict[str, float]:
-    """What the nodes of a cluster have in all, by Ray's names.
-
-    Raises:
-        ConfigError: there is no cluster.
+    """What the nodes of a cluster have in all, by Ray's names. Raises ConfigError if there is
+    none.
     """
     import ray
 
@@ -113,11 +103,7 @@ def cluster_resources(address: str) -> dict[str, float]:
 
 
 def check_room(fleet: RayFleet) -> None:
-    """Check that the engines which a job starts with have room.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Raise ConfigError unless the engines which a job starts with have room."""
     import ray
 
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]

@@ -36,9 +36,8 @@ StartEngine = Callable[
 
 @dataclass(frozen=True, slots=True)
 class StartFailure:
-    """Why an engine did not start.
-
-    of_options: whether it never will, with this model and these options.
+    """Why an engine did not start. ``of_options``: it never will with this model and these
+    options.
     """
 
     reason: str

@@ -100,8 +100,9 @@ class DecodeLoop:
         return [query.request.rid for query in self._running]
 
     def limit_cells(self, max_cells: int) -> None:
-        """Change the limit on KV cells. Rows that do not fit leave before the next step. Those that
-        do not even fit alone wait for a higher limit, unless they exceed that of the settings.
+        """Change the limit on KV cells. Rows that do not fit leave before the next step. Those
+        that do not even fit alone wait for a higher limit, unless they exceed that of the
+        settings.
         """
         self._admission.max_cells = max_cells
         too_long, self._too_long = self._too_long, []
@@ -110,12 +111,12 @@ class DecodeLoop:
         self._changed = True
 
     def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:
-        """Change the plan of open requests. Rows leave before the next step for others that now have
-        a higher priority.
+        """Change the plan of open requests. Rows leave before the next step for others that
+        now have a higher priority.
 
         Args:
-            revised: of each request the same one, or one with another ``place``, ``priority``,
-                ``expected_len`` or ``by_length``.
+            revised: of each request the same one, or one with another ``place``,
+                ``priority``, ``expected_len`` or ``by_length``.
         """
         for query in tuple(self._all_waiting()):
             if (request := revised(query.request)) is not query.request:
@@ -186,8 +187,8 @@ class DecodeLoop:
             self._grow()
 
     def _decode(self) -> torch.Tensor | None:
-        """Logits of the next tokens, None if there is too little memory. It is freed only after this
-        returns: until then the error holds the tensors of the step.
+        """Logits of the next tokens, None if there is too little memory. It is freed only
+        after this returns: until then the error holds the tensors of the step.
         """
         try:
             return self._rows.decode([query.tokens[-1] for query in self._running])
@@ -406,7 +407,9 @@ class DecodeLoop:
     # Tokens -----------------------------------------------------------------------------
 
     def _begin(self, query: Query, found: Prefilled) -> bool:
-        """Take the first token after a prompt, or none if its answer goes on. Whether the row continues."""
+        """Take the first token after a prompt, or none if its answer goes on. Whether the row
+        continues.
+        """
         if query.tokens:
             return True  # its last token was chosen before
         query.cached_tokens = found.cached_tokens

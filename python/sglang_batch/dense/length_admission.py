@@ -69,7 +69,9 @@ class LengthChanges(RowChanges):
 
 
 class _Level:
-    """The rows of one priority that join by length: those that wait, and numbers of those that run."""
+    """The rows of one priority that join by length: those that wait, and numbers of those that
+    run.
+    """
 
     def __init__(self, rule: int, max_ticks: int) -> None:
         self.rule = rule

@@ -236,7 +236,9 @@ def _decoder_start(model: PreTrainedModel) -> int:
 
 
 def nearly_equal(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether results of a model of this dtype are equal but for rounding. NaN is equal to nothing."""
+    """Whether results of a model of this dtype are equal but for rounding. NaN is equal to
+    nothing.
+    """
     return differ_by(one, other) <= _TOLERANCE.get(dtype, _LOW_PRECISION)
 
 
@@ -292,8 +294,8 @@ class LearnedPositions:
 
     @contextmanager
     def given(self, positions: torch.Tensor) -> Iterator[None]:
-        """Forward passes in this block have these positions, int64 ``[rows, tokens]``, consecutive in
-        each row.
+        """Forward passes in this block have these positions, int64 ``[rows, tokens]``,
+        consecutive in each row.
         """
         self._positions = positions
         try:

@@ -157,8 +157,8 @@ class CheckpointFiles:
     revision: str | None = None
 
     def find(self, name: str) -> Path | None:
-        """A file, downloaded if need be, or None if there is none. Raises ConfigError if it cannot be
-        downloaded.
+        """A file, downloaded if need be, or None if there is none. Raises ConfigError if it
+        cannot be downloaded.
         """
         folder = Path(self.path).expanduser()
         if folder.is_dir():
@@ -171,8 +171,8 @@ class CheckpointFiles:
             raise ConfigError(f"{name} of {self.path}: {error}") from error
 
     def json(self, name: str) -> Any:
-        """A file's JSON value, or None if there is no such file. Raises ConfigError if it cannot be
-        read.
+        """A file's JSON value, or None if there is no such file. Raises ConfigError if it
+        cannot be read.
         """
         found = self.find(name)
         try:
@@ -190,7 +190,9 @@ def declares_pooling(files: CheckpointFiles) -> bool:
 
 
 def declared_pooling(files: CheckpointFiles) -> SentencePooling | None:
-    """The pooling that a checkpoint declares, None if none. Raises ConfigError if it is not known."""
+    """The pooling that a checkpoint declares, None if none. Raises ConfigError if it is not
+    known.
+    """
     modules = files.json("modules.json")
     if modules is None:
         config = files.json("1_Pooling/config.json")

@@ -89,8 +89,8 @@ class Prefill:
     def _prepare_path(
         self, first: DenseRequest, second: DenseRequest | None
     ) -> tuple[int, int]:
-        """Have the prefix that a request shares, with the one before or after it. Returns its length,
-        0 if it is too short, and how much of it was there before.
+        """Have the prefix that a request shares, with the one before or after it. Returns its
+        length, 0 if it is too short, and how much of it was there before.
         """
         limit = len(first.input_ids) - 1
         start = prompt_from(first)

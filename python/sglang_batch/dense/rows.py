@@ -282,11 +282,11 @@ class EncodedKv:
 
 
 class EncodedRows(_InSlabs):
-    """Rows of an encoder-decoder in two slabs: the KV of answers, which grows, and that of encoded
-    prompts, to which the decoder attends.
+    """Rows of an encoder-decoder in two slabs: the KV of answers, which grows, and that of
+    encoded prompts, to which the decoder attends.
 
-    The longest prompt and answer may be those of different rows, so a batch can have more cells
-    than admission counts. No prefix is kept: an encoder sees whole prompts.
+    The longest prompt and answer may be those of different rows, so a batch can have more
+    cells than admission counts. No prefix is kept: an encoder sees whole prompts.
 
     Args:
         max_tokens: of a batch that is encoded, padding included.

@@ -308,8 +308,8 @@ class SlabLayer(CacheLayerMixin):  # type: ignore[misc]
         *args: object,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new token of each row, ``[rows, heads, 1, head_dim]``. Returns keys and values of
-        all columns in use, ``[rows, heads, width + 1, head_dim]``.
+        """Write the new token of each row, ``[rows, heads, 1, head_dim]``. Returns keys and
+        values of all columns in use, ``[rows, heads, width + 1, head_dim]``.
         """
         slab = self._slab
         keys, values = slab.layers[self._number]

@@ -66,7 +66,9 @@ class DenseWorker:
         self.call(lambda: self._abort(rid))
 
     def revise(self, revised: Callable[[DenseRequest], DenseRequest]) -> None:
-        """Change the plan of open requests in the worker's thread, see :meth:`.DecodeLoop.revise`."""
+        """Change the plan of open requests in the worker's thread, see
+        :meth:`.DecodeLoop.revise`.
+        """
         self.call(lambda: self._loop.revise(revised))
 
     def running(self) -> dict[str, float]:

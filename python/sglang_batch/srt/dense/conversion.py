@@ -125,7 +125,9 @@ def embedding_request(
 def embedding_output(
     message: TokenizedEmbeddingReqInput, answer: DenseAnswer, *, normalizes: bool
 ) -> BatchEmbeddingOutput:
-    """A vector as a scheduler sends it. ``normalizes``: it has length 1, also with fewer dimensions."""
+    """A vector as a scheduler sends it. ``normalizes``: it has length 1, also with fewer
+    dimensions.
+    """
     vector = list(answer.vector)
     if message.dimensions is not None:
         kept = torch.tensor(vector[: message.dimensions])

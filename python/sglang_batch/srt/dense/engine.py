@@ -389,7 +389,9 @@ async def _cancel_tasks() -> None:
 def serve(
     server_args: OfflineArgs, model: ModelOptions, settings: DenseSettings
 ) -> None:
-    """Load the model and serve it until a signal ends the server. Raises as :func:`loaded_engine`."""
+    """Load the model and serve it until a signal ends the server. Raises as
+    :func:`loaded_engine`.
+    """
     from sglang.srt.entrypoints import http_server
 
     from ..plugin.main_process import enter_offline_main
@@ -431,8 +433,8 @@ def _end_process() -> None:
 def why_not_sglang(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> str | None:
-    """Why SGLang cannot run a model, or None if it can: it has a class for it, or can replace the
-    attention of transformers' class.
+    """Why SGLang cannot run a model, or None if it can: it has a class for it, or can replace
+    the attention of transformers' class.
 
     Raises:
         ConfigError: the model's configuration cannot be read.

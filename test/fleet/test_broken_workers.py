@@ -212,7 +212,7 @@ def test_a_broken_worker_is_left_out(answer: Answer, good_first: bool) -> None:
 def test_an_answer_without_an_end_is_not_read_to_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(http_fleet, "_MOST_WORDS", 1 << 16)
+    monkeypatch.setitem(http_fleet._MOST_BYTES, "attach", 1 << 16)
     reason = asyncio.run(_left_out(attaching(bytes(1 << 20)), good_first=True))
     assert "more than 65536 bytes" in reason
 

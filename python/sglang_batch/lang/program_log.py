@@ -2,7 +2,7 @@
 
 Each record of the log is one JSON line. It is written when its program ends, and from then
 on survives the end of this process; from the next commit, about a second later, also a power
-failure. :mod:`sglang_batch.store.append_log` has how records are written and recovered.
+failure. :mod:`sglang_batch.store.files` has how records are written and recovered.
 """
 
 from __future__ import annotations

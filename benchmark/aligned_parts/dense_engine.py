@@ -22,8 +22,8 @@ from dense_parts.turns import differing, in_turns, of_median
 from dense_parts.ways import Clock, Done, llama, llama_copy
 from report import Figure, print_table
 
+from sglang_batch.dense.admission import ByLength
 from sglang_batch.dense.decode_loop import DecodeLoop
-from sglang_batch.dense.length_admission import ByLength
 from sglang_batch.dense.model import LoadedModel, pack_linears, wrap
 from sglang_batch.dense.prefill import Prefilled
 from sglang_batch.dense.row_request import (

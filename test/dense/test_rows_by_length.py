@@ -10,7 +10,7 @@ import pytest
 from dense_runs import Run, ShortOfMemory, generated, greedy, prioritized, prompts
 from tiny_models import tiny_model
 
-from sglang_batch.dense.length_admission import ByLength
+from sglang_batch.dense.admission import ByLength
 from sglang_batch.dense.model import LoadedModel, wrap
 from sglang_batch.dense.row_request import DenseRequest, DenseSettings
 from sglang_batch.dense.rows import SeparateRows, SlabRows

@@ -10,15 +10,20 @@ from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_batch.dense.admission import Admission, Row, expected_left
-from sglang_batch.dense.length_admission import MAX_TICKS, ByLength, LengthAdmission
+from sglang_batch.dense.admission import (
+    MAX_TICKS,
+    Admission,
+    ByLength,
+    Row,
+    expected_left,
+)
 from sglang_batch.planner.kv_lengths.batch_state import CHECK_TICKS, GROUPS, TREE
 
 RULES = pytest.mark.parametrize("rule", [TREE, GROUPS], ids=["tree", "groups"])
 
 
-def admission(max_rows: int = 8, max_cells: int = 1000) -> LengthAdmission:
-    return LengthAdmission(max_rows, max_cells, step_cells=100.0, most_cells=1000)
+def admission(max_rows: int = 8, max_cells: int = 1000) -> Admission:
+    return Admission(max_rows, max_cells, step_cells=100.0, most_cells=1000)
 
 
 @dataclass(eq=False)
@@ -54,7 +59,7 @@ class Request:
 class Simulation:
     """Runs requests step by step and checks what must hold at each one."""
 
-    admission: LengthAdmission
+    admission: Admission
     requests: list[Request]
     host_room: int | None = None
     step: int = 0
@@ -201,18 +206,6 @@ class TestSimulated:
         assert lonely.ended is not None
         assert lonely.ended < 130
 
-    @settings(max_examples=examples(30), deadline=None)
-    @given(jobs(), st.integers(1, 6), st.integers(30, 200))
-    def test_without_a_rule_all_is_as_of_admission(
-        self, requests: list[Request], max_rows: int, max_cells: int
-    ) -> None:
-        waiting = [each.row for each in requests]
-        found = admission(max_rows, max_cells).changes([], waiting)
-        plain = Admission(max_rows, max_cells).changes([], waiting)
-        assert found.joining == plain.joining
-        assert found.too_long == plain.too_long
-        assert not found.chosen
-
     def test_many_more_than_there_were_slots_for(self) -> None:
         requests = [
             Request(n, GROUPS, 1 + n * 7 % 90, 1 + n % 5, 3, arrives=n // 50)
@@ -279,7 +272,7 @@ class TestTogether:
 
 
 class TestParking:
-    def long_beside_short(self) -> tuple[LengthAdmission, list[Row]]:
+    def long_beside_short(self) -> tuple[Admission, list[Row]]:
         """A long row and a short one run, and 40 short ones wait."""
         found = admission(8, 1000)
         rows = [Row(400, 500, 0, 0), Row(10, 50, 0, 1)]

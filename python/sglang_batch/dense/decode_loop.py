@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from ..batch_api.stop_rules.answer_watch import Cut
-from .admission import Row, expected_left
-from .length_admission import ByLength, LengthAdmission
+from .admission import Admission, ByLength, Row, expected_left
 from .model import LoadedModel
 from .prefill import Prefilled
 from .row_request import (
@@ -73,7 +72,7 @@ class DecodeLoop:
         self._too_long: list[Query] = []
         limit = settings.max_cells
         self._most_cells = _NO_LIMIT if limit is None else limit
-        self._admission = LengthAdmission(
+        self._admission = Admission(
             settings.max_rows,
             self._most_cells,
             step_cells=settings.step_cells,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..batch_api.stop_rules.answer_watch import Cut
 from ..batch_api.stop_rules.rule_settings import NO_RULES, StopRules
-from .length_admission import ByLength
+from .admission import ByLength
 
 
 @dataclass(frozen=True, slots=True)

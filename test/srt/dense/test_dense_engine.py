@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_batch.dense.length_admission import MAX_TICKS, ByLength
+from sglang_batch.dense.admission import MAX_TICKS, ByLength
 from sglang_batch.job.engine import GENERATE_URL
 from sglang_batch.planner.kv_lengths.batch_state import TREE
 from sglang_batch.request import (

@@ -30,7 +30,7 @@ from torch.nn.functional import normalize
 
 from ...batch_api.stop_rules.answer_watch import Cut
 from ...batch_api.stop_rules.rule_settings import FIELD, NO_RULES, StopRules
-from ...dense.length_admission import ByLength
+from ...dense.admission import ByLength
 from ...dense.row_request import (
     DenseAnswer,
     DenseRequest,

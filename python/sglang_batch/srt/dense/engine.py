@@ -22,8 +22,8 @@ from sglang.srt.runtime_context import (
 from sglang.srt.utils import configure_logger
 from sglang.srt.utils.hf_transformers_utils import get_config
 
+from ...dense.admission import MAX_TICKS, ByLength
 from ...dense.embedding import embedding_reason, load_embedding_model
-from ...dense.length_admission import MAX_TICKS, ByLength
 from ...dense.model import LoadedModel, ModelOptions, load_model
 from ...dense.row_request import DenseRequest, DenseSettings
 from ...dense.worker import worker_of

@@ -32,8 +32,8 @@ from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 from sglang.srt.runtime_context import get_serving
 
+from ...dense.admission import ByLength
 from ...dense.embedding import EmbeddingModel
-from ...dense.length_admission import ByLength
 from ...dense.model import LoadedModel
 from ...dense.row_request import DenseAnswer, DenseRequest
 from ...dense.worker import DenseWorker

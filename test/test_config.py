@@ -133,7 +133,7 @@ def test_an_option_is_checked_as_its_setting(
 
 def test_help_lists_the_stable_settings() -> None:
     shown = settings_help()
-    assert all(f"\n{section}:\n" in shown for section in SECTIONS)
+    assert all(f"{section}:\n" in shown for section in SECTIONS)
     assert "  batch_share: share of running requests" in shown
     assert "prefetch_bytes" not in shown
 

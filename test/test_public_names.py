@@ -1,8 +1,8 @@
 """Names that users have written down keep working.
 
 ``public_names.json`` holds the settings, the options of every command, the imports in
-documentation and examples, and the metrics of an earlier state. It is not generated
-again: a name leaves it when its release with a warning is over.
+documentation and examples, the metrics, and the keys of JSON that the documentation names.
+It is not generated again: a name leaves it when its release with a warning is over.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import argparse
 import dataclasses
 import importlib
 import json
+import re
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,8 @@ import pytest
 import sglang_batch
 from sglang_batch import cli
 from sglang_batch.config import RENAMED_SETTINGS, OfflineBatchConfig
+from sglang_batch.run.summary import EngineWork, Summary
+from sglang_batch.server.http.openapi import BatchObject, EngineState, ReplicaTree
 
 NAMES = json.loads((Path(__file__).parent / "public_names.json").read_text())
 FLAGS = {(command, flag) for command, all_ in NAMES["flags"].items() for flag in all_}
@@ -66,14 +70,33 @@ def test_a_moved_module_warns() -> None:
         _ = moved.other
 
 
+@cache
+def source() -> str:
+    files = Path(sglang_batch.__path__[0]).rglob("*.py")
+    return "".join(path.read_text() for path in files)
+
+
+@pytest.mark.parametrize("where", NAMES["json_keys"])
+def test_every_key_of_json_is_written(where: str) -> None:
+    """Keys of a declared object are its fields. Others are texts of the source."""
+    declared = {
+        "summary": set(Summary.__dataclass_fields__),
+        "summary_engines": set(EngineWork.__dataclass_fields__),
+        "engines": set(EngineState.model_fields),
+        "tree": set(ReplicaTree.model_fields),
+        "batch": set(BatchObject.model_fields),
+    }
+    written = {*re.findall(r'"(\w+)"', source())}
+    written |= {*re.findall(r"^ +(\w+): ", source(), re.M)}
+    assert set(NAMES["json_keys"][where]) - declared.get(where, written) == set()
+
+
 def test_every_metric_is_made() -> None:
     """Names are put together from parts, so the part behind the prefix is looked for."""
-    source = "".join(
-        path.read_text() for path in Path(sglang_batch.__path__[0]).rglob("*.py")
-    )
+    text = source()
     parts = (
         name.removeprefix("sglang_batch_").removeprefix("key_").removesuffix("_total")
         for name in NAMES["metrics"]
     )
     assert len(NAMES["metrics"]) > 30
-    assert [part for part in parts if part not in source] == []
+    assert [part for part in parts if part not in text] == []

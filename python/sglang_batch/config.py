@@ -117,12 +117,6 @@ POLICY_HELP = "; ".join(
 )
 """All policies with their descriptions, for ``--help``."""
 
-# The scheduler in SGLang's scheduler processes.
-SCHEDULERS = ("offline", "stock")
-# Kernels that read shared prefixes once. "stock" is SGLang's own attention.
-ATTENTIONS = ("auto", "triton", "flashinfer", "torch", "stock")
-# Whether mixed steps run as two forwards at the same time.
-OVERLAPS = ("off", "auto", "on")
 # Whether requests that must have equal answers are computed once.
 DEDUPES = ("auto", "off")
 # Earlier names of settings, which work for one release.
@@ -159,28 +153,21 @@ def is_origin(value: object) -> bool:
     return isinstance(value, str) and (value == "*" or bool(_ORIGIN.fullmatch(value)))
 
 
-def _is_network(value: object) -> bool:
-    """Whether a value is an IP address, or a network of them."""
-    try:
-        return isinstance(value, str) and ip_network(value) is not None
-    except ValueError:
-        return False
+def _parses(parse: Callable[[str], object]) -> Callable[[object], bool]:
+    """A test that a value is a text which ``parse`` takes, or refuses with ValueError."""
+
+    def fits(value: object) -> bool:
+        try:
+            return isinstance(value, str) and parse(value) is not None
+        except ValueError:
+            return False
+
+    return fits
 
 
 def _is_server(value: object) -> bool:
     """Whether a value is the URL of a server, without a path."""
     return isinstance(value, str) and bool(_ORIGIN.fullmatch(value.rstrip("/")))
-
-
-def _is_place(value: object) -> bool:
-    """Whether a value is a place that media may be read from, or a network of hosts."""
-    if not isinstance(value, str):
-        return False
-    try:
-        parse_source(value)
-    except ValueError:
-        return False
-    return True
 
 
 def _rules_text(value: object) -> str | None:
@@ -249,7 +236,7 @@ def _above_0(unit: str) -> Check:
     )
 
 
-def _one_of(choices: tuple[str, ...]) -> Check:
+def _one_of(*choices: str) -> Check:
     wanted = f"is not known; choose one of {', '.join(choices)}"
     return Check(lambda v: v in choices, wanted, choices=choices)
 
@@ -315,16 +302,16 @@ def add_setting(
 
 def settings_help() -> str:
     """All settings but the experimental ones, with their defaults, for ``--help``."""
-    lines = []
+    blocks = []
     for section in SECTIONS:
-        lines.append(f"\n{section}:")
+        lines = []
         for each in settings_in(section):
             text = f"{each.name}: {_plain(each.metadata['description'])}"
             if each.default is not None:
                 text += f" (default: {json.dumps(each.default)})"
-            indents = {"initial_indent": "  ", "subsequent_indent": "      "}
-            lines.append(textwrap.fill(text, 88, **indents))
-    return "\n".join(lines) + "\n"
+            lines += textwrap.wrap(text, 84, subsequent_indent="    ")
+        blocks.append(f"{section}:\n" + textwrap.indent("\n".join(lines), "  "))
+    return "\n\n".join(blocks) + "\n"
 
 
 _T = TypeVar("_T")
@@ -388,7 +375,7 @@ class OfflineBatchConfig:
 
     policy: str = _planning(
         "dfs",
-        _one_of(POLICIES),
+        _one_of(*POLICIES),
         "[order](run.md#which-policy) of the requests; `sglang-batch plan` compares them",
     )
     seed: int = _planning(0, _FROM_0, "seed of everything random in planning")
@@ -400,7 +387,7 @@ class OfflineBatchConfig:
     )
     dedupe: str = _planning(
         "auto",
-        _one_of(DEDUPES),
+        _one_of(*DEDUPES),
         "`auto` computes requests that must have [equal "
         "answers](savings.md#equal-requests) once, `off` each",
     )
@@ -430,12 +417,12 @@ class OfflineBatchConfig:
 
     scheduler: str = _scheduling(
         "offline",
-        _one_of(SCHEDULERS),
+        _one_of("offline", "stock"),
         "`stock` keeps SGLang's scheduler and cache",
     )
     attention: str = _scheduling(
         "auto",
-        _one_of(ATTENTIONS),
+        _one_of("auto", "triton", "flashinfer", "torch", "stock"),
         "kernel that reads [shared prefixes](kernels.md) once: `triton`, `flashinfer` or "
         "`torch`; `stock` turns this off",
     )
@@ -537,7 +524,8 @@ class OfflineBatchConfig:
     trusted_proxies: tuple[str, ...] = _security(
         (),
         _list_of(
-            _is_network, "addresses and networks such as '10.0.0.7' or '10.0.0.0/8'"
+            _parses(ip_network),
+            "addresses and networks such as '10.0.0.7' or '10.0.0.0/8'",
         ),
         "addresses and networks of proxies whose `X-Forwarded-Host` and "
         "`X-Forwarded-Proto` are read for `results_url`",
@@ -545,7 +533,7 @@ class OfflineBatchConfig:
     media_sources: tuple[str, ...] = _security(
         (),
         _list_of(
-            _is_place,
+            _parses(parse_source),
             "URLs, absolute paths and networks, such as 'https://images.example.com/', "
             "'/data/images/' or '10.0.0.0/8'",
         ),
@@ -625,7 +613,7 @@ class OfflineBatchConfig:
     )
     overlap: str = _experimental(
         "off",
-        _one_of(OVERLAPS),
+        _one_of("off", "auto", "on"),
         "[mixed steps as two forwards](experimental.md#mixed-steps-as-two-forwards): "
         '`"on"`, or `"auto"` by a trial',
     )

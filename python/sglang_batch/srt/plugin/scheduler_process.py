@@ -22,7 +22,7 @@ from ..compat.offline_hooks import (
 if TYPE_CHECKING:  # it imports torch
     from ..compat.scheduler_types import AttentionBackend, ModelRunner
 
-# One of ``config.SCHEDULERS`` in a child process of an offline server, otherwise None.
+# The setting ``scheduler`` in a child process of an offline server, otherwise None.
 _offline_scheduler: str | None = None
 # SGLang's ``--disaggregation-mode`` there.
 _mode = "null"
@@ -37,7 +37,7 @@ def enter_offline_child(scheduler: str, mode: str) -> None:
     """Mark this process as a child of an offline server.
 
     Args:
-        scheduler: one of ``config.SCHEDULERS``.
+        scheduler: the setting of this name.
         mode: SGLang's ``--disaggregation-mode``.
     """
     global _offline_scheduler, _mode

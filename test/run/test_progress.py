@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -61,16 +62,15 @@ def test_progress_tells_what_the_job_waits_for(
     clock = Clock(monkeypatch)
     log = ResultLog(tmp_path / "log", 4)
     log.put(0, b"{}", ok=True, usage=Usage())  # of an earlier run
-    compiling = [True]
-    shown = Progress(Display(io.StringIO()), 4, log, lambda: compiling[0])
+    compiling: Future[None] = Future()
+    shown = Progress(Display(io.StringIO()), 4, log, compiling)
     shown.rendered()
     assert str(shown).startswith("Reading prompts: 33%, 1/3")
     shown.rendered()
     shown.rendered()
     clock.now += 7
     assert str(shown) == "Compiling the planner, once per installation (7 s)"
-    compiling.clear()
-    compiling.append(False)
+    compiling.set_result(None)
     assert str(shown) == "Planning, and computing the first prompts (7 s)"
     usage = Usage(input_tokens=10, cached_tokens=9, output_tokens=1)
     log.put(1, b"{}", ok=True, usage=usage)

@@ -1,12 +1,8 @@
 """Small models, written to a folder: a random-weight Llama, and one that answers.
 
-The answers of the random one are meaningless, but both SGLang and transformers load it
-offline, in seconds, on any machine. This is enough to try a batch, and to compare two ways
-of running the same requests token for token. :func:`write_real_model` writes one whose
-answers make sense, from a package of the Python index.
-
-Weights of the random one are drawn with numpy, not torch, so that the same arguments give the same bytes
-on every machine, and no global random state changes.
+SGLang and transformers load the random one offline, in seconds. Its answers are meaningless,
+but enough to try a batch and to compare two ways of running it token for token. Its weights
+are drawn with numpy, not torch, so that they are the same bytes on every machine.
 """
 
 from __future__ import annotations

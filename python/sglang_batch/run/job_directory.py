@@ -68,7 +68,7 @@ class JobDirectory:
     Attributes:
         path: ``<output>.job``.
         earlier: the record that :meth:`restore` found.
-        record: of the job, after :meth:`begin` or :meth:`resume_finished`.
+        record: of the job, after :meth:`begin`, or that one.
         shared: its state at a URL, if it has one.
     """
 
@@ -133,6 +133,8 @@ class JobDirectory:
         if self.shared is not None:
             self.shared.restore()
         found = self.earlier = self._recorded()
+        if found is not None:
+            self.record = found
         path = self.outputs.output.path
         if found is None and path.exists():
             raise ConfigError(
@@ -192,12 +194,6 @@ class JobDirectory:
         if self.shared is None:
             return next_epoch(self.path)
         return self.shared.epoch
-
-    def resume_finished(self) -> JobRecord:
-        """The record of the earlier job, which is complete and this job."""
-        assert self.earlier is not None, "restore() found it"
-        self.record = self.earlier
-        return self.record
 
     def remember_input(self, local: LocalInput) -> None:
         """Keep the facts that a later run needs to name the lines of a changed input."""
@@ -271,18 +267,9 @@ class JobDirectory:
 
     def _remove(self, *, staged: bool) -> None:
         """Remove the files of a job that did not begin, and nobody else's files."""
-        names = [
-            "lock",
-            "engine.log",
-            "input.digests",
-            "input.json",
-            EPOCH,
-            CRASHES,
-            PLACE,
-        ]
-        if staged:
-            names.append("input.jsonl")
-        for name in names:
+        names = ["lock", "engine.log", "input.digests", "input.json"]
+        names += ["input.jsonl"] if staged else []
+        for name in (*names, EPOCH, CRASHES, PLACE):
             (self.path / name).unlink(missing_ok=True)
         with suppress(OSError):  # something else is in it
             self.path.rmdir()

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
@@ -118,7 +119,7 @@ class Progress:
     """How far the job is: prompts rendered, then the plan, then answers.
 
     Args:
-        compiling: whether the planner is still being compiled.
+        compiling: done when the planner is compiled.
         engines: all of a fleet.
     """
 
@@ -127,7 +128,7 @@ class Progress:
         display: Display,
         num_requests: int,
         log: ResultLog,
-        compiling: Callable[[], bool] = lambda: False,
+        compiling: Future[None] | None = None,
         engines: Callable[[], Sequence[WorkerState]] = lambda: (),
     ) -> None:
         self._display = display
@@ -163,7 +164,7 @@ class Progress:
                 "Reading prompts", self._num_rendered, self._num_to_render, self._began
             )
         seconds = now - self._answers_began
-        if self._compiling():
+        if self._compiling is not None and not self._compiling.done():
             return (
                 "Compiling the planner, once per installation "
                 f"({now - self._began:.0f} s)"

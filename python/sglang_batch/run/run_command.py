@@ -36,8 +36,7 @@ def run(options: RunOptions) -> int:
     with prepare(options) as prepared:
         directory = prepared.directory
         if prepared.requests is None:
-            record = directory.resume_finished()
-            summary = Summary.of_record(record.summary or {})
+            summary = Summary.of_record(directory.record.summary or {})
         elif (answered := _answered(prepared)) is not None:
             summary = answered
         else:

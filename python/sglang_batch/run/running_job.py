@@ -114,9 +114,10 @@ class RunningJob:
             f"{len(requests):,} requests{resumed}. Engine's log: {self._engine_log.path}"
         )
         _answer_invalid(log, self._local, requests, self._job_id)
-        summary: Summary | None = Summary.of_log(log, self._before, seconds=0.0)
         if not self._is_over:
             summary = self._run_unfinished()
+        else:
+            summary = Summary.of_log(log, self._before, seconds=0.0)
         if summary is None:
             return None
         if self._local.fields is not None:
@@ -135,12 +136,8 @@ class RunningJob:
 
     def _given_up_line(self, index: int) -> bytes:
         assert self._enough is not None
-        return unrun_line(
-            self._requests[index],
-            self._job_id,
-            GIVEN_UP,
-            given_up_message(self._enough),
-        )
+        message = given_up_message(self._enough)
+        return unrun_line(self._requests[index], self._job_id, GIVEN_UP, message)
 
     def _run_unfinished(self) -> Summary | None:
         try:
@@ -178,9 +175,8 @@ class RunningJob:
             )
             if dashboard := _ray_dashboard():
                 self._display.say(f"Ray's dashboard: {dashboard}")
-            summary: Summary | None = loop.run_until_complete(
-                self._run_requests(engine, compiling, equal)
-            )
+            running = self._run_requests(engine, compiling, equal)
+            summary: Summary | None = loop.run_until_complete(running)
             return summary
 
     async def _run_requests(
@@ -188,51 +184,25 @@ class RunningJob:
     ) -> Summary | None:
         started = time.monotonic()
         log = self._log
-        progress = Progress(
-            self._display,
-            len(self._requests),
-            log,
-            lambda: not compiling.done(),
-            self._engines,
-        )
+        stop = asyncio.Event()
+        num_requests = len(self._requests)
+        progress = Progress(self._display, num_requests, log, compiling, self._engines)
 
         def store(request: BatchRequestInput, output: RequestOutput) -> None:
-            line = result_line(request, self._job_id, output)
-            log.put(
-                request.index,
-                line,
-                ok=output.ok,
-                usage=output.usage,
-                merged=not output.is_computed,
-                cuts=output.cuts,
-            )
+            self._store(request, output)
             progress.answered()
             if self._enough is not None and self._is_over:
                 stop.set()
 
-        stop = asyncio.Event()
         equal = await asyncio.wrap_future(found)
-        requests = equal.requests
-        todo, sink = await answer_known(
-            self._cached, requests, equal.todo, equal.sharing(store)
-        )
+        requests, shared = equal.requests, equal.sharing(store)
+        todo, sink = await answer_known(self._cached, requests, equal.todo, shared)
         job = BucketedJob(
             self._job_id, requests, todo, engine, self._config, sink,
             on_rendered=progress.rendered,
         )  # fmt: skip
-        if len(todo) < len(equal.todo):
-            num_known = len(equal.todo) - len(todo)
-            self._display.say(f"{num_known:,} requests have an answer in the cache.")
-        if equal.num_merged:
-            self._display.say(
-                f"{equal.num_merged:,} requests are equal to others and get their answers."
-            )
         progress.will_render(len(todo) if job.in_one_piece else 0)
-        if not job.in_one_piece:
-            self._display.say(
-                "Planned in buckets of about "
-                f"{self._config.bucket_requests:,} requests whose prompts begin alike."
-            )
+        self._say_savings(len(equal.todo) - len(todo), equal.num_merged, job)
         writing = [
             asyncio.create_task(_commit_regularly(log)),
             asyncio.create_task(self._share_regularly(stop)),
@@ -259,6 +229,28 @@ class RunningJob:
             tail=self._named(job.tail),
             price=self._config.dollars_per_hour,
         )
+
+    def _store(self, request: BatchRequestInput, output: RequestOutput) -> None:
+        self._log.put(
+            request.index,
+            result_line(request, self._job_id, output),
+            ok=output.ok,
+            usage=output.usage,
+            merged=not output.is_computed,
+            cuts=output.cuts,
+        )
+
+    def _say_savings(self, num_known: int, num_merged: int, job: BucketedJob) -> None:
+        say = self._display.say
+        if num_known:
+            say(f"{num_known:,} requests have an answer in the cache.")
+        if num_merged:
+            say(f"{num_merged:,} requests are equal to others and get their answers.")
+        if not job.in_one_piece:
+            say(
+                f"Planned in buckets of about {self._config.bucket_requests:,} requests "
+                "whose prompts begin alike."
+            )
 
     def _named(self, tail: Tail) -> LastRequests:
         """The tail with the ids of its requests."""

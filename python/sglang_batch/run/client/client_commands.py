@@ -7,9 +7,8 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, cast
@@ -21,7 +20,6 @@ from ...batch_api.protocol import ENDPOINTS, canonical_url
 from ...errors import ConfigError, ExitStatus, InputError, ServerError, StoreError
 from ...inputs.compression import plain_name
 from ...inputs.job_input import STDIN, JobInput, input_sources
-from ...inputs.local_input import LocalInput
 from ...inputs.staging import Staging
 from ...store.files import atomic_write
 from .batch_client import (
@@ -41,17 +39,36 @@ STDOUT = Path("-")
 
 
 def submit(server: BatchClient, options: argparse.Namespace) -> int:
-    """``sglang-batch submit``: check a file, upload it and start a batch over it."""
+    """``sglang-batch submit``: check a file, upload it and start a batch over it.
+
+    Unless told not to, it looks for all errors that the server would find, also in bodies.
+
+    Raises InputError if an input cannot be read, or lines are bad; the message lists them.
+    """
     fields: dict[str, Any] = {"completion_window": options.window}
     if options.metadata:
         fields["metadata"] = dict(options.metadata)
     extra = {name: getattr(options, name) for name in ("priority", "enough", "dedupe")}
     if any(value is not None for value in extra.values()):
         fields["extra_body"] = {k: v for k, v in extra.items() if v is not None}
-    with submission(
-        options.input_file, options.endpoint, check=not options.no_check
-    ) as sent:
-        batch = server.start(sent.path, sent.name, sent.endpoint, **fields)
+    from ...srt.engine.checks.body_checks import body_errors
+
+    inputs = JobInput(input_sources(options.input_file))
+    inputs.check()
+    with TemporaryDirectory(prefix="sglang-batch-") as directory:
+        local = Staging(Path(directory)).stage(inputs)
+        endpoint = options.endpoint or _first_endpoint(local.path)
+        if not options.no_check:
+            rules = LineRules(endpoint=endpoint, check_body=body_errors)
+            with local.requests(rules, way_out=_WAY_OUT).closing():
+                pass
+        if endpoint is None:
+            raise InputError(
+                f"{local.title} has no line with one of the endpoints "
+                f"{', '.join(ENDPOINTS)}; name it with --endpoint."
+            )
+        name = _upload_name(options.input_file[0])
+        batch = server.start(local.path, name, endpoint, **fields)
     if not options.follow:
         _show(options, batch, lambda batch: str(batch["id"]))
         return ExitStatus.OK
@@ -169,7 +186,10 @@ def download_all(server: BatchClient, batch: Batch, output: Path) -> str:
         if headers.get("x-incomplete") != "true":
             batch = server.get(batch["id"])
             if num_lines < batch["request_counts"]["total"]:
-                raise _deleted(batch)
+                raise ConfigError(
+                    f"{batch['id']} is {batch['status']}, but the server no longer has "
+                    "its results: they were deleted or have expired."
+                )
             return _summary(batch, output, "among them")
     return (
         f"{batch['id']} is {status_text(batch)}: {num_lines:,} results so far in "
@@ -186,13 +206,6 @@ def _download_separately(
             if batch.get(f"{kind}_file_id"):
                 server.download(f"/files/{batch[f'{kind}_file_id']}/content", each)
     return _summary(batch, output, f"in {errors}")
-
-
-def _deleted(batch: Batch) -> ConfigError:
-    return ConfigError(
-        f"{batch['id']} is {batch['status']}, but the server no longer has its results: "
-        "they were deleted or have expired."
-    )
 
 
 def _check_results(batch: Batch, options: argparse.Namespace) -> None:
@@ -226,61 +239,7 @@ def _writing(path: Path) -> AbstractContextManager[BinaryIO]:
     return atomic_write(path)
 
 
-# The input of ``sglang-batch submit``: one local file of lines, checked before it is
-# sent.
-
 _WAY_OUT = "Nothing was sent. --no-check sends the file as it is."
-
-
-@dataclass(frozen=True, slots=True)
-class UploadInput:
-    """A file to upload.
-
-    name: for the server, ending in ``.jsonl``.
-    endpoint: of all its lines.
-    """
-
-    path: Path
-    name: str
-    endpoint: str
-
-
-@contextmanager
-def submission(
-    names: Sequence[str], endpoint: str | None, *, check: bool
-) -> Iterator[UploadInput]:
-    """The inputs of these names as one file, for the length of the block.
-
-    Args:
-        names: as for ``sglang-batch run``: files, URLs, ``-``; compressed or not.
-        endpoint: of all lines. None: the endpoint of the first line that names one.
-        check: look for all errors that the server would find, and check each body as
-            the server does when it runs.
-
-    Raises InputError if an input cannot be read, or lines are bad; the message
-    lists them.
-    """
-    inputs = JobInput(input_sources(names))
-    inputs.check()
-    with TemporaryDirectory(prefix="sglang-batch-") as directory:
-        local = Staging(Path(directory)).stage(inputs)
-        endpoint = endpoint or _first_endpoint(local.path)
-        if check:
-            _check(local, endpoint)
-        if endpoint is None:
-            raise InputError(
-                f"{local.title} has no line with one of the endpoints "
-                f"{', '.join(ENDPOINTS)}; name it with --endpoint."
-            )
-        yield UploadInput(local.path, _upload_name(names[0]), endpoint)
-
-
-def _check(local: LocalInput, endpoint: str | None) -> None:
-    from ...srt.engine.checks.body_checks import body_errors
-
-    rules = LineRules(endpoint=endpoint, check_body=body_errors)
-    with local.requests(rules, way_out=_WAY_OUT).closing():
-        pass
 
 
 def _first_endpoint(path: Path) -> str | None:

@@ -41,11 +41,28 @@ Defaults: $SGLANG_BATCH_URL for --url, $SGLANG_BATCH_API_KEY or $OPENAI_API_KEY 
 def add(commands: Subparsers) -> None:
     """Add the commands for servers to the command line."""
     _add_submit(commands)
-    _add_status(commands)
-    _add_list(commands)
-    _add_cancel(commands)
+    about = "Show the status, counts, tokens and times of a batch."
+    status = _command(commands, "status", about, _FOLLOW_EPILOG)
+    _add_id(status)
+    _add_follow(status)
+    listing = _command(commands, "list", "List batches, newest first.")
+    _add_limit(listing, MAX_LIST, 20, "list at most N batches")
+    about = "Cancel a batch. Lines that are already answered are kept: see `results`."
+    _add_id(_command(commands, "cancel", about))
     _add_results(commands)
-    _add_tree(commands)
+    tree = _command(
+        commands,
+        "tree",
+        "Show the prefixes that running batches share. Of the largest it tells which are "
+        "in the KV cache, how many requests use them, and when the plan needs them next. "
+        "A server with keys wants that of an admin.",
+        module="tree_command",
+    )
+    shown = (
+        "half of them the longest in the cache, the others those that save most tokens"
+    )
+    text = f"show at most N prefixes of each replica: {shown}"
+    _add_limit(tree, MAX_TREE_NODES, 50, text)
     _add_keys(commands)
 
 
@@ -53,9 +70,8 @@ def _add_submit(commands: Subparsers) -> None:
     submit = _command(
         commands,
         "submit",
-        "start a batch on a server",
-        "Check a JSONL file of OpenAI batch requests, upload it and start a batch. "
-        "Prints the id of the batch.",
+        "Start a batch on a server. Checks a JSONL file of OpenAI batch requests, uploads "
+        "it, starts a batch and prints its id.",
         _FOLLOW_EPILOG,
     )
     submit.add_argument(
@@ -113,50 +129,11 @@ def _add_submit(commands: Subparsers) -> None:
     _add_follow(submit)
 
 
-def _add_status(commands: Subparsers) -> None:
-    status = _command(
-        commands,
-        "status",
-        "show the progress of a batch",
-        "Show the status, counts, tokens and times of a batch.",
-        _FOLLOW_EPILOG,
-    )
-    _add_id(status)
-    _add_follow(status)
-
-
-def _add_list(commands: Subparsers) -> None:
-    listing = _command(
-        commands,
-        "list",
-        "list batches, newest first",
-        "List batches, newest first.",
-    )
-    listing.add_argument(
-        "--limit",
-        type=whole(1, MAX_LIST),
-        default=20,
-        metavar="N",
-        help="list at most N batches (default: 20)",
-    )
-
-
-def _add_cancel(commands: Subparsers) -> None:
-    cancel = _command(
-        commands,
-        "cancel",
-        "cancel a batch",
-        "Cancel a batch. Lines that are already answered are kept: see `results`.",
-    )
-    _add_id(cancel)
-
-
 def _add_results(commands: Subparsers) -> None:
     results = _command(
         commands,
         "results",
-        "download the results of a batch",
-        "Download the results of an ended batch, in input order.",
+        "Download the results of a batch that has ended, in input order.",
     )
     _add_id(results)
     results.add_argument(
@@ -180,30 +157,9 @@ def _add_results(commands: Subparsers) -> None:
     )
 
 
-def _add_tree(commands: Subparsers) -> None:
-    tree = _command(
-        commands,
-        "tree",
-        "show the prefixes that running batches share",
-        "Show the largest shared prefixes of the running batches: which are in the KV "
-        "cache, how many requests use them, and when the plan needs them next. A server "
-        "with keys wants that of an admin.",
-        module="tree_command",
-    )
-    tree.add_argument(
-        "--limit",
-        type=whole(1, MAX_TREE_NODES),
-        default=50,
-        metavar="N",
-        help="show at most N prefixes of each replica: half of them the "
-        "longest in the cache, the others those that save most tokens (default: 50)",
-    )
-
-
 def _command(
     commands: Subparsers,
     name: str,
-    text: str,
     description: str,
     epilog: str = "",
     module: str = "client_commands",
@@ -214,9 +170,10 @@ def _command(
         module: has a function of this name, which takes the client and the options, and
             may return an exit status.
     """
+    title = description.partition(".")[0]
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
-        help=text,
+        help=title[0].lower() + title[1:],
         description=description,
         epilog=epilog + _ENVIRONMENT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -258,6 +215,18 @@ def _run(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitStatus.FAILED
     return ExitStatus.OK if status is None else status
+
+
+def _add_limit(
+    parser: argparse.ArgumentParser, most: int, default: int, text: str
+) -> None:
+    parser.add_argument(
+        "--limit",
+        type=whole(1, most),
+        default=default,
+        metavar="N",
+        help=f"{text} (default: {default})",
+    )
 
 
 def _add_id(parser: argparse.ArgumentParser) -> None:
@@ -309,8 +278,7 @@ def _add_keys(commands: Subparsers) -> None:
 
     add = command(
         "add",
-        "make a key for a client",
-        "Make a key and print it. It cannot be shown again.",
+        "Make a key for a client and print it. It cannot be shown again.",
     )
     add.add_argument(
         "name", metavar="NAME", help="owner of all files and batches made with the key"
@@ -332,13 +300,11 @@ def _add_keys(commands: Subparsers) -> None:
 
     command(
         "list",
-        "list the keys that were added",
         "List the keys that were added with `keys add`, without the keys themselves.",
     )
 
     limit = command(
         "limit",
-        "change the limits of a client",
         "Change the limits of a client, for all its keys, and print them. A limit that "
         "is left out keeps its value, and 'none' removes one.",
     )
@@ -347,7 +313,6 @@ def _add_keys(commands: Subparsers) -> None:
 
     usage = command(
         "usage",
-        "show the usage of each key per day",
         "Show batches, lines, online calls and tokens per key and day (UTC).",
     )
     usage.add_argument(
@@ -360,7 +325,6 @@ def _add_keys(commands: Subparsers) -> None:
 
     revoke = command(
         "revoke",
-        "revoke a key",
         "Revoke a key, effective at once. Batches of its name continue.",
     )
     revoke.add_argument("key_id", metavar="ID", help="id of the key, see `keys list`")

@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: env demo demo-embeddings fleet-demo test test-fast test-nightly lint types compile \
-	compile-planner compile-fields unit format constraints clean
+	compile-planner compile-fields unit unit-fast format constraints clean
 
 env: $(STAMP)
 
@@ -34,10 +34,13 @@ test: lint
 	$(MAKE) unit
 
 # All but test/srt, the tests that import or start SGLang, and those marked as slow.
-test-fast: lint types
+test-fast: lint
+	$(MAKE) -j 2 types unit-fast
+
+unit-fast: env
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=test/srt -m "not slow"
 
-# Properties are tried on four times as many examples.
+# Properties are tried on four times as many examples, and cases in all combinations.
 test-nightly:
 	SGLANG_BATCH_TEST_EXAMPLES=1 $(MAKE) test
 

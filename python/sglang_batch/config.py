@@ -14,7 +14,7 @@ import math
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_network
 from typing import Any, TypeVar
@@ -317,42 +317,31 @@ def settings_help() -> str:
 _T = TypeVar("_T")
 
 
-def _current_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` under the current names of their settings.
-
-    Raises:
-        ConfigError: a setting is given under both its names.
-    """
-    current = dict(values)
-    for old, new in RENAMED_SETTINGS.items():
-        if old not in values:
-            continue
-        if new in values:
-            raise ConfigError(
-                f"{old} is the earlier name of {new}, and both are given; drop {old}."
-            )
-        warnings.warn(
-            f"The setting {old} is now called {new}; the old name works for one "
-            "release.",
-            FutureWarning,
-            stacklevel=3,
-        )
-        current[new] = current.pop(old)
-    return current
-
-
 def _accept_earlier_names(cls: type[_T]) -> type[_T]:
     """Let the constructor take settings by their earlier names, with a warning."""
     construct = cls.__init__
 
     @functools.wraps(construct)
     def __init__(self: _T, *args: Any, **values: Any) -> None:
-        values = _current_names(values)
         known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        for name in values:
-            if name not in known:
+        for name in list(values):
+            new = RENAMED_SETTINGS.get(name)
+            if new in values:
+                raise ConfigError(
+                    f"{name} is the earlier name of {new}, and both are given; drop {name}."
+                )
+            if new is not None:
+                warnings.warn(
+                    f"The setting {name} is now called {new}; the old name works for one "
+                    "release.",
+                    FutureWarning,
+                    stacklevel=2,
+                )
+                values[new] = values.pop(name)
+            elif name not in known:
                 raise TypeError(
-                    f"{cls.__name__} has no setting {name!r}.{did_you_mean(name, known)}"
+                    f"there is no setting {name!r}; the settings are {', '.join(known)}."
+                    + did_you_mean(name, known)
                 )
         construct(self, *args, **values)
 
@@ -656,12 +645,7 @@ class OfflineBatchConfig:
             raise ConfigError(
                 f"--offline-batch-config must be a JSON object, got {text!r}"
             )
-        values = _current_names(values)
-        known = [field.name for field in dataclasses.fields(cls)]
-        for key in values:
-            if key not in known:
-                raise ConfigError(
-                    f"--offline-batch-config has no setting {key!r}; "
-                    f"the settings are {', '.join(known)}.{did_you_mean(key, known)}"
-                )
-        return cls(**values)
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ConfigError(f"--offline-batch-config: {error}") from None

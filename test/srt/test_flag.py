@@ -147,7 +147,7 @@ BAD_SETTINGS = (
     (["--offline-batch", "--offline-batch-config={"], "is not valid JSON"),
     (
         ["--offline-batch", '--offline-batch-config={"polcy": 1}'],
-        "has no setting 'polcy'; the settings are policy, ",
+        "no setting 'polcy'; the settings are policy, ",
     ),
     (
         ["--offline-batch", '--offline-batch-config={"policy": "best"}'],

@@ -431,3 +431,12 @@ def test_engine_raises_config_error() -> None:
         from sglang_batch.srt.plugin.offline_server_args import make_server_args
 
         make_server_args(model_path="m", offline_batch=True, attn_cp_size=2)
+
+
+def test_a_misspelt_argument_of_an_engine_has_a_suggestion() -> None:
+    from sglang_batch.srt.plugin.offline_server_args import make_server_args
+
+    with pytest.raises(
+        TypeError, match=r"no argument 'tp_sze'\. Did you mean 'tp_size'"
+    ):
+        make_server_args(model_path="m", offline_batch=True, tp_sze=2)

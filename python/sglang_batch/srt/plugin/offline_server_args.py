@@ -20,7 +20,7 @@ from sglang.srt.environ import envs
 from sglang.srt.plugins import load_plugins
 
 from ...config import OfflineBatchConfig
-from ...errors import ConfigError, SGLangBatchError, refuse
+from ...errors import ConfigError, SGLangBatchError, did_you_mean, refuse
 from ..compat.offline_hooks import FLAG_HOOKS
 from ..compat.support import (
     ATTENTION_ARGUMENTS,
@@ -140,7 +140,8 @@ def add_cli_args(result: object, parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--offline-batch-config",
         metavar="JSON",
-        help="Settings of offline batches as a JSON object, for example "
+        help="Settings of offline batches (`sglang-batch serve --help` lists them) as a JSON "
+        "object, for example "
         '\'{"policy": "auto", "max_batches": 2}\'. Needs --offline-batch.',
     )
     group.add_argument(
@@ -186,6 +187,12 @@ def make_server_args(**kwargs: Any) -> stock.ServerArgs:
             kwargs["offline_batch_config"] = json.dumps(
                 {"sleep_on_idle": False, **settings}
             )
+        known = OfflineServerArgs.__struct_fields__
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(
+                    f"Engine has no argument {name!r}.{did_you_mean(name, known)}"
+                )
         return OfflineServerArgs(**kwargs)
     for name in (FLAG, *COMPANIONS):
         if kwargs.pop(name, None):

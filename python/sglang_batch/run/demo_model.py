@@ -19,7 +19,6 @@ from ..store.files import atomic_write
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from tokenizers import Tokenizer
 
 SPECIAL_TOKENS = (
     "<|bos|>",
@@ -284,25 +283,9 @@ def _save_configs(
 
 
 def _save_tokenizer(folder: Path, context_len: int) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    PreTrainedTokenizerFast(
-        tokenizer_object=_byte_tokenizer(),
-        bos_token="<|bos|>",
-        eos_token="<|end|>",
-        pad_token="<|pad|>",
-        additional_special_tokens=[
-            t for t in SPECIAL_TOKENS if t not in ("<|bos|>", "<|end|>", "<|pad|>")
-        ],
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=context_len,
-        clean_up_tokenization_spaces=False,
-    ).save_pretrained(folder)
-
-
-def _byte_tokenizer() -> Tokenizer:
     """One token per byte of UTF-8: a BPE of the 256 byte symbols with no merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = Tokenizer(models.BPE(vocab=_byte_symbols(), merges=[]))
@@ -311,7 +294,17 @@ def _byte_tokenizer() -> Tokenizer:
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
     )
-    return tokenizer
+    roles = {"bos_token": "<|bos|>", "eos_token": "<|end|>", "pad_token": "<|pad|>"}
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        **roles,
+        additional_special_tokens=[
+            x for x in SPECIAL_TOKENS if x not in roles.values()
+        ],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=context_len,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(folder)
 
 
 def _byte_symbols() -> dict[str, int]:

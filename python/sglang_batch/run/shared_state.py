@@ -208,12 +208,13 @@ class StateUrl:
         names = self._names(_PARTS)  # not those that a later head writes from here on
         if claim is not None:
             self.check_in_force(claim)
-        with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
-            list(pool.map(self._remove_part, names))
 
-    def _remove_part(self, name: str) -> None:
-        with suppress(StoreError):
-            self._call(self._files.rm_file, self._at(f"{_PARTS}/{name}"))
+        def remove(name: str) -> None:
+            with suppress(StoreError):
+                self._call(self._files.rm_file, self._at(f"{_PARTS}/{name}"))
+
+        with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
+            list(pool.map(remove, names))
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small file, all of it or nothing."""
@@ -328,7 +329,6 @@ class SharedState:
     def __init__(self, state: StateUrl, directory: Path) -> None:
         self._state = state
         self._directory = directory
-        self._place_path = directory / PLACE
         self._log_path = directory / RESULTS
         self._copied: dict[str, bytes] = {}
         self._claim: Claim | None = None
@@ -410,7 +410,21 @@ class SharedState:
             StoreError: the URL cannot be written.
         """
         with self._lock:
-            self._share()
+            assert self._claim is not None, "claim() comes first"
+            for name in _COPIED:
+                content = self._own(name)
+                if content and content != self._copied.get(name):
+                    self._state.check_in_force(self._claim)
+                    self._state.put(name, content)
+                    self._copied[name] = content
+            place = self._place()
+            assert place is not None
+            while records := self._unshared(place.shared):
+                self._state.put_part(self._claim, place.parts + 1, records)
+                place.parts += 1
+                place.shared += len(records)
+                self._keep(place)
+            self._state.check_in_force(self._claim)
 
     def finish(self) -> None:
         """The job is complete and its output is in place: no result is needed any more.
@@ -419,31 +433,13 @@ class SharedState:
         """
         if self._claim is None:  # it was complete before
             last, place = self._state.last_claim(), self._place()
-            if last is None or self._state.get(RECORD) == self._record():
+            if last is None or self._state.get(RECORD) == self._own(RECORD):
                 return
             if place is None or place.head != last.head:
                 return  # of another head, which may run
             self._claim = last
         self.share()
         self._state.remove_parts(self._claim)
-
-    def _share(self) -> None:
-        assert self._claim is not None, "claim() comes first"
-        for name in _COPIED:
-            path = self._directory / name
-            content = path.read_bytes() if path.exists() else b""
-            if content and content != self._copied.get(name):
-                self._state.check_in_force(self._claim)
-                self._state.put(name, content)
-                self._copied[name] = content
-        place = self._place()
-        assert place is not None
-        while records := self._unshared(place.shared):
-            self._state.put_part(self._claim, place.parts + 1, records)
-            place.parts += 1
-            place.shared += len(records)
-            self._keep(place)
-        self._state.check_in_force(self._claim)
 
     def _unshared(self, begin: int) -> bytes:
         """Whole records of the log from ``begin``, as many as one part may have."""
@@ -466,7 +462,7 @@ class SharedState:
             ) from None
 
     def _check_same_job(self, other: dict[str, Any]) -> None:
-        here = self._record()
+        here = self._own(RECORD)
         if not here:
             return
         own = self._fields(here, self._directory / RECORD)
@@ -478,21 +474,21 @@ class SharedState:
                     "Name another output or another URL, or pass --overwrite."
                 )
 
-    def _record(self) -> bytes:
-        path = self._directory / RECORD
+    def _own(self, name: str) -> bytes:
+        """The content of a file of the directory, empty if there is none."""
+        path = self._directory / name
         return path.read_bytes() if path.exists() else b""
 
     def _place(self) -> _Place | None:
-        if not self._place_path.exists():
-            return None
+        found = self._own(PLACE)
         try:
-            return msgspec.json.decode(self._place_path.read_bytes(), type=_Place)
+            return msgspec.json.decode(found, type=_Place) if found else None
         except msgspec.DecodeError as error:
             raise StoreError(
-                f"{self._place_path} cannot be read ({error}); remove it, and the job "
-                "resumes from --state."
+                f"{self._directory / PLACE} cannot be read ({error}); remove it, and the "
+                "job resumes from --state."
             ) from None
 
     def _keep(self, place: _Place) -> None:
-        with atomic_write(self._place_path) as file:
+        with atomic_write(self._directory / PLACE) as file:
             file.write(msgspec.json.encode(place))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -393,18 +394,18 @@ def error_groups(lines: Iterable[bytes]) -> tuple[ErrorGroup, ...]:
 
     Messages that differ only in numbers and quoted names are one reason.
     """
-    groups: dict[str, ErrorGroup] = {}
+    counts: Counter[str] = Counter()
+    firsts: dict[str, tuple[str, str]] = {}
     for line in lines:
         entry = json.loads(line)
         message = _message(entry)
         key = without_details(message)
-        found = groups.get(key)
-        groups[key] = (
-            ErrorGroup(message, 1, str(entry.get("custom_id")))
-            if found is None
-            else replace(found, count=found.count + 1)
-        )
-    return tuple(sorted(groups.values(), key=lambda group: -group.count))
+        counts[key] += 1
+        firsts.setdefault(key, (message, str(entry.get("custom_id"))))
+    return tuple(
+        ErrorGroup(firsts[key][0], count, firsts[key][1])
+        for key, count in counts.most_common()
+    )
 
 
 def _errors_of(log: ResultLog) -> tuple[ErrorGroup, ...]:

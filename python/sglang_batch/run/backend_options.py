@@ -74,10 +74,7 @@ def served_name(known: argparse.Namespace) -> str:
 def transformers_options(
     argv: list[str], *, server: bool = False
 ) -> argparse.Namespace:
-    """The options of the transformers backend that are given.
-
-    Args:
-        server: those of the HTTP server are among them.
+    """The options of the transformers backend that are given, or of a server with it.
 
     Raises ConfigError if an option is not among them, or its value cannot be used.
     """
@@ -181,9 +178,6 @@ def transformers_settings(
 ) -> tuple[Any, Any, Any]:
     """SGLang's arguments for rendering, the model's options and the dense engine's.
 
-    Args:
-        server: options of the HTTP server are among them.
-
     Raises ConfigError if an option cannot be used.
     """
     given = vars(transformers_options(argv, server=server))
@@ -243,8 +237,6 @@ def engine_settings(
     """The settings that options name.
 
     Args:
-        backend: one of :data:`BACKENDS`.
-        argv: the engine's options.
         resolve: have SGLang read the model's configuration and look at this machine. False
             where the engine runs on another one.
 

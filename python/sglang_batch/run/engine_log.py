@@ -110,12 +110,7 @@ class EngineLog:
         return ""
 
     def failure(self, error: BaseException | None, *, started: bool) -> EngineFailure:
-        """Why the engine failed.
-
-        Args:
-            error: the exception of SGLang, if there was one.
-            started: whether the engine had started.
-        """
+        """Why the engine failed, with SGLang's exception if there was one."""
         lines = self._lines(_TAIL_BYTES)
         said = "" if error is None else " ".join(str(error).split())
         codes = [int(m["code"]) for m in map(_GONE.search, [*lines, said]) if m]

@@ -215,13 +215,9 @@ def add_advanced_fleet(group: argparse._ActionsContainer) -> None:
 
 
 def engine_options(options: argparse.Namespace, argv: list[str]) -> EngineOptions:
-    """Where the engines are that options name.
+    """Where the engines are that options name, with ``argv`` as their own options.
 
-    Args:
-        argv: the options that are the engine's.
-
-    Raises ConfigError if a value cannot be used, or the option that it belongs to
-    is missing.
+    Raises ConfigError if a value cannot be used, or an option that it needs is missing.
     """
     needs = {"engines": "ray", "ray_resources": "ray", "workers_key": "workers"}
     whose = {

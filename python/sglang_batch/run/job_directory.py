@@ -202,9 +202,7 @@ class JobDirectory:
     def begin(self, record: JobRecord, *, overwrite: bool) -> None:
         """Resume the job that :meth:`restore` found, or begin a new one.
 
-        Args:
-            record: of the job that this run is for.
-            overwrite: discard an earlier job with this output.
+        With ``overwrite``, an earlier job with this output is discarded.
         """
         if overwrite:
             begun = (self._record_path, self._log_path, self.path / CRASHES)

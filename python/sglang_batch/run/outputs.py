@@ -91,11 +91,9 @@ class Outputs:
 
     @classmethod
     def of(cls, output: str, errors: str | None, upload_dir: Path | None) -> Outputs:
-        """The outputs of these names.
+        """The outputs of these paths or URLs.
 
         Args:
-            output: path or URL.
-            errors: path or URL of the error file, if there is one.
             upload_dir: directory for jobs with a URL as output. None: in the user's
                 cache.
         """

@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 def run(options: RunOptions) -> int:
     """Run a job, or resume it. Returns the process's exit status.
 
-    Raises:
-        InputError: the input cannot be used, or differs from that of an earlier run.
-        ConfigError: an option or the model cannot be used.
-        StoreError: the output cannot be written, or another run is writing it.
-        EngineError: the engine failed.
+    Raises as :func:`~.prepare.prepare`, and EngineError if the engine failed.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     with prepare(options) as prepared:

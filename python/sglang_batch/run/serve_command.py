@@ -36,9 +36,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 def serve(engine: EngineOptions) -> int:
     """Become ``python -m sglang.launch_server --offline-batch``, or serve with ours.
 
-    Args:
-        engine: where it is: in this process, or in other servers. Its options include those
-            of the server.
+    The engine's options include those of the server.
 
     Raises:
         ConfigError: an option or the model cannot be used.

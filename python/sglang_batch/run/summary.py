@@ -175,8 +175,7 @@ class LastRequests:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary(Counts):
-    """Counts of a finished job, and rates of the run that finished it, all without merged
-    requests.
+    """Counts of a finished job, and rates without merged requests of the run that ended it.
 
     refused: those of ``failed`` that were no valid requests.
     given_up: requests without an answer, as enough of the others have one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 import time
 import uuid
@@ -256,70 +257,65 @@ def first_errors(batch: Batch) -> list[str]:
 
 def status_text(batch: Batch) -> str:
     """The status of a batch, with the reason if it is paused."""
-    paused = batch.get("paused_reason")
+    paused = _paused(batch)
     return f"{batch['status']} (paused: {paused})" if paused else str(batch["status"])
+
+
+def _paused(batch: Batch) -> str | None:
+    reason: str | None = batch.get("paused_reason")
+    return reason
 
 
 class BatchBar:
     """The progress of a batch on standard error: a bar, or lines without a terminal."""
 
     def __init__(self) -> None:
-        self._in_log = not sys.stderr.isatty()
+        self._live = sys.stderr.isatty()
         self._bar: tqdm[NoReturn] | None = None
         self._status = ""
-        self._began: tuple[float, int] | None = None
         self._printed_at = -LOG_EVERY_S
 
     def show(self, batch: Batch) -> None:
         """Show the current state of a batch."""
-        if self._in_log:
-            self._print(batch)
-        elif _counts(batch)["total"]:
-            paused = batch.get("paused_reason")
-            if paused and status_text(batch) != self._status:
+        now, status, paused = time.monotonic(), status_text(batch), _paused(batch)
+        title = f"{batch['id']}: {status}"
+        if self._live:
+            title = str(batch["status"]).replace("_", " ").capitalize()
+            title += " (paused)" if paused else ""
+        bar = self._moved(batch, title)
+        if self._live and bar is not None:
+            if paused and status != self._status:
                 self.say(f"paused: {paused}")
-            self._status = status_text(batch)
-            if self._bar is None:
-                self._bar = tqdm(
-                    initial=_num_done(batch),
-                    total=_counts(batch)["total"],
-                    bar_format=_FORMAT,
-                    unit="req",
-                    dynamic_ncols=True,
-                    file=sys.stderr,
-                )
-            bar = self._bar
-            bar.set_description_str(_title(batch), refresh=False)
-            bar.set_postfix_str(_postfix(batch), refresh=False)
-            bar.update(_num_done(batch) - bar.n)
             bar.refresh()
+        elif not self._live and (
+            status != self._status or now - self._printed_at >= LOG_EVERY_S
+        ):
+            self._printed_at = now
+            print(title if bar is None else bar, file=sys.stderr, flush=True)
+        self._status = status
+
+    def _moved(self, batch: Batch, title: str) -> tqdm[NoReturn] | None:
+        """The bar where the batch is now. None: its lines are not counted yet."""
+        total, done = _counts(batch)["total"], _num_done(batch)
+        if not total:
+            return None
+        if self._bar is None:
+            self._bar = tqdm(
+                total=total,
+                initial=done,
+                unit="req",
+                bar_format=_FORMAT,
+                dynamic_ncols=self._live,
+                file=sys.stderr if self._live else io.StringIO(),
+            )
+        self._bar.set_description_str(title, refresh=False)
+        self._bar.set_postfix_str(_postfix(batch), refresh=False)
+        self._bar.update(done - self._bar.n)
+        return self._bar
 
     def say(self, text: str) -> None:
         """Print a line of text above the bar."""
         tqdm.write(text, file=sys.stderr)
-
-    def _print(self, batch: Batch) -> None:
-        """Print a line if the status has changed or ``LOG_EVERY_S`` have passed."""
-        now = time.monotonic()
-        status = status_text(batch)
-        if status == self._status and now - self._printed_at < LOG_EVERY_S:
-            return
-        self._status, self._printed_at = status, now
-        text = f"{batch['id']}: {status}"
-        if _counts(batch)["total"]:
-            self._began = self._began or (now, _num_done(batch))
-            began, initial = self._began
-            text = tqdm.format_meter(
-                _num_done(batch),
-                _counts(batch)["total"],
-                now - began,
-                prefix=text,
-                unit="req",
-                initial=initial,
-                bar_format=_FORMAT,
-                postfix=_postfix(batch),
-            )
-        print(text, file=sys.stderr, flush=True)
 
     def __enter__(self) -> BatchBar:
         return self
@@ -327,11 +323,6 @@ class BatchBar:
     def __exit__(self, *exc: object) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-def _title(batch: Batch) -> str:
-    title = str(batch["status"]).replace("_", " ").capitalize()
-    return f"{title} (paused)" if batch.get("paused_reason") else title
 
 
 def _postfix(batch: Batch) -> str:

@@ -154,6 +154,22 @@ def test_settings_are_checked_before_sglang_is_imported(
     assert not (tmp_path / "out.job").exists()
 
 
+def test_options_in_a_file_are_read_by_sglang(
+    tmp_path: Path, engine: Echo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_file(tmp_path, b"model-path: m", "options.yaml")
+    lines = make_file(tmp_path, [make_line("a", body=make_body(model=MODEL))])
+    files = ["-i", str(lines), "-o", str(tmp_path / "out"), "--policy", "fcfs"]
+
+    def with_file(served: str) -> int:
+        named = ["--model-path", "m", "--served-model-name", served]
+        return main(["run", *files, *named, "--config", str(config)])
+
+    assert with_file("other") == EXIT_BAD_INPUT
+    assert "Name the model of these lines" in capsys.readouterr().err
+    assert with_file(MODEL) == 0
+
+
 def test_standard_input_is_resumed_only_if_it_is_the_same(
     tmp_path: Path,
     engine: Echo,

@@ -22,6 +22,9 @@ from .prediction import options as prediction_options
 from .run import run_options
 from .run.client import client_options
 
+# Commands that pass other options on to SGLang.
+TAKE_SGLANG_OPTIONS = ("run", "plan", "serve", "calibrate")
+
 
 def command() -> None:
     """The console script.
@@ -44,16 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     own: _Parser = options.parser
-    if rest and options.command not in ("run", "plan", "serve", "calibrate"):
+    if rest and options.command not in TAKE_SGLANG_OPTIONS:
         own.error(f"unrecognized arguments: {' '.join(rest)}.")
     try:
         return int(options.run(options, rest))
-    except UnknownOption as error:
-        meant = own.meant(error.arguments, error.known)
-        print(f"error: {error}{meant}", file=sys.stderr)
-        return ExitStatus.BAD_INPUT
     except (ConfigError, InputError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        meant = ""
+        if isinstance(error, UnknownOption):
+            meant = own.meant(error.arguments, error.known)
+        print(f"error: {error}{meant}", file=sys.stderr)
         return ExitStatus.BAD_INPUT
     except SGLangBatchError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -76,7 +78,13 @@ class _Parser(argparse.ArgumentParser):
         return found, rest
 
     def error(self, message: str) -> NoReturn:
-        if meant := self.meant(self._given):
+        of_value = message.startswith("argument -")
+        others: list[str] = []
+        if self.prog.rpartition(" ")[2] in TAKE_SGLANG_OPTIONS:
+            from .srt.compat.command_line import sglang_flags
+
+            others = sglang_flags()
+        if not of_value and (meant := self.meant(self._given, others)):
             message = f"{message.removesuffix('.')}.{meant}"
         super().error(message)
 

@@ -190,6 +190,21 @@ def test_a_misspelt_option_or_command_has_a_suggestion(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("run -i in --max-running-requests 4", "are required: -o/--output-file\n"),
+        ("run -i in -o out --max-inflight 0 --max-request 4", "of 1 or more\n"),
+    ],
+)
+def test_a_mistake_without_a_misspelt_option_has_no_suggestion(
+    command: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(command.split())
+    assert capsys.readouterr().err.endswith(said)
+
+
 def test_a_demo_model_is_replaced_only_on_demand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,7 +54,7 @@ def check_arguments(argv: list[str]) -> argparse.Namespace:
         raise UnknownOption(
             f"unrecognized arguments: {' '.join(unknown)}; {HELP}.",
             unknown,
-            parser._option_string_actions,
+            sglang_flags(),
         )
     if "config" in known:
         if not Path(known.config).is_file():
@@ -108,6 +108,11 @@ def add_options(
             values["type"] = _TYPES.get(option.get("type", ""), str)
             values["choices"] = None if _extended() else option.get("choices")
         parser.add_argument(*also, *option["flags"], **values | changed)
+
+
+def sglang_flags() -> list[str]:
+    """All flags of SGLang's options."""
+    return [flag for option in _recorded()["options"] for flag in option["flags"]]
 
 
 @cache

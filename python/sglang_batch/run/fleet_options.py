@@ -6,7 +6,7 @@ import argparse
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +26,7 @@ from .model_place import check_model
 from .option_types import count, whole
 
 if TYPE_CHECKING:
+    from ..fleet.ray.ray_fleet import RayFleet
     from .job_directory import JobDirectory
 
 
@@ -78,17 +79,10 @@ class EngineOptions:
 class RayOptions(EngineOptions):
     """Engines on a Ray cluster.
 
-    address: ``auto``, or ``host:port``.
-    min_engines: the job waits for so many.
-    needed_engines: so many must have room now.
-    max_engines: it uses up to so many.
     resources: of each engine, by Ray's names. None: what its parallelism needs.
     """
 
-    address: str
-    min_engines: int
-    needed_engines: int
-    max_engines: int
+    fleet: RayFleet
     resources: Mapping[str, float] | None
 
     def arguments(self) -> argparse.Namespace:
@@ -100,7 +94,7 @@ class RayOptions(EngineOptions):
             )
         from ..fleet.ray.ray_fleet import check_ray
 
-        check_ray(self.address)
+        check_ray(self.fleet.address)
         return known
 
     def settings(self, known: argparse.Namespace) -> EngineSettings:
@@ -110,22 +104,15 @@ class RayOptions(EngineOptions):
     def start(
         self, settings: EngineSettings, directory: JobDirectory
     ) -> AbstractContextManager[Any]:
-        from ..fleet.ray.ray_fleet import RayFleet, cluster_resources, ray_engine
+        from ..fleet.ray.ray_fleet import cluster_resources, ray_engine
 
         resources = self.resources
         if resources is None:
-            resources = {"CPU": 1.0}
-            if settings.server_args.device != "cpu" and cluster_resources(
-                self.address
-            ).get("GPU", 0):
-                resources["GPU"] = float(_num_devices(settings.server_args))
-        fleet = RayFleet(
-            self.address,
-            self.min_engines,
-            self.needed_engines,
-            self.max_engines,
-            resources,
-        )
+            there = cluster_resources(self.fleet.address)
+            on_gpus = settings.server_args.device != "cpu" and there.get("GPU", 0)
+            devices = _num_devices(settings.server_args)
+            resources = {"CPU": 1.0, **({"GPU": float(devices)} if on_gpus else {})}
+        fleet = replace(self.fleet, resources=resources)
         here = partial(started, self.backend, [*self.argv])
         kind = " ".join([self.backend, *self.argv])
         return ray_engine(fleet, _head(directory), here, kind)
@@ -227,7 +214,7 @@ def engine_options(options: argparse.Namespace, argv: list[str]) -> EngineOption
     for name, of in needs.items():
         if getattr(options, name) is not None and getattr(options, of) is None:
             raise ConfigError(f"--{name.replace('_', '-')} is of {whose[of]}.")
-    shared = {"backend": options.backend, "argv": tuple(argv)}
+    shared: dict[str, Any] = {"backend": options.backend, "argv": tuple(argv)}
     if options.workers is not None:
         if options.ray is not None:
             raise ConfigError("--ray and --workers are two fleets; choose one.")
@@ -236,14 +223,11 @@ def engine_options(options: argparse.Namespace, argv: list[str]) -> EngineOption
         )
     if options.ray is None:
         return EngineOptions(**shared)
-    least, needed, most = _engines(options.engines or "1")
+    from ..fleet.ray.ray_fleet import RayFleet
+
+    fleet = RayFleet(options.ray, *_engines(options.engines or "1"))
     return RayOptions(
-        **shared,
-        address=options.ray,
-        min_engines=least,
-        needed_engines=needed,
-        max_engines=most,
-        resources=_resources(options.ray_resources),
+        **shared, fleet=fleet, resources=_resources(options.ray_resources)
     )
 
 

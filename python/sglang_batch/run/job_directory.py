@@ -173,21 +173,27 @@ class JobDirectory:
         """
         if not found.complete and not self._has_results():
             return  # the engine did not start, perhaps for its model
-        self._check_same("--model-path", found.model, known.model_path)
+        same = [("--model-path", found.model, known.model_path)]
         # Lines that were refused for naming another model have their answers already.
         if found.served_model:
             served = served_name(known)
-            self._check_same("--served-model-name", found.served_model, served)
+            same.append(("--served-model-name", found.served_model, served))
+        for option, before, now in same:
+            if before != now:
+                raise self.another(f"{option}: it was {before}, now it is {now}")
 
     def check_input(self, found: JobRecord, local: LocalInput) -> None:
         """Raises InputError if a job began with another input; names its lines."""
         if found.input_sha256 != local.sha256():
             change = describe_change(self._digests_path, local)
-            raise InputError(
-                f"{self.outputs.output} was begun with another input"
-                f"{f': {change}' if change else ''}. Restore it to resume the job, or "
-                "pass --overwrite to start again."
-            )
+            raise self.another(f"input: {change}" if change else "input")
+
+    def another(self, difference: str) -> InputError:
+        """The error of a job that began with another input, model or option."""
+        return InputError(
+            f"{self.outputs.output} was begun with another {difference}. Restore it to "
+            "resume the job, or pass --overwrite to start again."
+        )
 
     def epoch(self) -> int:
         """A number for this run, higher than that of all earlier ones."""
@@ -287,14 +293,6 @@ class JobDirectory:
 
     def _has_results(self) -> bool:
         return self._log_path.exists() and self._log_path.stat().st_size > 0
-
-    def _check_same(self, what: str, before: str, now: str) -> None:
-        if before != now:
-            raise InputError(
-                f"{self.outputs.output} was begun with another {what}: it was {before}, "
-                f"now it is {now}. Restore it to resume the job, or pass --overwrite to "
-                "start again."
-            )
 
     def _write_record(self) -> None:
         with atomic_write(self._record_path) as file:

@@ -17,7 +17,6 @@ from typing import Any
 from ..batch_api.jsonl import BatchFile
 from ..batch_api.lines import LineRules
 from ..config import OfflineBatchConfig
-from ..errors import InputError
 from ..inputs.job_input import JobInput
 from ..inputs.local_input import LocalInput
 from ..inputs.staging import Staging
@@ -165,14 +164,12 @@ def _starts_again(
     changed = [] if earlier is None else earlier.changed_options(options.job_input)
     if earlier is None or not changed:
         return False
-    another = f"another {' and '.join(changed)}"
+    difference = " and ".join(changed)
     if directory.has_answers(earlier):
-        raise InputError(
-            f"{options.outputs.output} was begun with {another}. Restore it to resume the "
-            "job, or pass --overwrite to start again."
-        )
+        raise directory.another(difference)
     print(
-        f"Starting again with {another}: no line of the earlier run was answered.",
+        f"Starting again with another {difference}: no line of the earlier run was "
+        "answered.",
         file=sys.stderr,
     )
     return True

@@ -378,7 +378,7 @@ class OfflineBatchConfig:
         "auto",
         _one_of(*DEDUPES),
         "`auto` computes requests that must have [equal "
-        "answers](savings.md#equal-requests) once, `off` each",
+        "answers](savings.md#equal-requests) once; `off` computes each",
     )
     answer_cache: str | None = _planning(
         None,
@@ -420,8 +420,8 @@ class OfflineBatchConfig:
         _FROM_0,
         "host memory per TP rank for offloaded KV, pinned with an accelerator. `null`: four "
         "times the device's KV, but at most a quarter of the machine's free memory for all "
-        "ranks. `0`: compute again instead. If it is full, what is cheapest to compute is "
-        "dropped",
+        "ranks. `0`: compute again instead. If it is full, the KV that is cheapest to compute "
+        "is dropped",
     )
     step_log: str | None = _scheduling(None, _PATH, "CSV file with a row per step")
     max_batches: int = _scheduling(
@@ -489,11 +489,9 @@ class OfflineBatchConfig:
         "otherwise",
     )
 
-    api_keys: str | None = _security(
-        None, _PATH, "path of the file of [keys](operating.md#keys)"
-    )
+    api_keys: str | None = _security(None, _PATH, "file of [keys](operating.md#keys)")
     open_metrics: bool = _security(
-        False, _BOOL, "`/metrics` without the key of an admin"
+        False, _BOOL, "whether `/metrics` needs no key of an admin"
     )
     allowed_origins: tuple[str, ...] = _security(
         (),
@@ -543,7 +541,7 @@ class OfflineBatchConfig:
     learn_costs: bool = _experimental(
         True,
         _BOOL,
-        "time steps and plan later jobs with [measured "
+        "whether steps are timed, and later jobs planned with [measured "
         "costs](planner.md#costs-fitted-to-measured-steps)",
     )
     mixed_chunk: bool | None = _experimental(
@@ -555,8 +553,8 @@ class OfflineBatchConfig:
     sleep_on_idle: bool = _experimental(
         True,
         _BOOL,
-        "an idle engine waits for work. `false` polls with a CPU core per replica. Not with "
-        "data-parallel attention",
+        "whether an idle engine waits for work. `false` polls with a CPU core per replica. "
+        "Not with data-parallel attention",
     )
     max_uploads: int = _experimental(
         64,

@@ -273,6 +273,7 @@ def test_any_form(call: Caller, content: bytes, number: int) -> None:
     call("POST", "/v1/files", body=(FORM, bodies[number]))
 
 
+@pytest.mark.slow  # as those that make most of the calls
 def test_the_server_is_alive_after_all_of_it(call: Caller) -> None:
     server = call.server
     assert server.ended(server.start(make_line("z"))).status == "completed"

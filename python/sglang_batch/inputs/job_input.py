@@ -7,9 +7,8 @@ import os
 import shutil
 import stat
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,8 +124,8 @@ _COPY_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20
 
 
-class InputSource(ABC):
-    """One input of a job.
+class InputSource:
+    """One input of a job: bytes with batch lines or a table, compressed or not.
 
     Its name, as the user wrote it, may hold secrets, unlike the titles. One that is
     not ``repeatable`` can be read only once.
@@ -157,7 +156,6 @@ class InputSource(ABC):
         """
         return [self.name]
 
-    @abstractmethod
     def check(self, *, has_template: bool) -> None:
         """Look for errors that show before anything is read.
 
@@ -165,11 +163,9 @@ class InputSource(ABC):
         the name cannot be used or the input needs a template.
         """
 
-    @abstractmethod
     def check_exists(self) -> None:
-        """Ask for a remote input without fetching it. Raises InputError if it is gone."""
+        """Ask for a remote dataset without fetching it. Raises InputError if it is gone."""
 
-    @abstractmethod
     def lines(self, scratch: Path) -> Generator[bytes]:
         """The batch lines, each with its newline, a very long one in pieces.
 
@@ -177,28 +173,6 @@ class InputSource(ABC):
         InputError if the input is damaged, ConfigError if it is a table, which
         needs a template.
         """
-
-    @abstractmethod
-    def rows(self, columns: Collection[str], scratch: Path) -> Generator[Row]:
-        """The rows of a table, with at least these columns.
-
-        Raises InputError if the input cannot be read as a table, or lacks a
-        column.
-        """
-
-
-class _FileLikeSource(InputSource):
-    """A source of bytes: batch lines or a table, compressed or not."""
-
-    def check_exists(self) -> None:
-        """Nothing: reading it is what tells."""
-
-    @abstractmethod
-    @contextmanager
-    def _local_file(self, scratch: Path) -> Iterator[Path]:
-        """The content as a local file, for the length of the block."""
-
-    def lines(self, scratch: Path) -> Generator[bytes]:
         with self._reading(scratch) as path:
             if table_suffix(self.title, path) in TABLE_SUFFIXES:
                 raise _needs_template(self.title, "a table")
@@ -212,19 +186,32 @@ class _FileLikeSource(InputSource):
                     yield b"\n"
 
     def rows(self, columns: Collection[str], scratch: Path) -> Generator[Row]:
+        """The rows of a table, with at least these columns.
+
+        Raises InputError if the input cannot be read as a table, or lacks a
+        column.
+        """
         with self._reading(scratch) as path:
             yield from rows_of_file(self.title, path, columns)
 
     @contextmanager
     def _reading(self, scratch: Path) -> Iterator[Path]:
+        path = scratch
         try:
-            with self._local_file(scratch) as path:
-                yield path
+            path = self._fetched(scratch)
+            yield path
         except DAMAGED as error:
             raise InputError(f"{self.title} is damaged: {error}.") from None
+        finally:
+            if path.parent == scratch:
+                path.unlink(missing_ok=True)
+
+    def _fetched(self, scratch: Path) -> Path:
+        """The content as a local file, in ``scratch`` if it is not one."""
+        return Path(self.name)
 
 
-class LocalFileSource(_FileLikeSource):
+class LocalFileSource(InputSource):
     """A regular file on this machine. It may still be missing."""
 
     @property
@@ -250,12 +237,8 @@ class LocalFileSource(_FileLikeSource):
                 f"input file {self.name} cannot be read: permission denied."
             )
 
-    @contextmanager
-    def _local_file(self, scratch: Path) -> Iterator[Path]:
-        yield Path(self.name)
 
-
-class StreamSource(_FileLikeSource):
+class StreamSource(InputSource):
     """Standard input or a pipe, which can be read only once."""
 
     repeatable = False
@@ -269,22 +252,18 @@ class StreamSource(_FileLikeSource):
     def location(self) -> str:
         return STDIN if self.name == STDIN else super().location
 
-    def check(self, *, has_template: bool) -> None:
-        """Nothing can be checked before the stream is read."""
-
-    @contextmanager
-    def _local_file(self, scratch: Path) -> Iterator[Path]:
-        with _temporary(scratch / "stream") as path:
-            with open(path, "wb") as copy:
-                if self.name == STDIN:
-                    shutil.copyfileobj(sys.stdin.buffer, copy, _COPY_BYTES)
-                else:
-                    with open(self.name, "rb") as stream:
-                        shutil.copyfileobj(stream, copy, _COPY_BYTES)
-            yield path
+    def _fetched(self, scratch: Path) -> Path:
+        path = scratch / "stream"
+        stdin = nullcontext(sys.stdin.buffer)
+        with (
+            stdin if self.name == STDIN else open(self.name, "rb") as stream,
+            open(path, "wb") as copy,
+        ):
+            shutil.copyfileobj(stream, copy, _COPY_BYTES)
+        return path
 
 
-class UrlSource(_FileLikeSource):
+class UrlSource(InputSource):
     """A file at a URL, fetched before it is read."""
 
     def __init__(self, name: str) -> None:
@@ -298,11 +277,10 @@ class UrlSource(_FileLikeSource):
     def check(self, *, has_template: bool) -> None:
         urls.check_scheme(self.name)
 
-    @contextmanager
-    def _local_file(self, scratch: Path) -> Iterator[Path]:
-        with _temporary(scratch / f"download{urls.file_suffix(self.name)}") as path:
-            urls.fetch(self.name, path)
-            yield path
+    def _fetched(self, scratch: Path) -> Path:
+        path = scratch / f"download{urls.file_suffix(self.name)}"
+        urls.fetch(self.name, path)
+        return path
 
 
 class DatasetSource(InputSource):
@@ -367,11 +345,3 @@ def _file_stats(*paths: Path) -> list[list[int]]:
     """Size in bytes and modification time in nanoseconds of the files that exist."""
     stats = [path.stat() for path in paths if path.exists()]
     return [[each.st_size, each.st_mtime_ns] for each in stats]
-
-
-@contextmanager
-def _temporary(path: Path) -> Iterator[Path]:
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from builders import CHAT, ids_of, make_lines, parse_lines
 from fake_engine import FakeEngine
@@ -54,6 +55,14 @@ async def running_service(
         service.store.close()
 
 
+def add_input(service: BatchService, source: BinaryIO, owner: str = "") -> Row:
+    """Store a copy of a file as the input of a batch."""
+    with service.room.receive() as file:
+        shutil.copyfileobj(source, file)
+        file.close()
+        return service.add_file(file.path, "in.jsonl", "batch", None, owner)
+
+
 def submit(
     service: BatchService,
     lines: Iterable[str | bytes],
@@ -67,7 +76,7 @@ def submit(
         (line.encode() if isinstance(line, str) else line) + b"\n" for line in lines
     )
     owner = fields.get("owner", "")
-    file = service.create_file(io.BytesIO(data), "in.jsonl", "batch", None, owner)
+    file = add_input(service, io.BytesIO(data), owner)
     row = service.create_batch(file["id"], endpoint, "24h", metadata, **fields)
     batch_id: str = row["id"]
     return batch_id

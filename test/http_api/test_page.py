@@ -143,7 +143,8 @@ def test_errors_are_grouped_by_reason_while_the_batch_runs(server: Server) -> No
 def test_search_finds_older_batches_and_only_the_callers(tmp_path: Path) -> None:
     with serving(tmp_path, {b"key-a": "ann", b"key-b": "ben"}) as server:
         for number in range(page_module.MAX_BATCHES + 2):
-            server.service.store.add_batch(
+            server.service.store.insert(
+                "batches",
                 {
                     "id": f"batch_{number}",
                     "status": "completed",
@@ -154,7 +155,7 @@ def test_search_finds_older_batches_and_only_the_callers(tmp_path: Path) -> None
                     "expires_at": 1,
                     "owner": "ben" if number == 1 else "ann",
                     "metadata": json.dumps({"100%": "é_"}) if number < 2 else None,
-                }
+                },
             )
 
         def found(key: str, text: str) -> list[str]:

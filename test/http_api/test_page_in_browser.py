@@ -130,7 +130,8 @@ def serving(directory: Path) -> Iterator[Served]:
 
 
 def add_ended(service: BatchService, batch_id: str, **fields: Any) -> None:
-    service.store.add_batch(
+    service.store.insert(
+        "batches",
         {
             "id": batch_id,
             "endpoint": CHAT,
@@ -139,7 +140,7 @@ def add_ended(service: BatchService, batch_id: str, **fields: Any) -> None:
             "created_at": 1_700_000_000,
             "expires_at": 1_700_086_400,
             **fields,
-        }
+        },
     )
 
 

@@ -71,7 +71,7 @@ def add(service: BatchService, batch_id: str, **fields: Any) -> None:
         "expires_at": 90_000,
         **fields,
     }
-    service.store.add_batch(row)
+    service.store.insert("batches", row)
 
 
 def test_counters_begin_where_the_server_does(scraped: Scraped) -> None:

@@ -26,7 +26,8 @@ def store(tmp_path: Path) -> Iterator[BatchStore]:
 
 
 def add(store: BatchStore, batch_id: str = "b", **fields: Any) -> None:
-    store.add_batch(
+    store.insert(
+        "batches",
         {
             "id": batch_id,
             "status": "in_progress",
@@ -37,7 +38,7 @@ def add(store: BatchStore, batch_id: str = "b", **fields: Any) -> None:
             "expires_at": 86_400,
             "total": 1000,
             **fields,
-        }
+        },
     )
 
 

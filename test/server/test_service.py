@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from batch_service import (
+    add_input,
     batch_row,
     check_results,
     counts_of,
@@ -170,7 +171,7 @@ def test_an_upload_that_breaks_off_leaves_no_file(tmp_path: Path) -> None:
 
     service = make_service(tmp_path)
     with pytest.raises(ConnectionError):
-        service.create_file(Broken(), "in.jsonl", "batch", None)
+        add_input(service, Broken())
     assert leftovers(service) == []
     service.store.close()
 

@@ -61,7 +61,7 @@ def ids_of(rows: list[Row]) -> list[str]:
 
 
 def test_a_transition_names_where_it_may_come_from(store: BatchStore) -> None:
-    store.add_batch(make_batch_row(status="validating"))
+    store.insert("batches", make_batch_row(status="validating"))
     assert not store.transition("batch_1", ("in_progress",), "finalizing")
     assert store.transition(
         "batch_1", ("validating", "in_progress"), "failed", failed_at=9
@@ -72,7 +72,7 @@ def test_a_transition_names_where_it_may_come_from(store: BatchStore) -> None:
 
 
 def test_a_transition_that_fails_changes_no_field(store: BatchStore) -> None:
-    store.add_batch(make_batch_row(status="completed"))
+    store.insert("batches", make_batch_row(status="completed"))
     before = store.get_batch("batch_1")
     assert not store.transition(
         "batch_1", ("in_progress",), "cancelling", cancelling_at=9
@@ -97,7 +97,7 @@ def test_of_two_processes_that_race_one_wins(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         for i in range(30):
             batch_id = f"batch_{i}"
-            stores[0].add_batch(make_batch_row(batch_id))
+            stores[0].insert("batches", make_batch_row(batch_id))
             won = list(threads.map(move, stores, [batch_id] * 2, ends))
             assert sorted(won) == [False, True]
             row = stores[0].get_batch(batch_id)
@@ -108,14 +108,14 @@ def test_of_two_processes_that_race_one_wins(tmp_path: Path) -> None:
 
 
 def test_a_status_is_never_set_but_by_a_transition(store: BatchStore) -> None:
-    store.add_batch(make_batch_row())
+    store.insert("batches", make_batch_row())
     with pytest.raises(AssertionError):
         store.update_batch("batch_1", status="completed")
 
 
 def test_batches_in_a_status_come_oldest_first(store: BatchStore) -> None:
     for i, status in enumerate(["failed", "in_progress", "validating", "in_progress"]):
-        store.add_batch(make_batch_row(f"batch_{i}", status=status))
+        store.insert("batches", make_batch_row(f"batch_{i}", status=status))
     found = store.batches_in(("validating", "in_progress"))
     assert ids_of(found) == ["batch_1", "batch_2", "batch_3"]
 
@@ -132,12 +132,12 @@ def test_a_file_is_kept_for_exactly_its_lifetime(
 
 def test_an_atomic_block_that_fails_leaves_nothing(store: BatchStore) -> None:
     with pytest.raises(ZeroDivisionError), store.atomic():
-        store.add_file(make_file_row())
-        store.add_batch(make_batch_row())
+        store.insert("files", make_file_row())
+        store.insert("batches", make_batch_row())
         raise ZeroDivisionError
     assert store.get_file("file-1") is None
     assert store.get_batch("batch_1") is None
-    store.add_batch(make_batch_row())  # and the store still works
+    store.insert("batches", make_batch_row())  # and the store still works
 
 
 def test_other_processes_see_an_atomic_block_whole_or_not_at_all(
@@ -145,7 +145,7 @@ def test_other_processes_see_an_atomic_block_whole_or_not_at_all(
 ) -> None:
     other = BatchStore(store.directory)
     with store.atomic():
-        store.add_file(make_file_row())
+        store.insert("files", make_file_row())
         assert other.get_file("file-1") is None
     assert other.get_file("file-1") is not None
     other.close()
@@ -156,7 +156,7 @@ def test_other_processes_see_an_atomic_block_whole_or_not_at_all(
 
 def test_a_deleted_file_is_gone_from_rows_and_disk(store: BatchStore) -> None:
     store.file_path("file-1").write_bytes(b"abc")
-    store.add_file(make_file_row())
+    store.insert("files", make_file_row())
     assert store.delete_file("file-1")
     assert store.get_file("file-1") is None
     assert not store.file_path("file-1").exists()
@@ -183,15 +183,15 @@ def test_a_path_that_is_no_file_of_the_store_is_not_removed(store: BatchStore) -
     path.write_bytes(b"abc")
     assert not store.delete_file("../mine")
     assert path.exists()
-    store.add_file(make_file_row(owner="ann"))
+    store.insert("files", make_file_row(owner="ann"))
     assert not store.delete_file("file-1", "bob")
     assert store.delete_file("file-1", "ann")
 
 
 def test_an_id_is_given_once(store: BatchStore) -> None:
-    store.add_file(make_file_row())
+    store.insert("files", make_file_row())
     with pytest.raises(sqlite3.IntegrityError):
-        store.add_file(make_file_row())
+        store.insert("files", make_file_row())
 
 
 # Paging -------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_pages_of_batches_are_newest_first_without_gap_or_repeat(
     store: BatchStore,
 ) -> None:
     for i in range(7):  # all in the same second
-        store.add_batch(make_batch_row(f"batch_{i}"))
+        store.insert("batches", make_batch_row(f"batch_{i}"))
     assert pages(
         lambda after: store.list_batches(after=place(store, "openai", after), limit=3)
     ) == [
@@ -226,7 +226,7 @@ def test_pages_of_batches_are_newest_first_without_gap_or_repeat(
 @pytest.mark.parametrize("descending", [True, False])
 def test_pages_of_files_go_both_ways(store: BatchStore, descending: bool) -> None:
     for i in range(5):
-        store.add_file(make_file_row(f"file-{i}"))
+        store.insert("files", make_file_row(f"file-{i}"))
     expected = [f"file-{i}" for i in range(5)]
     if descending:
         expected.reverse()
@@ -243,7 +243,7 @@ def test_pages_of_files_go_both_ways(store: BatchStore, descending: bool) -> Non
 def test_files_of_one_purpose_are_paged_among_themselves(store: BatchStore) -> None:
     for i in range(6):
         purpose = "batch" if i % 2 else "batch_output"
-        store.add_file(make_file_row(f"file-{i}", purpose=purpose))
+        store.insert("files", make_file_row(f"file-{i}", purpose=purpose))
     assert pages(
         lambda after: store.list_files(
             after=place(store, "files", after),
@@ -258,7 +258,7 @@ def test_a_row_deleted_or_added_between_pages_shifts_no_other(
     store: BatchStore,
 ) -> None:
     for i in range(4):
-        store.add_file(make_file_row(f"file-{i}"))
+        store.insert("files", make_file_row(f"file-{i}"))
 
     def page(after: str | None) -> list[str]:
         return ids_of(
@@ -272,7 +272,7 @@ def test_a_row_deleted_or_added_between_pages_shifts_no_other(
 
     assert page(None) == ["file-3", "file-2"]
     store.delete_file("file-3")
-    store.add_file(make_file_row("file-4"))
+    store.insert("files", make_file_row("file-4"))
     assert page("file-2") == ["file-1", "file-0"]
 
 
@@ -325,8 +325,8 @@ def test_a_new_database_has_the_final_schema() -> None:
 
 
 def test_migrating_again_changes_nothing(store: BatchStore) -> None:
-    store.add_batch(make_batch_row())
-    store.add_file(make_file_row())
+    store.insert("batches", make_batch_row())
+    store.insert("files", make_file_row())
     before = (store.get_batch("batch_1"), store.get_file("file-1"))
     again = BatchStore(store.directory)
     assert (again.get_batch("batch_1"), again.get_file("file-1")) == before
@@ -340,7 +340,7 @@ def test_migrating_again_changes_nothing(store: BatchStore) -> None:
 def test_a_new_migration_is_applied_once_to_an_old_database(
     store: BatchStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.add_file(make_file_row())
+    store.insert("files", make_file_row())
     more = ("ALTER TABLE files ADD COLUMN more TEXT DEFAULT 'x'",)
     monkeypatch.setitem(database.MIGRATIONS, "m999_more", more)
     for _ in range(2):
@@ -408,9 +408,9 @@ def test_an_input_counts_after_its_file_is_deleted(store: BatchStore) -> None:
 
 
 def test_a_search_finds_no_names_of_other_clients_files(store: BatchStore) -> None:
-    store.add_file(make_file_row(filename="secret.jsonl", owner="ann"))
-    store.add_batch(make_batch_row("batch_1", owner="ann"))
-    store.add_batch(make_batch_row("batch_2", owner="bob", status="failed"))
+    store.insert("files", make_file_row(filename="secret.jsonl", owner="ann"))
+    store.insert("batches", make_batch_row("batch_1", owner="ann"))
+    store.insert("batches", make_batch_row("batch_2", owner="bob", status="failed"))
     assert store.search_batches("secret", limit=9, owner="bob") == []
     assert ids_of(store.search_batches("secret", limit=9, owner="ann")) == ["batch_1"]
     assert ids_of(store.search_batches("secret", limit=9)) == ["batch_1"]

@@ -36,7 +36,8 @@ def add_file(store: BatchStore, file_id: str, kept_s: int | None) -> Path:
 
 
 def add_batch(store: BatchStore, batch_id: str, status: str, **fields: Any) -> Path:
-    store.add_batch(
+    store.insert(
+        "batches",
         {
             "id": batch_id,
             "status": status,
@@ -46,7 +47,7 @@ def add_batch(store: BatchStore, batch_id: str, status: str, **fields: Any) -> P
             "created_at": 1,
             "expires_at": 2,
             **fields,
-        }
+        },
     )
     path = store.work_dir(batch_id)
     path.mkdir()

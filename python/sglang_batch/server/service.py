@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..batch_api import protocol as api
 from ..batch_api.equal_requests import find_equal
@@ -66,7 +65,6 @@ class BatchService:
         self.room = Room(
             self.store, self.config.storage_bytes, self.config.min_free_bytes
         )
-        # Large bodies that this process is receiving, by owner.
         # Large bodies that are received or wait, by client, and their turns.
         self.num_receiving: Counter[str] = Counter()
         self.turns: dict[str, asyncio.Semaphore] = {}
@@ -117,20 +115,6 @@ class BatchService:
         if self.runner is not None:
             await self.runner.stop()
 
-    def create_file(
-        self,
-        source: BinaryIO,
-        filename: str,
-        purpose: str,
-        kept_s: int | None,
-        owner: str = "",
-    ) -> Row:
-        """Store a copy of a file, for ``kept_s`` seconds or its purpose's default."""
-        with self.room.receive() as file:
-            shutil.copyfileobj(source, file, 1 << 20)
-            file.close()
-            return self.add_file(file.path, filename, purpose, kept_s, owner)
-
     def add_file(
         self,
         source: Path,
@@ -140,7 +124,7 @@ class BatchService:
         owner: str = "",
         on_made: OnMade | None = None,
     ) -> Row:
-        """Make a file in ``incoming/`` one of the API, kept as by :meth:`create_file`."""
+        """Make a file in ``incoming/`` one of the API, for ``kept_s`` seconds or its default."""
         if kept_s is None:
             kept_s = self.default_lifetime(purpose)
         file_id = new_id("file-")
@@ -224,15 +208,13 @@ class BatchService:
 
     def _add_batch(self, columns: dict[str, Any], window_s: int) -> Row:
         batch_id, created_at = new_id("batch_"), now()
-        self.store.add_batch(
-            {
-                "id": batch_id,
-                "status": api.VALIDATING,
-                "created_at": created_at,
-                "expires_at": created_at + window_s,
-                **columns,
-            }
-        )
+        fields = {
+            "id": batch_id,
+            "status": api.VALIDATING,
+            "created_at": created_at,
+            "expires_at": created_at + window_s,
+        }
+        self.store.insert("batches", fields | columns)
         row = self.store.get_batch(batch_id)
         assert row is not None
         return row

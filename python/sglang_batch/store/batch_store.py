@@ -120,10 +120,6 @@ class BatchStore:
                     kept += found.st_size
         return int(row["total"]) + kept
 
-    def add_file(self, row: Row) -> None:
-        """Record a file whose contents are in place at :meth:`file_path`."""
-        self.insert("files", row)
-
     def record_file(
         self,
         file_id: str,
@@ -143,7 +139,7 @@ class BatchStore:
             "expires_at": None if kept_s is None else created_at + kept_s,
             "owner": owner,
         }
-        self.add_file(row)
+        self.insert("files", row)
         return row
 
     def get_file(self, file_id: str, owner: str | None = None) -> Row | None:
@@ -206,9 +202,6 @@ class BatchStore:
             descending,
             {"purpose = ?": purpose, "owner = ?": owner, _NOT_EXPIRED: now()},
         )
-
-    def add_batch(self, row: Row) -> None:
-        self.insert("batches", row)
 
     def get_batch(self, batch_id: str, owner: str | None = None) -> Row | None:
         return self.get_row("batches", batch_id, owner)

@@ -22,9 +22,8 @@ _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|[\w.+-]*\d[\w.,+-]*")
 class Reason(NamedTuple):
     """One reason, and the lines that failed for it.
 
-    message: of the first of these lines. The messages of the others differ from it in
-        numbers and quoted text only. Empty if too many messages are unlike each other.
-    lines: number of lines.
+    The messages of others differ from that of the first in numbers and quoted text
+    only. It is empty if too many messages are unlike.
     """
 
     code: str

@@ -44,12 +44,7 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileErrors:
-    """Why a file cannot run.
-
-    listed: the first errors, in the order of lines.
-    by_code: the number of errors of each code, listed or not.
-    num_bad_lines, num_lines: lines with an error, and all that are not blank.
-    """
+    """Why a file cannot run: its first errors in the order of lines, and all by their code."""
 
     listed: list[LineError]
     by_code: Counter[str]

@@ -190,12 +190,9 @@ class LineError:
 class LineRules:
     """The rules that each line is checked against.
 
-    endpoint: the endpoint that all lines must name. None allows any known one.
-    models: names of the models served. None accepts every name.
-    require_model: whether a body must name its model.
-    check_body: a further check of bodies that have all required keys.
-    max_errors: the most errors that are listed. All are counted.
-    line_name: the name of another line in messages, from its number.
+    None allows any known endpoint, and every name of a model. ``check_body`` gets
+    bodies that have all required keys. Of all errors, ``max_errors`` are listed.
+    ``line_name`` names other lines in messages.
     """
 
     endpoint: str | None = None

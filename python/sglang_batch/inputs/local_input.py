@@ -24,11 +24,9 @@ _QUIET_S = 2.0
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The lines that came from one source.
+    """The lines from one source, from line ``first`` of the staged file on.
 
-    name: title of the source.
-    first: number of its first line in the staged file, from 1.
-    rows: whether messages count rows from 0, or else lines from 1.
+    Messages count rows from 0, and lines from 1.
     """
 
     name: str

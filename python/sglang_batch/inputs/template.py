@@ -55,13 +55,9 @@ class Template:
     def parse(cls, text: str, endpoint: str = "/v1/chat/completions") -> Template:
         """A template from text, or from the text in ``@FILE``.
 
-        A JSON object is the body of a request. Any other text is the prompt itself.
-
-        Args:
-            endpoint: which decides the place of a prompt in a body.
-
-        Raises:
-            ConfigError: it cannot be read, is JSON but not an object, or uses no column.
+        A JSON object is the body of a request. Any other text is the prompt
+        itself, whose place depends on the endpoint. Raises ConfigError if it
+        cannot be read, is JSON but not an object, or uses no column.
         """
         where = "--template"
         if text.startswith("@"):
@@ -140,9 +136,9 @@ def _prompt_body(prompt: str, endpoint: str, where: str) -> dict[str, Any]:
 class SplitLine(msgspec.Struct, array_like=True):
     """A batch line whose fields have no order yet.
 
-    before, after: its JSON text around the block of fields.
-    head: what its prompt has before the block, empty if no column is in that.
-    fields: the text of each field, as JSON without quotes.
+    Its JSON text is before and after the block of fields, which are JSON without
+    quotes. ``head`` is what its prompt has before the block, if a column is in
+    that.
     """
 
     before: str
@@ -228,11 +224,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class FieldBlock:
-    """The lines between ``{{#fields}}`` and ``{{/fields}}`` in a string of a template.
+    """The lines between ``{{#fields}}`` and ``{{/fields}}``, without line breaks.
 
     A line with columns is a field. Fields may change places. Other lines stay.
-
-    lines: the parts of each line, without its line break.
     """
 
     lines: tuple[tuple[str | Slot, ...], ...]

@@ -76,10 +76,8 @@ AloneInEngine = Callable[[], AbstractAsyncContextManager[None]]
 class RunnerHooks:
     """The runner's side of a batch that it runs.
 
-    alone: entered while the batch has to be alone in the engine.
-    on_valid: called when the input was found valid.
-    settle: writes the costs of batches that have ended, as the work of this one is known.
-    count_every_s: how often the batch's counts are written.
+    The batch enters ``alone`` while it has to be alone in the engine, and calls
+    ``settle`` to have the costs of batches written.
     """
 
     alone: AloneInEngine

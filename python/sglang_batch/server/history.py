@@ -33,10 +33,8 @@ NUM_NEWEST = 20
 class Rate:
     """How fast a batch progresses.
 
-    lines_per_s: lines answered, including those with an error.
-    tokens_per_s: tokens of prompts, computed or cached, and of answers.
-    output_tokens_per_s: tokens of answers.
-    eta_s: seconds until the last line at this rate, or None while no line is answered.
+    Lines with an error count as answered. ``tokens_per_s`` are those of prompts,
+    computed or cached, and of answers. ``eta_s`` is None while no line is answered.
     """
 
     lines_per_s: float
@@ -47,13 +45,11 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The server at one time, or since the previous point.
+    """The server at one Unix time, or since the previous point.
 
-    time: Unix time in seconds.
-    computed_tokens_per_s, cached_tokens_per_s, output_tokens_per_s: of lines that
-        were answered since the previous point, but for merged ones. A line counts when it ends.
-    lines_left: lines without an answer, of all batches.
-    kv: None if no batch is in progress, or the engine does not count by side.
+    Tokens are those of lines that were answered since then, but for merged ones: a
+    line counts when it ends. ``kv`` is None if no batch is in progress, or the
+    engine does not count by side.
     """
 
     time: float

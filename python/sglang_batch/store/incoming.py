@@ -38,12 +38,7 @@ _BLOCK_BYTES = 512  # the unit of st_blocks
 
 @dataclass(eq=False)
 class Room:
-    """The space of a store for what clients send.
-
-    Args:
-        storage_bytes: most bytes in the store, None for any number.
-        min_free_bytes: bytes of the disk that stay free.
-    """
+    """The space of a store for what clients send, of which some bytes of the disk stay free."""
 
     store: BatchStore
     storage_bytes: int | None

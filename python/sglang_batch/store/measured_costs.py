@@ -35,11 +35,9 @@ UNMEASURED = (
 class TimedStepsKey(msgspec.Struct, frozen=True, kw_only=True):
     """What timed steps hold for.
 
-    device: the driver's name, or ``cpu`` with its number of threads.
-    model: a digest of the model's size and operators, with the bits of weights and KV.
-    attention_backend: SGLang's name of the backend that decodes.
-    parallelism: TP, attention ranks and expert parallelism, in words.
-    mixed: whether steps mix prompts and decodes.
+    The device is the driver's name, or ``cpu`` with its number of threads,
+    ``model`` a digest of its size and operators, with the bits of weights and KV.
+    Some engines have mixed steps of prompts and decodes.
     """
 
     device: str
@@ -50,11 +48,7 @@ class TimedStepsKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimedSteps(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps of one engine.
-
-    samples: the fields of :class:`~...planner.costs.step_costs.StepSample` of each.
-    measured_at: date and time in UTC, ISO 8601.
-    """
+    """The steps of one engine, with the fields of ``StepSample``, and when they were timed (UTC)."""
 
     key: TimedStepsKey
     samples: list[list[float]]
@@ -64,13 +58,9 @@ class TimedSteps(msgspec.Struct, frozen=True, kw_only=True):
 class RowShareKey(msgspec.Struct, frozen=True, kw_only=True):
     """What a measured value holds for.
 
-    device: the driver's name, or ``cpu``.
-    attention_backend: SGLang's name of the backend that decodes.
-    kv_heads: heads of the KV in all, 1 for latent attention. None if they are not known.
-    head_dim: width of a head. None if it is not known.
-    dtype: of the KV.
-    page_size: tokens in a page of KV.
-    tp: number of devices that share the model.
+    The device is the driver's name or ``cpu``, ``attention_backend`` SGLang's name
+    of the backend that decodes. ``kv_heads`` are the heads of the KV in all, 1 for
+    latent attention, ``tp`` the devices that share the model.
     """
 
     device: str

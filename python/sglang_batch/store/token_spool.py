@@ -57,13 +57,11 @@ class _Spool:
 class TokenSpool(_Spool):
     """Append prompts in order, then read them all as two arrays.
 
-    Half a million long prompts do not fit in memory. The file is mapped, so only the
-    parts in use are loaded. It is deleted when the spool is closed. More prompts may be
-    appended after the arrays were read.
-
-    The arrays are the planner's: a prompt of which only the beginning can be shared has
-    an ``unshared_token`` there, and one of a namespace begins with a token of
-    :class:`RootTokens`. :meth:`read` gives the prompt itself.
+    Half a million long prompts do not fit in memory, so the file is mapped. More
+    may be appended after the arrays were read. These are the planner's: a prompt of
+    which only the beginning can be shared has an ``unshared_token`` there, and one
+    of a namespace begins with a token of :class:`RootTokens`. :meth:`read` gives
+    the prompt itself.
     """
 
     def __init__(self, path: Path) -> None:

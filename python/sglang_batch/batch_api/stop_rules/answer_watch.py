@@ -20,11 +20,7 @@ _EXTRA_KEY = "num_extra"
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The end of an answer by a rule, in its last token.
-
-    rule: ``json``, ``regex`` or ``repetition``.
-    num_extra: characters of the text so far that are behind the end.
-    """
+    """The end of an answer by a rule, with the number of characters that are behind it."""
 
     rule: str
     num_extra: int = 0
@@ -54,10 +50,8 @@ def without_extra(text: str, reason: Mapping[str, object] | None) -> str | None:
 class AnswerWatch:
     """Decides after each token of an answer whether a rule ends it.
 
-    Args:
-        text: None where no rule reads text.
-        reasoning_end: tokens that end the reasoning an answer begins with. Rules that read
-            text begin behind it; a loop may be in it. None without reasoning.
+    No rule may read text, which is None then. Rules that do begin behind the tokens
+    of ``reasoning_end``; a loop may be in the reasoning.
     """
 
     def __init__(

@@ -27,12 +27,9 @@ _MOST = 1 << 20
 class Repetition:
     """When the last tokens of an answer repeat a pattern: the end of a loop.
 
-    max_pattern_size, min_pattern_size: tokens of the pattern, both included.
-    min_count: how often it comes in a row.
-    min_tokens: tokens of all its repeats together. A row of spaces or dashes is shorter.
-
-    Raises:
-        ValueError: a number is out of range.
+    A pattern comes ``min_count`` times in a row, with ``min_tokens`` tokens in all:
+    a row of spaces or dashes is shorter. Raises ValueError if a number is out of
+    range.
     """
 
     max_pattern_size: int = 64

@@ -47,11 +47,9 @@ KEY_ROLES = {"client": Role.CLIENT, "admin": Role.ADMIN}
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """The models and limits of a client. None is no limit.
+    """The models, adapters, batches, lines and tokens of a client in a day (UTC).
 
-    models: names of served models and LoRA adapters.
-    batches, lines: batches created, and their lines, in a day (UTC).
-    tokens: tokens of prompts and answers in a day (UTC).
+    None: any.
     """
 
     models: tuple[str, ...] | None = None

@@ -49,8 +49,8 @@ def api_error(
 ) -> ApiError:
     """The error that answers a call, from whatever its route has raised.
 
-    Args:
-        invalid: message for a query parameter, with places for its name and the reason.
+    ``invalid`` is the message for a query parameter, with places for its name and
+    the reason.
     """
     if isinstance(error, ApiError):
         return error

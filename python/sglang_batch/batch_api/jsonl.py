@@ -44,7 +44,7 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileErrors:
-    """Why a file cannot run: its first errors in the order of lines, and all by their code."""
+    """Why a file cannot run: its first errors, and the number of each code."""
 
     listed: list[LineError]
     by_code: Counter[str]

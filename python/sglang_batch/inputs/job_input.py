@@ -113,11 +113,6 @@ class JobInput:
         return found
 
 
-# The kinds of input: a file, standard input or a pipe, a URL, a Hugging Face dataset.
-#
-# :func:`input_sources` decides once which of these each name is. All other code works with
-# the sources that it returns.
-
 STDIN = "-"
 _BOM = b"\xef\xbb\xbf"
 _COPY_BYTES = 1 << 20

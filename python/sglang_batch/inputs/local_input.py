@@ -123,8 +123,6 @@ class LocalInput:
         return f"{where}{replace(error, line=None)}"
 
 
-# Guesses the format of a file that should have had JSON lines.
-
 _HEAD_BYTES = 4096
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 # By the first bytes of a file. gzip and zstd are read, but not one inside the other.
@@ -162,8 +160,6 @@ def format_hint(path: Path) -> str | None:
         return "The lines seem to end with a carriage return alone: use \\n."
     return None
 
-
-# Digests of a job's input by line, which tell the lines of a changed input.
 
 _DIGEST_BYTES = 8
 _PIECE_BYTES = 1 << 20

@@ -118,7 +118,9 @@ class Staging:
             raise StoreWriteError(f"cannot write {self.path}: {error}") from None
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        return Manifest(fingerprint, staged.sha256(), staged.size, staged.parts, saving)
+        return Manifest(
+            fingerprint, staged.digest.hexdigest(), staged.size, staged.parts, saving
+        )
 
 
 class _Limited:
@@ -140,7 +142,7 @@ class _StagedFile(_Limited):
     def __init__(self, file: BinaryIO, max_requests: int | None) -> None:
         super().__init__(max_requests)
         self._file = file
-        self._hash = hashlib.sha256()
+        self.digest = hashlib.sha256()
         self._num_lines = 0
         self._is_blank = True
         self.size = 0
@@ -152,16 +154,13 @@ class _StagedFile(_Limited):
     def add(self, line: bytes) -> None:
         """Append a line, or the next piece of one. Blank lines are no requests."""
         self._file.write(line)
-        self._hash.update(line)
+        self.digest.update(line)
         self.size += len(line)
         self._is_blank = self._is_blank and line.isspace()
         if line.endswith(b"\n"):
             self._num_lines += 1
             self.num_requests += not self._is_blank
             self._is_blank = True
-
-    def sha256(self) -> str:
-        return self._hash.hexdigest()
 
 
 def _copy_sources(
@@ -234,11 +233,6 @@ def _copy_rows(
                 if into.full:
                     return
 
-
-# The rows of a job on disk, until the order of their fields is found.
-#
-# A table is read once. Its rows wait here as lines cut around their fields, and are then
-# written in the order that :mod:`.field_sample` finds.
 
 # Fewer rows take no time worth a progress bar.
 _QUIET_ROWS = 10_000

@@ -206,8 +206,6 @@ class RowRequests:
         return found
 
 
-# The parts of a template: its JSON text, cut at the places of columns and of its block.
-
 _PLACEHOLDER = re.compile(r"\{\{\s*(.+?)\s*\}\}")
 _MARKER = re.compile(r"\{\{\s*([#/])fields\s*\}\}")
 BEGIN, END = "{{#fields}}", "{{/fields}}"
@@ -394,9 +392,6 @@ def block_at(parts: Sequence[TemplatePart]) -> int | None:
     if len(found) > 1:
         raise ConfigError(_ONE_BLOCK)
     return found[0] if found else None
-
-
-# Table cells as JSON values and as text.
 
 
 class NotJson(ValueError):

@@ -124,7 +124,7 @@ class BatchService:
         owner: str = "",
         on_made: OnMade | None = None,
     ) -> Row:
-        """Make a file in ``incoming/`` one of the API, for ``kept_s`` seconds or its default."""
+        """Make a file in ``incoming/`` one of the API, for ``kept_s`` seconds."""
         if kept_s is None:
             kept_s = self.default_lifetime(purpose)
         file_id = new_id("file-")

@@ -38,7 +38,7 @@ _BLOCK_BYTES = 512  # the unit of st_blocks
 
 @dataclass(eq=False)
 class Room:
-    """The space of a store for what clients send, of which some bytes of the disk stay free."""
+    """The space of a store for what clients send. Some of the disk stays free."""
 
     store: BatchStore
     storage_bytes: int | None

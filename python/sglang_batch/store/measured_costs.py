@@ -48,7 +48,7 @@ class TimedStepsKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimedSteps(msgspec.Struct, frozen=True, kw_only=True):
-    """The steps of one engine, with the fields of ``StepSample``, and when they were timed (UTC)."""
+    """The steps of one engine, as fields of ``StepSample``, timed at an ISO time in UTC."""
 
     key: TimedStepsKey
     samples: list[list[float]]

@@ -2,11 +2,7 @@
 
 Each record is one JSON line: the request's index, whether it is an answer or an
 error, its token counts and the finished output line itself. A request that is in the
-log never runs again. How records are written and recovered is described in
-:mod:`.files`.
-
-A record that was damaged later is moved to ``<log>.damaged``, a blank line of the same
-length takes its place, and its request has no result again.
+log never runs again, unless its record was damaged: see :mod:`.files`.
 """
 
 from __future__ import annotations

@@ -55,8 +55,12 @@ class AccessControl:
 
     def caller(self, given: Iterable[bytes]) -> Caller | None:
         """Who calls with these keys: nobody if they differ, or if a key is needed."""
-        keys = set(given)
-        found = self._find(digest(keys.pop())) if len(keys) == 1 else None
+        digests = {digest(key) for key in given}
+        found = None
+        if len(digests) == 1:
+            [sha256] = digests
+            found = self._fixed_caller(sha256)
+            found = found or key_table.find_caller(self._rows, sha256)
         if found is None:
             # Clients of OpenAI send some key to a server without keys, too.
             return None if key_table.has_keys(self._rows) else self.without_key
@@ -64,9 +68,6 @@ class AccessControl:
             return found
         allowance = key_table.find_allowance(self._rows, found.name)
         return dataclasses.replace(found, allowance=allowance)
-
-    def _find(self, sha256: bytes) -> Caller | None:
-        return self._fixed_caller(sha256) or key_table.find_caller(self._rows, sha256)
 
     def _fixed_caller(self, sha256: bytes) -> Caller | None:
         """Takes equally long for every key, known or not."""

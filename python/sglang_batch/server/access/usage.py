@@ -90,23 +90,19 @@ def check_limits(
         limit: int | None = getattr(allowance, kind)
         # Without more, a limit that was lowered below the use of the day is no reason.
         if more and limit is not None and used[kind] + more > limit:
-            raise limit_error(kind, limit, used[kind], more)
-
-
-def limit_error(kind: str, limit: int, used: int, more: int) -> ApiError:
-    left = seconds_left(now())
-    asked = "" if kind == "tokens" else f", requested {more:,}"
-    return ApiError(
-        429,
-        f"Rate limit reached for {kind} per day of this API key: limit {limit:,}, used "
-        f"{used:,}{asked}. The day ends in {left // 3600}h{left % 3600 // 60:02}m, at "
-        "midnight UTC. Try again then, or ask the admin of this server for a higher "
-        "limit.",
-        code="rate_limit_exceeded",
-        kind="tokens" if kind == "tokens" else "requests",
-        retry=False,
-        headers={"Retry-After": str(left)},
-    )
+            left = seconds_left(now())
+            asked = "" if kind == "tokens" else f", requested {more:,}"
+            raise ApiError(
+                429,
+                f"Rate limit reached for {kind} per day of this API key: limit {limit:,}, "
+                f"used {used[kind]:,}{asked}. The day ends in {left // 3600}h"
+                f"{left % 3600 // 60:02}m, at midnight UTC. Try again then, or ask the "
+                "admin of this server for a higher limit.",
+                code="rate_limit_exceeded",
+                kind="tokens" if kind == "tokens" else "requests",
+                retry=False,
+                headers={"Retry-After": str(left)},
+            )
 
 
 def tokens_used_up(store: BatchStore, name: str) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from re import Pattern
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
@@ -29,22 +28,17 @@ class KnownRoute:
 
 
 def known_routes(app: FastAPI) -> list[KnownRoute]:
-    found = []
-    for route in iter_route_contexts(app.router.routes):
-        template: Any = route.path
-        path_regex: Any = getattr(route, "path_regex", None)
-        if template is None or path_regex is None:
-            continue
-        found.append(
-            KnownRoute(
-                template,
-                path_regex,
-                frozenset(route.methods or ()),
-                isinstance(route.original_route, WebSocketRoute),
-                route.endpoint,
-            )
+    return [
+        KnownRoute(
+            str(route.path),
+            path_regex,
+            frozenset(route.methods or ()),
+            isinstance(route.original_route, WebSocketRoute),
+            route.endpoint,
         )
-    return found
+        for route in iter_route_contexts(app.router.routes)
+        if route.path is not None and (path_regex := getattr(route, "path_regex", None))
+    ]
 
 
 class RouteFinder:

@@ -1,12 +1,8 @@
 """POST calls that are safe to repeat.
 
-A client sends ``Idempotency-Key: <anything>`` with a POST, or ``idempotency_key`` in
-its body. The first call with a key is executed. For 24 hours, the same call with the same
-key gets the first call's answer, with the header ``idempotency-replayed: true``. Errors
-are not kept, so a failed call can be repeated with its key.
-
-The answer is stored in the same transaction as the call's effect, so a server that dies
-has stored both or neither.
+The first call with a key, in the header ``Idempotency-Key`` or in its body, is executed. For
+24 hours, the same call with the same key gets the first call's answer. Errors are not kept.
+The answer is stored in the same transaction as the call's effect: both or neither.
 """
 
 from __future__ import annotations

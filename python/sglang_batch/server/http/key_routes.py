@@ -188,10 +188,11 @@ def _limits(body: dict[str, Any], *others: str) -> dict[str, Any]:
         limits["models"] = _models(body["models"])
     for name, field in PER_DAY.items():
         if field in body:
-            value = body[field]
-            if value is not None:
-                value = parameters.check_whole_number(field, value, 0, MAX_LIMIT)
-            limits[name] = value
+            limits[name] = (
+                body[field]
+                if body[field] is None
+                else (parameters.check_whole_number(field, body[field], 0, MAX_LIMIT))
+            )
     return limits
 
 

@@ -1,9 +1,8 @@
 """Schemas of our routes for the server's documentation (``/docs``, ``/openapi.json``).
 
-Our routes read the bodies of requests themselves, since some are too large for memory,
-and have errors of their own. FastAPI therefore cannot infer their schemas. They are
-written here and tested with calls generated from them. They do not validate requests:
-see :mod:`.parameters`.
+Our routes read the bodies of requests themselves, since some are too large for memory, so
+FastAPI cannot infer their schemas. They are tested with calls generated from them, and do
+not validate requests: see :mod:`.parameters`.
 """
 
 from __future__ import annotations

@@ -117,7 +117,10 @@ class History:
         }
         for batch_id in self._tracks.keys() - active.keys():
             del self._tracks[batch_id]
-        self._left = {batch_id: _left(row) for batch_id, row in active.items()}
+        self._left = {
+            batch_id: int(max(row["total"] - row["completed"] - row["failed"], 0))
+            for batch_id, row in active.items()
+        }
         self._sampled_at = now
         # The first sample has no growth, over whatever time.
         seconds = now - before if before is not None else 1.0
@@ -223,7 +226,3 @@ def _counts(row: Row) -> _Counts:
         cached=usage.cached_tokens,
         output=usage.output_tokens,
     )
-
-
-def _left(row: Row) -> int:
-    return int(max(row["total"] - row["completed"] - row["failed"], 0))

@@ -141,6 +141,13 @@ def _noted_when_deleted(table: str, kind: str) -> str:
     )
 
 
+def _counts(*names: str) -> str:
+    return ", ".join(f"{name} INTEGER NOT NULL DEFAULT 0" for name in names)
+
+
+_TOKENS = ("input_tokens", "cached_tokens", "output_tokens")
+_COUNTS = _counts("total", "completed", "failed", *_TOKENS, "reasoning_tokens")
+_USED = _counts("batches", "lines", "calls", *_TOKENS)
 # The statements of each migration by its name.
 MIGRATIONS: dict[str, tuple[str, ...]] = {
     # Files as clients see them, and batches with every field of the OpenAI object.
@@ -156,7 +163,7 @@ MIGRATIONS: dict[str, tuple[str, ...]] = {
             expires_at INTEGER
         )
         """,
-        """
+        f"""
         CREATE TABLE batches (
             seq INTEGER PRIMARY KEY AUTOINCREMENT,
             id TEXT NOT NULL UNIQUE,
@@ -177,13 +184,7 @@ MIGRATIONS: dict[str, tuple[str, ...]] = {
             failed_at INTEGER,
             cancelling_at INTEGER,
             cancelled_at INTEGER,
-            total INTEGER NOT NULL DEFAULT 0,
-            completed INTEGER NOT NULL DEFAULT 0,
-            failed INTEGER NOT NULL DEFAULT 0,
-            input_tokens INTEGER NOT NULL DEFAULT 0,
-            cached_tokens INTEGER NOT NULL DEFAULT 0,
-            output_tokens INTEGER NOT NULL DEFAULT 0,
-            reasoning_tokens INTEGER NOT NULL DEFAULT 0
+            {_COUNTS}
         )
         """,
         "CREATE INDEX batches_by_status ON batches (status)",
@@ -270,16 +271,11 @@ MIGRATIONS: dict[str, tuple[str, ...]] = {
             revoked_at INTEGER
         )
         """,
-        """
+        f"""
         CREATE TABLE usage (
             day TEXT NOT NULL,
             name TEXT NOT NULL,
-            batches INTEGER NOT NULL DEFAULT 0,
-            lines INTEGER NOT NULL DEFAULT 0,
-            calls INTEGER NOT NULL DEFAULT 0,
-            input_tokens INTEGER NOT NULL DEFAULT 0,
-            cached_tokens INTEGER NOT NULL DEFAULT 0,
-            output_tokens INTEGER NOT NULL DEFAULT 0,
+            {_USED},
             PRIMARY KEY (day, name)
         )
         """,

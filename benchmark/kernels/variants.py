@@ -157,7 +157,7 @@ def cascade(inputs: Inputs) -> Variant:
             inputs.q, inputs.k_caches[layer], inputs.v_caches[layer],
             inputs.table, inputs.kv_len, inputs.out,
         )  # fmt: skip
-        attend(programs, nodes, *tensors, inputs.scale, None)
+        attend(programs, nodes, tensors, inputs.scale, None)
         run(suffixes, *tensors, inputs.scale)
 
     return Variant(CASCADE, launch, plan, plan_us)

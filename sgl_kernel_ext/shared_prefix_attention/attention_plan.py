@@ -75,16 +75,20 @@ class HostPlan:
     """A host buffer with the packed layout, and numpy views of its parts."""
 
     def __init__(self, max_tokens: int, max_tasks: int, pinned: bool) -> None:
-        indptr = ALIGN
-        gather = indptr + _aligned(max_tokens + 1)
+        gather = ALIGN + _aligned(max_tokens + 1)
         self.tasks_at = gather + _aligned(max_tokens)
         size = self.tasks_at + max_tasks * NUM_FIELDS
         self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        self.parts = (
+            slice(ALIGN),
+            slice(ALIGN, ALIGN + max_tokens + 1),
+            slice(gather, gather + max_tokens),
+            slice(self.tasks_at, size),
+        )
         values = self.tensor.numpy()
-        self.header = values[:ALIGN]
-        self.part_indptr = values[indptr : indptr + max_tokens + 1]
-        self.gather = values[gather : gather + max_tokens]
-        self.tasks = values[self.tasks_at :].reshape(max_tasks, NUM_FIELDS)
+        parts = (values[part] for part in self.parts)
+        self.header, self.part_indptr, self.gather, tasks = parts
+        self.tasks = tasks.reshape(max_tasks, NUM_FIELDS)
         event = torch.cuda.Event() if pinned else None
         self.sent: torch.cuda.Event | None = event
 
@@ -109,12 +113,9 @@ class PlanBuffers:
         self._device = (
             torch.zeros_like(first.tensor, device=device) if pinned else first.tensor
         )
-        gather = ALIGN + _aligned(max_tokens + 1)
-        self.header = self._device[:ALIGN]
+        parts = (self._device[part] for part in first.parts)
+        self.header, self.part_indptr, self.gather, self.tasks = parts
         self.num_tokens = self.header[HEADER_TOKENS : HEADER_TOKENS + 1]
-        self.part_indptr = self._device[ALIGN : ALIGN + max_tokens + 1]
-        self.gather = self._device[gather : gather + max_tokens]
-        self.tasks = self._device[first.tasks_at :]
 
         def ints(size: int) -> np.ndarray:
             return np.zeros(size, np.int32)

@@ -26,6 +26,10 @@ from sgl_kernel_ext.utils import (
 MERGE_PROGRAMS_PER_SM = 8
 
 
+# q, k_cache, v_cache, table, kv_len and out of :func:`run`.
+Tensors = tuple[torch.Tensor, ...]
+
+
 def run(
     plan: AttentionPlan,
     q: torch.Tensor,
@@ -62,11 +66,12 @@ def run(
     Raises:
         ValueError: for a scale, shape, dtype, stride or device not supported.
     """
-    check_run(plan, q, k_cache, v_cache, table, kv_len, out, scale, lse)
+    tensors = (q, k_cache, v_cache, table, kv_len, out)
+    check_run(plan, tensors, scale, lse)
     check_runnable(shared_prefix_attention_kernel, q.device, "run_reference")
     planner = plan.planner
     programs = plan.num_tasks * planner.num_kv_heads if grid is None else grid
-    attend(programs, plan, q, k_cache, v_cache, table, kv_len, out, scale, lse)
+    attend(programs, plan, tensors, scale, lse)
     if grid is not None or plan.num_parts > 0:
         most = MERGE_PROGRAMS_PER_SM * planner.config.num_sms
         merge_parts(
@@ -86,17 +91,13 @@ def run(
 def attend(
     programs: int,
     plan: AttentionPlan,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    table: torch.Tensor,
-    kv_len: torch.Tensor,
-    out: torch.Tensor,
+    tensors: Tensors,
     scale: float,
     lse: torch.Tensor | None,
 ) -> None:
     """Launch the attention of the plan's tasks, without the merge of their parts."""
     planner = plan.planner
+    q, k_cache, v_cache, table, kv_len, out = tensors
     buffers, workspace, tiles = planner.buffers, planner.workspace, planner.config.tiles
     wide = planner.max_tile > 64
     shared_prefix_attention_kernel[(programs,)](
@@ -146,17 +147,13 @@ def dot_precision(dtype: torch.dtype, device: torch.device) -> str:
 
 def check_run(
     plan: AttentionPlan,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    table: torch.Tensor,
-    kv_len: torch.Tensor,
-    out: torch.Tensor,
+    tensors: Tensors,
     scale: float,
     lse: torch.Tensor | None,
 ) -> None:
     """Raise a ValueError for a scale or tensors that do not fit the plan."""
     planner, device = plan.planner, plan.planner.device
+    q, k_cache, v_cache, table, kv_len, out = tensors
     num_kv_heads, head_dim = planner.num_kv_heads, planner.head_dim
     if not scale > 0:
         raise ValueError(f"scale is {scale}; it must be positive")

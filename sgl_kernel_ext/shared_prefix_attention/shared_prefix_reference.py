@@ -75,7 +75,7 @@ def run_reference(
     """Execute a plan task by task, each a few batched matrix products in float32. Arguments
     and errors are those of ``run``.
     """
-    check_run(plan, q, k_cache, v_cache, table, kv_len, out, scale, lse)
+    check_run(plan, (q, k_cache, v_cache, table, kv_len, out), scale, lse)
     workspace = plan.planner.workspace
     gather = torch.from_numpy(plan.gather).long().to(q.device)
     indptr = torch.from_numpy(plan.part_indptr).to(q.device)

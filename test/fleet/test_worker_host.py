@@ -26,7 +26,6 @@ from sglang_batch.fleet.messages import (
     Event,
     Exchange,
     Leaving,
-    Line,
     LineAnswer,
     LinesJoined,
     OpenJob,
@@ -40,12 +39,15 @@ from sglang_batch.fleet.messages import (
     encode,
 )
 from sglang_batch.fleet.worker_host import WorkerHost
+from sglang_batch.request import BatchRequestInput
 from sglang_batch.scheduling.job_plan import unplanned
 
 
-def line(number: int, custom_id: str | None = None) -> Line:
+def line(number: int, custom_id: str | None = None) -> BatchRequestInput:
     body = json.dumps(make_body(f"prompt {number}")).encode()
-    return Line(number, custom_id or f"r{number}", "/v1/chat/completions", body)
+    return BatchRequestInput(
+        number, custom_id or f"r{number}", "/v1/chat/completions", body
+    )
 
 
 def run_line(number: int, custom_id: str | None = None) -> RunLine:

@@ -15,7 +15,6 @@ import msgspec
 from ..errors import EngineError
 from ..request import BatchRequestInput
 from .messages import (
-    Line,
     RenderCall,
     RenderedLine,
     Rendering,
@@ -79,8 +78,7 @@ class FleetLine:
         """The command that runs the line. ``trusted``: the worker may be sent objects pickled
         by another.
         """
-        line = Line.of(self.request)
-        rendering = self.rendering
+        line, rendering = self.request, self.rendering
         if not trusted or rendering is None or rendering.stored is None:
             return RunLine(job_id, self.rid, line, replica)
         ids = rendering.input_ids or b""
@@ -109,7 +107,7 @@ MAX_BATCH = 32
 CALLS_PER_WORKER = 2
 _RETRY_S = 0.2
 
-_Waiting = tuple[str, Line, asyncio.Future[Rendering]]
+_Waiting = tuple[str, BatchRequestInput, asyncio.Future[Rendering]]
 
 
 class FleetRenderer:
@@ -127,7 +125,7 @@ class FleetRenderer:
             EngineError: no worker is left, see :meth:`fail`.
         """
         future: asyncio.Future[Rendering] = asyncio.get_running_loop().create_future()
-        self._waiting.append((rid, Line.of(request), future))
+        self._waiting.append((rid, request, future))
         self._more.set()
         return await future
 

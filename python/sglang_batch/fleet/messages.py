@@ -58,22 +58,6 @@ class CloseJob(msgspec.Struct, tag="close", frozen=True):
     job_id: str
 
 
-class Line(msgspec.Struct, frozen=True, array_like=True):
-    """A request of a batch, see :class:`~sglang_batch.request.BatchRequestInput`."""
-
-    index: int
-    custom_id: str
-    url: str
-    body: bytes
-
-    @classmethod
-    def of(cls, request: BatchRequestInput) -> Line:
-        return cls(request.index, request.custom_id, request.url, request.body)
-
-    def request(self) -> BatchRequestInput:
-        return BatchRequestInput(self.index, self.custom_id, self.url, self.body)
-
-
 class RunLine(msgspec.Struct, tag="run", frozen=True):
     """Run a line.
 
@@ -84,7 +68,7 @@ class RunLine(msgspec.Struct, tag="run", frozen=True):
 
     job_id: str
     rid: str
-    line: Line
+    line: BatchRequestInput
     replica: Annotated[int, Meta(ge=0, lt=MOST_REPLICAS)] | None = None
     stored: bytes | None = None
     input_ids: bytes = b""
@@ -226,7 +210,7 @@ class RenderCall(msgspec.Struct, frozen=True):
     """Lines of a job to be rendered, with the ids that they will have."""
 
     rids: list[str]
-    lines: list[Line]
+    lines: list[BatchRequestInput]
 
     def __post_init__(self) -> None:
         if len(self.rids) != len(self.lines):

@@ -149,8 +149,7 @@ def _expanded(data: bytes, limit: int) -> bytes:
 def _check_plan(plan: JobPlan) -> None:
     """Raise InputError for a plan whose arrays do not fit each other."""
     n, m = plan.num_requests, len(plan.parent)
-    _check_sizes(plan, n, m)
-    _check_ranges(plan, n, m)
+    _check_arrays(plan, n, m)
     if (plan.leaf_begin > plan.leaf_end).any():
         raise InputError("A plan's nodes end before they begin.")
     for name in ("est_decode_steps", "est_decode_steps_sq"):
@@ -177,37 +176,36 @@ def _check_plan(plan: JobPlan) -> None:
         raise InputError(f"A plan of {n} requests has num_left={plan.num_left}.")
 
 
-def _check_sizes(plan: JobPlan, n: int, m: int) -> None:
-    sizes = (
-        dict.fromkeys(("number", "node", "input_len", "read_len"), n)
-        | dict.fromkeys(("est_decode_steps", "est_decode_steps_sq"), n)
-        | dict.fromkeys(("position", "density", "length_key", "family"), n)
-        | dict.fromkeys(("parent", "depth", "leaf_begin", "leaf_end"), m)
-    )
-    for name, size in sizes.items():
+def _check_arrays(plan: JobPlan, n: int, m: int) -> None:
+    """The length of each array, its least number and the end of its numbers, if any."""
+    anything = (None, None)
+    limits: dict[str, tuple[int, int | None, int | None]] = {
+        "number": (n, 0, MAX_NUMBER),
+        "position": (n, 0, n),
+        "node": (n, 0, m),
+        "input_len": (n, 0, None),
+        "read_len": (n, 0, None),
+        "est_decode_steps": (n, *anything),
+        "est_decode_steps_sq": (n, *anything),
+        "density": (n, *anything),
+        "length_key": (n, *anything),
+        "family": (n, *anything),
+        "parent": (m, -1, m),
+        "depth": (m, 0, None),
+        "leaf_begin": (m, 0, n + 1),
+        "leaf_end": (m, 0, n + 1),
+    }
+    for name, (size, least, end) in limits.items():
         array = getattr(plan, name)
-        if array is not None and array.shape != (size,):
+        if array is None:
+            continue
+        if array.shape != (size,):
             raise InputError(
                 f"A plan's {name} has the shape {array.shape}, not {(size,)}."
             )
-
-
-def _check_ranges(plan: JobPlan, n: int, m: int) -> None:
-    ranges = {
-        "number": (0, MAX_NUMBER),
-        "position": (0, n),
-        "node": (0, m),
-        "input_len": (0, None),
-        "read_len": (0, None),
-        "parent": (-1, m),
-        "depth": (0, None),
-        "leaf_begin": (0, n + 1),
-        "leaf_end": (0, n + 1),
-    }
-    for name, (least, end) in ranges.items():
-        array = getattr(plan, name)
-        if len(array) and (
-            array.min() < least or (end is not None and array.max() >= end)
+        if size and (
+            (least is not None and array.min() < least)
+            or (end is not None and array.max() >= end)
         ):
             raise InputError(
                 f"A plan's {name} has numbers from {array.min()} to {array.max()}, "

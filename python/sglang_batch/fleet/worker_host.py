@@ -14,7 +14,7 @@ from functools import partial
 
 from .. import __version__
 from ..job.engine import Engine
-from ..request import RequestOutput
+from ..request import BatchRequestInput, RequestOutput
 from . import plan_bytes
 from .messages import (
     READ_CALL,
@@ -28,7 +28,6 @@ from .messages import (
     Event,
     Exchange,
     Leaving,
-    Line,
     LineAnswer,
     LinesJoined,
     OpenJob,
@@ -229,7 +228,7 @@ class WorkerHost:
             self._emit(LineAnswer.of(command.rid, output))
 
     async def _output(self, command: RunLine) -> RequestOutput:
-        request, rid = command.line.request(), command.rid
+        request, rid = command.line, command.rid
         if command.stored is None or not self._trusts:
             prepared = await self._engine.prepare(request, rid, tokenize=False)
             if isinstance(prepared, RequestOutput):
@@ -243,8 +242,8 @@ class WorkerHost:
         replica = command.replica if self._engine.num_replicas > 1 else None
         return await self._engine.execute(prepared, replica)
 
-    async def _render(self, rid: str, line: Line) -> Rendering:
-        prepared = await self._engine.prepare(line.request(), rid, tokenize=True)
+    async def _render(self, rid: str, line: BatchRequestInput) -> Rendering:
+        prepared = await self._engine.prepare(line, rid, tokenize=True)
         if isinstance(prepared, RequestOutput):
             return LineAnswer.of(rid, prepared)
         return RenderedLine(

@@ -8,7 +8,6 @@ import json
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,7 +18,7 @@ from ..batch_api.lines import is_custom_id, loads_lenient
 from ..batch_api.protocol import ENDPOINTS, MAX_CUSTOM_ID_LEN, canonical_url, error_body
 from ..errors import ConfigError, EngineError, InputError
 from ..inputs.template import NotJson, Template, json_value, text_of
-from .waves import WaveTransport
+from .waves import QuietSender, WaveTransport
 
 # A window is one call, whose bytes a server limits.
 MAX_ROW_BYTES = 32 << 20
@@ -215,8 +214,6 @@ MAX_WINDOWS = 3
 # A window is sent while at most this part of one is unanswered, if the engine needs no fewer.
 OVERLAP = 4
 QUIET_S = 0.05
-# The longest that a row waits, in quiet times, however fast others come.
-MAX_QUIET_TIMES = 20
 # A server takes waves of up to twice as many bytes.
 MAX_WINDOW_BYTES = 64 << 20
 
@@ -224,7 +221,7 @@ _Found = StreamAnswer | BaseException | None
 """An answer, the error that ended the stream early, or None for its end."""
 
 
-class StreamWindows:
+class StreamWindows(QuietSender):
     """Sends the lines of rows in windows and collects their answers.
 
     Args:
@@ -240,31 +237,23 @@ class StreamWindows:
         transport: WaveTransport,
         window: int,
     ) -> None:
+        super().__init__(transport, "sglang-batch-stream")
         self._rows = rows
         self._lines = lines
-        self._transport = transport
         self._window = window
         self._room = threading.Semaphore(MAX_WINDOWS * window)
         self._found: queue.SimpleQueue[_Found] = queue.SimpleQueue()
         self._closed = threading.Event()
         # On the loop.
-        self._loop = transport.open_loop()
         self._pending: list[StreamLine] = []
         self._pending_bytes = 0
-        self._since = 0.0  # when the oldest pending row came, in loop time
-        self._timer: asyncio.TimerHandle | None = None
         self._unanswered = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = False
         self._failure: BaseException | None = None
-        self._sender = threading.Thread(
-            target=self._loop.run_forever, name="sglang-batch-stream", daemon=True
-        )
-        self._reader = threading.Thread(
+        threading.Thread(
             target=self._read, name="sglang-batch-rows", daemon=True
-        )
-        self._sender.start()
-        self._reader.start()
+        ).start()
 
     # In the caller's thread -------------------------------------------------------------
 
@@ -293,10 +282,7 @@ class StreamWindows:
         # The reader and the caller may wait for these.
         self._room.release()
         self._found.put(None)
-        asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._sender.join()
-        self._transport.close_loop(self._loop)
+        super().close()
 
     # In the reader's thread -------------------------------------------------------------
 
@@ -307,14 +293,10 @@ class StreamWindows:
                 self._room.acquire()
                 if self._closed.is_set():
                     return
-                self._post(self._add, self._lines.line(row, index))
+                self.post(self._add, self._lines.line(row, index))
         except BaseException as error:  # the caller's thread raises it
             failure = error
-        self._post(self._end, failure)
-
-    def _post(self, change: Any, argument: Any) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(change, argument)
+        self.post(self._end, failure)
 
     # On the loop --------------------------------------------------------------------------
 
@@ -350,13 +332,9 @@ class StreamWindows:
         ):
             self._send()
             return
-        if self._timer is not None:
-            self._timer.cancel()
-        latest = self._since + MAX_QUIET_TIMES * QUIET_S
-        at = min(self._loop.time() + QUIET_S, latest)
-        self._timer = self._loop.call_at(at, self._send_quiet)
+        self._send_when_quiet(QUIET_S, self._send_pending)
 
-    def _send_quiet(self) -> None:
+    def _send_pending(self) -> None:
         if self._pending and self._has_room():
             self._send()
 
@@ -410,11 +388,8 @@ class StreamWindows:
         self._ended = True
         self._pending, self._pending_bytes = [], 0
 
-    async def _finish(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+    def _abort(self) -> list[asyncio.Task[None]]:
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._transport.close()
+        return tasks

@@ -127,12 +127,66 @@ class WaveCall:
         return self.group.stop_reason if self.group else None
 
 
-class WaveLane:
+class QuietSender:
+    """Sends what was collected over a transport, on its event loop, once it is quiet.
+
+    The loop runs in a thread of the sender, unless its owner runs it already.
+    """
+
+    def __init__(self, transport: WaveTransport, thread_name: str) -> None:
+        self._transport = transport
+        self._timer: asyncio.TimerHandle | None = None
+        self._since = 0.0  # when the oldest pending item arrived, in loop time
+        self._loop = transport.open_loop()
+        self._thread: threading.Thread | None = None
+        if not self._loop.is_running():
+            self._thread = threading.Thread(
+                target=self._loop.run_forever, name=thread_name, daemon=True
+            )
+            self._thread.start()
+
+    def post(self, change: Callable[..., None], *args: Any) -> None:
+        """Apply a change on the loop, from any thread. No effect once it is closed."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(change, *args)
+
+    def close(self) -> None:
+        """Abort what is in flight and close the loop, if the transport owns it."""
+        if self._loop.is_running():
+            finish = asyncio.run_coroutine_threadsafe(self._finish(), self._loop)
+            while not finish.done() and self._loop.is_running():
+                with suppress(Exception):
+                    finish.result(ALIVE_CHECK_S)
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._transport.close_loop(self._loop)
+
+    def _send_when_quiet(self, quiet_s: float, send: Callable[[], None]) -> None:
+        """Send after the quiet time, unless this is called again before it is over."""
+        if self._timer is not None:
+            self._timer.cancel()
+        latest = self._since + MAX_QUIET_TIMES * quiet_s
+        at = min(self._loop.time() + quiet_s, latest)
+        self._timer = self._loop.call_at(at, send)
+
+    def _abort(self) -> list[asyncio.Task[None]]:
+        """Abort what is in flight. Returns all tasks."""
+        raise NotImplementedError
+
+    async def _finish(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await asyncio.gather(*self._abort(), return_exceptions=True)
+        await self._transport.close()
+
+
+class WaveLane(QuietSender):
     """Collects calls and sends them as waves, on the transport's event loop.
 
-    A wave is sent when every live program waits for an answer and no call is in flight, since
-    nothing could join it; and when no call has arrived for the quiet time, since some programs
-    may wait for something else, such as their forks.
+    A wave is sent when every live program waits for an answer and no call is in flight,
+    since nothing could join it; and when no call has arrived for the quiet time, since some
+    programs may wait for something else, such as their forks.
 
     Args:
         quiet_s: the quiet time, in seconds.
@@ -142,32 +196,17 @@ class WaveLane:
     def __init__(
         self, transport: WaveTransport, quiet_s: float, wave_sizes: deque[int]
     ) -> None:
-        self._transport = transport
         self._quiet_s = quiet_s
         self._wave_sizes = wave_sizes
         self._pending: list[WaveCall] = []
         self._waves: dict[asyncio.Task[None], list[WaveCall]] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._since = 0.0  # when the oldest pending call arrived, in loop time
         self._starting = 0  # groups that are still starting their threads
         self._live = 0  # program threads
         self._waiting = 0  # program threads that wait for an answer
         self._in_flight = 0  # calls sent but not answered
-        self._loop = transport.open_loop()
-        self._thread: threading.Thread | None = None
-        # The owner of an engine may already run its loop in another thread.
-        if not self._loop.is_running():
-            self._thread = threading.Thread(
-                target=self._loop.run_forever, name="sglang-batch-waves", daemon=True
-            )
-            self._thread.start()
+        super().__init__(transport, "sglang-batch-waves")
 
     # From any thread ------------------------------------------------------------
-
-    def post(self, change: Callable[..., None], *args: Any) -> None:
-        """Apply a change on the loop. No effect once the loop is closed."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(change, *args)
 
     def answer_to(self, call: WaveCall) -> tuple[int, bytes]:
         """Send a call with the next wave, and block until its HTTP status and body.
@@ -186,18 +225,6 @@ class WaveLane:
                         "program waited; do not run the engine's loop yourself while "
                         "programs run."
                     ) from None
-
-    def close(self) -> None:
-        """Abort waves in flight and close the loop, if the transport owns it."""
-        if self._loop.is_running():
-            finish = asyncio.run_coroutine_threadsafe(self._finish(), self._loop)
-            while not finish.done() and self._loop.is_running():
-                with suppress(Exception):
-                    finish.result(ALIVE_CHECK_S)
-        if self._thread is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._transport.close_loop(self._loop)
 
     # On the loop ------------------------------------------------------------------
 
@@ -225,12 +252,15 @@ class WaveLane:
             if call.group is group:
                 self._fail(call, str(group.stop_reason))
         self._pending = [call for call in self._pending if not call.future.done()]
-        self._abort(lambda wave: all(call.future.done() for call in wave))
-
-    def _abort(self, condition: Callable[[list[WaveCall]], bool]) -> None:
         for task, wave in self._waves.items():
-            if condition(wave):
+            if all(call.future.done() for call in wave):
                 task.cancel()
+
+    def _abort(self) -> list[asyncio.Task[None]]:
+        for task, wave in self._waves.items():
+            if not all(call.future.done() for call in wave):
+                task.cancel()
+        return list(self._waves)
 
     def _add(self, call: WaveCall) -> None:
         self._waiting += call.in_program_thread
@@ -253,10 +283,8 @@ class WaveLane:
         if idle and self._waiting >= self._live:
             self._send()
             return
-        quiet = self._quiet_s * (IDLE_PATIENCE if idle else 1)
-        latest = self._since + MAX_QUIET_TIMES * quiet
-        at = min(self._loop.time() + quiet, latest)
-        self._timer = self._loop.call_at(at, self._send)
+        quiet_s = self._quiet_s * (IDLE_PATIENCE if idle else 1)
+        self._send_when_quiet(quiet_s, self._send)
 
     def _send(self) -> None:
         self._timer = None
@@ -296,11 +324,3 @@ class WaveLane:
         self._waiting -= call.in_program_thread
         self._in_flight -= call.sent
         settle(call.future)
-
-    async def _finish(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        waves = list(self._waves)
-        self._abort(lambda wave: not all(call.future.done() for call in wave))
-        await asyncio.gather(*waves, return_exceptions=True)
-        await self._transport.close()

@@ -19,7 +19,7 @@ import importlib
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import httpx
 
@@ -27,20 +27,8 @@ from ..errors import ServerError
 from .rollout_call import RolloutGroup, RolloutSample, SampleResult
 from .rollout_client import LengthHistory, RolloutClient
 
-
-class SlimeSample(Protocol):
-    """What is used of ``slime.utils.types.Sample``."""
-
-    group_index: int | None
-    prompt: str | list[dict[str, str]]
-    tokens: list[int]
-    response_length: int
-    rollout_log_probs: list[float] | None
-    multimodal_inputs: dict[str, Any] | None
-    status: Any
-    Status: Any
-
-    def append_response_tokens(self, args: Any, **fields: Any) -> None: ...
+SlimeSample: TypeAlias = Any
+"""A ``slime.utils.types.Sample``."""
 
 
 @dataclass(slots=True, eq=False)

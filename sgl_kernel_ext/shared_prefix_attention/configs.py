@@ -1,7 +1,6 @@
 """Tile sizes and planning constants per device family.
 
-Every entry has a ``source``: how it was obtained. Entries that were not measured are
-reasoned defaults. The KV tiles of the loop (K and V x stages) fit into shared memory
+None of them was measured: they are reasoned defaults. The KV tiles of the loop (K and V x stages) fit into shared memory
 about twice on NVIDIA, so that two programs share a multiprocessor, and once on AMD.
 """
 
@@ -20,9 +19,8 @@ class TileConfig:
 
     block_n: tuple[int, int, int]  # KV tokens per loop step
     num_stages: tuple[int, int, int]  # loop steps in flight
-    num_warps: int  # where tiles of at most 64 rows are in use
-    num_warps_wide: int  # where tiles of 128 rows are in use
-    source: str  # how the values were obtained
+    num_warps: int = 4  # where tiles of at most 64 rows are in use
+    num_warps_wide: int = 8  # where tiles of 128 rows are in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,26 +34,13 @@ class DeviceConfig:
     min_split_tokens: int  # shortest split of a span, KV tokens
     task_bytes: int  # bytes one work item could have read while it starts and ends
     tiles: TileConfig
-    source: str
-
-
-UNMEASURED = "not measured: default"
-
-
-def _tiles(
-    block_n: tuple[int, int, int],
-    num_stages: tuple[int, int, int],
-    num_warps: int = 4,
-    num_warps_wide: int = 8,
-) -> TileConfig:
-    return TileConfig(block_n, num_stages, num_warps, num_warps_wide, UNMEASURED)
 
 
 _SMALL = {
-    128: _tiles((64, 64, 64), (2, 2, 2)),
-    256: _tiles((32, 32, 32), (2, 2, 2)),
-    512: _tiles((16, 16, 16), (2, 2, 2)),
-    1024: _tiles((16, 16, 16), (1, 1, 1)),
+    128: TileConfig((64, 64, 64), (2, 2, 2)),
+    256: TileConfig((32, 32, 32), (2, 2, 2)),
+    512: TileConfig((16, 16, 16), (2, 2, 2)),
+    1024: TileConfig((16, 16, 16), (1, 1, 1)),
 }
 # Slots are read before K and V, so Triton keeps the loads of one loop step in flight
 # for every two stages. 5 stages are two steps in flight, in 82 KB at 256 bytes per row
@@ -63,24 +48,24 @@ _SMALL = {
 # By device family, then by bytes of one padded KV row (head_dim x bytes per value).
 TILES: dict[str, dict[int, TileConfig]] = {
     "hopper": {
-        128: _tiles((128, 128, 64), (5, 5, 3)),
-        256: _tiles((64, 64, 64), (5, 5, 3)),
-        512: _tiles((32, 32, 32), (5, 5, 3)),
-        1024: _tiles((16, 16, 16), (3, 3, 3)),
+        128: TileConfig((128, 128, 64), (5, 5, 3)),
+        256: TileConfig((64, 64, 64), (5, 5, 3)),
+        512: TileConfig((32, 32, 32), (5, 5, 3)),
+        1024: TileConfig((16, 16, 16), (3, 3, 3)),
     },
     "ampere": {
-        128: _tiles((64, 64, 64), (3, 3, 3)),
-        256: _tiles((64, 64, 64), (2, 2, 2)),
-        512: _tiles((32, 32, 16), (2, 2, 2)),
-        1024: _tiles((16, 16, 16), (2, 2, 2)),
+        128: TileConfig((64, 64, 64), (3, 3, 3)),
+        256: TileConfig((64, 64, 64), (2, 2, 2)),
+        512: TileConfig((32, 32, 16), (2, 2, 2)),
+        1024: TileConfig((16, 16, 16), (2, 2, 2)),
     },
     # Ampere without HBM, and Ada: not much more than half of A100's shared memory.
     "ada": _SMALL,
     "mi300": {
-        128: _tiles((64, 64, 64), (2, 2, 2)),
-        256: _tiles((64, 64, 64), (2, 2, 2)),
-        512: _tiles((32, 32, 32), (1, 1, 1)),
-        1024: _tiles((16, 16, 16), (1, 1, 1)),
+        128: TileConfig((64, 64, 64), (2, 2, 2)),
+        256: TileConfig((64, 64, 64), (2, 2, 2)),
+        512: TileConfig((32, 32, 32), (1, 1, 1)),
+        1024: TileConfig((16, 16, 16), (1, 1, 1)),
     },
     "default": _SMALL,
 }
@@ -123,7 +108,7 @@ def pick_config(device: torch.device, head_dim: int, value_bytes: int) -> Device
     tiles = pick_tiles(family, head_dim, value_bytes)
     if device.type != "cuda":
         # One core runs all tasks, so splitting a span gains nothing.
-        return DeviceConfig(device.type, 1, 16, 1, 1 << 20, 16384, tiles, UNMEASURED)
+        return DeviceConfig(device.type, 1, 16, 1, 1 << 20, 16384, tiles)
     flops_per_byte, task_bytes = _FAMILIES[family]
     return DeviceConfig(
         name=family,
@@ -133,5 +118,4 @@ def pick_config(device: torch.device, head_dim: int, value_bytes: int) -> Device
         min_split_tokens=128,
         task_bytes=task_bytes,
         tiles=tiles,
-        source=UNMEASURED,
     )

@@ -25,8 +25,7 @@ SMALL = DeviceConfig(
     items_per_sm=8,
     min_split_tokens=16,
     task_bytes=0,
-    tiles=TileConfig((16, 32, 32), (1, 1, 1), 4, 8, "small, for tests"),
-    source="small, for tests",
+    tiles=TileConfig((16, 32, 32), (1, 1, 1)),
 )
 
 

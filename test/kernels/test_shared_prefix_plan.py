@@ -243,7 +243,7 @@ def test_planning_is_quick() -> None:
         num_sms=132,
         min_split_tokens=128,
         items_per_sm=8,
-        tiles=TileConfig((64, 64, 64), (3, 3, 3), 4, 8, "for this test"),
+        tiles=TileConfig((64, 64, 64), (3, 3, 3)),
     )
     planner = AttentionPlanner(
         num_q_heads=32,

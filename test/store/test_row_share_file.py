@@ -63,12 +63,13 @@ def test_each_key_has_its_last_measurement(tmp_path: Path) -> None:
         keep_row_share(each, path)
     kept = kept_row_shares(path)
     assert [(each.key.tp, each.row_share) for each in kept] == [(2, 7.0), (1, 6.0)]
-    assert kept_row_share(KEY, kept) == entry(row_share=6.0)
+    assert kept_row_share(KEY, path) == entry(row_share=6.0)
+    single = keep_row_share(entry(), tmp_path / "single.json")
     for field in RowShareKey.__struct_fields__:
         value = getattr(KEY, field)
         changed = f"{value}x" if isinstance(value, str) else value + 1
         other = msgspec.structs.replace(KEY, **{field: changed})
-        assert kept_row_share(other, [entry()]) is None
+        assert kept_row_share(other, single) is None
 
 
 @pytest.mark.parametrize(

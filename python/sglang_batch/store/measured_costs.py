@@ -9,7 +9,6 @@ number of devices. A file that cannot be read is never an error: nothing is know
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
@@ -205,11 +204,4 @@ _ROW_SHARES = _MeasuredFile(
     "No row_share is known until `sglang-batch calibrate` writes a new one.",
 )
 row_share_path, keep_row_share = _ROW_SHARES.path, _ROW_SHARES.keep
-kept_row_shares = _ROW_SHARES.entries
-
-
-def kept_row_share(
-    key: RowShareKey, entries: Iterable[KeptRowShare] | None = None
-) -> KeptRowShare | None:
-    found = kept_row_shares() if entries is None else entries
-    return next((entry for entry in found if entry.key == key), None)
+kept_row_shares, kept_row_share = _ROW_SHARES.entries, _ROW_SHARES.of

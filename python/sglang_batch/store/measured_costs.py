@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from types import GenericAlias
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
@@ -127,7 +128,8 @@ class _MeasuredFile(Generic[Entry]):
     most: int | None = None
 
     def __post_init__(self) -> None:
-        fields = [("version", int), (self.field, list[self.kind])]  # type: ignore[valid-type]
+        entries = GenericAlias(list, (self.kind,))
+        fields = [("version", int), (self.field, entries)]
         self._document: Any = msgspec.defstruct("_Document", fields)
 
     def path(self) -> Path:

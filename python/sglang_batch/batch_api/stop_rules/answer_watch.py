@@ -148,7 +148,7 @@ class AnswerText:
     def _open(self, before: Sequence[int]) -> None:
         self._num_pending = 0
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        self._stream = (
+        self._stream: _SlowStream | _FastStream = (
             _SlowStream(self._tokenizer, self._skip_special_tokens)
             if backend is None
             else _FastStream(backend, self._skip_special_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from argparse import Namespace
@@ -9,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+import sglang_batch
 from sglang_batch.cli import _parser, main
 from sglang_batch.errors import InputError, StoreError
 from sglang_batch.request import Usage
 from sglang_batch.run.job_directory import JobDirectory, JobRecord
 from sglang_batch.run.outputs import Outputs
 from sglang_batch.run.run_options import command_line, plan_options
+from sglang_batch.srt.compat.command_line import sglang_flags
 
 
 def run(tmp_path: Path, content: bytes, *options: str, output: str = "out") -> int:
@@ -237,3 +240,31 @@ def test_a_folder_with_other_things_is_not_overwritten_by_the_demo_model(
     (tmp_path / "thesis.txt").write_text("mine")
     assert main(["demo-model", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
+
+
+# Options that mean something else than SGLang's, and those that we add to SGLang's.
+OWN_MEANING = {
+    ("cli.py", "--context-length"),
+    ("client_options.py", "--api-key"),
+    ("client_options.py", "--model"),
+    ("options.py", "--model"),
+    ("options.py", "--model-path"),
+    ("offline_server_args.py", "--offline-batch"),
+    ("offline_server_args.py", "--offline-batch-config"),
+    ("offline_server_args.py", "--offline-batch-dir"),
+}
+
+
+def test_options_of_sglang_are_not_declared_again() -> None:
+    flags = set(sglang_flags())
+    declared = {
+        (path.name, word.value)
+        for path in Path(sglang_batch.__path__[0]).rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr == "add_argument"
+        for word in call.args
+        if isinstance(word, ast.Constant) and word.value in flags
+    }
+    assert declared == OWN_MEANING

@@ -58,7 +58,7 @@ class EngineOptions:
         """Raises ConfigError if the model cannot be where :meth:`arguments` say it is."""
         check_model(known)
 
-    def settings(self, known: argparse.Namespace) -> EngineSettings:
+    def settings(self) -> EngineSettings:
         """SGLang's own view of :meth:`arguments`, which takes its import.
 
         Raises ConfigError if an option or the model cannot be used.
@@ -97,7 +97,7 @@ class RayOptions(EngineOptions):
         check_ray(self.fleet.address)
         return known
 
-    def settings(self, known: argparse.Namespace) -> EngineSettings:
+    def settings(self) -> EngineSettings:
         # Engines read the model's configuration, not this process.
         return engine_settings(self.backend, [*self.argv], resolve=False)
 
@@ -148,7 +148,7 @@ class WorkerOptions(EngineOptions):
     def find_model(self, known: argparse.Namespace) -> None:
         """Nothing: the servers have loaded it."""
 
-    def settings(self, known: argparse.Namespace) -> EngineSettings:
+    def settings(self) -> EngineSettings:
         return EngineSettings(None, "", _not_here)
 
     def start(

@@ -56,7 +56,7 @@ def _answered(prepared: PreparedRun) -> Summary | None:
         display = Display(engine_log.terminal)
         try:
             with display.showing(elapsed("Loading the engine")):
-                settings = prepared.options.engine.settings(prepared.known)
+                settings = prepared.options.engine.settings()
             if settings.note:
                 display.say(settings.note)
             cached = _cached(prepared, settings)

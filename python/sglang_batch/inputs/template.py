@@ -125,7 +125,7 @@ def _prompt_body(prompt: str, endpoint: str, where: str) -> dict[str, Any]:
     key, *others = ENDPOINTS[endpoint].required
     if others or key not in ("messages", "prompt", "input"):
         raise ConfigError(
-            f"{where} must be a JSON object, the body of a request: {endpoint} takes more "
+            f"the template must be an object, the body of a request: {endpoint} takes more "
             "than a prompt."
         )
     if not _PLACEHOLDER.search(prompt) and Path(prompt).is_file():

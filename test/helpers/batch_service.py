@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import shutil
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -58,7 +57,7 @@ async def running_service(
 def add_input(service: BatchService, source: BinaryIO, owner: str = "") -> Row:
     """Store a copy of a file as the input of a batch."""
     with service.room.receive() as file:
-        shutil.copyfileobj(source, file)
+        file.write(source.read())
         file.close()
         return service.add_file(file.path, "in.jsonl", "batch", None, owner)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from .decode_loop import DecodeLoop, MakeGrammars
@@ -39,8 +40,7 @@ class DenseWorker:
         self._open: dict[str, DenseRequest] = {}
         self._since: dict[str, float] = {}
         self._loop = make_loop(self._answered)
-        self._calls: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="dense", daemon=True)
         self.failure: Exception | None = None
@@ -51,9 +51,8 @@ class DenseWorker:
 
     def stop(self) -> None:
         """End the thread after its present step. Open requests are not answered."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
+        self._stopping = True
+        self.call(lambda: None)  # it may wait for one
         if self._thread.ident is not None:  # it was started
             self._thread.join()
 
@@ -74,24 +73,21 @@ class DenseWorker:
     def running(self) -> dict[str, float]:
         """Seconds since each request that is computed has joined."""
         now = time.monotonic()
-        with self._wake:
-            return {rid: now - since for rid, since in self._since.items()}
+        return {rid: now - since for rid, since in self._since.items()}
 
     def call(self, call: Callable[[], None]) -> None:
         """Have a function called in the worker's thread, between two steps."""
-        with self._wake:
-            self._calls.append(call)
-            self._wake.notify()
+        self._calls.put(call)
 
     def _run(self) -> None:
         while True:
-            with self._wake:
-                while not (self._calls or self._can_step() or self._stopping):
-                    self._wake.wait()
-                calls = list(self._calls)
-                self._calls.clear()
-                if self._stopping:
-                    return
+            calls = []
+            with suppress(queue.Empty):
+                calls.append(self._calls.get(block=not self._can_step()))
+                while True:
+                    calls.append(self._calls.get_nowait())
+            if self._stopping:
+                return
             for call in calls:
                 self._guarded(call)
             self._note_running()
@@ -115,8 +111,8 @@ class DenseWorker:
         running = [] if self.failure else self._loop.running()
         if running != list(self._since):
             now = time.monotonic()
-            with self._wake:
-                self._since = {rid: self._since.get(rid, now) for rid in running}
+            # Other threads read it: it is replaced, and never changed.
+            self._since = {rid: self._since.get(rid, now) for rid in running}
 
     def _add(self, request: DenseRequest) -> None:
         self._open[request.rid] = request

@@ -65,9 +65,8 @@ class EmbeddingModel(LoadedModel):
             float32 ``[rows, dims]`` on the CPU.
         """
         with torch.inference_mode():
-            ids, mask = _padded(self.model, prompts)
-            states = _states(self.model, self.parameters, ids, mask)
-            return self.pooling(states, mask).cpu()
+            states = _states(self.model, self.parameters, prompts)
+            return self.pooling(*states).cpu()
 
 
 def wrap_embedding(
@@ -121,10 +120,12 @@ def wrap_embedding(
     )
 
 
-def _padded(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]]
+def _states(
+    model: PreTrainedModel, parameters: frozenset[str], prompts: Sequence[Sequence[int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask, int64 ``[rows, longest]`` on the model's device."""
+    """The last layer's states, ``[rows, longest, width]``, and the mask of tokens, int64
+    ``[rows, longest]``. All tokens are of the first type.
+    """
     longest = max(map(len, prompts))
     # Some models number positions by which tokens are no padding.
     filler = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
@@ -133,20 +134,10 @@ def _padded(
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = torch.tensor(prompt)
         mask[row, : len(prompt)] = 1
-    return ids.to(model.device), mask.to(model.device)
-
-
-def _states(
-    model: PreTrainedModel,
-    parameters: frozenset[str],
-    ids: torch.Tensor,
-    mask: torch.Tensor,
-) -> torch.Tensor:
-    """The last layer's states, ``[rows, tokens, width]``. All tokens are of the first type."""
+    ids, mask = ids.to(model.device), mask.to(model.device)
     inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
     found = model(**{key: value for key, value in inputs.items() if key in parameters})
-    states: torch.Tensor = found[0]
-    return states
+    return found[0], mask
 
 
 def _prompts(vocab: int) -> list[list[int]]:
@@ -158,7 +149,7 @@ def _usual(
     model: PreTrainedModel, parameters: frozenset[str], vocab: int
 ) -> SentencePooling:
     one, other, _ = _prompts(vocab)
-    states = _states(model, parameters, *_padded(model, [one, other])).float()
+    states = _states(model, parameters, [one, other])[0].float()
     config = model.config.get_text_config()
     mean = (
         type(model).__name__.endswith("EncoderModel")
@@ -179,8 +170,7 @@ def _probed(
     _, *prompts = _prompts(vocab)
     found = []
     for batch in ([prompts[0]], [prompts[1]], prompts):
-        ids, mask = _padded(model, batch)
-        found.append(pooling(_states(model, parameters, ids, mask), mask))
+        found.append(pooling(*_states(model, parameters, batch)))
     return torch.cat(found[:2]), found[2]
 
 

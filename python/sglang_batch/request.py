@@ -7,7 +7,7 @@ import operator
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, Self
 
 import msgspec
@@ -78,10 +78,9 @@ _SUFFIXES = re.compile(r"(\.[a-z]*\d{6})+$", re.ASCII)
 _NUMBER = re.compile(r"(\d+)(?:\.try(\d+))?(?:\.(\d+))?", re.ASCII)
 
 
+@dataclass(frozen=True, slots=True)
 class _Counts:
     """Counts that are added and subtracted field by field."""
-
-    __slots__ = ()
 
     def __add__(self, other: Self) -> Self:
         return self._with(operator.add, other)
@@ -90,9 +89,9 @@ class _Counts:
         return self._with(operator.sub, other)
 
     def _with(self, apply: Callable[[int, int], int], other: Self) -> Self:
-        names = self.__match_args__  # type: ignore[attr-defined]
-        pairs = ((getattr(self, name), getattr(other, name)) for name in names)
-        return type(self)(*(apply(one, two) for one, two in pairs))
+        names = [field.name for field in fields(self)]
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
+        return replace(self, **{name: apply(*pair) for name, pair in pairs.items()})
 
 
 @dataclass(frozen=True, slots=True)

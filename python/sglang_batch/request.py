@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, Self
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import msgspec
 
@@ -79,29 +78,29 @@ _NUMBER = re.compile(r"(\d+)(?:\.try(\d+))?(?:\.(\d+))?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class _Counts:
-    """Counts that are added and subtracted field by field."""
-
-    def __add__(self, other: Self) -> Self:
-        return self._with(operator.add, other)
-
-    def __sub__(self, other: Self) -> Self:
-        return self._with(operator.sub, other)
-
-    def _with(self, apply: Callable[[int, int], int], other: Self) -> Self:
-        names = [field.name for field in fields(self)]
-        pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
-        return replace(self, **{name: apply(*pair) for name, pair in pairs.items()})
-
-
-@dataclass(frozen=True, slots=True)
-class Usage(_Counts):
+class Usage:
     """Token counts of one answer, or sums over many."""
 
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.input_tokens + other.input_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.output_tokens + other.output_tokens,
+            self.reasoning_tokens + other.reasoning_tokens,
+        )
+
+    def __sub__(self, other: Usage) -> Usage:
+        return Usage(
+            self.input_tokens - other.input_tokens,
+            self.cached_tokens - other.cached_tokens,
+            self.output_tokens - other.output_tokens,
+            self.reasoning_tokens - other.reasoning_tokens,
+        )
 
     def possible_hit_rate(self, shared: float) -> float:
         """The fraction that a perfect cache would have saved, of these tokens.
@@ -119,7 +118,7 @@ class Usage(_Counts):
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts(_Counts):
+class Cuts:
     """Answers that each stop rule has ended.
 
     length: those that ended at their limit of tokens, ``finish_reason`` ``length``.
@@ -130,9 +129,17 @@ class Cuts(_Counts):
     repetition: int = 0
     length: int = 0
 
+    def __add__(self, other: Cuts) -> Cuts:
+        return Cuts(
+            self.json + other.json,
+            self.regex + other.regex,
+            self.repetition + other.repetition,
+            self.length + other.length,
+        )
+
 
 @dataclass(frozen=True, slots=True)
-class Work(_Counts):
+class Work:
     """What an engine did for a request, in the terms of the cost model.
 
     tokens: those of prompts that were computed, and of answers.
@@ -144,6 +151,13 @@ class Work(_Counts):
     tokens: int = 0
     attended: int = 0
     reads: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.tokens + other.tokens,
+            self.attended + other.attended,
+            self.reads + other.reads,
+        )
 
     @classmethod
     def of_sequence(cls, computed: int, cached: int, generated: int) -> Work:

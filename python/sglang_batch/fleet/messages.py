@@ -8,7 +8,7 @@ read. Rendered requests are pickles, and only travel over ports that carry Pytho
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple
+from operator import attrgetter
 from typing import Annotated, Any
 
 import msgspec
@@ -102,6 +102,11 @@ class LinesJoined(msgspec.Struct, tag="joined", frozen=True):
     numbers: list[int]
 
 
+_usage_of = attrgetter(*Usage.__match_args__)
+_cuts_of = attrgetter(*Cuts.__match_args__)
+_work_of = attrgetter(*Work.__match_args__)
+
+
 class LineAnswer(msgspec.Struct, tag="answer", frozen=True):
     """The answer to a line. ``usage``, ``cuts``, ``work``: the fields of a
     :class:`~.request.Usage`, of a :class:`~.request.Cuts` and of a :class:`~.request.Work`."""
@@ -115,8 +120,8 @@ class LineAnswer(msgspec.Struct, tag="answer", frozen=True):
 
     @classmethod
     def of(cls, rid: str, output: RequestOutput) -> LineAnswer:
-        usage, cuts = astuple(output.usage), astuple(output.cuts)
-        work = None if output.work is None else astuple(output.work)
+        usage, cuts = _usage_of(output.usage), _cuts_of(output.cuts)
+        work = None if output.work is None else _work_of(output.work)
         return cls(rid, output.status_code, output.body, usage, cuts, work)
 
     def output(self) -> RequestOutput:

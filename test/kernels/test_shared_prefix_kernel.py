@@ -17,6 +17,7 @@ from attention_cases import (
     make_planner,
     poisoned_outputs,
 )
+from example_counts import combinations
 
 from sgl_kernel_ext.shared_prefix_attention import (
     AttentionPlan,
@@ -41,11 +42,11 @@ def check_run(batch: Batch, planner: AttentionPlanner, grid: int | None = None) 
     assert_attention_close(batch, out, lse)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("page_size", [1, 16], ids="page{}".format)
-@pytest.mark.parametrize("name", FORESTS)
-def test_forests(name: str, page_size: int, dtype: torch.dtype) -> None:
-    batch = make_batch(**FORESTS[name], page_size=page_size, dtype=dtype)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("name", "page_size", "dtype"), combinations([*FORESTS], [1, 16], [*DTYPES])
+)
+def test_forests(name: str, page_size: int, dtype: str) -> None:
+    batch = make_batch(**FORESTS[name], page_size=page_size, dtype=DTYPES[dtype])  # type: ignore[arg-type]
     planner = make_planner(batch)
     check_run(batch, planner)
 

@@ -53,6 +53,8 @@ LOGPROB_OPTIONS = (
     "return_text_in_logprobs",
 )
 PREFILL_ONLY = {"max_new_tokens": 0}
+# Of RuntimeEndpoint, which calls a server. An engine in this process has the same.
+_ENGINE_CALLS = ("flush_cache", "get_server_info", "start_profile", "stop_profile")
 
 
 class BatchBackend(RuntimeEndpoint):  # type: ignore[misc]
@@ -124,6 +126,8 @@ class BatchBackend(RuntimeEndpoint):  # type: ignore[misc]
         else:
             self._attach(server, chat_template_name)
             self.client = WaveClient(EngineTransport(server, priority), quiet_s)
+            for name in _ENGINE_CALLS:
+                setattr(self, name, getattr(server, name))
         # SGLang's servers of this release have no route for it. Forks are joined as
         # text, which the prefix cache finds again.
         self.support_concate_and_append = False
@@ -153,8 +157,6 @@ class BatchBackend(RuntimeEndpoint):  # type: ignore[misc]
                 f"server={engine!r} must be the URL of a server or a sglang.Engine."
             )
         BaseBackend.__init__(self)
-        for name in ("flush_cache", "get_server_info", "start_profile", "stop_profile"):
-            setattr(self, name, getattr(engine, name))
         self.base_url, self.api_key, self.verify = "", None, None
         self.model_info = {"model_path": engine.server_args.model_path}
         if template:

@@ -339,10 +339,11 @@ def rows_of_tables(text: str) -> Iterator[list[str]]:
             yield [cell.strip() for cell in line.strip("|").split(" | ")]
 
 
-def test_the_table_of_settings_has_each_with_its_default() -> None:
+def test_the_tables_of_settings_have_each_with_its_default() -> None:
     shown = {
         row[0].strip("` "): json.loads(row[1].strip("`"))
-        for row in rows_of_tables(section_of("operating.md", "Settings"))
+        for page in ("operating.md", "experimental.md")
+        for row in rows_of_tables(section_of(page, "Settings"))
     }
     assert shown == {
         field.name: list(field.default)
